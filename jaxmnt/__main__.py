@@ -1,0 +1,32 @@
+"""jaxmnt COMMAND …: the same commands as python -m jaxmnt.COMMAND."""
+
+from importlib import import_module
+
+from jaxmnt.errors import ConfigError, ExitCode, nearest, run_command
+
+COMMANDS = {
+    "train": ("jaxmnt.train", "train a model"),
+    "prepare": ("jaxmnt.prepare", "turn text into the shards that training reads"),
+    "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
+    "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
+    "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),
+}
+
+
+def main() -> None:
+    run_command(_dispatch)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command, *rest = arguments or ["--help"]
+    if command in ("-h", "--help"):
+        lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+        print("usage: jaxmnt COMMAND …  (each also runs as python -m jaxmnt.COMMAND)\n" + "\n".join(lines))
+        return ExitCode.FINISHED
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command {command!r}; {nearest(command, list(COMMANDS))}")
+    return int(import_module(COMMANDS[command][0]).main(rest))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which process am I, are all of us here, and how do we agree."""

@@ -1,0 +1,230 @@
+"""A roll call over TCP before JAX starts, so that whoever is missing, doubled or misplaced gets a name.
+
+`jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens
+on the coordinator's own port, each other process says who it is in one line of JSON, and when all are there (or
+time is up) process 0 tells everyone the outcome and frees the port for JAX.
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from typing import Any
+
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
+
+_LONGEST_LINE = 4096
+_RETRY_SECONDS = 0.1
+
+Hello = dict[str, Any]
+"""process, processes, host and facts of one process."""
+
+
+def hold(identity: Identity, facts: dict[str, str], timeout_seconds: float) -> None:
+    """Returns once every process has arrived with the same `facts` (versions, config digest).
+
+    Raises `PeerError` (exit 4) naming the processes that are missing when time is up, and `ConfigError`
+    (exit 2) naming the process whose id, count or facts disagree with process 0's.
+    """
+    if identity.alone:
+        return
+    deadline = time.monotonic() + timeout_seconds
+    hello = {
+        "process": identity.process_id,
+        "processes": identity.processes,
+        "host": socket.gethostname(),
+        "facts": facts,
+    }
+    if identity.process_id == 0:
+        _listen(identity, hello, deadline, timeout_seconds)
+    else:
+        _report(identity, hello, deadline, timeout_seconds)
+
+
+def _listen(identity: Identity, own: Hello, deadline: float, timeout: float) -> None:
+    """Process 0: collects hellos until all are there, then answers everyone alike."""
+    with _open_port(identity) as server, selectors.DefaultSelector() as selector:
+        desk = _Desk(identity, own, selector)
+        try:
+            outcome = desk.collect(server, deadline, timeout)
+            desk.answer(outcome)
+        finally:
+            desk.close()
+    if outcome is not None:
+        raise outcome
+
+
+def _open_port(identity: Identity) -> socket.socket:
+    host, port = identity.address
+    everywhere = identity.bind_host == ""
+    dual = everywhere and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((identity.bind_host, port), family=family, backlog=4096, dualstack_ipv6=dual)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.coordinator: process 0 cannot listen on port {port} of {socket.gethostname()}: "
+            f"{error.strerror}; choose a free port"
+        ) from error
+
+
+class _Desk:
+    """Where process 0 notes who is here. A process is here for as long as its connection is."""
+
+    def __init__(self, identity: Identity, own: Hello, selector: selectors.BaseSelector):
+        self._identity = identity
+        self._selector = selector
+        self._hello: dict[int, Hello] = {0: own}
+        self._connection_of: dict[int, socket.socket] = {}
+        self._received: dict[socket.socket, bytes] = {}
+        """What each open connection has sent that is not yet a hello."""
+
+    def collect(self, server: socket.socket, deadline: float, timeout: float) -> UserError | None:
+        """Runs until everyone is here (None) or something is wrong (the error for everyone)."""
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
+        while len(self._hello) < self._identity.processes:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return PeerError(self._missing(timeout))
+            for event, _ in self._selector.select(left):
+                connection = event.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is server:
+                    self._accept(server)
+                elif (line := self._read(connection)) is not None and (error := self._admit(line, connection)):
+                    return error
+        return None
+
+    def answer(self, outcome: UserError | None) -> None:
+        """Tells everyone, and lets them close first, so that no connection of ours keeps the port from JAX."""
+        body = {"error": None if outcome is None else str(outcome), "code": int(outcome.exit_code if outcome else 0)}
+        for connection in self._received:
+            with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
+                connection.settimeout(5)
+                connection.sendall(json.dumps(body).encode() + b"\n")
+        for connection in self._connection_of.values():
+            with contextlib.suppress(OSError):
+                connection.recv(1)
+
+    def close(self) -> None:
+        for connection in self._received:
+            connection.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        connection, _ = server.accept()
+        connection.setblocking(False)
+        self._received[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> bytes | None:
+        """A whole line once it has arrived. Who hangs up is no longer here; who says too much is dropped."""
+        try:
+            chunk = connection.recv(_LONGEST_LINE)
+        except OSError:
+            chunk = b""
+        received = self._received[connection] + chunk
+        if not chunk or len(received) > _LONGEST_LINE:
+            self._drop(connection)
+            return None
+        self._received[connection] = received
+        return received if received.endswith(b"\n") else None
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._received[connection]
+        for process, known in list(self._connection_of.items()):
+            if known is connection:
+                del self._connection_of[process], self._hello[process]
+        connection.close()
+
+    def _admit(self, line: bytes, connection: socket.socket) -> UserError | None:
+        """Notes one hello, or says what is wrong with it. A line that is no hello is dropped with its sender."""
+        try:
+            hello = json.loads(line)
+            process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
+            facts = dict(hello["facts"])
+        except (ValueError, KeyError, TypeError):
+            self._drop(connection)
+            return None
+        own = self._hello[0]
+        if processes != self._identity.processes:
+            return ConfigError(
+                f"cluster.processes: process {process} on {host} was told {processes} processes, "
+                f"process 0 on {own['host']} {self._identity.processes}; give all the same number"
+            )
+        if process in self._connection_of and _hung_up(self._connection_of[process]):
+            self._drop(self._connection_of[process])
+        if process in self._hello:
+            return ConfigError(
+                f"cluster.process_id: {process} was given twice, to processes on {self._hello[process]['host']} "
+                f"and {host}; give each process its own id"
+            )
+        if not 0 < process < processes:
+            return ConfigError(f"cluster.process_id: {process} on {host} is out of range for {processes} processes")
+        for name, value in own["facts"].items():
+            if facts.get(name) != value:
+                return ConfigError(
+                    f"{name} of process {process} on {host} is {facts.get(name)}, of process 0 on {own['host']} "
+                    f"{value}; start every process with the same software, config and data"
+                )
+        self._hello[process] = hello
+        self._connection_of[process] = connection
+        return None
+
+    def _missing(self, timeout: float) -> str:
+        processes = self._identity.processes
+        missing = [str(process) for process in range(processes) if process not in self._hello]
+        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hello.items())[:8])
+        return (
+            f"process{'es' if len(missing) > 1 else ''} {shown} of {processes} did not arrive within {timeout:g} s "
+            f"(here: {hosts}); check that they were started and can reach the coordinator"
+        )
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _report(identity: Identity, hello: Hello, deadline: float, timeout: float) -> None:
+    """Any other process: says hello, retrying until process 0 listens, and waits for the outcome."""
+    reason = "no connection was tried"
+    while time.monotonic() < deadline:
+        try:
+            # Process 0 may have started later than this process: its own time limit decides.
+            outcome = _ask(identity.address, hello, deadline - time.monotonic(), timeout + 10)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except (ValueError, KeyError, TypeError):
+            reason = "something else answers on that port"
+        else:
+            if outcome["error"] is not None:
+                kind = ConfigError if outcome["code"] == ExitCode.CONFIG else PeerError
+                raise kind(outcome["error"])
+            return
+        time.sleep(_RETRY_SECONDS)
+    raise PeerError(
+        f"process 0 did not answer at {identity.coordinator} within {timeout:g} s ({reason}); "
+        "check cluster.coordinator and that process 0 was started"
+    )
+
+
+def _ask(address: tuple[str, int], hello: Hello, connect_seconds: float, answer_seconds: float) -> dict[str, Any]:
+    """One try: says hello and returns the outcome. Raises `OSError`, or `ValueError` and its like for a stranger."""
+    with socket.create_connection(address, timeout=max(0.1, connect_seconds)) as connection:
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        connection.settimeout(answer_seconds)
+        with connection.makefile("rb") as stream:
+            reply = stream.readline(_LONGEST_LINE * 4)
+    if not reply:
+        raise ConnectionResetError("it closed the connection without an answer")
+    outcome = json.loads(reply)
+    return {"error": outcome["error"], "code": outcome["code"]}

@@ -1,0 +1,162 @@
+"""Joining the processes of a run into one JAX runtime, and leaving it.
+
+The only module that touches JAX's coordination service.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxmnt import __version__
+from jaxmnt.cluster import rollcall
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.config.load import dump_config
+from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError, ExitCode, PeerError
+
+BARRIER_SECONDS = 300.0
+
+_SIGNS_OF_A_LOST_PEER = (
+    "Gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "heartbeat",
+    "UNAVAILABLE",
+)
+
+
+@contextmanager
+def joined(identity: Identity, config: Config, data_digest: str) -> Iterator[None]:
+    """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
+
+    Holds the roll call first, whose errors are those of `rollcall.hold`; afterwards a failure that JAX reports
+    because another process is gone becomes a `PeerError`. Does nothing for a single process.
+    """
+    if identity.alone:
+        yield
+        return
+    assert config.run.dir is not None
+    with _native_output_to(Path(config.run.dir) / "native" / f"{identity.process_id}.log"):
+        rollcall.hold(identity, _facts(config, data_digest), config.cluster.start_timeout_seconds)
+        import jax
+
+        # JAX's own handler would swallow SIGTERM; the wish to stop travels with the batches instead.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            identity.coordinator,
+            identity.processes,
+            identity.process_id,
+            # Detection would take "which device is mine" from Slurm: one GPU a task, however many there are.
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=_bind_address(identity),
+            initialization_timeout=int(max(10, config.cluster.start_timeout_seconds)),
+            heartbeat_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
+        )
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+                raise PeerError(f"another process is gone: {str(error).splitlines()[0]}") from error
+            raise
+
+
+def _bind_address(identity: Identity) -> str | None:
+    """None is JAX's default, all interfaces."""
+    host = identity.bind_host
+    return f"[{host}]:{identity.address[1]}" if ":" in host else f"{host}:{identity.address[1]}" if host else None
+
+
+def _facts(config: Config, data_digest: str) -> dict[str, str]:
+    """What must be the same in every process."""
+    digest = hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
+    return {
+        "jaxmnt version": __version__,
+        "jax version": version("jax"),
+        "config digest": digest,
+        "data digest": data_digest[:12],
+    }
+
+
+def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
+    """Waits until every process has reached the barrier of this name.
+
+    Raises `PeerError` with the runtime's account of who is late when time is up.
+    """
+    if identity.alone:
+        return
+    try:
+        _client().wait_at_barrier(name, int(seconds * 1000))
+    except Exception as error:
+        raise PeerError(f"barrier '{name}' was not reached by all within {seconds:g} s: {error}") from error
+
+
+def share(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:
+    """Process 0 gives a text, every process gets it. `name` must be new in this run of the processes."""
+    if identity.alone:
+        assert value is not None
+        return value
+    client = _client()
+    if identity.process_id == 0:
+        assert value is not None
+        client.key_value_set(f"jaxmnt/{name}", value)
+        return value
+    try:
+        return str(client.blocking_key_value_get(f"jaxmnt/{name}", int(seconds * 1000)))
+    except Exception as error:
+        raise PeerError(f"process 0 did not say '{name}' within {seconds:g} s: {error}") from error
+
+
+def _client() -> Any:
+    """JAX's coordination service, for which there is no public interface yet."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def leave(identity: Identity, code: int) -> int:
+    """Leaves the runtime. After success all shut down together; after a failure this process ends at once.
+
+    A failed process that waited in JAX's shutdown barrier would keep its peers waiting, too.
+    """
+    if identity.alone:
+        return code
+    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
+        import jax
+
+        jax.distributed.shutdown()
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def _native_output_to(path: Path) -> Iterator[None]:
+    """Sends what libraries print below Python to `path`, while Python's own stdout goes on as before.
+
+    Gloo announces every connection on file descriptor 1, which would spoil progress lines and JSON.
+    """
+    sys.stdout.flush()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {path.parent} cannot be made: {error.strerror}; choose another run.dir") from error
+    original = os.dup(1)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.close(log)
+    before = sys.stdout
+    sys.stdout = os.fdopen(original, "w", buffering=1, closefd=False)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(original, 1)
+        os.close(original)
+        sys.stdout = before

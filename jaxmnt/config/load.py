@@ -1,0 +1,189 @@
+"""Loading: YAML file, dotted overrides, and one message for whatever is wrong with them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError, nearest
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 3e-4 is a number and a key given twice is an error."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Reads `path`, applies `key.sub=value` overrides in order, and checks the whole.
+
+    Raises `ConfigError` with the file or argument, the key and the fix.
+    """
+    path = Path(path)
+    tree, lines = _read(path)
+    sources = {key: f"{path}:{line}" for key, line in lines.items()}
+    sources |= dict.fromkeys(apply_overrides(tree, overrides or []), "command line")
+    tree.setdefault("run", None)
+    tree["run"] = tree["run"] or {}
+    if isinstance(tree["run"], dict):
+        tree["run"].setdefault("dir", f"runs/{path.stem}")
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, sources, str(path))) from error
+
+
+def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Sets each `key.sub=value` in the tree, in order, and returns the dotted keys."""
+    return [_apply(tree, override) for override in overrides]
+
+
+def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
+    """Checks a tree that did not come from a file, such as a run directory's or a test's."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, {}, name)) from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML, without anything about this process."""
+    return yaml.safe_dump(config.model_dump(exclude={"cluster"}), sort_keys=False)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key → value for every key but the cluster's."""
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump(exclude={"cluster"}).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{sub}": item for sub, item in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The file's tree, and the line of each dotted key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        hint = f"; in {path.parent}: {', '.join(siblings)}" if siblings else ""
+        raise ConfigError(f"{path}: no such config file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        tree = yaml.load(text, Loader=_Loader) or {}  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of sections such as 'train:', not a {_kind(tree)}")
+    lines: dict[str, int] = {}
+    if node is not None:
+        _collect_lines(path, node, "", lines)
+    return tree, lines
+
+
+def _collect_lines(path: Path, node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in node.value:
+        dotted = f"{prefix}{key_node.value}"
+        line = key_node.start_mark.line + 1
+        if dotted in lines:
+            raise ConfigError(f"{path}:{line}: {dotted} is given twice (first on line {lines[dotted]}); keep one")
+        lines[dotted] = line
+        _collect_lines(path, value_node, f"{dotted}.", lines)
+
+
+def _apply(tree: dict[str, Any], override: str) -> str:
+    """Sets one `key.sub=value` in the tree and returns the dotted key."""
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted or dotted.startswith("-"):
+        raise ConfigError(f"argument {override!r} is no override; write key.sub=value, such as train.steps=100")
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    *parents, last = dotted.split(".")
+    place = tree
+    for parent in parents:
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
+        if not isinstance(place, dict):
+            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
+    place[last] = value
+    return dotted
+
+
+def _explain(error: ValidationError, sources: dict[str, str], name: str) -> str:
+    """One message for the first problem, and a count of the others."""
+    problems = error.errors()
+    first = problems[0]
+    dotted = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":  # ours, from a rule over several keys: it names its key itself
+        message = str(first["ctx"]["error"])
+        dotted = message.partition(":")[0]
+        text = message.partition(": ")[2]
+    elif first["type"] == "extra_forbidden":
+        text = f"unknown key; {_suggest(dotted)}"
+    else:
+        text = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}"
+        text += f" ({_help_line(dotted)})" if _help_line(dotted) else ""
+    where = sources.get(dotted) or next(
+        (place for known, place in sources.items() if known.startswith(f"{dotted}.")), name
+    )
+    more = f" ({len(problems) - 1} more problems follow)" if len(problems) > 1 else ""
+    return f"{where}: {dotted}: {text}{more}"
+
+
+def _suggest(dotted: str) -> str:
+    *parents, last = dotted.split(".")
+    section: type[BaseModel] = Config
+    for parent in parents:
+        annotation = section.model_fields[parent].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        section = annotation
+    known = list(section.model_fields)
+    elsewhere = [
+        f"{name}.{last}"
+        for name, field in Config.model_fields.items()
+        if isinstance(field.annotation, type)
+        and issubclass(field.annotation, BaseModel)
+        and last in field.annotation.model_fields
+    ]
+    if elsewhere and last not in known:
+        return f"did you mean {elsewhere[0]}?"
+    hint = nearest(last, known)
+    prefix = ".".join(parents)
+    return hint.replace("did you mean ", f"did you mean {prefix}.") if prefix else hint
+
+
+def _help_line(dotted: str) -> str:
+    """The key's line of help, or nothing for a section."""
+    fields = Config.model_fields
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        annotation = fields[parent].annotation if parent in fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        fields = annotation.model_fields
+    return (fields[last].description or "") if last in fields else ""
+
+
+def _kind(value: Any) -> str:
+    names: dict[type, str] = {list: "list", str: "string"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,196 @@
+"""Every setting with its type, default, one line of explanation, and what changing it means on resume.
+
+Nothing here knows about devices or files: a config can be parsed, printed and compared on any machine.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
+"""Mesh axes, slowest network first."""
+
+WORKING_AXES = ("data", "fsdp", "model")
+"""Axes that this version can split over; the others must be 1."""
+
+Resume = Literal["harmless", "maths", "breaks"]
+"""What a changed key means for a run that resumes: nothing, other numbers from here on, or a refusal."""
+
+
+def key(default: Any, text: str, *, resume: Resume = "harmless", **limits: Any) -> Any:
+    """A config key: its default, its line of help, its class on resume, and limits such as `ge=1`."""
+    return Field(default, description=text, json_schema_extra={"resume": resume}, **limits)
+
+
+class Section(BaseModel):
+    """One section of the config. Unknown keys are errors; values are not coerced; instances are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=False)
+
+
+class Run(Section):
+    dir: str | None = key(None, "Run directory; default runs/<config file's name>.")
+
+
+class Train(Section):
+    steps: int = key(1000, "Optimizer steps of the whole run; schedules follow it.", resume="maths", ge=1)
+    microbatch_size: int | None = key(
+        None, "Rows a batch shard holds in one pass; default all of them, without accumulation.", ge=1
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", "Compute precision; auto is bfloat16 on GPU and float32 on CPU. Parameters are float32.",
+        resume="maths",
+    )  # fmt: skip
+    remat: Literal["none", "dots", "full"] = key(
+        "none", "What the backward pass recomputes: none, all but matrix products (dots), or whole layers."
+    )
+    layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
+    loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
+    z_loss: float = key(0.0, "Weight of the squared log-partition penalty on the logits.", resume="maths", ge=0)
+    eval_every: int = key(0, "Evaluate after every so many steps; 0 is at the end only.", ge=0)
+    stop_after: int | None = key(None, "Stop with a checkpoint and exit code 75 after this step.", ge=1)
+
+
+class Data(Section):
+    path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.")
+    global_batch_size: int = key(64, "Rows a step over all hosts.", resume="breaks", ge=1)
+    sequence_length: int = key(1024, "Tokens a row.", resume="breaks", ge=2)
+    document_mask: bool = key(False, "Keep attention and positions inside a document.", resume="maths")
+    prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
+    log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
+
+
+class Model(Section):
+    vocab_size: int | None = key(
+        None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", resume="breaks", ge=2
+    )
+    hidden_size: int = key(512, "Width of the residual stream.", resume="breaks", ge=1)
+    num_layers: int = key(8, "Decoder layers.", resume="breaks", ge=1)
+    num_heads: int = key(8, "Query heads.", resume="breaks", ge=1)
+    num_kv_heads: int | None = key(None, "Key and value heads; default num_heads.", resume="breaks", ge=1)
+    head_dim: int | None = key(None, "Width of a head; default hidden_size / num_heads.", resume="breaks", ge=2)
+    intermediate_size: int | None = key(
+        None, "Width of the gated MLP; default 8/3 hidden_size rounded up to 64.", resume="breaks", ge=1
+    )
+    tie_embeddings: bool = key(False, "Use the embedding as the output head.", resume="breaks")
+    rope_theta: float = key(10000.0, "Base of the rotary embedding's wavelengths.", resume="maths", gt=0)
+    norm_epsilon: float = key(1e-5, "Added to the mean square in RMSNorm.", resume="maths", gt=0)
+    dropout: float = key(0.0, "Dropout on the output of attention and MLP.", resume="maths", ge=0, lt=1)
+    attention: Literal["auto", "xla", "cudnn"] = key(
+        "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."
+    )
+
+
+class Optimizer(Section):
+    learning_rate: float = key(3e-4, "Peak learning rate.", resume="maths", gt=0)
+    warmup_steps: int = key(0, "Steps of linear warm-up.", resume="maths", ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = key(
+        "cosine", "After warm-up: cosine to the end, warm-up-stable-decay, or constant.", resume="maths"
+    )
+    final_fraction: float = key(0.1, "Learning rate at the end, as a share of the peak.", resume="maths", ge=0, le=1)
+    decay_fraction: float = key(0.2, "Share of the steps that wsd decays over.", resume="maths", gt=0, le=1)
+    weight_decay: float = key(0.1, "Decoupled weight decay; norms are not decayed.", resume="maths", ge=0)
+    beta1: float = key(0.9, "AdamW's decay of the first moment.", resume="maths", ge=0, lt=1)
+    beta2: float = key(0.95, "AdamW's decay of the second moment.", resume="maths", ge=0, lt=1)
+    epsilon: float = key(1e-8, "AdamW's term in the denominator.", resume="maths", gt=0)
+    clip_norm: float | None = key(1.0, "Largest global norm of the gradient; null turns it off.", resume="maths", gt=0)
+
+
+class Checkpoint(Section):
+    every_steps: int = key(500, "Save after every so many steps, and at the end; 0 is at the end only.", ge=0)
+    keep: int = key(3, "Newest checkpoints to keep.", ge=1)
+
+
+class Mesh(Section):
+    data: int | None = key(None, "Replicas of the model; default -1, the rest, unless another axis is -1.")
+    pipeline: int = key(1, "Pipeline stages; must be 1 in this version.")
+    fsdp: int = key(1, "Ways to shard parameters, gradients and optimizer state.")
+    context: int = key(1, "Ways to split a sequence; must be 1 in this version.")
+    expert: int = key(1, "Ways to split experts; must be 1 in this version.")
+    model: int = key(1, "Tensor parallelism: ways to split heads, MLP and vocabulary.")
+
+    def sizes(self) -> dict[str, int]:
+        """Axis sizes by name in mesh order, with -1 for the axis that takes the rest."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+class Cluster(Section):
+    coordinator: str | None = key(None, "HOST:PORT of process 0; default from JAX_COORDINATOR_ADDRESS.")
+    processes: int | None = key(None, "Processes in all; default from JAX_NUM_PROCESSES, else 1.", ge=1)
+    process_id: int | None = key(None, "This process, from 0; default from JAX_PROCESS_ID.", ge=0)
+    start_timeout_seconds: float = key(300.0, "How long to wait for all processes at the start.", gt=0)
+    heartbeat_timeout_seconds: int = key(100, "A silent process is taken for dead after this time.", ge=2)
+
+
+class Config(Section):
+    """The whole config. Cross-key rules that need no device are checked here; the rest in the plan."""
+
+    seed: int = key(0, "Seed of initialisation, data order and dropout.", resume="breaks", ge=0, lt=2**31)
+    run: Run = Run()
+    train: Train = Train()
+    data: Data = Data()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint = Checkpoint()
+    mesh: Mesh = Mesh()
+    cluster: Cluster = Cluster()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, raw: Any) -> Any:
+        """A section that is named but left empty in YAML (null) means its defaults."""
+        if isinstance(raw, dict):
+            raw = {name: ({} if value is None and name != "seed" else value) for name, value in raw.items()}
+        return raw
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        warmup, steps = self.optimizer.warmup_steps, self.train.steps
+        if warmup >= steps:
+            raise ValueError(
+                f"optimizer.warmup_steps: {warmup} leaves none of the {steps} train.steps at full rate; lower it"
+            )
+        return self.model_copy(update={"model": _complete_model(self.model), "mesh": _complete_mesh(self.mesh)})
+
+
+def _complete_model(model: Model) -> Model:
+    """Fills in the sizes that follow from others."""
+    heads = model.num_heads
+    update: dict[str, int] = {}
+    if model.head_dim is None:
+        if model.hidden_size % heads:
+            raise ValueError(
+                f"model.num_heads: {heads} heads do not divide model.hidden_size {model.hidden_size}; "
+                "change one of them or set model.head_dim"
+            )
+        update["head_dim"] = model.hidden_size // heads
+    if (update.get("head_dim") or model.head_dim or 0) % 2:
+        raise ValueError("model.head_dim: rotary embeddings need an even width; choose an even head_dim")
+    kv_heads = model.num_kv_heads or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"model.num_kv_heads: {kv_heads} must divide model.num_heads {heads}; choose a divisor of {heads}"
+        )
+    update["num_kv_heads"] = kv_heads
+    if model.intermediate_size is None:
+        update["intermediate_size"] = -(-model.hidden_size * 8 // 3 // 64) * 64
+    return model.model_copy(update=update)
+
+
+def _complete_mesh(mesh: Mesh) -> Mesh:
+    """Checks axis sizes and lets `data` take the rest unless another axis does."""
+    sizes = mesh.sizes()
+    for axis, size in sizes.items():
+        if size is not None and size != -1 and size < 1:
+            raise ValueError(f"mesh.{axis}: {size} is no size; give a positive number, or -1 for the rest")
+        if axis not in WORKING_AXES and size != 1:
+            raise ValueError(
+                f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "
+                f"(working axes: {', '.join(WORKING_AXES)})"
+            )
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"mesh.{rest[1]}: only one axis may be -1, and mesh.{rest[0]} is already; give a number")
+    if mesh.data is None:
+        mesh = mesh.model_copy(update={"data": 1 if rest else -1})
+    return mesh

@@ -1,0 +1,107 @@
+"""From this process's rows to global arrays on the devices, one batch ahead of the step."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from jaxmnt.data.batches import Rows
+
+Batch = dict[str, jax.Array]
+
+
+def process_rows(sharding: NamedSharding, global_rows: int, length: int) -> list[int]:
+    """The global rows that this process's devices hold, in order.
+
+    They follow from the sharding, not from the process's number: processes may share a batch shard.
+    """
+    index_map = sharding.addressable_devices_indices_map((global_rows, length))
+    rows: set[int] = set()
+    for index in index_map.values():
+        assert index is not None
+        rows.update(range(*index[0].indices(global_rows)))
+    return sorted(rows)
+
+
+def to_devices(local: Rows, rows: list[int], global_rows: int, sharding: NamedSharding) -> Batch:
+    """Global arrays [global_rows, L] of which this process contributes `rows`. Copies overlap with computation."""
+    place = {row: position for position, row in enumerate(rows)}
+
+    def one(array: np.ndarray) -> jax.Array:
+        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            first, stop, _ = index[0].indices(global_rows)
+            return array[place[first] : place[first] + stop - first]
+
+        return jax.make_array_from_callback((global_rows, *array.shape[1:]), sharding, piece)
+
+    return {name: one(array) for name, array in local.items()}
+
+
+class Feed:
+    """Hands out batches that are already on their way to the devices, and measures waiting for input."""
+
+    def __init__(
+        self,
+        source: Iterator[Rows],
+        rows: list[int],
+        global_rows: int,
+        sharding: NamedSharding,
+        *,
+        digest: bool,
+    ):
+        self._source, self._rows, self._global_rows, self._sharding = source, rows, global_rows, sharding
+        self._digest = digest
+        self._staged: tuple[Batch, str | None] | None = None
+        self.wait_seconds = 0.0
+        """How long the last `stage` waited for input to be read."""
+
+    def stage(self) -> None:
+        """Reads the next batch and starts its copy. Call it while the devices are busy with a step."""
+        started = time.perf_counter()
+        local = next(self._source)
+        self.wait_seconds = time.perf_counter() - started
+        digest = self._batch_digest(local["tokens"]) if self._digest else None
+        self._staged = to_devices(local, self._rows, self._global_rows, self._sharding), digest
+
+    def take(self) -> tuple[Batch, str | None]:
+        """The staged batch and, if asked for, its digest."""
+        if self._staged is None:
+            self.stage()
+        assert self._staged is not None
+        staged, self._staged = self._staged, None
+        return staged
+
+    def _batch_digest(self, tokens: np.ndarray) -> str:
+        """SHA-256 over the SHA-256 of each row of the global batch in order (little-endian int32 token ids)."""
+        digests = np.stack(
+            [np.frombuffer(hashlib.sha256(row.astype("<i4").tobytes()).digest(), np.uint8) for row in tokens]
+        )
+        if len(self._rows) < self._global_rows:
+            shared = to_devices({"digests": digests}, self._rows, self._global_rows, self._sharding)["digests"]
+            digests = np.asarray(multihost_utils.process_allgather(shared, tiled=True))
+        return hashlib.sha256(digests.tobytes()).hexdigest()
+
+
+class StopFlag:
+    """This process's wish to stop, as an array that travels with a batch: the step adds up everyone's.
+
+    So all processes learn of it in the metrics of the same step, and stop after the same step. There is a flag for
+    each device, because two processes may share a batch shard.
+    """
+
+    def __init__(self, sharding: NamedSharding):
+        devices = sharding.mesh.size
+
+        def flags(value: int) -> jax.Array:
+            whole = np.full(devices, value, np.int32)
+            return jax.make_array_from_callback((devices,), sharding, lambda index: whole[index])
+
+        self._no, self._yes = flags(0), flags(1)
+
+    def array(self, wanted: bool) -> jax.Array:
+        return self._yes if wanted else self._no

@@ -1,0 +1,88 @@
+"""What a user sees when something is wrong, and the exit codes that tell a scheduler what to do.
+
+A `UserError` is something that a person can cause and mend: it is shown as one message that says what is
+wrong, where, and what to do, without a traceback. Anything else is a fault of ours and keeps its traceback.
+"""
+
+import io
+import sys
+import traceback
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NoReturn
+
+
+class ExitCode(IntEnum):
+    """The codes that every command may end with. Later versions add to this list and do not change it."""
+
+    FINISHED = 0
+    FAILURE = 1
+    CONFIG = 2  # the config or the arguments are wrong: do not retry
+    PEER = 4  # another process failed or went missing
+    STOPPED = 75  # stopped early with a checkpoint: run me again
+
+
+class UserError(Exception):
+    """Something that a user can mend. The text is the whole message."""
+
+    exit_code = ExitCode.FAILURE
+
+
+class ConfigError(UserError):
+    """The config, the arguments or the data that they name cannot work. Retrying will not help."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class PeerError(UserError):
+    """Another process of this run failed, is missing or does not answer."""
+
+    exit_code = ExitCode.PEER
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A phrase naming the closest known name, or the known names if none is close."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def run_command(main: Callable[[list[str]], int]) -> NoReturn:
+    """Runs a command's `main` and ends the process with its exit code, turning errors into messages.
+
+    `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks an arrow is no reason to fail
+    given = sys.argv[1:]
+    own = given[: given.index("--")] if "--" in given else given
+    sys.exit(report(lambda: main(given), debug="--debug" in own))
+
+
+def report(action: Callable[[], int], *, debug: bool = False, where: str = "") -> int:
+    """Runs `action` and returns its exit code; an error is printed to stderr and becomes an exit code.
+
+    `where` names the process and host when there are several.
+    """
+    prefix = f"jaxmnt: {where}: " if where else "jaxmnt: "
+    try:
+        return int(action())
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print(f"{prefix}interrupted", file=sys.stderr, flush=True)
+        return int(ExitCode.FAILURE)
+    except Exception as error:
+        traceback.print_exc()
+        summary = str(error).strip().splitlines()
+        print(
+            f"{prefix}error: {type(error).__name__}: {summary[0] if summary else ''}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return int(ExitCode.FAILURE)

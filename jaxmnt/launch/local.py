@@ -1,0 +1,194 @@
+"""Several processes of one run on this machine: output prefixed, logs kept, all stopped when one fails."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, TextIO
+
+from jaxmnt.cluster.environment import VARIABLES
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.runtime.stop import on_stop_signals
+
+_GRACE_SECONDS = 10.0
+"""How long the others may take to end by themselves after one has failed."""
+
+_POLL_SECONDS = 0.05
+
+
+def launch(processes: int, devices_per_process: int | None, train_arguments: list[str]) -> int:
+    """Runs `jaxmnt.train` in `processes` processes and returns the exit code of the run.
+
+    That is the code of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped
+    early, or 0. SIGINT, SIGTERM and SIGHUP are passed on. Raises `ConfigError` for arguments that no process could use.
+    """
+    log_dir = _log_dir(train_arguments)
+    coordinator = f"127.0.0.1:{_free_port()}"
+    children: list[_Child] = []
+    with on_stop_signals(lambda number, _: _send(children, number)):
+        try:
+            for number in range(processes):
+                environment = _environment(number, processes, coordinator, devices_per_process)
+                children.append(_Child(number, train_arguments, log_dir, environment))
+            failed = _watch(children)
+        except BaseException:
+            _end(children)
+            raise
+        if failed is not None:
+            _end(children)
+    for child in children:
+        child.finish()
+    if failed is None:
+        codes = {child.code for child in children}
+        return int(ExitCode.STOPPED if ExitCode.STOPPED in codes else ExitCode.FINISHED)
+    print(f"jaxmnt: process {failed.number} {failed.fate}; its log is {failed.log_path}", file=sys.stderr)
+    assert failed.code is not None
+    return failed.code if failed.code > 0 else int(ExitCode.FAILURE)
+
+
+class _Child:
+    """One process, with threads that pass on its output line by line."""
+
+    def __init__(self, number: int, arguments: list[str], log_dir: Path, environment: dict[str, str]):
+        self.number = number
+        self.log_path = log_dir / f"process-{number}.log"
+        self._log = self.log_path.open("a", encoding="utf-8")
+        # A session of its own: the terminal's Ctrl-C reaches it once, through us.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jaxmnt.train", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._threads = [
+            threading.Thread(target=self._pass_on, args=pair, daemon=True)
+            for pair in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def code(self) -> int | None:
+        """None while it runs; negative if a signal ended it."""
+        return self.process.poll()
+
+    @property
+    def fate(self) -> str:
+        assert self.code is not None
+        if self.code < 0:
+            return f"was ended by {signal.Signals(-self.code).name}"
+        return f"failed with exit code {self.code}"
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, ExitCode.FINISHED, ExitCode.STOPPED)
+
+    def finish(self) -> None:
+        for thread in self._threads:
+            thread.join(timeout=5)
+        self._log.close()
+
+    def _pass_on(self, source: IO[str], sink: TextIO) -> None:
+        shown = True
+        for line in source:  # to the end, whatever becomes of the sink: a full pipe would stop the process
+            self._log.write(line)
+            self._log.flush()
+            if shown:
+                try:
+                    sink.write(f"[{self.number}] {line}")
+                    sink.flush()
+                except OSError as error:
+                    shown = False
+                    self._log.write(f"(the launcher shows no more of this: {error})\n")
+                    _discard(sink)
+
+
+def _discard(sink: TextIO) -> None:
+    """Lets what is left in the buffer of a stream that has no reader go nowhere, also when we exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sink.fileno())
+    os.close(nowhere)
+
+
+def _watch(children: list[_Child]) -> _Child | None:
+    """Waits for all to end well (None), or for the first to fail by itself.
+
+    A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; the
+    other one is then given a moment to be found.
+    """
+    first_peer_error: _Child | None = None
+    deadline = 0.0
+    while any(child.code is None for child in children) or first_peer_error is not None:
+        failed = [child for child in children if child.failed]
+        by_itself = [child for child in failed if child.code not in (ExitCode.PEER, -signal.SIGABRT)]
+        if by_itself:
+            return by_itself[0]
+        if failed and first_peer_error is None:
+            first_peer_error, deadline = failed[0], time.monotonic() + 2
+        if first_peer_error is not None and (
+            time.monotonic() > deadline or all(child.code is not None for child in children)
+        ):
+            return first_peer_error
+        time.sleep(_POLL_SECONDS)
+    return next((child for child in children if child.failed), None)
+
+
+def _end(children: list[_Child]) -> None:
+    """Ends whatever still runs: by SIGTERM and, after a grace period, by SIGKILL."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    _send(children, signal.SIGTERM)
+    while any(child.code is None for child in children) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    _send(children, signal.SIGKILL)
+    for child in children:
+        child.process.wait()
+
+
+def _send(children: list[_Child], number: int) -> None:
+    for child in children:
+        if child.code is None:
+            child.process.send_signal(number)
+
+
+def _environment(number: int, processes: int, coordinator: str, devices: int | None) -> dict[str, str]:
+    environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    environment[VARIABLES["coordinator"]] = coordinator
+    environment[VARIABLES["processes"]] = str(processes)
+    environment[VARIABLES["process_id"]] = str(number)
+    if devices is not None:
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    return environment
+
+
+def _log_dir(train_arguments: list[str]) -> Path:
+    """Makes the run's folder of logs. Reading the config here also finds mistakes once instead of once a process."""
+    from jaxmnt.config import load_config
+    from jaxmnt.train import parse_arguments
+
+    if not train_arguments:
+        raise ConfigError("give the arguments of jaxmnt.train after --, such as: -- --config configs/quickstart.yaml")
+    options = parse_arguments(train_arguments)
+    config = load_config(options.config, options.overrides)
+    for key in VARIABLES:
+        if getattr(config.cluster, key) is not None:
+            raise ConfigError(f"cluster.{key}: the launcher sets it for each process; take it out of the config")
+    assert config.run.dir is not None
+    log_dir = Path(config.run.dir) / "logs"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {log_dir} cannot be made: {error.strerror}; choose another run.dir") from error
+    return log_dir
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,1 @@
+"""The model's definition: a decoder-only transformer of the Llama shape."""

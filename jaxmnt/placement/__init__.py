@@ -1,0 +1,1 @@
+"""Where arrays live: the mesh of devices, and one table that maps logical axes to it."""

@@ -1,0 +1,1 @@
+"""What surrounds the loop: the run directory, evaluation, and the wish to stop."""

@@ -1,0 +1,92 @@
+"""What a person is told about a run besides its progress."""
+
+import math
+
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.config.schema import Config
+from jaxmnt.data.store import PreparedData
+from jaxmnt.program.compiled import Program
+from jaxmnt.runtime.rundir import Start
+from jaxmnt.telemetry.events import rewind_metrics
+from jaxmnt.telemetry.flops import flops_per_token, peak_flops
+from jaxmnt.telemetry.metrics import TrainLog
+from jaxmnt.telemetry.progress import StatusLine, count, duration, size
+
+_MEANING = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
+
+
+def run(status: StatusLine, config: Config, start: Start, data: PreparedData, identity: Identity) -> None:
+    """Where the run is, what it reads, and what is different from the last time."""
+    where = f"{identity.processes} process{'es' if identity.processes > 1 else ''}"
+    begin = "from the start" if start.checkpoint is None else f"resuming after step {start.step}"
+    status.line(f"run     {start.directory}: {begin}, {where}")
+    vocabulary = f"{data.manifest['tokenizer']['name']}, {data.vocab_size} ids"
+    held_out = data.tokens("eval")
+    status.line(
+        f"data    {data.path}: {count(data.tokens('train'))} tokens, {count(held_out)} held out ({vocabulary}); "
+        f"knowing nothing costs {math.log(data.vocab_size):.3f} nats a token, knowing frequencies "
+        f"{data.manifest['unigram_nats']['eval'] or data.manifest['unigram_nats']['train']:.3f}"
+    )
+    for remark in start.remarks:
+        status.line(f"note    {remark}")
+    for change in start.changes:
+        status.line(f"changed {change.key}: {change.before} → {change.now} ({_MEANING[change.resume]})")
+    if start.checkpoint is None and start.remarks:
+        status.line("note    no committed checkpoint is left: training starts from step 0")
+
+
+def already_finished(status: StatusLine, config: Config, start: Start) -> None:
+    status.line(
+        f"This run is finished: step {start.step} of {config.train.steps}. "
+        f"To train longer, raise train.steps, for example train.steps={2 * config.train.steps}."
+    )
+
+
+def program(status: StatusLine, program: Program) -> None:
+    """The mesh, the model and the memory of a device."""
+    setting, memory = program.setting, program.memory
+    device = program.placement.mesh.devices.flat[0]
+    mesh = " × ".join(f"{axis} {n}" for axis, n in program.placement.sizes.items() if n > 1) or "one device"
+    total = program.placement.mesh.size
+    status.line(f"mesh    {mesh}: {total} {device.device_kind} device{'s' if total > 1 else ''}")
+    status.line(
+        f"model   {count(setting.definition.parameter_count)} parameters, {setting.dtype.name} compute, "
+        f"{setting.kernel} attention, {setting.passes} pass{'es' if setting.passes > 1 else ''} a step"
+    )
+    limit = f" of {size(memory.limit)}" if memory.limit else ""
+    status.line(
+        f"memory  a device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, "
+        f"temporary {size(memory.temporary)}, total {size(memory.total)}{limit}"
+    )
+    status.line(f"compile {program.compile_seconds:.1f} s")
+
+
+def train_log(config: Config, program: Program, start: Start, status: StatusLine, *, writer: bool) -> TrainLog:
+    """The log of a run that goes on from `start`, without lines of steps that will be taken again."""
+    if writer:
+        rewind_metrics(start.directory / "metrics.jsonl", start.step)
+    setting = program.setting
+    device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, setting.dtype)
+    return TrainLog(
+        start.directory,
+        writer=writer,
+        status=status,
+        steps=config.train.steps,
+        tokens=0 if start.checkpoint is None else int(start.checkpoint.notes["tokens"]),
+        flops_per_token=flops_per_token(config.model, setting.definition.vocab_size, config.data.sequence_length),
+        peak_flops=None if device_peak is None else device_peak * program.placement.mesh.size,
+    )
+
+
+def end(status: StatusLine, config: Config, start: Start, log: TrainLog, step: int, seconds: float) -> None:
+    """Where everything is, and what to do next."""
+    directory = start.directory
+    done = "finished" if step == config.train.steps else f"stopped after step {step} of {config.train.steps}"
+    status.line(f"{done} in {duration(seconds)}, {count(log.tokens)} tokens in all")
+    status.line(
+        f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, checkpoints {directory}/checkpoints"
+    )
+    if step == config.train.stop_after and step < config.train.steps:
+        status.line("to go on, raise train.stop_after or leave it out")
+    elif step < config.train.steps:
+        status.line("run the same command again to go on")

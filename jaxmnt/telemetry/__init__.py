@@ -1,0 +1,1 @@
+"""What a run tells: events and metrics as JSON lines, progress on the terminal, and FLOP counts."""

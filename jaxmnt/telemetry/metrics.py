@@ -1,0 +1,123 @@
+"""Metrics of training: read from the device one step late, written to metrics.jsonl, shown as progress."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmnt.telemetry.events import JsonLines
+from jaxmnt.telemetry.progress import StatusLine, count, duration
+
+
+class TrainLog:
+    """Takes each step's metrics as device arrays and reads them when the next step has been dispatched.
+
+    Only process 0 writes and shows; all processes read, because `stop` is agreed on through the metrics.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        writer: bool,
+        status: StatusLine,
+        steps: int,
+        tokens: int,
+        flops_per_token: int,
+        peak_flops: float | None,
+    ):
+        self.tokens = tokens
+        """Real targets trained on so far."""
+        self.stop_seen = False
+        """Whether some process wished to stop in the last step that was read."""
+        self._lines = JsonLines(run_dir / "metrics.jsonl") if writer else None
+        self._status = status
+        self._steps = steps
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
+        self._ready_at = time.perf_counter()
+        self._paused = 0.0
+        self._pace: float | None = None
+
+    def push(self, step: int, metrics: dict[str, jax.Array], wait_seconds: float, digest: str | None) -> None:
+        """Notes the metrics of a step just dispatched, and reads those of the step before it."""
+        self.flush()
+        self._pending = (step, metrics, wait_seconds, digest)
+
+    def flush(self) -> None:
+        """Reads the metrics that are still on the device, waiting for their step to end."""
+        if self._pending is None:
+            return
+        step, metrics, wait_seconds, digest = self._pending
+        self._pending = None
+        values = {name: np.asarray(value).item() for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        step_seconds = max(1e-9, now - self._ready_at - self._paused)
+        self._ready_at, self._paused = now, 0.0
+        self.tokens += int(values["tokens"])
+        self.stop_seen = values["stop"] > 0
+        if self._lines is not None:
+            self._write(step, values, step_seconds, wait_seconds, digest)
+
+    def pause(self, seconds: float) -> None:
+        """Time spent on something else than steps (evaluation, a blocking save): not part of a step's time."""
+        self._paused += seconds
+
+    def restart_clock(self) -> None:
+        """Steps are timed from now on."""
+        self._ready_at, self._paused = time.perf_counter(), 0.0
+
+    def write_eval(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        if self._lines is not None:
+            self._lines.write(
+                {
+                    "kind": "eval",
+                    "step": step,
+                    "time": time.time(),
+                    "loss": loss,
+                    "tokens": tokens,
+                    "seconds": seconds,
+                }
+            )
+            self._status.line(
+                f"step {step}  held-out loss {loss:.4f} over {count(tokens)} tokens ({duration(seconds)})"
+            )
+
+    def close(self) -> None:
+        self.flush()
+        if self._lines is not None:
+            self._lines.close()
+
+    def _write(
+        self, step: int, values: dict[str, Any], step_seconds: float, wait_seconds: float, digest: str | None
+    ) -> None:
+        assert self._lines is not None
+        rate = values["tokens"] / step_seconds
+        mfu = None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops
+        record = {
+            "kind": "train",
+            "step": step,
+            "time": time.time(),
+            "loss": values["loss"],
+            "grad_norm": values["grad_norm"],
+            "learning_rate": values["learning_rate"],
+            "tokens": self.tokens,
+            "tokens_per_second": rate,
+            "step_seconds": step_seconds,
+            "data_wait_seconds": wait_seconds,
+            "mfu": mfu,
+        }
+        self._lines.write(record | ({"batch_digest": digest} if digest is not None else {}))
+        self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
+        if self._status.due or step == self._steps:
+            show = self._status.line if step == self._steps else self._status.update  # the last one stays
+            share = wait_seconds / step_seconds
+            eta = duration((self._steps - step) * self._pace)
+            shown = f"  MFU {mfu:.1%}" if mfu is not None else ""
+            show(
+                f"step {step}/{self._steps}  loss {values['loss']:.4f}  {count(rate)} tokens/s{shown}"
+                f"  data wait {share:.1%}  ETA {eta}"
+            )

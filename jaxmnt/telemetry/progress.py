@@ -1,0 +1,91 @@
+"""Progress for people: one live line on a terminal, plain lines elsewhere."""
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_LIVE_SECONDS = 0.1
+_PLAIN_SECONDS = 10.0
+
+
+class StatusLine:
+    """A line that is rewritten in place on a terminal, and printed now and then where there is none."""
+
+    def __init__(self, out: TextIO, *, quiet: bool = False):
+        self._out = out
+        self._quiet = quiet
+        self._live = out.isatty()
+        self._next = 0.0
+        self._shown = False
+
+    @property
+    def due(self) -> bool:
+        """Whether an update would be shown now; lets the caller save the work of composing it."""
+        return not self._quiet and time.monotonic() >= self._next
+
+    def update(self, text: str) -> None:
+        """Shows `text` if enough time has passed since the last."""
+        if not self.due:
+            return
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            self._out.write(f"\r\x1b[K{text[:width]}")
+            self._out.flush()
+            self._shown = True
+        else:
+            print(text, file=self._out, flush=True)
+        self._next = time.monotonic() + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS)
+
+    def line(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self._quiet:
+            return
+        self.clear()
+        print(text, file=self._out, flush=True)
+
+    def clear(self) -> None:
+        if self._shown:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._shown = False
+
+
+@contextmanager
+def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
+    """A status line on stdout that is gone afterwards, also after an error. A quiet one shows nothing."""
+    status = StatusLine(sys.stdout, quiet=quiet)
+    try:
+        yield status
+    finally:
+        status.clear()
+
+
+def count(number: float) -> str:
+    """A number in three significant digits: 1.23M."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def size(number: float) -> str:
+    """Bytes in binary units: 1.5 GiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            return (
+                f"{number / 1024**power:.3g} {unit}"
+                if number < 1000 * 1024**power
+                else f"{number / 1024**power:.0f} {unit}"
+            )
+    return f"{number:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:03:04."""
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

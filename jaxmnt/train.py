@@ -1,0 +1,143 @@
+"""python -m jaxmnt.train --config FILE [key=value …]
+
+Trains a language model, from the start or from where it stopped. One such process runs on each host.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from jaxmnt.cluster.environment import Identity, identify
+from jaxmnt.config import Config, load_config
+from jaxmnt.errors import ExitCode, report, run_command
+
+if TYPE_CHECKING:
+    import jax
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    config = load_config(options.config, options.overrides)
+    identity = identify(config.cluster)
+
+    from jaxmnt.cluster.runtime import joined, leave
+    from jaxmnt.data.store import open_prepared
+
+    def run() -> int:
+        with joined(identity, config, open_prepared(config.data.path).digest):
+            return train(config, identity)
+
+    return leave(identity, report(run, debug=options.debug, where=identity.label))
+
+
+def train(config: Config, identity: Identity | None = None, devices: "Sequence[jax.Device] | None" = None) -> int:
+    """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
+    from jaxmnt.checkpoint.manager import Saver, restore
+    from jaxmnt.cluster.runtime import barrier
+    from jaxmnt.data.feed import StopFlag
+    from jaxmnt.data.store import open_prepared
+    from jaxmnt.program.compiled import compile_program
+    from jaxmnt.runtime import announce
+    from jaxmnt.runtime.inputs import fit_to_data, training_feed
+    from jaxmnt.runtime.rundir import open_run, write_config
+    from jaxmnt.runtime.stop import stop_request
+    from jaxmnt.telemetry.events import Events
+    from jaxmnt.telemetry.progress import status_line
+
+    started = time.perf_counter()
+    identity = identity or Identity()
+    main_process = identity.process_id == 0
+    data = open_prepared(config.data.path)
+    config = fit_to_data(config, data)
+    start = open_run(config, data, identity)
+    with stop_request() as stop, status_line(quiet=not main_process) as status:
+        announce.run(status, config, start, data, identity)
+        if start.step == config.train.steps:
+            announce.already_finished(status, config, start)
+            return ExitCode.FINISHED
+        program = compile_program(config, data.vocab_size, devices)
+        announce.program(status, program)
+        events = Events(start.directory, identity.process_id)
+        events.write("start", step=start.step, jax=version("jax"), devices=program.placement.mesh.size)
+        events.write("compile", seconds=program.compile_seconds)
+        if main_process:
+            write_config(start.directory, config)
+            for change in start.changes:
+                events.write("config_change", **change._asdict())
+
+        if start.checkpoint is None:
+            state = program.init()
+        else:
+            state = restore(start.checkpoint, program.abstract_state)
+            events.write("restore", step=start.step)
+        log = announce.train_log(config, program, start, status, writer=main_process)
+        saver = Saver(start.directory / "checkpoints", config.checkpoint.keep, identity, events)
+        feed = training_feed(config, data, program, start.step)
+        flag = StopFlag(program.flag_sharding)
+        feed.stage()
+        log.restart_clock()
+
+        step, last, preempted = start.step, config.train.stop_after or config.train.steps, False
+        last = min(last, config.train.steps)
+        while step < last and not preempted:
+            batch, digest = feed.take()
+            state, metrics = program.step(state, batch | {"stop": flag.array(stop.wanted)})
+            step += 1
+            if step < last:
+                feed.stage()  # reads and copies the next batch while the devices are busy
+            log.push(step, metrics, feed.wait_seconds, digest)  # reads the metrics of the step before
+            preempted = log.stop_seen  # on all processes after the same step: the flag is part of the metrics
+            if _due(step, config.train.eval_every) or step == config.train.steps:
+                _evaluate(program, state, data, log, step)
+            if _due(step, config.checkpoint.every_steps) or step == last or preempted:
+                log.flush()
+                log.pause(saver.save(step, state, {"tokens": log.tokens, "data_digest": data.digest}))
+            saver.poll()
+
+        log.close()
+        saver.wait()
+        barrier("the last checkpoint is committed", identity)
+        finished = step == config.train.steps
+        if preempted:
+            events.write("preempted", step=step)
+        events.write("end", step=step, finished=finished)
+        announce.end(status, config, start, log, step, time.perf_counter() - started)
+    return ExitCode.FINISHED if finished else ExitCode.STOPPED
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate(program: Any, state: Any, data: Any, log: Any, step: int) -> None:
+    from jaxmnt.runtime.evaluate import evaluate
+
+    log.flush()
+    started = time.perf_counter()
+    result = evaluate(program, state["params"], data)
+    seconds = time.perf_counter() - started
+    log.pause(seconds)
+    if result is not None:
+        log.write_eval(step, result.loss, result.tokens, seconds)
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    from jaxmnt.config.describe import help_text
+
+    parser = argparse.ArgumentParser(
+        "python -m jaxmnt.train",
+        description=__doc__,
+        epilog=f"config keys (type, default):\n{help_text()}" if {"-h", "--help"} & set(arguments) else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the config")
+    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

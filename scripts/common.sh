@@ -1,0 +1,65 @@
+# Shared by the scripts here: finding Python and making the virtual environment. Sourced, not run.
+
+say() { printf '%s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+is_python_311() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+# Prints python3 if it is 3.11 or newer, else the newest python3.N that is; PYTHON overrides.
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        is_python_311 "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.11 or newer"
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.15 python3.14 python3.13 python3.12 python3.11; do
+        if is_python_311 "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer was found; install one (python3 --version says: $(python3 --version 2>&1))"
+}
+
+# Prints the newest Python 3 that is found on the PATH or among pyenv's versions.
+find_newest_python() {
+    local best='' best_version='' candidate version
+    for candidate in $(compgen -c python3. | grep -E "^python3\.[0-9]+$" | sort -u) "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3; do
+        version=$("$candidate" -c 'import sys; print("%03d%03d" % sys.version_info[:2])' 2>/dev/null) || continue
+        if [ "$version" \> "$best_version" ]; then
+            best=$candidate best_version=$version
+        fi
+    done
+    printf '%s\n' "${best:-python3}"
+}
+
+# make_environment FOLDER EXTRAS: a virtual environment with jaxmnt and these extras in it. It is made anew only when
+# what it is made from has changed; extras that it lacks are added.
+make_environment() {
+    local folder=$1 extras=$2 python stamp
+    python=$(find_python) || exit $?
+    stamp="$("$python" --version 2>&1) $(cat pyproject.toml constraints.txt | cksum)"
+    if [ -x "$folder/bin/python" ] && [ "$(head -n 1 "$folder/.jaxmnt-stamp" 2>/dev/null)" = "$stamp" ]; then
+        if ! grep -qxF "with $extras" "$folder/.jaxmnt-stamp"; then
+            install_jaxmnt "$folder" "$extras"
+            printf 'with %s\n' "$extras" >>"$folder/.jaxmnt-stamp"
+        fi
+        return
+    fi
+    if ! "$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then
+        fail "$python has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
+    fi
+    say "Making $folder with $("$python" --version 2>&1)"
+    "$python" -m venv --clear "$folder" || fail "the virtual environment $folder could not be made"
+    say "Installing jaxmnt and what it needs (about 0.8 GB on disk) …"
+    install_jaxmnt "$folder" "$extras"
+    printf '%s\nwith \nwith %s\n' "$stamp" "$extras" >"$folder/.jaxmnt-stamp"
+}
+
+# install_jaxmnt FOLDER EXTRAS: in place, with the tested versions.
+install_jaxmnt() {
+    "$1/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".$2" |
+        "$1/bin/python" scripts/pip_progress.py || fail "the installation failed; the lines above say why"
+}

@@ -1,0 +1,114 @@
+"""Shared fixtures. Eight virtual CPU devices stand in for a cluster; they must be set up before JAX is imported."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+import atexit
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmnt.config.load import apply_overrides, parse_config
+from jaxmnt.data.build import build, find_files
+from jaxmnt.data.tokenizer import Bytes
+
+# Programs that several tests compile are compiled once, also across processes. The folder is private.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxmnt-test-cache-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TINY = {
+    "data": {"global_batch_size": 16, "sequence_length": 32, "log_digest": True},
+    "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96},
+    "train": {"steps": 20, "precision": "float32"},
+    "optimizer": {"learning_rate": 3e-3, "warmup_steps": 4},
+    "checkpoint": {"every_steps": 5},
+}
+
+
+def write_words(folder: Path, files: int, words: int, seed: int = 0) -> None:
+    """Text with some structure, the same on every machine."""
+    rng = np.random.default_rng(seed)
+    vocabulary = ["".join(rng.choice(list("abcdefghij"), size)) for size in rng.integers(2, 7, 60)]
+    for number in range(files):
+        chosen = rng.choice(vocabulary, words, p=np.arange(60, 0, -1) / 1830)
+        (folder / f"{number:03d}.txt").write_text(" ".join(chosen) + "\n")
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """Prepared data of 40 documents in small shards, about a tenth of it held out."""
+    folder = tmp_path_factory.mktemp("text")
+    write_words(folder, files=40, words=150)
+    output = tmp_path_factory.mktemp("data") / "words"
+    build(find_files([folder], [], []), output, Bytes(), 0.15, lambda done, total: None, shard_tokens=4096)
+    return output
+
+
+@pytest.fixture
+def tiny(prepared, tmp_path):
+    """Makes a config of a tiny model on the prepared data; arguments are overrides."""
+
+    def make(*overrides: str):
+        tree = {name: dict(section) for name, section in TINY.items()}
+        tree["data"]["path"] = str(prepared)
+        tree["run"] = {"dir": str(tmp_path / "run")}
+        apply_overrides(tree, list(overrides))
+        return parse_config(tree)
+
+    return make
+
+
+@pytest.fixture
+def tiny_file(prepared, tmp_path) -> Path:
+    """The same config as a file, for commands."""
+    tree = {name: dict(section) for name, section in TINY.items()}
+    tree["data"]["path"] = str(prepared)
+    tree["run"] = {"dir": str(tmp_path / "run")}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def metrics(run_dir: Path | str, kind: str = "train") -> list[dict]:
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def events(run_dir: Path | str, kind: str, process: int = 0) -> list[dict]:
+    lines = (Path(run_dir) / "events" / f"{process}.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def losses(run_dir: Path | str) -> list[float]:
+    return [record["loss"] for record in metrics(run_dir)]
+
+
+def command(*arguments: str, devices: int = 1, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
+    """Runs `python -m jaxmnt.…` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=dict(os.environ, JAX_NUM_CPU_DEVICES=str(devices), **environment),
+    )
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """In CI a skipped test is a failure: nothing may pass by not having run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and reporter and reporter.stats.get("skipped"):
+        session.exitstatus = 1

@@ -1,0 +1,147 @@
+"""The config: what is accepted, what is refused, and with which words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import command
+
+from jaxmnt.config.describe import changes, json_schema, sorted_fields
+from jaxmnt.config.load import dump_config, load_config, parse_config
+from jaxmnt.errors import ConfigError
+
+
+def load(tmp_path, text: str, *overrides: str):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    return load_config(path, list(overrides))
+
+
+def test_overrides_win_and_later_ones_more(tmp_path):
+    config = load(tmp_path, "train:\n  steps: 5\n", "train.steps=6", "train.steps=7", "optimizer.learning_rate=3e-4")
+    assert config.train.steps == 7
+    assert config.optimizer.learning_rate == 3e-4
+
+
+def test_derived_defaults(tmp_path):
+    config = load(tmp_path, "model: {hidden_size: 256, num_heads: 8}\n")
+    assert (config.model.head_dim, config.model.num_kv_heads, config.model.intermediate_size) == (32, 8, 704)
+    assert config.mesh.data == -1
+    assert config.run.dir == "runs/a"
+    assert load(tmp_path, "mesh: {fsdp: -1}").mesh.data == 1
+
+
+def test_empty_sections_mean_defaults(tmp_path):
+    assert load(tmp_path, "train:\nmodel:\n").train.steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "words"),
+    [
+        ("model:\n  num_layer: 3\n", None, ["a.yaml:2", "model.num_layer", "model.num_layers"]),
+        ("model:\n  steps: 3\n", None, ["a.yaml:2", "did you mean train.steps"]),
+        ("modle:\n  num_layers: 3\n", None, ["a.yaml:1", "modle", "model"]),
+        ("", "modle.num_layers=3", ["command line", "modle"]),
+        ("train:\n  steps: many\n", None, ["a.yaml:2", "train.steps", "integer", "'many'"]),
+        ("train:\n  steps: true\n", None, ["train.steps", "integer"]),
+        ("train:\n  steps: 0\n", None, ["train.steps", "greater than or equal to 1"]),
+        ("train: 3\n", None, ["train", "a.yaml:1"]),
+        ("", "train.precision=fp8", ["train.precision", "'bfloat16'"]),
+        ("", "model.num_heads=7", ["model.num_heads", "divide", "512"]),
+        ("", "model.num_kv_heads=3", ["model.num_kv_heads", "divide"]),
+        ("", "mesh.pipeline=2", ["mesh.pipeline", "not available", "data, fsdp, model"]),
+        ("mesh: {data: -1, fsdp: -1}", None, ["mesh.fsdp", "only one"]),
+        ("", "mesh.fsdp=0", ["mesh.fsdp", "positive"]),
+        ("optimizer: {warmup_steps: 10}\ntrain: {steps: 10}", None, ["a.yaml:1", "optimizer.warmup_steps"]),
+        ("train: {steps: 1}\ntrain: {steps: 2}\n", None, ["a.yaml:2", "twice"]),
+        ("train: [\n", None, ["not valid YAML"]),
+        ("- 1\n", None, ["mapping"]),
+        ("", "train.steps", ["key.sub=value"]),
+        ("", "seed.x=1", ["seed"]),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, override, words):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *([override] if override else []))
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def test_missing_file_lists_its_neighbours(tmp_path):
+    (tmp_path / "small.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"smal\.yaml: no such config file; in .*small\.yaml"):
+        load_config(tmp_path / "smal.yaml")
+
+
+def test_resolved_config_loads_to_itself_and_holds_no_process(tmp_path):
+    config = load(tmp_path, "mesh: {fsdp: 2}\n", "cluster.processes=3", "cluster.process_id=1")
+    text = dump_config(config)
+    assert "cluster" not in yaml.safe_load(text)
+    again = parse_config(yaml.safe_load(text))
+    assert changes(again, config) == []
+
+
+def test_changes_are_classified(tmp_path):
+    before = load(tmp_path, "")
+    now = load(tmp_path, "", "train.steps=9", "seed=3", "mesh.fsdp=2", "checkpoint.keep=9")
+    found = {change.key: change.resume for change in changes(before, now)}
+    assert found == {
+        "train.steps": "maths",
+        "seed": "breaks",
+        "mesh.fsdp": "harmless",
+        "checkpoint.keep": "harmless",
+    }
+
+
+def test_every_key_is_documented_and_in_the_schema():
+    schema = json.loads(json_schema())
+    for key, field in sorted_fields().items():
+        assert field.description and field.description.endswith("."), key
+        section, _, name = key.rpartition(".")
+        if section:
+            assert name in schema["$defs"][section.capitalize()]["properties"]
+
+
+def test_help_shows_every_key_without_jax():
+    code = (
+        "import sys\n"
+        "from jaxmnt.train import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'jax', 'flax', 'orbax', 'grain', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for key in sorted_fields():
+        assert key in result.stdout
+
+
+@pytest.mark.parametrize("name", ["train", "prepare", "launch", "generate", "schema"])
+def test_commands_answer_help_and_the_console_script_knows_them(name):
+    assert command(f"jaxmnt.{name}", "--help").returncode == 0
+    assert name in command("jaxmnt", "--help").stdout
+
+
+def test_unknown_command():
+    result = command("jaxmnt", "trian")
+    assert (result.returncode, "train" in result.stderr) == (2, True)
+
+
+def test_message_without_traceback_unless_debug(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("train:\n  step: 3\n")
+    plain = command("jaxmnt.train", "--config", str(path))
+    assert plain.returncode == 2
+    assert plain.stderr.count("\n") == 1 and "did you mean train.steps?" in plain.stderr
+    debug = command("jaxmnt.train", "--config", str(path), "--debug")
+    assert debug.returncode == 2 and "Traceback" in debug.stderr
+
+
+def test_a_terminal_without_arrows_is_no_reason_to_fail():
+    result = command("jaxmnt", "--help", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0 and "usage: jaxmnt COMMAND" in result.stdout

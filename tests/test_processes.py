@@ -1,0 +1,336 @@
+"""Runs of several real processes on this machine: the same numbers, and failures with a name."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import command, events, losses, metrics
+
+from jaxmnt.cluster import rollcall
+from jaxmnt.cluster.environment import Identity, identify
+from jaxmnt.config.schema import Cluster
+from jaxmnt.errors import ConfigError, PeerError
+
+
+def launch(config: Path, *overrides: str, processes: int, devices: int) -> subprocess.CompletedProcess:
+    return command(
+        "jaxmnt.launch", "local", "--processes", str(processes), "--devices-per-process", str(devices),
+        "--", "--config", str(config), *overrides,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, prepared):
+    """Twenty float32 steps on one device, in a process of its own."""
+    from conftest import TINY
+
+    folder = tmp_path_factory.mktemp("reference")
+    tree = {name: dict(section) for name, section in TINY.items()}
+    tree["data"]["path"] = str(prepared)
+    path = folder / "tiny.yaml"
+    path.write_text(json.dumps(tree))
+    result = command("jaxmnt.train", "--config", str(path), f"run.dir={folder / 'run'}")
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    np.testing.assert_allclose(losses(run), losses(reference), rtol=1e-5)
+    assert [m["batch_digest"] for m in metrics(run)] == [m["batch_digest"] for m in metrics(reference)]
+    ours, theirs = metrics(run, "eval")[-1], metrics(reference, "eval")[-1]
+    assert ours["tokens"] == theirs["tokens"] and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "overrides"),
+    [
+        (2, 4, ["mesh.fsdp=2", "mesh.model=2"]),
+        (4, 2, ["mesh.model=4"]),  # two processes share a batch shard
+    ],
+)
+def test_processes_compute_what_one_does(tiny_file, tmp_path, reference, processes, devices, overrides):
+    result = launch(tiny_file, *overrides, processes=processes, devices=devices)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "run", reference)
+    lines = [line for line in result.stdout.splitlines() if line]
+    assert lines and all(line.startswith("[0] ") for line in lines), "only process 0 speaks, and Gloo not at all"
+    assert (tmp_path / "run" / "logs" / f"process-{processes - 1}.log").exists()
+    assert len(list((tmp_path / "run" / "events").iterdir())) == processes
+
+
+def test_two_stop_and_two_resume_bit_for_bit(tiny_file, tmp_path):
+    whole = launch(tiny_file, f"run.dir={tmp_path / 'whole'}", processes=2, devices=1)
+    assert whole.returncode == 0, whole.stderr
+    first = launch(tiny_file, "train.stop_after=10", processes=2, devices=1)
+    assert first.returncode == 75, first.stderr
+    second = launch(tiny_file, processes=2, devices=1)
+    assert second.returncode == 0, second.stderr
+    assert "resuming after step 10" in second.stdout
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert parameters(tmp_path / "run") == parameters(tmp_path / "whole")
+
+
+def parameters(run: Path) -> list[bytes]:
+    """The final parameters as bytes, restored on one device here."""
+    import jax
+
+    from jaxmnt.checkpoint.commit import newest_committed
+    from jaxmnt.checkpoint.manager import restore_params
+    from jaxmnt.program.compiled import single_device_setting
+    from jaxmnt.runtime.rundir import read_config
+
+    checkpoint = newest_committed(run / "checkpoints")
+    assert checkpoint.step == 20
+    _, abstract = single_device_setting(read_config(run), 257)
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restore_params(checkpoint, abstract))]
+
+
+def start_launcher(config: Path, *overrides: str, processes: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "jaxmnt.launch", "local", "--processes", str(processes), "--devices-per-process", "1",
+            "--", "--config", str(config), *overrides,
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for_steps(run: Path, steps: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    path = run / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < steps:
+        assert time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.05)
+
+
+def child_of(launcher: subprocess.Popen, number: int) -> int:
+    """The id of the launcher's process with this number, by its environment."""
+    for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        if f"JAX_PROCESS_ID={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError("no such process")
+
+
+def test_a_killed_process_stops_the_rest_with_its_name(tiny_file, tmp_path):
+    launcher = start_launcher(tiny_file, "train.steps=100000", "checkpoint.every_steps=50", processes=2)
+    wait_for_steps(tmp_path / "run", 20)
+    survivor = child_of(launcher, 0)
+    os.kill(child_of(launcher, 1), signal.SIGKILL)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert "process 1 was ended by SIGKILL" in err.splitlines()[-1]
+    assert not Path(f"/proc/{survivor}").exists()
+
+
+def test_ctrl_c_saves_on_all_processes_and_exits_75(tiny_file, tmp_path):
+    launcher = start_launcher(tiny_file, "train.steps=100000", "checkpoint.every_steps=0", processes=2)
+    wait_for_steps(tmp_path / "run", 10)
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, err
+    assert "[0] run the same command again to go on" in out
+    stops = [events(tmp_path / "run", "preempted", process)[0]["step"] for process in range(2)]
+    saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert stops == [saved[0]] * 2 and len(losses(tmp_path / "run")) == saved[0]
+
+
+def test_a_bad_config_is_found_once_before_anything_starts(tiny_file):
+    result = launch(tiny_file, "train.step=3", processes=3, devices=1)
+    assert result.returncode == 2
+    assert result.stderr.count("train.steps") == 1
+
+
+def test_places_that_the_launcher_gives_may_not_be_in_the_config(tiny_file):
+    result = launch(tiny_file, "cluster.processes=2", processes=2, devices=1)
+    assert result.returncode == 2 and "cluster.processes: the launcher sets it" in result.stderr
+
+
+def test_an_error_of_all_processes_names_one_and_keeps_its_code(tiny_file):
+    result = launch(tiny_file, "data.global_batch_size=15", processes=2, devices=1)
+    assert result.returncode == 2
+    assert "15 rows do not divide among 2 batch shards" in result.stderr
+
+
+# The roll call, without JAX.
+
+FACTS = {"jaxmnt version": "1", "config digest": "abc"}
+
+
+@pytest.fixture
+def address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def roll(address, ids, processes=3, timeout=2.0, facts=None):
+    """Holds a roll call of the given ids in threads; the outcome of each."""
+    outcomes: list = [None] * len(ids)
+
+    def one(position, number):
+        try:
+            own = FACTS | (facts or {}).get(position, {})
+            count = processes[position] if isinstance(processes, list) else processes
+            rollcall.hold(Identity(number, count, address), own, timeout)
+            outcomes[position] = "here"
+        except Exception as error:
+            outcomes[position] = error
+
+    threads = [threading.Thread(target=one, args=pair) for pair in enumerate(ids)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(30)
+    return outcomes
+
+
+def test_all_present(address):
+    assert roll(address, [2, 1, 0]) == ["here"] * 3
+    assert roll(address, [0, 1, 2]) == ["here"] * 3, "the port is free again"
+
+
+def test_missing_processes_are_named_to_everyone(address):
+    for outcome in roll(address, [0, 2], processes=4, timeout=1.0):
+        assert isinstance(outcome, PeerError)
+        assert "processes 1, 3 of 4 did not arrive within 1 s" in str(outcome)
+
+
+def test_no_process_0(address):
+    (outcome,) = roll(address, [1], timeout=0.5)
+    assert isinstance(outcome, PeerError) and "process 0 did not answer" in str(outcome) and address in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("ids", "processes", "facts", "words"),
+    [
+        ([0, 1, 1], 3, {}, "1 was given twice"),
+        ([0, 1], [3, 4], {}, "process 1 on .* was told 4 processes, process 0 on .* 3"),
+        (
+            [0, 1],
+            3,
+            {1: {"config digest": "xyz"}},
+            "config digest of process 1 on .* is xyz, of process 0 .* abc",
+        ),
+        ([0, 5], 3, {}, "5 on .* is out of range for 3"),
+    ],
+)
+def test_misplaced_processes_are_named(address, ids, processes, facts, words):
+    outcomes = roll(address, ids, processes, facts=facts)
+    assert all(isinstance(outcome, ConfigError) for outcome in outcomes), outcomes
+    with pytest.raises(ConfigError, match=words):
+        raise outcomes[0]
+
+
+def test_strangers_are_ignored(address):
+    """A port scanner or a web browser does not disturb the roll call."""
+    host, port = address.split(":")
+
+    def stranger():
+        for _ in range(40):
+            try:
+                with socket.create_connection((host, int(port)), timeout=1) as connection:
+                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            except OSError:
+                time.sleep(0.02)
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    assert roll(address, [0, 1, 2], timeout=10) == ["here"] * 3
+    thread.join()
+
+
+def test_a_process_that_died_and_came_again_is_not_there_twice(address):
+    host, port = address.split(":")
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.extend(roll(address, [0], timeout=20)))
+    thread.start()
+    hello = {"process": 1, "processes": 3, "host": "h", "facts": FACTS}
+    for _ in range(100):
+        try:
+            with socket.create_connection((host, int(port)), timeout=1) as connection:
+                connection.sendall(json.dumps(hello).encode() + b"\n")
+                time.sleep(0.1)
+                break
+        except OSError:
+            time.sleep(0.02)
+    assert roll(address, [1, 2], timeout=20) == ["here"] * 2
+    thread.join()
+    assert outcomes == ["here"]
+
+
+def test_another_service_on_the_port_is_no_process_0(address):
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))) as server:
+
+        def serve():
+            server.settimeout(2)
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        (outcome,) = roll(address, [1], timeout=0.5)
+        thread.join()
+    assert isinstance(outcome, PeerError) and "something else answers on that port" in str(outcome)
+
+
+def test_the_launcher_outlives_its_reader(tiny_file, tmp_path):
+    """Output that nobody reads any more (… | head) does not stop the run, and the log has all of it."""
+    launcher = start_launcher(tiny_file, processes=1)
+    launcher.stdout.readline()
+    launcher.stdout.close()
+    launcher.stderr.read()
+    assert launcher.wait(60) == 0
+    log = (tmp_path / "run" / "logs" / "process-0.log").read_text()
+    assert "shows no more of this" in log and "finished in" in log
+
+
+def test_busy_port(address):
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))):
+        outcomes = roll(address, [0], timeout=1)
+    assert isinstance(outcomes[0], ConfigError) and f"cannot listen on port {port}" in str(outcomes[0])
+
+
+def test_a_process_that_never_comes_is_exit_4(tiny_file, address):
+    result = command(
+        "jaxmnt.train", "--config", str(tiny_file), f"cluster.coordinator={address}", "cluster.processes=3",
+        "cluster.process_id=0", "cluster.start_timeout_seconds=1",
+    )  # fmt: skip
+    assert result.returncode == 4
+    last = result.stderr.splitlines()[-1]
+    assert "process 0 of 3 on" in last and "processes 1, 2 of 3 did not arrive within 1 s" in last
+    assert "Traceback" not in result.stderr
+
+
+def test_identity():
+    names = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
+    assert identify(Cluster(), {}) == Identity()
+    assert identify(Cluster(), names) == Identity(2, 4, "h:1")
+    assert identify(Cluster(process_id=3), names).process_id == 3
+    assert identify(Cluster(coordinator="[::1]:9", processes=2, process_id=0), {}).address == ("::1", 9)
+    for cluster, environment, words in [
+        (Cluster(processes=4), {}, "process_id: missing"),
+        (Cluster(processes=4, process_id=4), {}, "out of range"),
+        (Cluster(processes=4, process_id=1), {}, "coordinator: missing"),
+        (Cluster(processes=4, process_id=1, coordinator="host"), {}, "not HOST:PORT"),
+        (Cluster(process_id=1), {}, "processes: missing"),
+        (Cluster(coordinator="h:1"), {}, "processes: missing"),
+        (Cluster(processes=1, process_id=1), {}, "out of range for 1"),
+        (Cluster(), names | {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID: 'two'"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            identify(cluster, environment)

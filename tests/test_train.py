@@ -1,0 +1,352 @@
+"""Whole runs in this process: resume, commit, evaluation, refusals."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from conftest import command, events, losses, metrics
+
+from jaxmnt.checkpoint.commit import newest_committed, step_directories
+from jaxmnt.checkpoint.manager import restore
+from jaxmnt.data.batches import Windows
+from jaxmnt.data.store import open_prepared
+from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.program.compiled import compile_program
+from jaxmnt.runtime.inputs import fit_to_data
+from jaxmnt.train import train
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def final_state(config):
+    """The newest checkpoint's state on the host."""
+    data = open_prepared(config.data.path)
+    program = compile_program(fit_to_data(config, data), data.vocab_size, one_device())
+    checkpoint = newest_committed(Path(config.run.dir) / "checkpoints")
+    return jax.device_get(restore(checkpoint, program.abstract_state))
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, prepared):
+    """A run of 20 steps in one go, on one device."""
+    from conftest import TINY
+
+    from jaxmnt.config.load import parse_config
+
+    tree = {name: dict(section) for name, section in TINY.items()}
+    tree["data"]["path"] = str(prepared)
+    tree["run"] = {"dir": str(tmp_path_factory.mktemp("whole") / "run")}
+    tree["train"]["eval_every"] = 10
+    config = parse_config(tree)
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    return config
+
+
+def test_run_directory(whole_run):
+    """The files and fields that other people's tools rely on."""
+    run = Path(whole_run.run.dir)
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    fields = {
+        "kind", "step", "time", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds",
+        "data_wait_seconds", "mfu", "batch_digest",
+    }  # fmt: skip
+    assert all(set(line) == fields for line in lines)
+    assert [line["tokens"] for line in lines] == [16 * 32 * step for step in range(1, 21)]
+    assert lines[0]["loss"] == pytest.approx(np.log(257), abs=0.05)
+    assert [line["step"] for line in metrics(run, "eval")] == [10, 20]
+    assert [step for step, _ in step_directories(run / "checkpoints")] == [10, 15, 20]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["vocab_size"] == 320 and "cluster" not in config
+    kinds = [json.loads(line)["kind"] for line in (run / "events" / "0.jsonl").read_text().splitlines()]
+    assert kinds[:2] == ["start", "compile"] and kinds[-1] == "end"
+    assert kinds.count("checkpoint_begin") == kinds.count("checkpoint_commit") == 4
+
+
+def test_learns_more_than_frequencies(tiny):
+    """Given some steps the held-out loss is under that of a model that knows only how frequent each byte is."""
+    config = tiny("train.steps=120", "optimizer.learning_rate=1e-2", "checkpoint.every_steps=0")
+    train(config, devices=one_device())
+    unigram = open_prepared(config.data.path).manifest["unigram_nats"]["eval"]
+    assert metrics(config.run.dir, "eval")[-1]["loss"] < 0.8 * unigram
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides"),
+    [
+        (8, ["mesh.data=8"]),
+        (8, ["mesh.fsdp=8"]),
+        (8, ["mesh.model=4", "mesh.data=2"]),
+        (8, ["mesh.fsdp=2", "mesh.model=2", "mesh.data=2"]),
+        (1, ["train.microbatch_size=4"]),
+    ],
+)
+def test_twenty_steps_are_the_same_on_every_mesh(tiny, whole_run, devices, overrides):
+    config = tiny(*overrides)
+    assert train(config, devices=jax.devices()[:devices]) == ExitCode.FINISHED
+    np.testing.assert_allclose(losses(config.run.dir), losses(whole_run.run.dir), rtol=1e-5)
+    assert [m["batch_digest"] for m in metrics(config.run.dir)] == [
+        m["batch_digest"] for m in metrics(whole_run.run.dir)
+    ]
+
+
+def test_stop_and_resume_is_bit_identical(tiny, whole_run):
+    config = tiny("train.stop_after=10")
+    assert train(config, devices=one_device()) == ExitCode.STOPPED
+    assert len(losses(config.run.dir)) == 10
+    assert train(tiny(), devices=one_device()) == ExitCode.FINISHED
+    assert losses(config.run.dir) == losses(whole_run.run.dir)
+    assert [m["batch_digest"] for m in metrics(config.run.dir)] == [
+        m["batch_digest"] for m in metrics(whole_run.run.dir)
+    ]
+    assert_equal(final_state(config), final_state(whole_run))
+    assert [event["attempt"] for event in events(config.run.dir, "start")] == [0, 1]
+    assert events(config.run.dir, "restore")[0]["step"] == 10
+    assert {event["key"] for event in events(config.run.dir, "config_change")} == {"train.stop_after"}
+
+
+@pytest.mark.parametrize("damage", ["orbax marker", "our marker", "half written", "missing file", "unfinished"])
+def test_a_checkpoint_that_is_not_committed_is_never_read(tiny, whole_run, capsys, damage):
+    config = tiny()
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    newest = Path(config.run.dir) / "checkpoints" / "20"
+    data_file = max((newest / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    if damage == "orbax marker":
+        (newest / "commit_success.txt").unlink()
+    elif damage == "our marker":
+        (newest / "jaxmnt.json").unlink()
+    elif damage == "half written":
+        os.truncate(data_file, data_file.stat().st_size // 2)
+    elif damage == "missing file":
+        data_file.unlink()
+    else:
+        newest.rename(newest.with_name("20.orbax-checkpoint-tmp"))
+        shutil.copytree(newest.with_name("15"), newest.with_name(".5.removed"))
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert not list((Path(config.run.dir) / "checkpoints").glob(".*"))
+    assert "resuming after step 15" in shown
+    assert ("checkpoint 20 is not used" in shown) == (damage != "unfinished")
+    assert ("20.orbax-checkpoint-tmp" in shown) == (damage == "unfinished")
+    assert losses(config.run.dir) == losses(whole_run.run.dir)
+    assert_equal(final_state(config), final_state(whole_run))
+
+
+def test_all_checkpoints_damaged_starts_again_and_says_so(tiny, whole_run, capsys):
+    config = tiny("train.steps=20")
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    for _, path in step_directories(Path(config.run.dir) / "checkpoints"):
+        (path / "jaxmnt.json").unlink()
+    train(config, devices=one_device())
+    assert "training starts from step 0" in capsys.readouterr().out
+    assert losses(config.run.dir) == losses(whole_run.run.dir)
+
+
+def test_finished_run_says_how_to_go_on_and_more_steps_do(tiny, whole_run, capsys):
+    config = tiny()
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    assert "This run is finished" in capsys.readouterr().out
+    assert train(tiny("train.steps=22", "mesh.data=2"), devices=jax.devices()[:2]) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert "train.steps: 20 → 22 (changes the maths)" in shown and "mesh.data: -1 → 2 (harmless)" in shown
+    assert len(losses(config.run.dir)) == 22
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed=1", ["seed (0 → 1)"]),
+        ("model.num_layers=3", ["model.num_layers (2 → 3)"]),
+        ("data.sequence_length=16", ["data.sequence_length"]),
+        ("train.stop_after=20", []),
+        ("train.steps=12", ["train.steps: 12", "step 20"]),
+    ],
+)
+def test_what_breaks_resume_is_refused(tiny, whole_run, override, words):
+    config = tiny(override)
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    if not words:  # already at the end: nothing to refuse
+        assert train(config, devices=one_device()) == ExitCode.FINISHED
+        return
+    before = sorted(path.read_bytes() for path in Path(config.run.dir).rglob("*.jsonl"))
+    with pytest.raises(ConfigError) as caught:
+        train(config, devices=one_device())
+    for word in words:
+        assert word in str(caught.value)
+    assert sorted(path.read_bytes() for path in Path(config.run.dir).rglob("*.jsonl")) == before
+
+
+def test_stop_after_at_or_past_it_is_a_config_error(tiny):
+    train(tiny("train.stop_after=5"), devices=one_device())
+    for stop in (4, 5):
+        with pytest.raises(ConfigError, match=rf"train\.stop_after: {stop} is not past step 5"):
+            train(tiny(f"train.stop_after={stop}"), devices=one_device())
+
+
+def test_other_data_is_refused_and_moved_data_is_not(tiny, whole_run, tmp_path):
+    config = tiny(f"data.path={tmp_path / 'moved'}", "train.steps=21")
+    shutil.copytree(config.data.path if Path(config.data.path).exists() else whole_run.data.path, tmp_path / "moved")
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    manifest = tmp_path / "moved" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"eval_fraction": 0.5}))
+    with pytest.raises(ConfigError, match=r"data\.path: .* is not the data"):
+        train(tiny(f"data.path={tmp_path / 'moved'}", "train.steps=22"), devices=one_device())
+
+
+def test_vocabularies(tiny):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: 256 is smaller than the 257 token ids"):
+        train(tiny("model.vocab_size=256"), devices=one_device())
+    config = tiny("model.vocab_size=1024", "train.steps=5", "optimizer.warmup_steps=1")
+    train(config, devices=one_device())
+    # Ids that the data does not have cost nothing: the start is ln 257, not ln 1024.
+    assert losses(config.run.dir)[0] == pytest.approx(np.log(257), abs=0.05)
+
+
+def test_checkpoints_without_a_config_are_not_continued(tiny, whole_run):
+    config = tiny()
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    (Path(config.run.dir) / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        train(config, devices=one_device())
+
+
+def test_a_run_dir_that_cannot_be_made(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be made"):
+        train(tiny(f"run.dir={tmp_path / 'file' / 'run'}"), devices=one_device())
+
+
+def test_missing_data(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.path: there is no directory .*jaxmnt\.prepare"):
+        train(tiny(f"data.path={tmp_path / 'none'}"), devices=one_device())
+    with pytest.raises(ConfigError, match=r"data\.path: not set"):
+        train(tiny("data.path=null"), devices=one_device())
+    with pytest.raises(ConfigError, match=r"data\.sequence_length: .* is more than the"):
+        train(tiny("data.sequence_length=200000", "data.global_batch_size=1"), devices=one_device())
+
+
+@pytest.mark.parametrize("rows", [16, 6])
+def test_evaluation_is_exact_for_any_batch(tiny, whole_run, rows):
+    """The mean over the held-out split equals one taken row by row, whatever the batch and mesh."""
+    config = tiny(
+        "train.steps=21",
+        f"train.microbatch_size={'null' if rows == 16 else 2}",
+        f"mesh.data={8 if rows == 16 else 4}",
+    )
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    reference = metrics(whole_run.run.dir, "eval")[-1]
+    from jaxmnt.runtime.evaluate import evaluate
+
+    data = open_prepared(config.data.path)
+    config = fit_to_data(config, data)
+    program = compile_program(config, data.vocab_size, jax.devices()[: config.mesh.data])
+    state = restore(newest_committed(Path(config.run.dir) / "checkpoints"), program.abstract_state)
+    result = evaluate(program, state["params"], data)
+    assert result.tokens == data.tokens("eval") == reference["tokens"]
+    assert result.loss == pytest.approx(reference["loss"], rel=1e-6)
+
+
+def test_data_without_a_held_out_split(tiny, tmp_path):
+    from conftest import write_words
+
+    (tmp_path / "text").mkdir()
+    write_words(tmp_path / "text", files=4, words=400)
+    out = tmp_path / "data"
+    assert (
+        command(
+            "jaxmnt.prepare", "--input", str(tmp_path / "text"), "--output", str(out), "--eval-fraction", "0"
+        ).returncode
+        == 0
+    )
+    config = tiny(f"data.path={out}", "train.steps=6", "train.eval_every=2")
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    assert metrics(config.run.dir, "eval") == []
+
+
+def test_a_failed_save_is_reported(tiny, monkeypatch):
+    """A save that fails in the background ends the run with an error, and the step before stays the newest."""
+    import jaxmnt.checkpoint.manager as manager
+
+    def fail(path, notes):
+        if path.name == "10":
+            raise OSError(28, "No space left on device")
+        original(path, notes)
+
+    original = manager.write_commit
+    monkeypatch.setattr(manager, "write_commit", fail)
+    config = tiny()
+    with pytest.raises(UserError, match=r"could not be saved: .*No space left"):
+        train(config, devices=one_device())
+    assert newest_committed(Path(config.run.dir) / "checkpoints").step == 5
+
+
+def test_a_signal_saves_and_exits_75(tiny, monkeypatch):
+    """The first SIGTERM finishes the step, saves and returns 75; the run then goes on bit for bit."""
+    from jaxmnt.data.feed import Feed
+
+    original, calls = Feed.stage, []
+
+    def stage(self):
+        calls.append(None)
+        if len(calls) == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self)
+
+    monkeypatch.setattr(Feed, "stage", stage)
+    config = tiny("checkpoint.every_steps=0")
+    assert train(config, devices=one_device()) == ExitCode.STOPPED
+    step = len(losses(config.run.dir))
+    assert 7 <= step <= 10
+    assert newest_committed(Path(config.run.dir) / "checkpoints").step == step
+    assert events(config.run.dir, "preempted")[0]["step"] == step
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_torn_lines_of_a_killed_run_do_not_stop_the_next(tiny):
+    config = tiny("train.stop_after=10")
+    train(config, devices=one_device())
+    run = Path(config.run.dir)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 11, "loss": 1}\n{"kind": "train", "st')
+    with (run / "events" / "0.jsonl").open("a") as file:
+        file.write('{"kind": "check')
+    assert train(tiny(), devices=one_device()) == ExitCode.FINISHED
+    assert [line["step"] for line in metrics(run)] == list(range(1, 21))
+    assert len(events(run, "start")) == 2
+
+
+def test_generate_continues_a_prompt(whole_run):
+    first, second, other = (
+        command("jaxmnt.generate", "--run", whole_run.run.dir, "--prompt", "ab", "--tokens", "12", "--seed", seed)
+        for seed in ("0", "0", "1")
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("ab") and len(first.stdout) > 3
+    assert first.stdout == second.stdout != other.stdout
+    empty = command("jaxmnt.generate", "--run", str(Path(whole_run.run.dir).parent))
+    assert empty.returncode == 2 and "no run directory" in empty.stderr
+    long = command("jaxmnt.generate", "--run", whole_run.run.dir, "--prompt", "a" * 99)
+    assert long.returncode == 2 and "window of 32" in long.stderr
+
+
+def test_window_geometry_of_the_tests(prepared):
+    """The fixtures hold enough text for what the tests assume: several shards, and a part-filled last window."""
+    data = open_prepared(str(prepared))
+    assert len(data.manifest["splits"]["train"]["shards"]) > 3
+    assert data.tokens("eval") > 1000
+    windows = Windows(data.stream("eval"), 32, False)
+    assert windows.all == windows.whole + 1
