@@ -19,6 +19,7 @@ from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config.schema import Cluster
 from jaxmnt.errors import ConfigError, PeerError
+from jaxmnt.launch import local
 
 
 def launch(config: Path, *overrides: str, processes: int, devices: int) -> subprocess.CompletedProcess:
@@ -129,6 +130,32 @@ def test_a_killed_process_stops_the_rest_with_its_name(tiny_file, tmp_path):
     assert launcher.returncode == 1
     assert "process 1 was ended by SIGKILL" in err.splitlines()[-1]
     assert not Path(f"/proc/{survivor}").exists()
+
+
+class ScriptedChild:
+    """A child whose code is asked for and answered from a list; the last answer stays."""
+
+    def __init__(self, *codes: int | None):
+        self._codes = list(codes)
+
+    @property
+    def code(self) -> int | None:
+        return self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
+
+
+@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize("consequence", [4, -signal.SIGABRT])
+def test_the_process_at_fault_is_found_at_whatever_moment_it_is_seen_to_end(moment, consequence):
+    killed = ScriptedChild(*[None] * moment, -signal.SIGKILL)
+    for others in (
+        ScriptedChild(consequence),
+        ScriptedChild(None, consequence),
+        ScriptedChild(None, None, consequence),
+    ):
+        assert local._watch([others, killed]) is killed
+    assert local._watch([ScriptedChild(None, 0), ScriptedChild(None, None, 75)]) is None
+    lost = ScriptedChild(None, consequence)
+    assert local._watch([ScriptedChild(None, None, 0), lost]) is lost
 
 
 def test_ctrl_c_saves_on_all_processes_and_exits_75(tiny_file, tmp_path):

@@ -17,7 +17,15 @@ from jaxmnt.runtime.stop import on_stop_signals
 _GRACE_SECONDS = 10.0
 """How long the others may take to end by themselves after one has failed."""
 
+_PATIENCE_SECONDS = 2.0
+"""How long to look for the process at fault after one has ended because of a peer."""
+
 _POLL_SECONDS = 0.05
+
+_ENDED_WELL = (None, ExitCode.FINISHED, ExitCode.STOPPED)
+"""None is a process that still runs."""
+
+_ENDED_BY_A_PEER = (ExitCode.PEER, -signal.SIGABRT)
 
 
 def launch(processes: int, devices_per_process: int | None, train_arguments: list[str]) -> int:
@@ -87,10 +95,6 @@ class _Child:
             return f"was ended by {signal.Signals(-self.code).name}"
         return f"failed with exit code {self.code}"
 
-    @property
-    def failed(self) -> bool:
-        return self.code not in (None, ExitCode.FINISHED, ExitCode.STOPPED)
-
     def finish(self) -> None:
         for thread in self._threads:
             thread.join(timeout=5)
@@ -124,21 +128,19 @@ def _watch(children: list[_Child]) -> _Child | None:
     A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; the
     other one is then given a moment to be found.
     """
-    first_peer_error: _Child | None = None
-    deadline = 0.0
-    while any(child.code is None for child in children) or first_peer_error is not None:
-        failed = [child for child in children if child.failed]
-        by_itself = [child for child in failed if child.code not in (ExitCode.PEER, -signal.SIGABRT)]
+    deadline: float | None = None
+    while True:
+        # Asked once a round: a child that ends between two questions must not be judged by half of the answers.
+        codes = [child.code for child in children]
+        failed = [child for child, code in zip(children, codes, strict=True) if code not in _ENDED_WELL]
+        by_itself = [child for child in failed if child.code not in _ENDED_BY_A_PEER]
         if by_itself:
             return by_itself[0]
-        if failed and first_peer_error is None:
-            first_peer_error, deadline = failed[0], time.monotonic() + 2
-        if first_peer_error is not None and (
-            time.monotonic() > deadline or all(child.code is not None for child in children)
-        ):
-            return first_peer_error
+        if failed and deadline is None:
+            deadline = time.monotonic() + _PATIENCE_SECONDS
+        if None not in codes or (deadline is not None and time.monotonic() > deadline):
+            return failed[0] if failed else None
         time.sleep(_POLL_SECONDS)
-    return next((child for child in children if child.failed), None)
 
 
 def _end(children: list[_Child]) -> None:
