@@ -1,0 +1,82 @@
+"""What only a GPU can show. Not part of scripts/test; on a machine with one: python -m pytest -m gpu
+
+Each run is a process of its own on the first GPU, so that this process may stay on CPU devices.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import command, events, losses, metrics
+
+pytestmark = pytest.mark.gpu
+
+
+def train(config: Path, run: Path, *overrides: str, platform: str = "cuda", code: int = 0) -> Path:
+    result = command(
+        "jaxmnt.train", "--config", str(config), f"run.dir={run}", *overrides,
+        JAX_PLATFORMS=platform, CUDA_VISIBLE_DEVICES="0",
+    )  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def config(prepared, tmp_path_factory) -> Path:
+    from conftest import TINY
+
+    tree = {name: dict(section) for name, section in TINY.items()}
+    tree["data"] |= {"path": str(prepared), "sequence_length": 128}
+    tree["model"]["num_kv_heads"] = 2
+    path = tmp_path_factory.mktemp("gpu") / "tiny.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+@pytest.fixture(scope="module")
+def float32(config, tmp_path_factory) -> Path:
+    return train(config, tmp_path_factory.mktemp("float32") / "run")
+
+
+def test_float32_is_what_a_cpu_computes(config, float32, tmp_path):
+    on_cpu = train(config, tmp_path / "cpu", platform="cpu")
+    np.testing.assert_allclose(losses(float32), losses(on_cpu), rtol=1e-4)
+    digests = [[line["batch_digest"] for line in metrics(run)] for run in (float32, on_cpu)]
+    assert digests[0] == digests[1]
+
+
+def test_accumulation_changes_nothing(config, float32, tmp_path):
+    in_four = train(config, tmp_path / "run", "train.microbatch_size=4")
+    np.testing.assert_allclose(losses(in_four), losses(float32), rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", ["false", "true"])
+def test_bfloat16_with_cudnn_stays_near_float32(config, tmp_path, masked):
+    mask = f"data.document_mask={masked}"
+    exact = train(config, tmp_path / "exact", mask)
+    low = train(config, tmp_path / "low", mask, "train.precision=auto", "model.attention=cudnn")
+    np.testing.assert_allclose(losses(low), losses(exact), rtol=2e-2)
+    assert metrics(low)[-1]["mfu"] > 0
+
+
+def test_stopping_and_resuming_is_bit_identical(config, float32, tmp_path):
+    run = train(config, tmp_path / "run", "train.stop_after=10", code=75)
+    train(config, run)
+    assert losses(run) == losses(float32)
+    assert events(run, "restore")[-1]["step"] == 10
+
+
+def test_a_step_that_does_not_fit_is_refused_before_it_starts(config, tmp_path):
+    sizes = ("model.hidden_size=16384", "model.num_layers=48", "model.intermediate_size=65536", "model.num_heads=128")
+    run = tmp_path / "run"
+    result = command(
+        "jaxmnt.train",
+        "--config",
+        str(config),
+        f"run.dir={run}",
+        *sizes,
+        JAX_PLATFORMS="cuda",
+        CUDA_VISIBLE_DEVICES="0",
+    )
+    assert result.returncode == 2 and "memory: a step needs" in result.stderr, result.stdout + result.stderr
