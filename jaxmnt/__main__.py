@@ -7,6 +7,7 @@ from jaxmnt.errors import ConfigError, ExitCode, nearest, run_command
 COMMANDS = {
     "train": ("jaxmnt.train", "train a model"),
     "prepare": ("jaxmnt.prepare", "turn text into the shards that training reads"),
+    "data": ("jaxmnt.data.__main__", "show what a config feeds, and what was in a step's batch"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
     "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),

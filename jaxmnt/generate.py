@@ -12,7 +12,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--tokens takes a number from 1 up, --temperature one from 0 up")
 
     from jaxmnt.checkpoint.commit import newest_committed
-    from jaxmnt.data.store import open_prepared
+    from jaxmnt.data.sources import open_sources
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.runtime.rundir import read_config
 
@@ -20,11 +20,11 @@ def main(arguments: list[str]) -> int:
     checkpoint = newest_committed(options.run / "checkpoints")
     if checkpoint is None:
         raise ConfigError(f"--run: {options.run} has no committed checkpoint; train until there is one")
-    data = open_prepared(config.data.path)
-    tokenizer = make_tokenizer(data.manifest["tokenizer"])
+    data = open_sources(config.data)
+    tokenizer = make_tokenizer(data.tokenizer, data.folder)
     window = config.data.sequence_length
     end = tokenizer.end_of_document
-    prompt = [end, *tokenizer.encode(options.prompt).tolist()]
+    prompt = [end, *tokenizer.encode_batch([options.prompt])[0].tolist()]
     length = min(options.tokens, window - len(prompt))
     if length < 1:
         raise ConfigError(f"--prompt: {len(prompt)} tokens fill the model's window of {window}; shorten it")

@@ -23,10 +23,10 @@ def main(arguments: list[str]) -> int:
     identity = identify(config.cluster)
 
     from jaxmnt.cluster.runtime import joined, leave
-    from jaxmnt.data.store import open_prepared
+    from jaxmnt.data.sources import open_sources
 
     def run() -> int:
-        with joined(identity, config, open_prepared(config.data.path).digest):
+        with joined(identity, config, lambda: open_sources(config.data).digest):
             return train(config, identity)
 
     return leave(identity, report(run, debug=options.debug, where=identity.label))
@@ -36,24 +36,27 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
     from jaxmnt.checkpoint.manager import Saver, restore
     from jaxmnt.cluster.runtime import barrier
+    from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.feed import StopFlag
-    from jaxmnt.data.store import open_prepared
     from jaxmnt.program.compiled import compile_program
     from jaxmnt.runtime import announce
-    from jaxmnt.runtime.inputs import fit_to_data, training_feed
+    from jaxmnt.runtime.evaluate import Evaluator
+    from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
     from jaxmnt.runtime.rundir import open_run, write_config
     from jaxmnt.runtime.stop import stop_request
-    from jaxmnt.telemetry.events import Events
+    from jaxmnt.telemetry.events import Events, peak_host_bytes
     from jaxmnt.telemetry.progress import status_line
 
     started = time.perf_counter()
     identity = identity or Identity()
     main_process = identity.process_id == 0
-    data = open_prepared(config.data.path)
-    config = fit_to_data(config, data)
-    start = open_run(config, data, identity)
     with stop_request() as stop, status_line(quiet=not main_process) as status:
-        announce.run(status, config, start, data, identity)
+        data = ready_data(config, identity, status)
+        config = fit_to_data(config, data)
+        training = TrainingData(config, data)
+        start = open_run(config, data, identity)
+        announce.run(status, start, identity)
+        announce.data(status, config, data, training)
         if start.step == config.train.steps:
             announce.already_finished(status, config, start)
             return ExitCode.FINISHED
@@ -72,9 +75,11 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
         else:
             state = restore(start.checkpoint, program.abstract_state)
             events.write("restore", step=start.step)
-        log = announce.train_log(config, program, start, status, writer=main_process)
+        log = announce.train_log(config, program, start, training, status, writer=main_process)
         saver = Saver(start.directory / "checkpoints", config.checkpoint.keep, identity, events)
-        feed = training_feed(config, data, program, start.step)
+        feed = training_feed(config, training, program, start.step)
+        evaluator = Evaluator(program, data)
+        events.write("data", digest=data.digest, **announce.input_memory(status, config, training, feed.local_rows))
         flag = StopFlag(program.flag_sharding)
         feed.stage()
         log.restart_clock()
@@ -90,10 +95,10 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
             log.push(step, metrics, feed.wait_seconds, digest)  # reads the metrics of the step before
             preempted = log.stop_seen  # on all processes after the same step: the flag is part of the metrics
             if _due(step, config.train.eval_every) or step == config.train.steps:
-                _evaluate(program, state, data, log, step)
+                _evaluate(evaluator, state, log, step)
             if _due(step, config.checkpoint.every_steps) or step == last or preempted:
                 log.flush()
-                log.pause(saver.save(step, state, {"tokens": log.tokens, "data_digest": data.digest}))
+                log.pause(saver.save(step, state, {"tokens": log.tokens, "data": data.digests}))
             saver.poll()
 
         log.close()
@@ -102,7 +107,7 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
         finished = step == config.train.steps
         if preempted:
             events.write("preempted", step=step)
-        events.write("end", step=step, finished=finished)
+        events.write("end", step=step, finished=finished, peak_host_bytes=peak_host_bytes())
         announce.end(status, config, start, log, step, time.perf_counter() - started)
     return ExitCode.FINISHED if finished else ExitCode.STOPPED
 
@@ -111,16 +116,14 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _evaluate(program: Any, state: Any, data: Any, log: Any, step: int) -> None:
-    from jaxmnt.runtime.evaluate import evaluate
-
+def _evaluate(evaluator: Any, state: Any, log: Any, step: int) -> None:
     log.flush()
     started = time.perf_counter()
-    result = evaluate(program, state["params"], data)
+    results = evaluator(state["params"])
     seconds = time.perf_counter() - started
     log.pause(seconds)
-    if result is not None:
-        log.write_eval(step, result.loss, result.tokens, seconds)
+    if results:
+        log.write_eval(step, results, seconds)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from jaxmnt.config.load import apply_overrides, parse_config
-from jaxmnt.data.build import build, find_files
-from jaxmnt.data.tokenizer import Bytes
+from jaxmnt.data.preparation import Selection, Settings, build
 
 # Programs that several tests compile are compiled once, also across processes. The folder is private.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -53,7 +52,8 @@ def prepared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_words(folder, files=40, words=150)
     output = tmp_path_factory.mktemp("data") / "words"
-    build(find_files([folder], [], []), output, Bytes(), 0.15, lambda done, total: None, shard_tokens=4096)
+    settings = Settings(eval_fraction=0.15, shard_tokens=4096, part_bytes=10_000)
+    build(Selection([folder]), output, settings, lambda *progress: None)
     return output
 
 

@@ -1,182 +1,306 @@
-"""Prepared data and the rows that training and evaluation read from it."""
-
-import hashlib
-import json
-import shutil
+"""Which rows make up a batch, and what they hold: the same for any number of hosts, threads and restarts."""
 
 import numpy as np
 import pytest
-from conftest import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmnt.data.batches import Windows, evaluation_rows, training_rows
-from jaxmnt.data.build import build, find_files
-from jaxmnt.data.store import open_prepared
-from jaxmnt.data.tokenizer import Bytes
+from jaxmnt.config.load import parse_config
+from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
+from jaxmnt.data.order import BLOCK, Order, Phase, block_shares, permute
+from jaxmnt.data.packing import plan_rows
+from jaxmnt.data.rows import Packed, Windows
+from jaxmnt.data.sources import Sources
+from jaxmnt.data.store import TokenStream
 from jaxmnt.errors import ConfigError
 
-
-def prepare(folder, output, **options):
-    settings = {"eval_fraction": 0.2, "shard_tokens": 1000} | options
-    return build(find_files([folder], [], []), output, Bytes(), progress=lambda done, total: None, **settings)
+END = 0
 
 
-@pytest.fixture
-def texts(tmp_path):
-    folder = tmp_path / "text"
-    (folder / "sub").mkdir(parents=True)
-    for number in range(30):
-        (folder / ("sub" if number % 3 else ".") / f"{number}.txt").write_text(f"file {number} ä " * (number + 1))
-    return folder
+class InMemory:
+    """Offers what prepared data offers, for documents that are given as token arrays without their ends."""
+
+    path = "memory"
+    vocab_size = 1000
+
+    def __init__(self, documents, shard=97, learn=False):
+        whole = [np.append(tokens, END).astype(np.uint16) for tokens in documents]
+        stream = np.concatenate(whole)
+        self.starts = np.cumsum([0, *map(len, whole)])[:-1].astype(np.int64)
+        shards = [stream[first : first + shard] for first in range(0, len(stream), shard)]
+        masks = [(array % 2).astype(np.uint8) for array in shards] if learn else None
+        self.documents = documents
+        self._stream = TokenStream(shards, lambda: self.starts, END, masks)
+
+    def stream(self, split):
+        return self._stream
+
+    def tokens(self, split):
+        return self._stream.tokens
 
 
-def test_stream_is_the_text(texts, tmp_path):
-    """Read back, the shards are the documents in order of their names, each with its end."""
-    prepare(texts, tmp_path / "out")
-    data = open_prepared(str(tmp_path / "out"))
-    streams = {split: data.stream(split) for split in ("train", "eval")}
-    tokenizer = Bytes()
-    for split, stream in streams.items():
-        tokens = stream.rows([0], stream.tokens)[0]
-        assert (tokens == tokenizer.end_of_document).sum() == data.manifest["splits"][split]["documents"]
-        assert list(stream.document_starts) == [0, *(np.flatnonzero(tokens == 256)[:-1] + 1)]
-    together = "".join(tokenizer.decode(s.rows([0], s.tokens)[0]) for s in streams.values())
-    names = [path for _, path in find_files([texts], [], [])]
-    assert sorted(together) == sorted("".join(path.read_text() for path in names))
-    assert data.tokens("train") and data.tokens("eval")
+def documents(seed, count, longest=40):
+    """Random documents; token ids tell them apart often enough."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 1000, size) for size in rng.integers(1, longest, count)]
 
 
-def test_same_input_same_bytes_and_split_ignores_names(texts, tmp_path):
-    prepare(texts, tmp_path / "a")
-    prepare(texts, tmp_path / "b")
-    digests = [
-        {p.relative_to(root): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*.*"))}
-        for root in (tmp_path / "a", tmp_path / "b")
-    ]
-    assert digests[0] == digests[1]
-    (texts / "0.txt").rename(texts / "z.txt")
-    prepare(texts, tmp_path / "c")
-    a, c = (open_prepared(str(tmp_path / name)) for name in "ac")
-    assert a.tokens("eval") == c.tokens("eval") and a.digest != c.digest
+def config(sources=1, weights=None, **data):
+    tree = {"sequence_length": 16, "global_batch_size": 12} | data
+    names = "abc"[:sources]
+    weights = weights or [1.0, 0.5, 2.0]
+    tree["sources"] = {name: {"path": name, "weight": weight} for name, weight in zip(names, weights, strict=False)}
+    seed = tree.pop("seed", 0)
+    steps = tree.pop("steps", 1000)
+    return parse_config({"data": tree, "seed": seed, "train": {"steps": steps}})
 
 
-def test_files_of_the_same_name_are_all_kept(tmp_path):
-    for folder in ("a/src", "b/src"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "x.txt").write_text(folder)
-    found = find_files([tmp_path / "a/src", tmp_path / "b/src"], [], [])
-    assert [path.read_text() for _, path in found] == ["a/src", "b/src"]
+def training(config, counts=(60, 80, 50)):
+    names = sorted(config.data.sources)
+    sources = {name: InMemory(documents(number, counts[number])) for number, name in enumerate(names)}
+    return TrainingData(config, Sources(sources))
 
 
-def test_binary_files_are_left_out_and_odd_bytes_replaced(tmp_path):
-    folder = tmp_path / "t"
-    folder.mkdir()
-    (folder / "a").write_bytes(b"fine")
-    (folder / "b").write_bytes(b"\0\1")
-    (folder / "c").write_bytes(b"odd \xff")
-    summary = prepare(folder, tmp_path / "o", eval_fraction=0.0)
-    assert (summary.binary_files, summary.replaced_files, summary.documents["train"]) == (1, 1, 2)
+# -- the rule: a batch is a function of (data config, seed, step)
 
 
-def test_unigram_is_the_entropy_of_the_text(tmp_path):
-    folder = tmp_path / "t"
-    folder.mkdir()
-    (folder / "a").write_text("ab" * 50_000)
-    prepare(folder, tmp_path / "o", eval_fraction=0.0)
-    assert open_prepared(str(tmp_path / "o")).manifest["unigram_nats"]["train"] == pytest.approx(np.log(2), rel=0.02)
+@settings(max_examples=80, deadline=None)
+@given(
+    hosts=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    rows_a_host=st.integers(1, 3),
+    seed=st.integers(0, 5),
+    shuffle=st.booleans(),
+    rows=st.sampled_from(["windows", "packed"]),
+    mask=st.booleans(),
+    sources=st.integers(1, 3),
+    step=st.integers(0, 300),
+    threads=st.sampled_from([0, 1, 3]),
+)
+def test_hosts_threads_and_restarts_do_not_matter(
+    hosts, rows_a_host, seed, shuffle, rows, mask, sources, step, threads
+):
+    """Each host's rows, read by however many threads from any step on, are its part of the one global batch."""
+    total = hosts * rows_a_host
+    settings = config(
+        sources, global_batch_size=total, seed=seed, shuffle=shuffle, rows=rows, document_mask=mask,
+        weight_changes=[{"from_step": 40, "weights": {"a": 3.0}}],
+    )  # fmt: skip
+    whole = [training(settings).batch(step + later, range(total)) for later in range(2)]
+    data = training(settings)
+    parts = []
+    for host in range(hosts):
+        own = range(host * rows_a_host, (host + 1) * rows_a_host)
+        iterator = training_rows(data, own, step, prefetch=2, threads=threads)
+        parts.append([next(iterator) for _ in range(2)])
+    for later in range(2):
+        for field, expected in whole[later].items():
+            together = np.concatenate([part[later][field] for part in parts])
+            assert together.dtype == expected.dtype and (together == expected).all(), field
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 5),
+    shuffle=st.booleans(),
+    sources=st.integers(1, 3),
+    batch=st.integers(1, 20),
+    change=st.integers(1, 30),
+)
+def test_every_epoch_of_every_source_visits_each_row_once(seed, shuffle, sources, batch, change):
+    """Also when weights change in the middle of an epoch and of a block."""
+    rows = {"a": 37, "b": 11, "c": 90}
+    rows = {name: rows[name] for name in "abc"[:sources]}
+    weights = (5.0, 1.0, 3.0)[:sources], (1.0, 1.0, 7.0)[:sources]
+    order = Order(
+        rows, [Phase(0, weights[0]), Phase(change, weights[1])], seed=seed, shuffle=shuffle, global_rows=batch
+    )
+    steps = 2500 // batch
+    found = [order.locate(step, range(batch)) for step in range(steps)]
+    source, epoch, row = (np.concatenate(column) for column in zip(*found, strict=True))
+    for number, (name, size) in enumerate(rows.items()):
+        mine = source == number
+        assert order.used(steps)[name] == mine.sum()
+        assert order.epochs(steps)[name] == mine.sum() / size
+        for turn in range(int(mine.sum()) // size):
+            visited = row[mine & (epoch == turn)]
+            assert sorted(visited) == list(range(size))
+            if not shuffle:
+                assert (visited == np.arange(size)).all()
+        if shuffle and mine.sum() >= 2 * size:
+            assert (row[mine & (epoch == 0)] != row[mine & (epoch == 1)]).any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=st.lists(st.floats(0.001, 1e6), min_size=1, max_size=12), seed=st.integers(0, 3))
+def test_shares_are_exact_in_every_block_and_even_within(weights, seed):
+    shares = block_shares(weights)
+    exact = np.array(weights) / np.sum(weights) * BLOCK
+    assert shares.sum() == BLOCK and (np.abs(shares - exact) < 1 + 1e-6).all()
+    names = [f"{number:02d}" for number in range(len(weights))]
+    order = Order(dict.fromkeys(names, 7), [Phase(0, tuple(weights))], seed=seed, shuffle=True, global_rows=100)
+    for first in (0, 30):
+        source = np.concatenate([order.locate(first + step, range(100)).source for step in range(10)])
+        assert (np.bincount(source, minlength=len(weights)) == shares).all()
+        for number, share in enumerate(shares.tolist()):  # any stretch holds about its part of the source
+            stretch = (source[:250] == number).sum()
+            assert abs(stretch - share / 4) <= len(weights) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**63))
+def test_permute_is_a_permutation(size, key):
+    found = permute(np.arange(size), size, np.full(size, key, np.uint64))
+    assert sorted(found.tolist()) == list(range(size))
+
+
+def test_permute_never_changes_and_looks_random():
+    """These values are part of every run that has been started: a change here changes what such runs read next."""
+    found = permute(np.arange(10), 10, np.full(10, 7, np.uint64))
+    assert found.tolist() == [7, 0, 6, 8, 5, 2, 1, 4, 9, 3]
+    large = permute(np.arange(100_000), 100_000, np.full(100_000, 1, np.uint64))
+    assert abs(np.corrcoef(np.arange(100_000), large)[0, 1]) < 0.02
+    assert abs(np.corrcoef(large[:-1], large[1:])[0, 1]) < 0.02
+    assert (np.abs(np.diff(large)) == 1).mean() < 1e-3
+
+
+def test_adding_a_source_leaves_the_order_within_the_others():
+    alone = Order({"b": 50}, [Phase(0, (1.0,))], seed=3, shuffle=True, global_rows=10)
+    both = Order({"a": 20, "b": 50}, [Phase(0, (1.0, 1.0))], seed=3, shuffle=True, global_rows=10)
+    rows = [np.concatenate([one.locate(step, range(10)).row for step in range(20)]) for one in (alone, both)]
+    source = np.concatenate([both.locate(step, range(10)).source for step in range(20)])
+    assert (rows[1][source == 1][:50] == rows[0][:50]).all()
+
+
+# -- rows
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    length=st.integers(2, 300),
+    length=st.integers(2, 70),
     rows=st.integers(1, 8),
     mask=st.booleans(),
+    packed=st.booleans(),
+    learn=st.booleans(),
+    seed=st.integers(0, 5),
 )
-def test_every_token_is_a_target_once(prepared, length, rows, mask):
-    """Over all windows the real targets are the stream, and each input is the token before its target."""
-    stream = open_prepared(str(prepared)).stream("eval")
-    windows = Windows(stream, length, mask)
-    seen = []
-    for first in range(0, windows.all, rows):
-        batch = windows.read(range(first, first + rows))
-        real = batch["weights"] > 0
-        seen.append(batch["targets"][real])
-        assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all()
-        assert (batch["positions"] >= 0).all() and (batch["positions"] < length).all()
-        if mask:
-            starts_document = np.isin(np.flatnonzero(real.ravel()) + first * length, stream.document_starts)
-            assert (batch["positions"][real][starts_document] == 0).all()
-            same = batch["segments"][:, 1:] == batch["segments"][:, :-1]
-            assert ((np.diff(batch["positions"]) == 1) == same)[real[:, 1:]].all()
-    everything = stream.rows([0], stream.tokens)[0]
-    assert (np.concatenate(seen) == everything).all()
+def test_every_token_is_a_target_once_with_the_right_input(length, rows, mask, packed, learn, seed):
+    data = InMemory(documents(seed, 40), learn=learn)
+    stream, whole = data.stream("eval"), np.concatenate([np.append(d, END) for d in data.documents])
+    reader = Packed(stream, length) if packed else Windows(stream, length, mask)
+    before = np.concatenate([[END], whole[:-1]])
+    seen = np.zeros(len(whole), int)
+    for first in range(0, reader.all_rows, rows):
+        numbers = range(first, first + rows)
+        batch = reader.read(numbers)
+        assert {name: (values.dtype, values.shape) for name, values in batch.items()} == {
+            name: (np.float32 if name == "weights" else np.int32, (rows, length)) for name in batch
+        }
+        for line, row in enumerate(numbers):
+            offsets = reader.offsets(row) if row < reader.all_rows else np.full(length, -1)
+            real = offsets >= 0
+            seen[offsets[real]] += 1
+            assert (batch["targets"][line][real] == whole[offsets[real]]).all()
+            assert (batch["tokens"][line][real] == before[offsets[real]]).all()
+            assert (batch["weights"][line] == np.where(real, whole[offsets] % 2 if learn else 1, 0)).all()
+    assert (seen == 1).all()
 
 
-def take(data, rows, global_rows, start, count, seed=3):
-    source = training_rows(
-        data,
-        seed=seed,
-        rows=rows,
-        global_rows=global_rows,
-        length=16,
-        document_mask=False,
-        start_step=start,
-        prefetch=2,
-    )
-    return [next(source)["tokens"] for _ in range(count)]
+@pytest.mark.parametrize("kind", ["windows", "packed"])
+def test_segments_and_positions_are_those_of_documents(kind):
+    data = InMemory(documents(1, 60))
+    stream = data.stream("train")
+    reader = Packed(stream, 24) if kind == "packed" else Windows(stream, 24, document_mask=True)
+    batch = reader.read(range(reader.rows))
+    for row in range(reader.rows):
+        offsets = reader.offsets(row)
+        real = offsets >= 0
+        document = stream.documents(offsets[real])
+        segments, positions = batch["segments"][row], batch["positions"][row]
+        assert (segments[~real] == 0).all() and segments[0] == 1
+        changed = np.diff(document) != 0
+        assert (np.diff(segments[real]) == changed).all()
+        assert (positions[real][1:] == np.where(changed, 0, positions[real][:-1] + 1)).all()
+        opens = offsets[real] == stream.document_starts[document]
+        assert (positions[real][opens] == 0).all() and (batch["tokens"][row][real][opens] == END).all()
 
 
-def test_batches_do_not_depend_on_hosts_or_start(prepared):
-    data = open_prepared(str(prepared))
-    whole = take(data, range(12), 12, 0, 6)
-    for hosts in (2, 3, 4, 12):
-        each = 12 // hosts
-        parts = [take(data, range(h * each, (h + 1) * each), 12, 4, 2) for h in range(hosts)]
-        for step in range(2):
-            assert (np.concatenate([part[step] for part in parts]) == whole[4 + step]).all()
-    assert not (take(data, range(12), 12, 0, 1, seed=4)[0] == whole[0]).all()
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=0, max_size=200),
+    row=st.integers(2, 100),
+    window=st.integers(1, 64),
+)
+def test_packing_places_every_token_once(lengths, row, window):
+    starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
+    plan = plan_rows(starts, sum(lengths), row, window)
+    seen = np.zeros(sum(lengths), int)
+    for start, length in zip(plan.start, plan.length, strict=True):
+        seen[start : start + length] += 1
+    assert (seen == 1).all()
+    filled = [int(plan.length[a:b].sum()) for a, b in zip(plan.first_piece, plan.first_piece[1:], strict=False)]
+    assert all(0 < tokens <= row for tokens in filled)
+    assert (plan.opens == np.isin(plan.start, starts)).all()
+    whole = sum(length <= row for length in lengths)
+    assert (plan.opens & (plan.length < row + 1)).sum() >= whole  # what fits a row is not cut
+    again = plan_rows(starts, sum(lengths), row, window)
+    assert (again.start == plan.start).all() and (again.first_piece == plan.first_piece).all()
 
 
-def test_an_epoch_holds_every_window_once_and_the_next_is_shuffled_anew(prepared):
-    data = open_prepared(str(prepared))
-    windows = Windows(data.stream("train"), 16, False)
-    rows = [bytes(row) for batch in take(data, range(1), 1, 0, 2 * windows.whole) for row in batch]
-    expected = sorted(bytes(row) for row in windows.read(range(windows.whole))["tokens"])
-    first, second = rows[: windows.whole], rows[windows.whole :]
-    assert sorted(first) == expected == sorted(second)
-    assert first != second
+def test_packing_fills_rows():
+    """Lengths as of real text, from a few to many times a row: at least 0.97 of all places hold a token."""
+    sizes = np.maximum(1, np.random.default_rng(0).lognormal(6, 1.4, 20_000)).astype(np.int64)
+    starts = np.cumsum(np.concatenate([[0], sizes]))
+    for row in (512, 2048, 8192):
+        assert plan_rows(starts[:-1], int(starts[-1]), row).fill(row) >= 0.99
 
 
-def test_evaluation_fills_up_with_rows_without_targets(prepared):
-    data = open_prepared(str(prepared))
-    batches = list(evaluation_rows(data, rows=range(8), global_rows=8, length=100, document_mask=False, prefetch=2))
-    assert sum(batch["weights"].sum() for batch in batches) == data.tokens("eval")
-    assert {len(batch["tokens"]) for batch in batches} == {8}
+# -- what a config asks for
 
 
-@pytest.mark.parametrize("damage", ["manifest", "shard", "short"])
-def test_damaged_data_is_refused(prepared, tmp_path, damage):
-    copy = tmp_path / "copy"
-    shutil.copytree(prepared, copy)
-    if damage == "manifest":
-        (copy / "manifest.json").unlink()
-    elif damage == "shard":
-        (copy / "train" / "tokens-00001.npy").unlink()
-    else:
-        np.save(copy / "train" / "tokens-00000.npy", np.zeros(3, np.uint16))
-    with pytest.raises(ConfigError, match=r"data\.path"):
-        open_prepared(str(copy)).stream("train")
+def test_changing_a_token_changes_just_the_batches_that_read_it():
+    settings = config(global_batch_size=4)
+    original = documents(0, 60)
+    changed = [tokens.copy() for tokens in original]
+    changed[20][0] = 1 + changed[20][0] % 998
+    before, after = (TrainingData(settings, Sources({"a": InMemory(d)})) for d in (original, changed))
+    place = int(InMemory(original).starts[20])
+    affected = 0
+    for step in range(15):
+        rows = before.locate(step, range(4)).row
+        same = (before.batch(step, range(4))["tokens"] == after.batch(step, range(4))["tokens"]).all()
+        reads_it = (place + 1) // 16 in rows  # a token is the input before the target at its place
+        assert same != reads_it
+        affected += reads_it
+    assert affected
 
 
-def test_prepare_command(texts, tmp_path):
-    out = tmp_path / "out"
-    result = command("jaxmnt.prepare", "--input", str(texts), "--output", str(out), "--suffix", ".txt")
-    assert result.returncode == 0, result.stderr
-    assert json.loads((out / "manifest.json").read_text())["vocab_size"] == 257
-    assert f"data.path={out}" in result.stdout
-    again = command("jaxmnt.prepare", "--input", str(texts), "--output", str(out))
-    assert again.returncode == 2 and "exists already" in again.stderr
-    nothing = command("jaxmnt.prepare", "--input", str(texts), "--output", str(tmp_path / "o2"), "--suffix", ".md")
-    assert nothing.returncode == 2 and "no file ending in .md" in nothing.stderr
-    assert not list(tmp_path.glob(".*partial*"))
+def test_evaluation_fills_up_with_rows_without_targets():
+    for rows in ("windows", "packed"):
+        data = EvaluationData(config(rows=rows, sequence_length=100), InMemory(documents(0, 60)))
+        batches = list(data.batches(range(8), 8, prefetch=2, threads=1))
+        assert sum(batch["weights"].sum() for batch in batches) == InMemory(documents(0, 60)).tokens("eval")
+        assert {len(batch["tokens"]) for batch in batches} == {8}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"global_batch_size": 100}, r"data\.global_batch_size: a batch takes 100 rows of a, which has"),
+        ({"sequence_length": 10**6}, r"data\.sequence_length: 1000000 is more than the \d+ tokens"),
+        ({"on_end": "stop"}, r"train\.steps: a ends after step 6 and must not repeat; lower train\.steps to 6"),
+        ({"sources": 2, "weights": [1e-5, 1.0]}, r"data\.sources\.a\.weight: 1e-05 of 1\.00001 is less than one row"),
+        ({"sources": 2, "weights": [0.0, 0.0]}, r"data\.sources: from step 0 on no source has a weight above 0"),
+        ({"weight_changes": [{"from_step": 5, "weights": {"x": 1.0}}]}, r"no source is named x; known: a"),
+        (
+            {"weight_changes": [{"from_step": 5, "weights": {}}, {"from_step": 5, "weights": {}}]},
+            r"data\.weight_changes: from_step 5 does not follow 5",
+        ),
+    ],
+)
+def test_what_cannot_be_fed_is_refused(data, message):
+    with pytest.raises(ConfigError, match=message):
+        training(config(**data))
+
+
+def test_a_source_that_must_not_repeat_may_last_just_long_enough():
+    training(config(on_end="stop", steps=6))

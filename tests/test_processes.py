@@ -198,7 +198,7 @@ def address():
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def roll(address, ids, processes=3, timeout=2.0, facts=None):
+def roll(address, ids, processes=3, timeout=2.0, facts=None, trouble=None, delay=None):
     """Holds a roll call of the given ids in threads; the outcome of each."""
     outcomes: list = [None] * len(ids)
 
@@ -206,7 +206,8 @@ def roll(address, ids, processes=3, timeout=2.0, facts=None):
         try:
             own = FACTS | (facts or {}).get(position, {})
             count = processes[position] if isinstance(processes, list) else processes
-            rollcall.hold(Identity(number, count, address), own, timeout)
+            time.sleep((delay or {}).get(position, 0))
+            rollcall.hold(Identity(number, count, address), own, timeout, (trouble or {}).get(position))
             outcomes[position] = "here"
         except Exception as error:
             outcomes[position] = error
@@ -255,6 +256,34 @@ def test_misplaced_processes_are_named(address, ids, processes, facts, words):
     assert all(isinstance(outcome, ConfigError) for outcome in outcomes), outcomes
     with pytest.raises(ConfigError, match=words):
         raise outcomes[0]
+
+
+def test_trouble_of_one_is_told_to_all_even_to_those_who_come_later(address):
+    """Process 2 comes when it is known already that nothing will come of this start."""
+    trouble = ConfigError("data.path: " + "ä" * 2000)
+    for troubled in (0, 1):
+        outcomes = roll(address, [0, 1, 2], 3, trouble={troubled: trouble}, delay={2: 1.0}, timeout=20)
+        for outcome in outcomes:
+            assert isinstance(outcome, ConfigError) and f"process {troubled} on" in str(outcome), outcome
+
+
+def test_a_process_of_an_older_version_is_named_by_it(address):
+    hello = {"process": 1, "processes": 2, "host": "h", "facts": {"jaxmnt version": "0.0"}}
+    host, port = address.split(":")
+
+    def old():
+        for _ in range(100):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(json.dumps(hello).encode() + b"\n")
+                connection.recv(1000)
+                return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=old)
+    thread.start()
+    (outcome,) = roll(address, [0], 2, facts={0: {"jaxmnt version": "0.1"}}, timeout=10)
+    thread.join()
+    assert "jaxmnt version of process 1 on h is 0.0" in str(outcome)
 
 
 def test_strangers_are_ignored(address):

@@ -15,20 +15,27 @@ from typing import Any
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
 
-_LONGEST_LINE = 4096
+_LONGEST_LINE = 2**14
+_LONGEST_TROUBLE = 1000
 _RETRY_SECONDS = 0.1
 
+_TELLING_SECONDS = 5.0
+"""How long process 0, when something is wrong, waits for the others to tell them."""
+
 Hello = dict[str, Any]
-"""process, processes, host and facts of one process."""
+"""process, processes, host, facts and trouble of one process."""
 
 
-def hold(identity: Identity, facts: dict[str, str], timeout_seconds: float) -> None:
+def hold(identity: Identity, facts: dict[str, str], timeout_seconds: float, trouble: ConfigError | None = None) -> None:
     """Returns once every process has arrived with the same `facts` (versions, config digest).
 
-    Raises `PeerError` (exit 4) naming the processes that are missing when time is up, and `ConfigError`
-    (exit 2) naming the process whose id, count or facts disagree with process 0's.
+    `trouble` is why this process cannot take part; everyone is told. Raises `PeerError` (exit 4) naming the processes
+    that are missing when time is up, and `ConfigError` (exit 2) naming the process that is in trouble or whose id,
+    count or facts disagree with process 0's.
     """
     if identity.alone:
+        if trouble is not None:
+            raise trouble
         return
     deadline = time.monotonic() + timeout_seconds
     hello = {
@@ -36,11 +43,17 @@ def hold(identity: Identity, facts: dict[str, str], timeout_seconds: float) -> N
         "processes": identity.processes,
         "host": socket.gethostname(),
         "facts": facts,
+        "trouble": None if trouble is None else str(trouble)[:_LONGEST_TROUBLE],
     }
     if identity.process_id == 0:
         _listen(identity, hello, deadline, timeout_seconds)
     else:
-        _report(identity, hello, deadline, timeout_seconds)
+        try:
+            _report(identity, hello, deadline, timeout_seconds)
+        except PeerError:
+            if trouble is not None:  # what is wrong here matters more than that nobody heard of it
+                raise trouble from None
+            raise
 
 
 def _listen(identity: Identity, own: Hello, deadline: float, timeout: float) -> None:
@@ -85,18 +98,22 @@ class _Desk:
         """Runs until everyone is here (None) or something is wrong (the error for everyone)."""
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
+        wrong: UserError | None = _trouble_of(self._hello[0])
+        deadline = _soon(deadline) if wrong else deadline
         while len(self._hello) < self._identity.processes:
             left = deadline - time.monotonic()
             if left <= 0:
-                return PeerError(self._missing(timeout))
+                return wrong or PeerError(self._missing(timeout))
             for event, _ in self._selector.select(left):
                 connection = event.fileobj
                 assert isinstance(connection, socket.socket)
                 if connection is server:
                     self._accept(server)
-                elif (line := self._read(connection)) is not None and (error := self._admit(line, connection)):
-                    return error
-        return None
+                elif (line := self._read(connection)) is not None:
+                    error = self._admit(line, connection)
+                    if error is not None and wrong is None:
+                        wrong, deadline = error, _soon(deadline)
+        return wrong
 
     def answer(self, outcome: UserError | None) -> None:
         """Tells everyone, and lets them close first, so that no connection of ours keeps the port from JAX."""
@@ -145,7 +162,7 @@ class _Desk:
         try:
             hello = json.loads(line)
             process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
-            facts = dict(hello["facts"])
+            facts, trouble = dict(hello["facts"]), _trouble_of(hello)
         except (ValueError, KeyError, TypeError):
             self._drop(connection)
             return None
@@ -164,14 +181,16 @@ class _Desk:
             )
         if not 0 < process < processes:
             return ConfigError(f"cluster.process_id: {process} on {host} is out of range for {processes} processes")
+        self._hello[process] = hello
+        self._connection_of[process] = connection
+        if trouble is not None:
+            return trouble
         for name, value in own["facts"].items():
             if facts.get(name) != value:
                 return ConfigError(
                     f"{name} of process {process} on {host} is {facts.get(name)}, of process 0 on {own['host']} "
                     f"{value}; start every process with the same software, config and data"
                 )
-        self._hello[process] = hello
-        self._connection_of[process] = connection
         return None
 
     def _missing(self, timeout: float) -> str:
@@ -183,6 +202,16 @@ class _Desk:
             f"process{'es' if len(missing) > 1 else ''} {shown} of {processes} did not arrive within {timeout:g} s "
             f"(here: {hosts}); check that they were started and can reach the coordinator"
         )
+
+
+def _soon(deadline: float) -> float:
+    """Nothing can come of this start any more: wait only to tell those who are on their way."""
+    return min(deadline, time.monotonic() + _TELLING_SECONDS)
+
+
+def _trouble_of(hello: Hello) -> ConfigError | None:
+    text = hello.get("trouble")
+    return None if text is None else ConfigError(f"process {hello['process']} on {hello['host']}: {text}")
 
 
 def _hung_up(connection: socket.socket) -> bool:

@@ -6,7 +6,7 @@ The only module that touches JAX's coordination service.
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError, ExitCode, PeerError
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
 
 BARRIER_SECONDS = 300.0
 
@@ -31,18 +31,24 @@ _SIGNS_OF_A_LOST_PEER = (
 
 
 @contextmanager
-def joined(identity: Identity, config: Config, data_digest: str) -> Iterator[None]:
+def joined(identity: Identity, config: Config, find_data: Callable[[], str]) -> Iterator[None]:
     """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
 
-    Holds the roll call first, whose errors are those of `rollcall.hold`; afterwards a failure that JAX reports
-    because another process is gone becomes a `PeerError`. Does nothing for a single process.
+    Holds the roll call first, whose errors are those of `rollcall.hold`. `find_data` returns the digest of the data; if
+    it raises a `ConfigError`, every process hears of it. Afterwards a failure that JAX reports because another process
+    is gone becomes a `PeerError`. A single process does nothing of this.
     """
     if identity.alone:
         yield
         return
     assert config.run.dir is not None
     with _native_output_to(Path(config.run.dir) / "native" / f"{identity.process_id}.log"):
-        rollcall.hold(identity, _facts(config, data_digest), config.cluster.start_timeout_seconds)
+        digest, trouble = "", None
+        try:
+            digest = find_data()
+        except ConfigError as error:
+            trouble = error
+        rollcall.hold(identity, _facts(config, digest), config.cluster.start_timeout_seconds, trouble)
         import jax
 
         # JAX's own handler would swallow SIGTERM; the wish to stop travels with the batches instead.
@@ -94,6 +100,28 @@ def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> 
         _client().wait_at_barrier(name, int(seconds * 1000))
     except Exception as error:
         raise PeerError(f"barrier '{name}' was not reached by all within {seconds:g} s: {error}") from error
+
+
+def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
+    """A barrier at which every process learns what went wrong in any. `name` must be new in this run of the processes.
+
+    Raises `trouble`; in the processes that have none, a `UserError` with the words and exit code of the first that has.
+    """
+    if identity.alone:
+        if trouble is not None:
+            raise trouble
+        return
+    client, key = _client(), f"jaxmnt/trouble/{name}"
+    if trouble is not None:
+        client.key_value_set(
+            f"{key}/{identity.process_id:06d}", f"{int(trouble.exit_code)} {identity.label}: {trouble}"
+        )
+    barrier(name, identity, seconds)
+    if trouble is not None:
+        raise trouble
+    for _, said in sorted(client.key_value_dir_get(key)):
+        code, _, text = said.partition(" ")
+        raise (ConfigError if int(code) == ExitCode.CONFIG else UserError)(text)
 
 
 def share(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:

@@ -3,10 +3,9 @@
 import json
 from typing import Any, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jaxmnt.config.load import flatten
+from jaxmnt.config.load import field_of, flatten, is_section
 from jaxmnt.config.schema import Config, Resume
 
 
@@ -38,39 +37,52 @@ def json_schema() -> str:
 
 
 def sorted_fields() -> dict[str, FieldInfo]:
-    """Dotted key → field, in the order of the schema."""
+    """Dotted key → field, in the order of the schema; NAME stands for any name in a mapping."""
     fields: dict[str, FieldInfo] = {}
+
+    def add(prefix: str, field: FieldInfo) -> None:
+        annotation = field.annotation
+        if not is_section(annotation):
+            fields[prefix] = field
+        inner, under = annotation, prefix
+        if get_origin(annotation) is dict:
+            inner, under = get_args(annotation)[1], f"{prefix}.NAME"
+        if is_section(inner):
+            for name, item in inner.model_fields.items():  # type: ignore[union-attr]
+                add(f"{under}.{name}", item)
+
     for name, field in Config.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            fields |= {f"{name}.{sub}": item for sub, item in section.model_fields.items()}
-        else:
-            fields[name] = field
+        add(name, field)
     return fields
 
 
 def changes(before: Config, now: Config) -> list[Change]:
-    """Keys that differ, each with what that means for a resumed run."""
-    fields = sorted_fields()
+    """Keys that differ, each with what that means for a resumed run. A key that one of them lacks counts as null."""
     old, new = flatten(before), flatten(now)
-    return [Change(key, old[key], new[key], _resume_class(fields[key])) for key in new if old.get(key) != new[key]]
+    keys = [*new, *(key for key in old if key not in new)]
+    different = [key for key in keys if old.get(key) != new.get(key)]
+    return [Change(key, old.get(key), new.get(key), _resume_class(key)) for key in different]
 
 
-def _resume_class(field: FieldInfo) -> Resume:
-    extra = field.json_schema_extra
-    assert isinstance(extra, dict)
-    return extra["resume"]  # type: ignore[return-value]
+def _resume_class(dotted: str) -> Resume:
+    field = field_of(dotted)
+    assert field is not None and isinstance(field.json_schema_extra, dict)
+    return field.json_schema_extra["resume"]  # type: ignore[return-value]
 
 
 def _type_name(annotation: Any) -> str:
     if annotation is type(None):
         return "null"
-    if get_origin(annotation) is not None and get_args(annotation):
-        parts = [repr(a)[1:-1] if isinstance(a, str) else _type_name(a) for a in get_args(annotation)]
-        return "|".join(parts)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (dict, list):
+        return f"{'mapping' if origin is dict else 'list'} of {_type_name(arguments[-1])}"
+    if origin is not None and arguments:
+        return "|".join(repr(a)[1:-1] if isinstance(a, str) else _type_name(a) for a in arguments)
     return getattr(annotation, "__name__", str(annotation))
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
     value = field.default
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

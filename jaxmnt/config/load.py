@@ -1,11 +1,13 @@
 """Loading: YAML file, dotted overrides, and one message for whatever is wrong with them."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, nearest
@@ -60,14 +62,42 @@ def dump_config(config: Config) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted key → value for every key but the cluster's."""
+    """Dotted key → value for every key but the cluster's, those of mappings such as data.sources included."""
     flat: dict[str, Any] = {}
-    for name, value in config.model_dump(exclude={"cluster"}).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{sub}": item for sub, item in value.items()}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for name, item in value.items():
+                add(f"{prefix}.{name}" if prefix else name, item)
         else:
-            flat[name] = value
+            flat[prefix] = value
+
+    add("", config.model_dump(exclude={"cluster"}))
     return flat
+
+
+def field_of(dotted: str) -> FieldInfo | None:
+    """The field that a dotted key names; any name will do for an entry of a mapping. None if there is none."""
+    *parents, last = dotted.split(".")
+    fields = section_fields(parents)
+    return None if fields is None else fields.get(last)
+
+
+def section_fields(parents: Sequence[str]) -> dict[str, FieldInfo] | None:
+    """The fields of a section, given as the names on the way to it; None if that is no section."""
+    section: Any = Config
+    for parent in parents:
+        if get_origin(section) in (dict, list):
+            section = get_args(section)[-1]
+        elif is_section(section) and parent in section.model_fields:
+            section = section.model_fields[parent].annotation
+        else:
+            return None
+    return dict(section.model_fields) if is_section(section) else None
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -152,18 +182,11 @@ def _explain(error: ValidationError, sources: dict[str, str], name: str) -> str:
 
 def _suggest(dotted: str) -> str:
     *parents, last = dotted.split(".")
-    section: type[BaseModel] = Config
-    for parent in parents:
-        annotation = section.model_fields[parent].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
-    known = list(section.model_fields)
+    known = list(section_fields(parents) or {})
     elsewhere = [
         f"{name}.{last}"
         for name, field in Config.model_fields.items()
-        if isinstance(field.annotation, type)
-        and issubclass(field.annotation, BaseModel)
-        and last in field.annotation.model_fields
+        if is_section(field.annotation) and last in (section_fields([name]) or {})
     ]
     if elsewhere and last not in known:
         return f"did you mean {elsewhere[0]}?"
@@ -174,14 +197,8 @@ def _suggest(dotted: str) -> str:
 
 def _help_line(dotted: str) -> str:
     """The key's line of help, or nothing for a section."""
-    fields = Config.model_fields
-    *parents, last = dotted.split(".")
-    for parent in parents:
-        annotation = fields[parent].annotation if parent in fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return ""
-        fields = annotation.model_fields
-    return (fields[last].description or "") if last in fields else ""
+    field = field_of(dotted)
+    return "" if field is None or is_section(field.annotation) else field.description or ""
 
 
 def _kind(value: Any) -> str:

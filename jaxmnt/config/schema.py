@@ -3,9 +3,12 @@
 Nothing here knows about devices or files: a config can be parsed, printed and compared on any machine.
 """
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jaxmnt.errors import nearest
 
 AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
 """Mesh axes, slowest network first."""
@@ -51,13 +54,45 @@ class Train(Section):
     stop_after: int | None = key(None, "Stop with a checkpoint and exit code 75 after this step.", ge=1)
 
 
+class Source(Section):
+    path: str | None = key(None, "Prepared data of this source: a directory written by jaxmnt.prepare.")
+    weight: float = key(1.0, "Its share of the rows, relative to the others' weights.", resume="maths", ge=0, lt=1e9)
+    on_end: Literal["repeat", "stop"] | None = key(None, "As data.on_end, for this source.", resume="maths")
+
+
+class WeightChange(Section):
+    from_step: int = key(..., "Steps done when the weights change.", resume="maths", ge=1)
+    weights: dict[str, float] = key(..., "New weights by source; sources left out keep theirs.", resume="maths")
+
+
 class Data(Section):
     path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.")
+    sources: dict[str, Source] = key({}, "Instead of path: several sources by name, each with path and weight.")
+    weight_changes: list[WeightChange] = key([], "Other weights from given steps on.", resume="maths")
+    synthetic: int | None = key(
+        None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
+    )
     global_batch_size: int = key(64, "Rows a step over all hosts.", resume="breaks", ge=1)
     sequence_length: int = key(1024, "Tokens a row.", resume="breaks", ge=2)
-    document_mask: bool = key(False, "Keep attention and positions inside a document.", resume="maths")
+    rows: Literal["windows", "packed"] = key(
+        "windows", "A row is a window of the text, or holds whole documents that do not see each other.",
+        resume="breaks",
+    )  # fmt: skip
+    document_mask: bool = key(False, "Keep attention and positions inside a document, also in windows.", resume="maths")
+    shuffle: bool = key(True, "Read the rows of an epoch in a random order, another each epoch.", resume="breaks")
+    on_end: Literal["repeat", "stop"] = key(
+        "repeat", "After an epoch begin the next, or refuse a run that would need more.", resume="maths"
+    )
+    verify: bool = key(False, "Compare every file of the data with its digest at the start.")
+    stage_dir: str | None = key(None, "Copy the data to this local folder once a host, and read it there.")
     prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
+    read_threads: int = key(2, "Threads that read ahead; 0 reads when a batch is wanted.", ge=0)
     log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a token sees only its own document."""
+        return self.document_mask or self.rows == "packed"
 
 
 class Model(Section):
@@ -150,7 +185,35 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.warmup_steps: {warmup} leaves none of the {steps} train.steps at full rate; lower it"
             )
+        _check_data(self.data)
         return self.model_copy(update={"model": _complete_model(self.model), "mesh": _complete_mesh(self.mesh)})
+
+
+def _check_data(data: Data) -> None:
+    """The rules over several keys of `data`."""
+    given = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
+    if len(given) > 1:
+        raise ValueError(f"data.{given[1]}: data.{given[0]} is given, too; keep one of them")
+    for name in data.sources:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"data.sources: {name!r} is no name; use letters, digits, - and _")
+    if data.weight_changes and not data.sources:
+        raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
+    weights, step = {name: source.weight for name, source in data.sources.items()}, 0
+    for change in [None, *data.weight_changes]:
+        if change is not None:
+            if change.from_step <= step:
+                raise ValueError(f"data.weight_changes: from_step {change.from_step} does not follow {step}; sort them")
+            step = change.from_step
+            if unknown := sorted(set(change.weights) - set(weights)):
+                raise ValueError(
+                    f"data.weight_changes: no source is named {unknown[0]}; {nearest(unknown[0], sorted(weights))}"
+                )
+            if any(not 0 <= weight < float("inf") for weight in change.weights.values()):
+                raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; mend them")
+            weights |= change.weights
+        if weights and not sum(weights.values()) > 0:
+            raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
 
 
 def _complete_model(model: Model) -> Model:

@@ -1,11 +1,9 @@
-"""Batches as a pure function of (data, seed, step): no iterator state to save or lose.
+"""Batches as a pure function of (data config, seed, step): no iterator state to save or lose.
 
-Shapes: R rows of this process, L length.
+Shapes: G rows of a global batch, R of them of this process, L length.
 
-A split of N tokens is cut into ⌈N / L⌉ windows of L targets each, so that every token is a target once; the
-input of a window is shifted by one token, and an end of document stands before the first. Row r of step s of
-training is window number `order[s · G + r]`, where `order` is a seeded permutation that changes every epoch.
-Which rows a process reads does not enter into what they contain.
+Row r of step s is row number s · G + r of the run. `order.py` says which source it comes from and which row of it, and
+`rows.py` what that row holds. Which rows a process reads, and with how many threads, does not enter into it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,108 +12,127 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxmnt.data.store import PreparedData, TokenStream
+from jaxmnt.config.schema import Config
+from jaxmnt.data.order import BLOCK, Located, Order, block_shares, check_shares
+from jaxmnt.data.rows import Packed, RowReader, Rows, make_reader
+from jaxmnt.data.sources import Sources, on_end, phases
+from jaxmnt.errors import ConfigError
 
-Rows = dict[str, np.ndarray]
-"""tokens, targets, segments, positions: int32 [R, L]; weights: float32 [R, L], 0 where there is no target."""
-
-
-class Windows:
-    """Windows of L targets over one split."""
-
-    def __init__(self, stream: TokenStream, length: int, document_mask: bool):
-        self.stream = stream
-        self.length = length
-        self.document_mask = document_mask
-        self.whole = stream.tokens // length
-        """Windows that are full; training uses these."""
-        self.all = -(-stream.tokens // length)
-        """Windows in all, the last perhaps padded; evaluation uses these."""
-
-    def read(self, windows: Sequence[int]) -> Rows:
-        """The rows of the given windows; a window past the end is a row without targets."""
-        starts = [window * self.length for window in windows]
-        tokens = self.stream.rows([start - 1 for start in starts], self.length + 1)
-        offsets = np.asarray(starts, np.int64)[:, None] + np.arange(self.length)
-        weights = (offsets < self.stream.tokens).astype(np.float32)
-        segments, positions = self._documents(offsets)
-        return {
-            "tokens": np.ascontiguousarray(tokens[:, :-1]),
-            "targets": np.ascontiguousarray(tokens[:, 1:]),
-            "weights": weights,
-            "segments": segments,
-            "positions": positions,
-        }
-
-    def _documents(self, target_offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Segments and positions: a token belongs to the document of its *target*.
-
-        So the end of a document, as an input, opens the next one at position 0.
-        """
-        if not self.document_mask:
-            rows, length = target_offsets.shape
-            ones = np.ones((rows, length), np.int32)
-            return ones, np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)).copy()
-        document = np.searchsorted(self.stream.document_starts, target_offsets, side="right") - 1
-        positions = target_offsets - self.stream.document_starts[document]
-        within = np.minimum(positions, np.arange(target_offsets.shape[1]))  # a row may open inside a document
-        segments = document - document[:, :1] + 1
-        return segments.astype(np.int32), within.astype(np.int32)
+_ENDLESS = 2**62
 
 
-class _StepRows(grain.MapDataset):
-    """Element s is this process's rows of step s, read at once."""
+class TrainingData:
+    """The batches of a run, by step."""
 
-    def __init__(self, order: Any, windows: Windows, rows: Sequence[int], global_rows: int):
-        super().__init__(order)
-        self._windows, self._rows, self._global_rows = windows, list(rows), global_rows
+    def __init__(self, config: Config, sources: Sources):
+        settings = config.data
+        self.readers = {name: _reader(part, "train", settings) for name, part in sources.parts.items()}
+        rows = {name: reader.rows for name, reader in self.readers.items()}
+        weights = phases(settings)
+        check_shares(list(rows), weights)
+        _check_rows_exist(sources, rows, settings.sequence_length)
+        self.order = Order(
+            rows, weights, seed=config.seed, shuffle=settings.shuffle, global_rows=settings.global_batch_size
+        )
+        _check_enough_rows(self.order, rows, config)
+        self.names = list(rows)
 
-    def __len__(self) -> int:
-        return len(self._parent) // self._global_rows
+    def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Rows:
+        """These rows (of 0 … G-1) of the batch of `step` (0 is the first)."""
+        located = self.locate(step, rows)
+        if len(self.names) == 1:
+            return self.readers[self.names[0]].read(located.row)
+        return self._merge(located)
 
-    def __getitem__(self, step: Any) -> Any:
-        if isinstance(step, slice):
-            return self.slice(step)
-        first = step * self._global_rows
-        return self._windows.read([int(self._parent[first + row]) for row in self._rows])
+    def locate(self, step: int, rows: Sequence[int] | np.ndarray) -> Located:
+        """Where these rows of the batch of `step` come from."""
+        return self.order.locate(step, rows)
+
+    @property
+    def index_bytes(self) -> int:
+        """Host memory that plans and document boundaries take, in bytes."""
+        return sum(_index_bytes(reader) for reader in self.readers.values())
+
+    def fill(self) -> dict[str, float]:
+        """The share of places that hold a token, of each source."""
+        return {name: reader.fill if isinstance(reader, Packed) else 1.0 for name, reader in self.readers.items()}
+
+    def _merge(self, located: Located) -> Rows:
+        merged: Rows = {}
+        for number, name in enumerate(self.names):
+            mine = np.flatnonzero(located.source == number)
+            if not len(mine):
+                continue
+            part = self.readers[name].read(located.row[mine])
+            for field, values in part.items():
+                if field not in merged:
+                    merged[field] = np.empty((len(located.source), *values.shape[1:]), values.dtype)
+                merged[field][mine] = values
+        return merged
 
 
 def training_rows(
-    data: PreparedData,
-    *,
-    seed: int,
-    rows: Sequence[int],
-    global_rows: int,
-    length: int,
-    document_mask: bool,
-    start_step: int,
-    prefetch: int,
+    data: TrainingData, rows: Sequence[int], start_step: int, *, prefetch: int, threads: int
 ) -> Iterator[Rows]:
-    """Endless batches from `start_step` (0 is the first), each holding the given global rows, read ahead.
-    The split must hold at least one whole row.
-    """
-    windows = Windows(data.stream("train"), length, document_mask)
-    assert windows.whole
-    order = grain.MapDataset.range(windows.whole).seed(seed).shuffle().repeat()
-    dataset = _StepRows(order, windows, rows, global_rows)
-    options = grain.ReadOptions(num_threads=min(4, prefetch), prefetch_buffer_size=prefetch)
-    iterator = iter(dataset.to_iter_dataset(options))
+    """Endless batches from `start_step` (0 is the first), each holding the given global rows, read ahead."""
+    wanted = np.asarray(rows, np.int64)
+    dataset = grain.MapDataset.range(_ENDLESS).map(lambda step: data.batch(int(step), wanted))
+    iterator = _read_ahead(dataset, prefetch, threads)
     grain.experimental.set_next_index(iterator, start_step)
     return iterator
 
 
-def evaluation_rows(
-    data: PreparedData,
-    *,
-    rows: Sequence[int],
-    global_rows: int,
-    length: int,
-    document_mask: bool,
-    prefetch: int,
-) -> Iterator[Rows]:
-    """Every held-out token once, in order; the last batch is filled up with rows without targets."""
-    windows = Windows(data.stream("eval"), length, document_mask)
-    batches = -(-windows.all // global_rows)
-    dataset = _StepRows(grain.MapDataset.range(batches * global_rows), windows, rows, global_rows)
-    options = grain.ReadOptions(num_threads=min(4, prefetch), prefetch_buffer_size=prefetch)
-    return iter(dataset.to_iter_dataset(options))
+class EvaluationData:
+    """Every held-out token of one source once, in order; the last batch is filled up with rows without targets."""
+
+    def __init__(self, config: Config, part: Any):
+        self._reader = _reader(part, "eval", config.data)
+
+    def batches(self, rows: Sequence[int], global_rows: int, *, prefetch: int, threads: int) -> Iterator[Rows]:
+        """Batches of `global_rows` rows, of which the given ones are read."""
+        count = -(-self._reader.all_rows // global_rows)
+        read = lambda batch: self._reader.read([int(batch) * global_rows + row for row in rows])
+        return _read_ahead(grain.MapDataset.range(count).map(read), prefetch, threads)
+
+
+def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
+    buffered = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch if threads else 0)
+    return iter(dataset.to_iter_dataset(buffered))
+
+
+def _reader(part: Any, split: str, settings: Any) -> RowReader:
+    return make_reader(part.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
+
+
+def _index_bytes(reader: Any) -> int:
+    if isinstance(reader, Packed):
+        return reader.plan.nbytes + reader.stream.document_starts.nbytes
+    return reader.stream.document_starts.nbytes if reader.document_mask else 0
+
+
+def _check_rows_exist(sources: Sources, rows: dict[str, int], length: int) -> None:
+    for name, count in rows.items():
+        if not count:
+            part = sources.parts[name]
+            raise ConfigError(
+                f"data.sequence_length: {length} is more than the {part.tokens('train')} tokens of {part.path}; "
+                "lower it or prepare more text"
+            )
+
+
+def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> None:
+    """A batch must not be more than an epoch of a source, and a source that must not repeat has to last."""
+    settings, steps = config.data, config.train.steps
+    shares = np.max([block_shares(phase.weights) for phase in phases(settings)], axis=0)
+    for (name, count), share in zip(rows.items(), shares.tolist(), strict=True):
+        wanted = -(-share * settings.global_batch_size // BLOCK)
+        if count < wanted:
+            raise ConfigError(
+                f"data.global_batch_size: a batch takes {wanted} rows of {name}, which has {count} of "
+                f"{settings.sequence_length} tokens; lower it, or prepare more text"
+            )
+        if on_end(settings, name) == "stop" and (last := order.last_step(name, steps)) < steps:
+            raise ConfigError(
+                f"train.steps: {name} ends after step {last} and must not repeat; lower train.steps to {last}, "
+                "or set on_end: repeat"
+            )

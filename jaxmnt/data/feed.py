@@ -1,6 +1,5 @@
 """From this process's rows to global arrays on the devices, one batch ahead of the step."""
 
-import hashlib
 import time
 from collections.abc import Iterator
 
@@ -9,7 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jaxmnt.data.batches import Rows
+from jaxmnt.data.digest import batch_digest, row_digests
+from jaxmnt.data.rows import Rows
 
 Batch = dict[str, jax.Array]
 
@@ -57,6 +57,8 @@ class Feed:
         self._source, self._rows, self._global_rows, self._sharding = source, rows, global_rows, sharding
         self._digest = digest
         self._staged: tuple[Batch, str | None] | None = None
+        self.local_rows = len(rows)
+        """Rows of a batch that this process reads."""
         self.wait_seconds = 0.0
         """How long the last `stage` waited for input to be read."""
 
@@ -77,14 +79,12 @@ class Feed:
         return staged
 
     def _batch_digest(self, tokens: np.ndarray) -> str:
-        """SHA-256 over the SHA-256 of each row of the global batch in order (little-endian int32 token ids)."""
-        digests = np.stack(
-            [np.frombuffer(hashlib.sha256(row.astype("<i4").tobytes()).digest(), np.uint8) for row in tokens]
-        )
+        """The digest of the global batch, of whose rows other processes may hold the rest."""
+        digests = row_digests(tokens)
         if len(self._rows) < self._global_rows:
             shared = to_devices({"digests": digests}, self._rows, self._global_rows, self._sharding)["digests"]
             digests = np.asarray(multihost_utils.process_allgather(shared, tiled=True))
-        return hashlib.sha256(digests.tobytes()).hexdigest()
+        return batch_digest(digests)
 
 
 class StopFlag:

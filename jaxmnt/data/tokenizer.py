@@ -1,22 +1,38 @@
 """Turning text into token ids and back."""
 
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxmnt.errors import ConfigError, nearest
 
+TOKENIZER_FILE = "tokenizer.json"
+END_OF_DOCUMENT = "<|endoftext|>"
+"""What a tokenizer of our own training calls it."""
+
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
+
 
 class Tokenizer(Protocol):
     """What preparing data and sampling need of a tokenizer."""
 
-    name: str
     vocab_size: int
     end_of_document: int
     """The id that follows every document, and that stands before the first."""
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text` without the end of document, in the smallest unsigned dtype that fits."""
+    @property
+    def description(self) -> dict[str, Any]:
+        """What goes into the manifest, and what `make_tokenizer` makes the same tokenizer of."""
+
+    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
+        """Token ids of each text, without ends of documents, in an unsigned dtype.
+
+        A special token's name in a text is taken as text, unless `markup` says that it stands for the token.
+        """
 
     def decode(self, tokens: np.ndarray) -> str:
         """Text of token ids; ids that are no text (such as the end of document) are left out."""
@@ -25,24 +41,125 @@ class Tokenizer(Protocol):
 class Bytes:
     """UTF-8 bytes as ids 0–255, and 256 for the end of a document."""
 
-    name = "bytes"
     vocab_size = 257
     end_of_document = 256
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
+    @property
+    def description(self) -> dict[str, Any]:
+        return {"name": "bytes", "end_of_document": self.end_of_document}
+
+    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
         kept = np.asarray(tokens)[np.asarray(tokens) < 256]
         return kept.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-TOKENIZERS: dict[str, type[Bytes]] = {"bytes": Bytes}
+class HuggingFace:
+    """A tokenizer.json of the `tokenizers` library."""
+
+    def __init__(self, path: Path, end_token: str | None = None):
+        library = _library()
+        try:
+            text = path.read_text(encoding="utf-8")
+            self._plain, self._markup = library.Tokenizer.from_str(text), library.Tokenizer.from_str(text)
+        except OSError as error:
+            raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"--tokenizer: {path} is no tokenizer.json: {error}") from error
+        for tokenizer in (self._plain, self._markup):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self._plain.encode_special_tokens = True  # a document must not be able to end itself
+        self.vocab_size = self._plain.get_vocab_size(with_added_tokens=True)
+        self._end_token = self._find_end(end_token, path)
+        end = self._plain.token_to_id(self._end_token)
+        assert end is not None
+        self.end_of_document = int(end)
+        # Ids may have gaps: what counts is the largest.
+        self.vocab_size = max(self.vocab_size, 1 + max(self._plain.get_vocab(with_added_tokens=True).values()))
+        self._digest = hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return {
+            "name": "huggingface",
+            "sha256": self._digest,
+            "end_token": self._end_token,
+            "end_of_document": self.end_of_document,
+        }
+
+    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
+        tokenizer = self._markup if markup else self._plain
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+    def _find_end(self, wanted: str | None, path: Path) -> str:
+        vocabulary = self._plain.get_vocab(with_added_tokens=True)
+        if wanted is not None:
+            if wanted not in vocabulary:
+                special = sorted(token.content for token in self._plain.get_added_tokens_decoder().values())
+                raise ConfigError(f"--end-token: {path} has no token {wanted!r}; {nearest(wanted, special[:20])}")
+            return wanted
+        for name in _KNOWN_ENDS:
+            if name in vocabulary:
+                return name
+        raise ConfigError(
+            f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
+        )
 
 
-def make_tokenizer(description: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that a manifest or the command line describes. Raises `ConfigError` for an unknown one."""
-    name = str(description.get("name"))
-    if name not in TOKENIZERS:
-        raise ConfigError(f"tokenizer {name!r} is unknown; {nearest(name, sorted(TOKENIZERS))}")
-    return TOKENIZERS[name]()
+def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
+    """A byte-level BPE tokenizer.json of `vocab_size` tokens, the end of a document and all 256 bytes among them.
+
+    Sennrich et al. 2016 (arXiv:1508.07909), on bytes as in GPT-2. The same texts give the same tokenizer.
+    """
+    library = _library()
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = library.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT, "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
+
+
+def make_tokenizer(description: dict[str, Any], folder: Path) -> Tokenizer:
+    """The tokenizer that a manifest describes, whose file is in `folder`. Raises `ConfigError` for an unknown one."""
+    name = description.get("name")
+    if name == "bytes":
+        return Bytes()
+    if name == "huggingface":
+        tokenizer = HuggingFace(folder / TOKENIZER_FILE, description["end_token"])
+        if tokenizer.description != description:
+            raise ConfigError(f"data.path: {folder / TOKENIZER_FILE} is not the tokenizer that the data was made with")
+        return tokenizer
+    raise ConfigError(f"the tokenizer {json.dumps(name)} of {folder} turns no token into text")
+
+
+def choose_tokenizer(given: str, end_token: str | None) -> Tokenizer:
+    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json."""
+    if given == "bytes":
+        return Bytes()
+    path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
+    if not path.exists():
+        raise ConfigError(f"--tokenizer: there is no file {given}; give bytes, or the path of a tokenizer.json")
+    return HuggingFace(path, end_token)
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError("this needs the tokenizers library; install it with: pip install 'jaxmnt[data]'") from error
+    return tokenizers

@@ -182,7 +182,7 @@ def _loss_sums(setting: Setting, params: Params, batch: Batch, row_keys: jax.Arr
         kernel=setting.kernel,
         remat=train.remat,
         unroll=train.layer_unroll,
-        document_mask=setting.config.data.document_mask,
+        document_mask=setting.config.data.keeps_documents_apart,
     )
     vocab = setting.definition.vocab_size
     chunks = chunk_count(batch["targets"].size, vocab, setting.placement, train.loss_chunk_mib)

@@ -4,7 +4,8 @@ import math
 
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.schema import Config
-from jaxmnt.data.store import PreparedData
+from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.sources import Sources
 from jaxmnt.program.compiled import Program
 from jaxmnt.runtime.rundir import Start
 from jaxmnt.telemetry.events import rewind_metrics
@@ -12,27 +13,54 @@ from jaxmnt.telemetry.flops import flops_per_token, peak_flops
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 
+_BYTES_A_TOKEN = 20
+"""Five fields of four bytes."""
+
 _MEANING = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
 
 
-def run(status: StatusLine, config: Config, start: Start, data: PreparedData, identity: Identity) -> None:
-    """Where the run is, what it reads, and what is different from the last time."""
+def run(status: StatusLine, start: Start, identity: Identity) -> None:
+    """Where the run is, and what is different from the last time."""
     where = f"{identity.processes} process{'es' if identity.processes > 1 else ''}"
     begin = "from the start" if start.checkpoint is None else f"resuming after step {start.step}"
     status.line(f"run     {start.directory}: {begin}, {where}")
-    vocabulary = f"{data.manifest['tokenizer']['name']}, {data.vocab_size} ids"
-    held_out = data.tokens("eval")
-    status.line(
-        f"data    {data.path}: {count(data.tokens('train'))} tokens, {count(held_out)} held out ({vocabulary}); "
-        f"knowing nothing costs {math.log(data.vocab_size):.3f} nats a token, knowing frequencies "
-        f"{data.manifest['unigram_nats']['eval'] or data.manifest['unigram_nats']['train']:.3f}"
-    )
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
         status.line(f"changed {change.key}: {change.before} → {change.now} ({_MEANING[change.resume]})")
     if start.checkpoint is None and start.remarks:
         status.line("note    no committed checkpoint is left: training starts from step 0")
+
+
+def data(status: StatusLine, config: Config, sources: Sources, training: TrainingData) -> None:
+    """What the run reads, source by source, and the memory that reading takes on this host."""
+    settings = config.data
+    for name, part in sources.parts.items():
+        label = "" if len(sources.parts) == 1 else f"{name}: "
+        frequencies = part.unigram_nats("eval") or part.unigram_nats("train")
+        known = "" if frequencies is None else f", knowing frequencies {frequencies:.3f}"
+        status.line(
+            f"data    {label}{part.path}: {count(part.tokens('train'))} tokens, {count(part.tokens('eval'))} held out "
+            f"({part.tokenizer['name']}, {part.vocab_size} ids); "
+            f"knowing nothing costs {math.log(part.vocab_size):.3f} nats a token{known}"
+        )
+        rows = training.readers[name].rows
+        status.line(
+            f"rows    {label}{count(rows)} {settings.rows} of {settings.sequence_length} tokens, "
+            f"fill {training.fill()[name]:.3f}"
+        )
+
+
+def input_memory(status: StatusLine, config: Config, training: TrainingData, rows: int) -> dict[str, int]:
+    """Bytes of host memory that a process takes for its input, of which it reads `rows` rows a step."""
+    settings = config.data
+    batch = rows * settings.sequence_length * _BYTES_A_TOKEN
+    # Besides those read ahead: one in the making by each thread, and one staged.
+    batches = (settings.prefetch if settings.read_threads else 0) + max(1, settings.read_threads) + 1
+    status.line(
+        f"host    input takes {size(training.index_bytes)} of indices, up to {size(batches * batch)} of batches"
+    )
+    return {"index_bytes": training.index_bytes, "batch_bytes": batches * batch}
 
 
 def already_finished(status: StatusLine, config: Config, start: Start) -> None:
@@ -61,7 +89,9 @@ def program(status: StatusLine, program: Program) -> None:
     status.line(f"compile {program.compile_seconds:.1f} s")
 
 
-def train_log(config: Config, program: Program, start: Start, status: StatusLine, *, writer: bool) -> TrainLog:
+def train_log(
+    config: Config, program: Program, start: Start, training: TrainingData, status: StatusLine, *, writer: bool
+) -> TrainLog:
     """The log of a run that goes on from `start`, without lines of steps that will be taken again."""
     if writer:
         rewind_metrics(start.directory / "metrics.jsonl", start.step)
@@ -75,6 +105,7 @@ def train_log(config: Config, program: Program, start: Start, status: StatusLine
         tokens=0 if start.checkpoint is None else int(start.checkpoint.notes["tokens"]),
         flops_per_token=flops_per_token(config.model, setting.definition.vocab_size, config.data.sequence_length),
         peak_flops=None if device_peak is None else device_peak * program.placement.mesh.size,
+        epochs=training.order.epochs,
     )
 
 

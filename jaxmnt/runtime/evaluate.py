@@ -1,48 +1,50 @@
-"""Exact evaluation: every held-out token once, whatever the number of hosts."""
+"""Exact evaluation: every held-out token of every source once, whatever the number of hosts."""
 
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxmnt.data.batches import evaluation_rows
+from jaxmnt.data.batches import EvaluationData
 from jaxmnt.data.feed import process_rows, to_devices
-from jaxmnt.data.store import PreparedData
+from jaxmnt.data.sources import Sources
 from jaxmnt.program.compiled import Program
 
 
-class Evaluation(NamedTuple):
-    """Mean cross-entropy in nats a token, over `tokens` held-out tokens."""
+class Sums(NamedTuple):
+    """A sum of cross-entropy in nats over `tokens` held-out targets."""
 
     loss: float
     tokens: int
 
 
-def evaluate(program: Program, params: dict[str, Any], data: PreparedData) -> Evaluation | None:
-    """Evaluates on the whole held-out split; None if the data has none. All processes get the same result."""
-    if not data.tokens("eval"):
-        return None
-    settings = program.setting.config.data
-    total_rows, sharding = program.eval_rows, program.batch_sharding
-    rows = process_rows(sharding, total_rows, settings.sequence_length)
-    source = evaluation_rows(
-        data,
-        rows=rows,
-        global_rows=total_rows,
-        length=settings.sequence_length,
-        document_mask=settings.document_mask,
-        prefetch=settings.prefetch,
-    )
-    loss, tokens = 0.0, 0
-    pending = None
-    for local in source:
-        dispatched = program.evaluate(params, to_devices(local, rows, total_rows, sharding))
-        if pending is not None:
-            loss, tokens = _add(loss, tokens, pending)
-        pending = dispatched
-    loss, tokens = _add(loss, tokens, pending)
-    return Evaluation(loss / tokens, tokens)
+class Evaluator:
+    """Evaluates on the held-out split of each source that has one; its rows are planned once."""
+
+    def __init__(self, program: Program, data: Sources):
+        config = program.setting.config
+        self._program = program
+        self._parts = {name: EvaluationData(config, part) for name, part in data.parts.items() if part.tokens("eval")}
+        self._rows = process_rows(program.batch_sharding, program.eval_rows, config.data.sequence_length)
+
+    def __call__(self, params: dict[str, Any]) -> dict[str, Sums]:
+        """The result of each source; all processes get the same. Empty if nothing is held out."""
+        results = {name: self._evaluate(params, part) for name, part in self._parts.items()}
+        return {name: result for name, result in results.items() if result.tokens}
+
+    def _evaluate(self, params: dict[str, Any], part: EvaluationData) -> Sums:
+        program, settings = self._program, self._program.setting.config.data
+        batches = part.batches(self._rows, program.eval_rows, prefetch=settings.prefetch, threads=settings.read_threads)
+        total, pending = Sums(0.0, 0), None
+        for local in batches:
+            placed = to_devices(local, self._rows, program.eval_rows, program.batch_sharding)
+            dispatched = program.evaluate(params, placed)
+            total = _add(total, pending)  # of the batch before, while this one is computed
+            pending = dispatched
+        return _add(total, pending)
 
 
-def _add(loss: float, tokens: int, sums: Any) -> tuple[float, int]:
-    values = jax.device_get(sums)
-    return loss + float(values["loss_sum"]), tokens + int(values["tokens"])
+def _add(total: Sums, pending: Any) -> Sums:
+    if pending is None:
+        return total
+    values = jax.device_get(pending)
+    return Sums(total.loss + float(values["loss_sum"]), total.tokens + int(values["tokens"]))

@@ -1,49 +1,71 @@
 """What a run reads: the vocabulary that data and model must share, and the feed of training batches."""
 
+from pathlib import Path
+
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.runtime import all_well
 from jaxmnt.config.schema import Config
-from jaxmnt.data.batches import training_rows
+from jaxmnt.data.batches import TrainingData, training_rows
 from jaxmnt.data.feed import Feed, process_rows
+from jaxmnt.data.sources import Sources, open_sources
+from jaxmnt.data.staging import stage
 from jaxmnt.data.store import PreparedData
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.program.compiled import Program
+from jaxmnt.telemetry.progress import StatusLine
+
+_READY_SECONDS = 12 * 3600.0
+"""Copying or checking terabytes takes hours; JAX's heartbeats find a host that dies meanwhile."""
 
 
-def fit_to_data(config: Config, data: PreparedData) -> Config:
+def ready_data(config: Config, identity: Identity, status: StatusLine) -> Sources:
+    """The data that the config names, checked and copied to this host where the config asks for it.
+
+    Raises `ConfigError` for data that is missing, damaged or does not fit together.
+    """
+    settings, data = config.data, open_sources(config.data)
+    if not settings.verify and settings.stage_dir is None:
+        return data
+    trouble = None
+    try:
+        if settings.stage_dir is not None:
+            data = _staged(data, Path(settings.stage_dir), status)
+        if settings.verify:
+            for part in data.parts.values():
+                part.verify(progress=lambda name: status.update(f"data    checking {name}"))
+    except UserError as error:
+        trouble = error
+    all_well("the data is ready on every host", trouble, identity, _READY_SECONDS)
+    return data
+
+
+def _staged(data: Sources, directory: Path, status: StatusLine) -> Sources:
+    show = lambda name: status.update(f"data    copying {name} to {directory}")
+    prepared = {name: part for name, part in data.parts.items() if isinstance(part, PreparedData)}
+    return data.at({name: stage(part, directory, show) for name, part in prepared.items()})
+
+
+def fit_to_data(config: Config, data: Sources) -> Config:
     """The config with `model.vocab_size` filled in from the data if it was not set.
 
     A model may have more rows than the data has ids (the rest of the logits is masked), but not fewer:
-    that raises `ConfigError`, and so does data that does not fill one row.
+    that raises `ConfigError`.
     """
-    length = config.data.sequence_length
-    if data.tokens("train") < length:
-        raise ConfigError(
-            f"data.sequence_length: {length} is more than the {data.tokens('train')} tokens of {data.path}; "
-            "lower it or prepare more text"
-        )
     size = config.model.vocab_size
     if size is None:
         rounded = -(-data.vocab_size // 64) * 64
         return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": rounded})})
     if data.vocab_size > size:
         raise ConfigError(
-            f"model.vocab_size: {size} is smaller than the {data.vocab_size} token ids of {data.path}; "
+            f"model.vocab_size: {size} is smaller than the {data.vocab_size} token ids of the data; "
             f"raise it to {data.vocab_size} or more, or leave it out"
         )
     return config
 
 
-def training_feed(config: Config, data: PreparedData, program: Program, start_step: int) -> Feed:
+def training_feed(config: Config, data: TrainingData, program: Program, start_step: int) -> Feed:
     """The feed of this process's rows of every global batch from `start_step` on."""
     settings = config.data
     rows = process_rows(program.batch_sharding, settings.global_batch_size, settings.sequence_length)
-    source = training_rows(
-        data,
-        seed=config.seed,
-        rows=rows,
-        global_rows=settings.global_batch_size,
-        length=settings.sequence_length,
-        document_mask=settings.document_mask,
-        start_step=start_step,
-        prefetch=settings.prefetch,
-    )
+    source = training_rows(data, rows, start_step, prefetch=settings.prefetch, threads=settings.read_threads)
     return Feed(source, rows, settings.global_batch_size, program.batch_sharding, digest=settings.log_digest)

@@ -14,7 +14,7 @@ from jaxmnt.cluster.runtime import share
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Config
-from jaxmnt.data.store import PreparedData
+from jaxmnt.data.sources import Sources
 from jaxmnt.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ class Start:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def open_run(config: Config, data: PreparedData, identity: Identity) -> Start:
+def open_run(config: Config, data: Sources, identity: Identity) -> Start:
     """Finds the newest committed checkpoint and compares the config with the one that the run had last.
 
     Process 0 looks and decides; the others are told. Raises `ConfigError` when something has changed that the
@@ -75,7 +75,7 @@ def read_config(directory: Path) -> Config:
         raise ConfigError(f"{path} is damaged ({error}); restore it or start a new run.dir") from error
 
 
-def _decide(config: Config, data: PreparedData, directory: Path) -> dict[str, Any]:
+def _decide(config: Config, data: Sources, directory: Path) -> dict[str, Any]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -97,7 +97,15 @@ def _decide(config: Config, data: PreparedData, directory: Path) -> dict[str, An
     }
 
 
-def _refusal(config: Config, data: PreparedData, checkpoint: Committed | None, different: list[Change]) -> str | None:
+def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
+    """Which sources differ in what they hold, in words; empty if none does. A folder may have moved."""
+    found = [f"{name} was added" for name in now if name not in before]
+    found += [f"{name} was removed" for name in before if name not in now]
+    found += [f"{name} holds something else than before" for name in now if before.get(name, now[name]) != now[name]]
+    return ", ".join(found)
+
+
+def _refusal(config: Config, data: Sources, checkpoint: Committed | None, different: list[Change]) -> str | None:
     """Why this config must not go on with this run directory, if so."""
     if checkpoint is None:
         return None
@@ -113,10 +121,10 @@ def _refusal(config: Config, data: PreparedData, checkpoint: Committed | None, d
             f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
             f"changed {listed}; undo the change or choose another run.dir"
         )
-    if checkpoint.notes.get("data_digest") != data.digest:
+    if different_data := _different_data(checkpoint.notes.get("data", {}), data.digests):
         return (
-            f"data.path: {config.data.path} is not the data that {config.run.dir} was trained on; "
-            "give that data or choose another run.dir"
+            f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with other "
+            f"data: {different_data}; give the same data or choose another run.dir"
         )
     stop = config.train.stop_after
     if stop is not None and stop <= checkpoint.step < config.train.steps:

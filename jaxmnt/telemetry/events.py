@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             if number < len(lines) - 1:
                 raise
     return records
+
+
+def peak_host_bytes() -> int:
+    """The most resident memory that this process has taken so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Events:

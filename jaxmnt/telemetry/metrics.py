@@ -1,6 +1,7 @@
 """Metrics of training: read from the device one step late, written to metrics.jsonl, shown as progress."""
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class TrainLog:
         tokens: int,
         flops_per_token: int,
         peak_flops: float | None,
+        epochs: Callable[[int], dict[str, float]],
     ):
         self.tokens = tokens
         """Real targets trained on so far."""
@@ -37,6 +39,7 @@ class TrainLog:
         self._steps = steps
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
+        self._epochs = epochs
         self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
         self._paused = 0.0
@@ -70,21 +73,27 @@ class TrainLog:
         """Steps are timed from now on."""
         self._ready_at, self._paused = time.perf_counter(), 0.0
 
-    def write_eval(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        if self._lines is not None:
-            self._lines.write(
-                {
-                    "kind": "eval",
-                    "step": step,
-                    "time": time.time(),
-                    "loss": loss,
-                    "tokens": tokens,
-                    "seconds": seconds,
-                }
-            )
-            self._status.line(
-                f"step {step}  held-out loss {loss:.4f} over {count(tokens)} tokens ({duration(seconds)})"
-            )
+    def write_eval(self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float) -> None:
+        """Writes the mean loss over all held-out tokens and of each source, from (sum of losses, tokens) of each."""
+        if self._lines is None:
+            return
+        tokens = sum(count for _, count in sums.values())
+        loss = sum(total for total, _ in sums.values()) / tokens
+        means = {name: total / count for name, (total, count) in sums.items()}
+        record = {
+            "kind": "eval",
+            "step": step,
+            "time": time.time(),
+            "loss": loss,
+            "tokens": tokens,
+            "seconds": seconds,
+            "sources": {name: {"loss": means[name], "tokens": count} for name, (_, count) in sums.items()},
+        }
+        self._lines.write(record)
+        shown = "".join(f", {name} {mean:.4f}" for name, mean in means.items()) if len(means) > 1 else ""
+        self._status.line(
+            f"step {step}  held-out loss {loss:.4f}{shown} over {count(tokens)} tokens ({duration(seconds)})"
+        )
 
     def close(self) -> None:
         self.flush()
@@ -109,6 +118,7 @@ class TrainLog:
             "step_seconds": step_seconds,
             "data_wait_seconds": wait_seconds,
             "mfu": mfu,
+            "epochs": self._epochs(step),
         }
         self._lines.write(record | ({"batch_digest": digest} if digest is not None else {}))
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds

@@ -1,0 +1,65 @@
+"""python -m jaxmnt.data: what a config feeds, down to the rows of one step and the documents that they came from."""
+
+import argparse
+
+from jaxmnt.errors import ConfigError, ExitCode, run_command
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    from jaxmnt.config.load import apply_overrides, load_config, parse_config
+    from jaxmnt.data import inspection
+    from jaxmnt.data.batches import TrainingData
+    from jaxmnt.data.sources import open_sources
+    from jaxmnt.data.tokenizer import make_tokenizer
+    from jaxmnt.telemetry.progress import status_line
+
+    if options.config is None:
+        tree: dict[str, object] = {"data": {"path": options.path}}
+        apply_overrides(tree, options.overrides)
+        config = parse_config(tree, "command line")
+    else:
+        given = [f"data.path={options.path}"] if options.path else []
+        config = load_config(options.config, [*given, *options.overrides])
+    sources = open_sources(config.data)
+    if options.verify:
+        with status_line() as status:
+            for part in sources.parts.values():
+                part.verify(progress=lambda name: status.update(f"checking {name}"))
+        print("every file is what was written")
+    sections = [inspection.sources_table(sources), list(inspection.lengths(sources))]
+    training = TrainingData(config, sources)
+    sections.append(inspection.mixture_table(config, training))
+    step = 1 if options.batch is None else options.batch
+    for name, number in (("--batch", step), ("--rows", options.rows)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name}: {number} is too small; give 1 or more")
+    tokenizer = (
+        None
+        if sources.tokenizer["name"] in ("none", "synthetic")
+        else make_tokenizer(sources.tokenizer, sources.folder)
+    )
+    limit = options.rows or (config.data.global_batch_size if options.batch else 3)
+    sections.append(list(inspection.batch(config, sources, training, tokenizer, step, limit)))
+    print("\n\n".join("\n".join(section) for section in sections))
+    return ExitCode.FINISHED
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m jaxmnt.data", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML file with the config")
+    add("--path", metavar="DIR", help="prepared data, in place of a config")
+    add("--batch", type=int, metavar="STEP", help="show all rows of this step, counted as in metrics.jsonl")
+    add("--rows", type=int, metavar="N", help="show at most so many rows (3; all with --batch)")
+    add("--verify", action="store_true", help="compare every file with its digest")
+    add("--debug", action="store_true", help="show a traceback with an error")
+    add("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    options = parser.parse_intermixed_args(arguments)
+    if options.config is None and options.path is None:
+        raise ConfigError("give --config FILE or --path DIR")
+    return options
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,178 @@
+"""Which row of which source stands where: arithmetic on global row numbers, without any state.
+
+Rows of the run are numbered g = step · G + r. Row g belongs to a *phase*, a stretch of steps with fixed weights, and
+in it to a block of 1,000 rows. Every block of a phase holds the same number of rows of each source (its weight, by
+largest remainder), spread evenly over the block. So the number of rows that a source has given before row g is
+arithmetic, and that number is the row's place in the source's own endless, shuffled sequence of epochs.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmnt.errors import ConfigError
+
+BLOCK = 1000
+"""Rows over which the shares of a mixture are exact."""
+
+_ROUNDS = 6
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Phase(NamedTuple):
+    """From this step on (0 is the first), these weights, in the order of the sources."""
+
+    from_step: int
+    weights: tuple[float, ...]
+
+
+class Located(NamedTuple):
+    """For each row asked for: its source's number, the epoch of that source (0 is the first), and its row there."""
+
+    source: np.ndarray
+    epoch: np.ndarray
+    row: np.ndarray
+
+
+class Order:
+    """The global order of rows over sources with `rows[name]` rows an epoch. Thread-safe."""
+
+    def __init__(self, rows: Mapping[str, int], phases: Sequence[Phase], *, seed: int, shuffle: bool, global_rows: int):
+        assert list(rows) == sorted(rows) and phases[0].from_step == 0
+        self.names = list(rows)
+        self._rows = np.array([rows[name] for name in self.names], np.int64)
+        self._keys = [_key(f"{seed}/{name}") for name in self.names]
+        self._shuffle = shuffle
+        self._global_rows = global_rows
+        self._phases = list(phases)
+        self._first_rows = np.array([phase.from_step * global_rows for phase in phases], np.int64)
+        self._shares = [block_shares(phase.weights) for phase in phases]
+        self._layouts = [_spread(shares) for shares in self._shares]
+        self._before = [np.zeros(len(rows), np.int64)]
+        for number in range(len(phases) - 1):
+            used = self._used_in_phase(number, int(self._first_rows[number + 1] - self._first_rows[number]))
+            self._before.append(self._before[-1] + used)
+        # A block is made once for all the steps that touch it.
+        self._block = functools.lru_cache(maxsize=64)(self._make_block)
+
+    def locate(self, step: int, rows: Sequence[int] | np.ndarray) -> Located:
+        """The given rows (0 … G-1) of the batch of `step` (0 is the first)."""
+        phase = self._phase(step)
+        offsets = np.asarray(rows, np.int64) + (step * self._global_rows - int(self._first_rows[phase]))
+        block = int(offsets[0]) // BLOCK
+        if offsets[-1] < (block + 1) * BLOCK and (np.diff(offsets) == 1).all():  # as they mostly are
+            return Located(*self._block(phase, block)[:, offsets[0] - block * BLOCK : offsets[-1] + 1 - block * BLOCK])
+        blocks, places = np.divmod(offsets, BLOCK)
+        out = np.empty((3, len(offsets)), np.int64)
+        for block in np.unique(blocks):
+            here = blocks == block
+            out[:, here] = self._block(phase, int(block))[:, places[here]]
+        return Located(*out)
+
+    def used(self, step: int) -> dict[str, int]:
+        """Rows that each source has given in all batches before that of `step`."""
+        phase = self._phase(step)
+        counts = self._used_in_phase(phase, step * self._global_rows - int(self._first_rows[phase]))
+        return dict(zip(self.names, (self._before[phase] + counts).tolist(), strict=True))
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Epochs of each source that the batches before that of `step` add up to."""
+        rows = self._rows.tolist()
+        return {name: used / count for (name, used), count in zip(self.used(step).items(), rows, strict=True)}
+
+    def last_step(self, name: str, limit: int) -> int:
+        """How many steps, up to `limit`, can be taken within one epoch of the source."""
+        rows = int(self._rows[self.names.index(name)])
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.used(middle)[name] <= rows else (low, middle - 1)
+        return low
+
+    def _phase(self, step: int) -> int:
+        starts = [phase.from_step for phase in self._phases]
+        return int(np.searchsorted(starts, step, side="right")) - 1
+
+    def _used_in_phase(self, phase: int, rows: int) -> np.ndarray:
+        blocks, rest = divmod(rows, BLOCK)
+        shares = self._shares[phase]
+        return blocks * shares + np.bincount(self._layouts[phase][0][:rest], minlength=len(shares))
+
+    def _make_block(self, phase: int, block: int) -> np.ndarray:
+        """[3, BLOCK]: source, epoch and row of each place of a block."""
+        source, rank = self._layouts[phase]
+        place = self._before[phase][source] + block * self._shares[phase][source] + rank
+        epoch, row = np.divmod(place, self._rows[source])
+        if self._shuffle:
+            for number, (size, key) in enumerate(zip(self._rows.tolist(), self._keys, strict=True)):
+                mine = source == number
+                row[mine] = permute(row[mine], size, _mix(key + epoch[mine].astype(np.uint64) * _GOLDEN))
+        return np.stack([source, epoch, row])
+
+
+def block_shares(weights: Sequence[float]) -> np.ndarray:
+    """Rows of each source in a block of 1,000: the weights by largest remainder; int64, adding up to 1,000."""
+    total = math.fsum(weights)
+    exact = np.array([weight / total * BLOCK for weight in weights])
+    shares = np.floor(exact).astype(np.int64)
+    by_remainder = np.argsort(shares - exact, kind="stable")
+    shares[by_remainder[: BLOCK - int(shares.sum())]] += 1
+    return shares
+
+
+def check_shares(names: Sequence[str], phases: Sequence[Phase]) -> None:
+    """Raises `ConfigError` for a weight that is so small that its source would never be read."""
+    for phase in phases:
+        for name, weight, share in zip(names, phase.weights, block_shares(phase.weights).tolist(), strict=True):
+            if weight > 0 and share == 0:
+                raise ConfigError(
+                    f"data.sources.{name}.weight: {weight:g} of {math.fsum(phase.weights):g} is less than one row in "
+                    f"{BLOCK}, the block over which shares are exact; raise it or set it to 0"
+                )
+
+
+def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    """A pseudo-random permutation of 0 … size-1, evaluated at `index` alone; int64. `key`: uint64, an element each.
+
+    A Feistel network on two digits of base ⌈√size⌉ (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"),
+    walked on while the result is not below `size`. Its values are part of what a run is: they must never change.
+    """
+    base = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
+    keys = [_mix(key + np.uint64(number + 1)) for number in range(_ROUNDS)]
+
+    def once(value: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+        left: np.ndarray = value // base
+        right: np.ndarray = value % base
+        for round_key in keys:
+            left, right = right, (left + _mix(right ^ round_key) % base) % base
+        return left * base + right
+
+    value = once(index.astype(np.uint64), keys)
+    while (outside := value >= np.uint64(size)).any():
+        value[outside] = once(value[outside], [round_key[outside] for round_key in keys])
+    return value.astype(np.int64)
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """Stafford's 13th variant of MurmurHash3's finalizer, as in SplitMix64 (Steele et al. 2014); uint64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _key(text: str) -> np.ndarray:
+    """An array and not a scalar, because scalars warn where arrays wrap around."""
+    return np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], "<u8").astype(np.uint64)
+
+
+def _spread(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Source and rank within its source of each place of a block, every source spread evenly over the block."""
+    source = np.repeat(np.arange(len(shares)), shares)
+    rank = np.concatenate([np.arange(share) for share in shares.tolist()])
+    wanted = (2 * rank + 1) / (2 * shares[source])
+    order = np.argsort(wanted, kind="stable")
+    return source[order], rank[order]

@@ -1,0 +1,165 @@
+"""Which files are prepared, and how the work is cut into parts that do not depend on the number of workers."""
+
+import fnmatch
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn
+
+import numpy as np
+
+from jaxmnt.errors import ConfigError
+
+Kind = Literal["text", "jsonl", "compressed", "parquet", "tokens"]
+
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl",
+    ".json.gz": "compressed", ".json.zst": "compressed",
+    ".jsonl.gz": "compressed", ".ndjson.gz": "compressed", ".jsonl.zst": "compressed", ".ndjson.zst": "compressed",
+    ".parquet": "parquet", ".npy": "tokens", ".bin": "tokens",
+}  # fmt: skip
+
+_PARTS = 64
+_SMALLEST_PART, _LARGEST_PART = 2**22, 2**28
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What --input, --suffix and --exclude select."""
+
+    inputs: Sequence[Path]
+    suffixes: Sequence[str] = ()
+    """Keeps files whose name ends in one of them; all if empty."""
+    excludes: Sequence[str] = ()
+    """Leaves out files and folders whose name matches one of these patterns."""
+
+
+class Input(NamedTuple):
+    """One input file."""
+
+    name: str
+    """The name that goes into the output: relative, so that the output does not depend on where the input lies."""
+    path: Path
+    kind: Kind
+    size: int
+
+
+class Piece(NamedTuple):
+    """A stretch of one file: bytes of text and JSON lines, row groups of Parquet, elements of a token array."""
+
+    file: int
+    start: int
+    stop: int
+
+
+class Part(NamedTuple):
+    """What one worker does at a time. It becomes shards of its own."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+
+def find_inputs(selection: Selection, output: Path) -> list[Input]:
+    """The selected files by name in order, each once, without those in `output`. Raises `ConfigError` if none is."""
+    found: dict[Path, tuple[str, Path]] = {}  # by real path: inputs may overlap
+
+    def add(name: str, path: Path) -> None:
+        real = path.resolve()
+        if output.resolve() not in real.parents:
+            found[real] = min(found.get(real, (name, path)), (name, path))
+
+    for root in selection.inputs:
+        if root.is_file():
+            add(root.name, root)
+            continue
+        if not root.is_dir():
+            raise ConfigError(f"--input: there is no file or folder {root}")
+        for folder, folders, files in os.walk(root, onerror=unreadable):
+            folders[:] = sorted(name for name in folders if not _matches(name, selection.excludes))
+            for name in sorted(files):
+                path = Path(folder) / name
+                wanted = not selection.suffixes or name.endswith(tuple(selection.suffixes))
+                if wanted and not _matches(name, selection.excludes) and path.is_file():
+                    add(f"{root.resolve().name}/{path.relative_to(root)}", path)
+    if not found:
+        what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
+        raise ConfigError(f"--input: no file{what} below {', '.join(map(str, selection.inputs))}")
+    return [Input(name, path, _kind(path), path.stat().st_size) for name, path in sorted(found.values())]
+
+
+def cut_into_parts(inputs: Sequence[Input], token_bytes: int, part_bytes: int | None = None) -> list[Part]:
+    """Parts of about the same number of bytes; small files share one. A function of the files' sizes alone."""
+    if part_bytes is None:
+        total = sum(file.size for file in inputs)
+        part_bytes = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
+    groups: list[list[Piece]] = [[]]
+    gathered = 0
+    for number, file in enumerate(inputs):
+        for piece, size in _pieces(number, file, token_bytes, part_bytes):
+            groups[-1].append(piece)
+            gathered += max(size, 1)
+            if gathered >= part_bytes:
+                groups.append([])
+                gathered = 0
+    parts = [Part(number, tuple(group)) for number, group in enumerate(groups) if group]
+    assert all(len({piece.file for piece in part.pieces}) == len(part.pieces) for part in parts)
+    return parts
+
+
+def unreadable(error: OSError) -> NoReturn:
+    raise ConfigError(f"--input: {error.filename} cannot be read: {error.strerror}") from error
+
+
+def open_tokens(file: Input, dtype: str) -> np.ndarray:
+    """The token array of a .npy or raw .bin file, memory-mapped; one-dimensional integers."""
+    try:
+        if file.path.suffix == ".npy":
+            array: np.ndarray = np.load(file.path, mmap_mode="r", allow_pickle=False)
+        else:
+            array = np.memmap(file.path, np.dtype(dtype), "r") if file.size else np.zeros(0, dtype)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"--input: {file.path} is no token array: {error}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(
+            f"--input: {file.path} holds {array.ndim}-dimensional {array.dtype}; "
+            "token arrays are 1-dimensional integers"
+        )
+    return array
+
+
+def _pieces(number: int, file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece, int]]:
+    """The stretches of a file, all but the last of at least `part_bytes`, with their sizes in bytes."""
+    if file.kind in ("text", "compressed"):
+        return [(Piece(number, 0, file.size), file.size)]
+    if file.kind == "parquet":
+        return _row_groups(number, file, part_bytes)
+    unit, length = 1, file.size
+    if file.kind == "tokens":
+        array = open_tokens(file, f"u{token_bytes}")
+        unit, length = array.dtype.itemsize, len(array)
+    each = -(-part_bytes // unit)
+    stretches = [Piece(number, start, min(start + each, length)) for start in range(0, length, each)]
+    return [(piece, (piece.stop - piece.start) * unit) for piece in stretches]
+
+
+def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
+    from jaxmnt.data.preparation.documents import open_parquet
+
+    metadata = open_parquet(file).metadata
+    pieces, first, gathered = [], 0, 0
+    for group in range(metadata.num_row_groups):
+        gathered += metadata.row_group(group).total_byte_size
+        if gathered >= part_bytes or group == metadata.num_row_groups - 1:
+            pieces.append((Piece(number, first, group + 1), gathered))
+            first, gathered = group + 1, 0
+    return pieces
+
+
+def _kind(path: Path) -> Kind:
+    suffixes = [suffix for suffix in _KINDS if path.name.endswith(suffix)]
+    return _KINDS[max(suffixes, key=len)] if suffixes else "text"
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)

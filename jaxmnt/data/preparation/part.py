@@ -1,0 +1,179 @@
+"""One part of the work: its documents encoded, split, and written as shards with a record of what was done."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from jaxmnt.data.preparation.documents import Document, Reading, Report, read_part
+from jaxmnt.data.preparation.inputs import Input, Part
+from jaxmnt.data.preparation.segments import BadRecordError, Segment
+from jaxmnt.data.preparation.shards import SHARD_TOKENS, ShardWriter, cannot_write, save_array, write_json
+from jaxmnt.data.store import SPLITS
+from jaxmnt.data.tokenizer import Tokenizer
+from jaxmnt.errors import ConfigError
+
+_BATCH_CHARACTERS = 2**19
+"""Text that is encoded at a time; encoding many short texts one by one would cost more."""
+
+_REMARKS = 20
+"""Bad records of a part that are described; all are counted."""
+
+_HOW_TO_SKIP = "to leave such records out: --on-error skip"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all parts have in common."""
+
+    inputs: list[Input]
+    output: Path
+    work: Path
+    reading: Reading
+    eval_fraction: float
+    skip_bad: bool
+    vocab_size: int
+    end_of_document: int
+    shard_tokens: int = SHARD_TOKENS
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned type that holds every id."""
+        return np.min_scalar_type(self.vocab_size - 1)
+
+
+def record_path(work: Path, part: int) -> Path:
+    """Where the record of a part is; its presence says that the part is done."""
+    return work / f"part-{part:05d}.json"
+
+
+def counts_path(work: Path, part: int) -> Path:
+    return work / f"counts-{part:05d}.npy"
+
+
+def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
+    """Does one part. Raises `ConfigError` for bad input, `UserError` when the output cannot be written."""
+    remarks: list[str] = []
+    skipped = 0
+
+    def on_bad(error: BadRecordError) -> None:
+        nonlocal skipped
+        if not job.skip_bad:
+            raise ConfigError(f"--input: {error}; {_HOW_TO_SKIP}")
+        skipped += 1
+        if len(remarks) < _REMARKS:
+            remarks.append(str(error))
+
+    report = Report({}, on_bad, advance)
+    writers = {
+        split: ShardWriter(
+            job.output, job.work, split, part.number,
+            dtype=job.dtype, learn_mask=job.reading.chat, shard_tokens=job.shard_tokens,
+        )
+        for split in SPLITS
+    }  # fmt: skip
+    counts = {split: _Counts(job.vocab_size) for split in SPLITS}
+    try:
+        for document, encoded in _encoded(job, read_part(part, job.inputs, job.reading, report), tokenizer):
+            split = "eval" if _held_out(document.key, job.eval_fraction) else "train"
+            writers[split].begin_document(document.file, document.record)
+            for tokens, learn in encoded:
+                counts[split].add(tokens)
+                writers[split].add(tokens, learn)
+        splits = {split: writer.close() for split, writer in writers.items()}
+        save_array(counts_path(job.work, part.number), np.stack([counts[split].total() for split in SPLITS]))
+        record = {
+            "splits": splits, "records": {str(file): number for file, number in report.records.items()},
+            "skipped": skipped, "remarks": remarks,
+            "empty": report.empty, "replaced": report.replaced,
+            "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
+        }  # fmt: skip
+        write_json(record_path(job.work, part.number), record)
+    except OSError as error:
+        raise cannot_write(job.output, error) from error
+
+
+def held_out_documents(job: Job, part: Part, advance: Callable[[int], None]) -> Iterator[tuple[bool, Document]]:
+    """The documents of a part with whether they are held out; bad ones are passed over."""
+    report = Report({}, lambda error: None, advance)
+    for document in read_part(part, job.inputs, job.reading, report):
+        yield _held_out(document.key, job.eval_fraction), document
+
+
+class _Counts:
+    """How often each token occurs. Tokens are counted many at a time, since counting few costs a whole vocabulary."""
+
+    def __init__(self, vocab_size: int):
+        self._totals = np.zeros(vocab_size, np.int64)
+        self._waiting: list[np.ndarray] = []
+        self._tokens = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._waiting.append(tokens)
+        self._tokens += len(tokens)
+        if self._tokens >= 2**20:
+            self.total()
+
+    def total(self) -> np.ndarray:
+        if self._waiting:
+            self._totals += np.bincount(np.concatenate(self._waiting), minlength=len(self._totals))
+            self._waiting, self._tokens = [], 0
+        return self._totals
+
+
+def _held_out(key: bytes, fraction: float) -> bool:
+    return int.from_bytes(key[:8], "big") < fraction * 2**64
+
+
+def _encoded(
+    job: Job, documents: Iterator[Document], tokenizer: Tokenizer | None
+) -> Iterator[tuple[Document, Iterator[tuple[np.ndarray, bool]]]]:
+    """Each document with its tokens. Short ones are encoded together, long ones a segment at a time."""
+    waiting: list[tuple[Document, list[Segment]]] = []
+    characters = 0
+    for document in documents:
+        if isinstance(document.segments, list):
+            waiting.append((document, document.segments))
+            characters += sum(len(segment.content) for segment in document.segments)
+            if characters < _BATCH_CHARACTERS:
+                continue
+        yield from _encode_together(job, waiting, tokenizer)
+        waiting, characters = [], 0
+        if not isinstance(document.segments, list):
+            yield document, _encode_one_by_one(job, document, tokenizer)
+    yield from _encode_together(job, waiting, tokenizer)
+
+
+def _encode_together(
+    job: Job, waiting: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
+) -> Iterator[tuple[Document, Iterator[tuple[np.ndarray, bool]]]]:
+    segments = [segment for _, own in waiting for segment in own]
+    encoded = iter(_encode(job, segments, tokenizer))
+    for document, own in waiting:
+        tokens = [(next(encoded), segment.learn) for segment in own]
+        yield document, iter(tokens + _end(job, document))
+
+
+def _encode_one_by_one(job: Job, document: Document, tokenizer: Tokenizer | None) -> Iterator[tuple[np.ndarray, bool]]:
+    for segment in document.segments:
+        for tokens in _encode(job, [segment], tokenizer):
+            yield tokens, segment.learn
+    yield from _end(job, document)
+
+
+def _encode(job: Job, segments: list[Segment], tokenizer: Tokenizer | None) -> list[np.ndarray]:
+    encoded: list[np.ndarray] = []
+    for (is_text, markup), group in groupby(segments, lambda one: (isinstance(one.content, str), one.markup)):
+        contents = [segment.content for segment in group]
+        if is_text:
+            assert tokenizer is not None
+            encoded += tokenizer.encode_batch(contents, markup=markup)  # type: ignore[arg-type]
+        else:
+            encoded += contents  # type: ignore[arg-type]
+    return encoded
+
+
+def _end(job: Job, document: Document) -> list[tuple[np.ndarray, bool]]:
+    return [] if document.closed else [(np.array([job.end_of_document], job.dtype), True)]

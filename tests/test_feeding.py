@@ -1,0 +1,324 @@
+"""Feeding real runs: mixtures, packing, staging, damage, and other numbers of processes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, command, losses, metrics, write_words
+
+from jaxmnt.config.load import apply_overrides, parse_config
+from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.digest import batch_digest, row_digests
+from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.sources import open_sources
+from jaxmnt.data.staging import stage
+from jaxmnt.data.store import open_prepared
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.model.decoder import hidden_states
+from jaxmnt.program.compiled import compile_program, single_device_setting
+from jaxmnt.runtime.evaluate import Evaluator
+from jaxmnt.train import train
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """Prepared data of another text with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("other")
+    write_words(folder, files=20, words=120, seed=5)
+    output = tmp_path_factory.mktemp("data") / "other"
+    build(Selection([folder]), output, Settings(eval_fraction=0.15, shard_tokens=3000), lambda *progress: None)
+    return output
+
+
+@pytest.fixture(scope="module")
+def mixture(prepared, other):
+    """Makes a config that mixes two sources into packed rows; arguments are overrides."""
+
+    def make(folder: Path, *overrides: str) -> Path:
+        tree = {name: dict(section) for name, section in TINY.items()}
+        tree["data"] |= {
+            "rows": "packed",
+            "sources": {"words": {"path": str(prepared), "weight": 3.0}, "other": {"path": str(other)}},
+            "weight_changes": [{"from_step": 7, "weights": {"other": 3.0}}],
+        }
+        tree["train"] |= {"steps": 10, "eval_every": 5}
+        tree["run"] = {"dir": str(folder / "run")}
+        apply_overrides(tree, list(overrides))
+        path = folder / "mixture.yaml"
+        path.write_text(json.dumps(tree))
+        return path
+
+    return make
+
+
+def parse(path: Path):
+    return parse_config(json.loads(path.read_text()))
+
+
+def launch(config: Path, *overrides: str, processes: int, devices: int) -> subprocess.CompletedProcess:
+    return command(
+        "jaxmnt.launch", "local", "--processes", str(processes), "--devices-per-process", str(devices),
+        "--", "--config", str(config), *overrides,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(mixture, tmp_path_factory) -> Path:
+    """Ten steps in this process that were never stopped."""
+    config = mixture(tmp_path_factory.mktemp("reference"))
+    assert train(parse(config), devices=jax.devices()[:1]) == ExitCode.FINISHED
+    return config.parent / "run"
+
+
+def digests(run: Path) -> list[str]:
+    return [line["batch_digest"] for line in metrics(run)]
+
+
+# -- the same batches on any number of processes
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_read_the_same_batches(mixture, tmp_path, reference, processes):
+    config = mixture(tmp_path)
+    result = launch(config, f"data.read_threads={processes - 1}", processes=processes, devices=4 // processes)
+    assert result.returncode == 0, result.stderr
+    assert digests(tmp_path / "run") == digests(reference)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(reference), rtol=1e-5)
+    ours, theirs = (metrics(run, "eval")[-1]["sources"] for run in (tmp_path / "run", reference))
+    for name in ("words", "other"):
+        assert ours[name]["tokens"] == theirs[name]["tokens"]
+        assert ours[name]["loss"] == pytest.approx(theirs[name]["loss"], rel=1e-5)
+
+
+def test_four_processes_stop_and_two_go_on(mixture, tmp_path, reference):
+    config = mixture(tmp_path)
+    stopped = launch(config, "train.stop_after=5", processes=4, devices=1)
+    assert stopped.returncode == 75, stopped.stderr
+    resumed = launch(config, processes=2, devices=1)
+    assert resumed.returncode == 0, resumed.stderr
+    assert digests(tmp_path / "run") == digests(reference)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(reference), rtol=1e-5)
+
+
+def test_the_digest_is_that_of_the_rows_that_inspection_shows(mixture, tmp_path, reference):
+    config = parse(mixture(tmp_path))
+    data = TrainingData(config, open_sources(config.data))
+    for step in (0, 6, 9):
+        tokens = data.batch(step, range(config.data.global_batch_size))["tokens"]
+        assert batch_digest(row_digests(tokens)) == digests(reference)[step]
+    shown = command("jaxmnt.data", "--config", str(tmp_path / "mixture.yaml"), "--batch", "7", "--verify")
+    assert shown.returncode == 0, shown.stderr
+    assert f"batch of step 7: 16 rows, batch_digest {digests(reference)[6]}" in shown.stdout
+    assert shown.stdout.count("\nrow ") == 16 and "text0/" in shown.stdout and "75.0 % → 50.0 %" in shown.stdout
+
+
+def test_epochs_are_reported(reference, mixture, tmp_path):
+    config = parse(mixture(tmp_path))
+    data = TrainingData(config, open_sources(config.data))
+    last = metrics(reference)[-1]["epochs"]
+    assert last == {name: data.order.used(10)[name] / data.readers[name].rows for name in ("other", "words")}
+    assert sum(data.order.used(10).values()) == 10 * 16
+
+
+# -- other sources on resume
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sources: sources.pop("other"), "other was removed"),
+        (lambda sources: sources.update(third=dict(sources["other"])), "third was added"),
+        (lambda sources: sources["other"].update(path=sources["words"]["path"]), "other holds something else"),
+    ],
+)
+def test_other_sources_are_named(mixture, tmp_path, reference, change, message):
+    path = mixture(tmp_path, "train.steps=11", "data.weight_changes=[]")
+    shutil.copytree(reference, tmp_path / "run")
+    tree = json.loads(path.read_text())
+    change(tree["data"]["sources"])
+    with pytest.raises(ConfigError, match=message):
+        train(parse_config(tree), devices=jax.devices()[:1])
+
+
+def test_other_weights_go_through_and_are_named(mixture, tmp_path, reference, capsys):
+    path = mixture(tmp_path, "train.steps=11", "data.sources.other.weight=2.0")
+    shutil.copytree(reference, tmp_path / "run")
+    assert train(parse(path), devices=jax.devices()[:1]) == ExitCode.FINISHED
+    assert "changed data.sources.other.weight: 1.0 → 2.0 (changes the maths)" in capsys.readouterr().out
+
+
+def test_different_tokenizers_do_not_mix(mixture, tmp_path, prepared):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    write_words(folder, files=3, words=100)
+    settings = Settings(train_tokenizer=300, eval_fraction=0.0)
+    build(Selection([folder]), tmp_path / "bpe", settings, lambda *progress: None)
+    config = parse(mixture(tmp_path, f"data.sources.other.path={tmp_path / 'bpe'}"))
+    with pytest.raises(ConfigError, match="other and words were prepared with different tokenizers"):
+        train(config, devices=jax.devices()[:1])
+
+
+# -- packing
+
+
+def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
+    """Logits of each document between others equal those of the document alone, at the start of a row."""
+    config = parse(mixture(tmp_path, "data.sequence_length=64"))
+    rng = np.random.default_rng(0)
+    pieces = [rng.integers(0, 256, size).astype(np.int32) for size in (20, 30, 9)]
+
+    def batch(documents):
+        fields = {name: np.zeros((1, 64), np.int32) for name in ("tokens", "segments", "positions")}
+        place = 0
+        for number, tokens in enumerate(documents, 1):
+            here = slice(place, place + len(tokens))
+            fields["tokens"][0, here], fields["segments"][0, here] = tokens, number
+            fields["positions"][0, here] = np.arange(len(tokens))
+            place += len(tokens)
+        return fields
+
+    setting, abstract = single_device_setting(parse_config({"model": TINY["model"] | {"vocab_size": 257}}), 257)
+    assert config.data.keeps_documents_apart
+    params = setting.definition.init(jax.random.key(0))
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, abstract)
+
+    @jax.jit
+    def logits(fields):
+        x_BLD, head_DV = hidden_states(
+            setting.definition, params, fields, None, placement=setting.placement, dtype=np.dtype("float32"),
+            kernel="xla", remat="none", unroll=1, document_mask=True,
+        )  # fmt: skip
+        return x_BLD[0] @ head_DV
+
+    together, place = logits(batch(pieces)), 0
+    for tokens in pieces:
+        alone = logits(batch([tokens]))[: len(tokens)]
+        np.testing.assert_allclose(together[place : place + len(tokens)], alone, rtol=1e-5, atol=1e-5)
+        place += len(tokens)
+
+
+def test_evaluation_of_packed_rows_counts_every_token_once(mixture, tmp_path, prepared, other):
+    """The same sums for batches of 16 rows and of 6, over 1 device and over 2."""
+    results = []
+    for devices, overrides in ((1, ()), (2, ("train.microbatch_size=4", "mesh.data=2"))):
+        config = parse(mixture(tmp_path, *overrides, "model.vocab_size=320"))
+        program = compile_program(config, 257, jax.devices()[:devices])
+        sources = open_sources(config.data)
+        results.append(Evaluator(program, sources)(program.init()["params"]))
+    for name, path in (("words", prepared), ("other", other)):
+        one, two = (result[name] for result in results)
+        assert one.tokens == two.tokens == open_prepared(path).tokens("eval")
+        assert one.loss == pytest.approx(two.loss, rel=1e-6)
+
+
+# -- staging, checking, synthetic data
+
+
+def test_staged_data_is_the_same_and_copied_once(prepared, tmp_path):
+    data = open_prepared(prepared)
+    copies = []
+    target = stage(data, tmp_path / "disk", copies.append)
+    assert open_prepared(target).digest == data.digest and len(copies) == len(list(data.files()))
+    assert stage(data, tmp_path / "disk", copies.append) == target and len(copies) == len(list(data.files()))
+    (target / "manifest.json").unlink()  # as if it had been killed half-way
+    assert stage(data, tmp_path / "disk", copies.append) == target and len(copies) == 2 * len(list(data.files()))
+
+
+def test_a_run_reads_its_staged_copy(tiny, prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "data")
+    settings = (f"data.path={tmp_path / 'data'}", f"data.stage_dir={tmp_path / 'disk'}", "train.steps=5")
+    assert train(tiny(*settings, "optimizer.warmup_steps=1"), devices=jax.devices()[:1]) == ExitCode.FINISHED
+    copies = sorted((tmp_path / "disk").glob("*/manifest.json"))
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("how", ["data.verify=true", "data.stage_dir={}"])
+def test_a_flipped_byte_is_found_at_the_start(tiny, prepared, tmp_path, how):
+    shutil.copytree(prepared, tmp_path / "data")
+    shard = sorted((tmp_path / "data" / "eval").glob("tokens-*"))[-1]
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 4
+    shard.write_bytes(raw)
+    with pytest.raises(ConfigError, match=rf"{shard.name} is damaged: its SHA-256"):
+        train(tiny(f"data.path={tmp_path / 'data'}", how.format(tmp_path / "disk")), devices=jax.devices()[:1])
+    assert not list((tmp_path / "disk").glob("*/manifest.json"))
+
+
+def test_a_staged_copy_is_what_is_checked(tiny, prepared, tmp_path):
+    """A shard that is gone is copied again; one that has rotted is found where the run reads it."""
+    target = stage(open_prepared(prepared), tmp_path / "disk")
+    shard = sorted((target / "train").glob("tokens-*"))[0]
+    shard.unlink()
+    assert stage(open_prepared(prepared), tmp_path / "disk") == target and shard.exists()
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 4
+    shard.write_bytes(raw)
+    config = tiny(f"data.stage_dir={tmp_path / 'disk'}", "data.verify=true")
+    with pytest.raises(ConfigError, match=rf"disk.*{shard.name} is damaged"):
+        train(config, devices=jax.devices()[:1])
+
+
+def test_a_stage_dir_that_cannot_be_written_is_named(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match=r"data\.stage_dir: .*file cannot take the data"):
+        train(tiny(f"data.stage_dir={tmp_path / 'file'}"), devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("damage", ["missing", "boundaries", "flipped"])
+def test_damage_on_one_host_is_named_to_all(tiny_file, prepared, tmp_path, damage):
+    """Each process stands in a folder of its own, where `data` is that host's copy; the second's is not whole."""
+    for host in ("a", "b"):
+        shutil.copytree(prepared, tmp_path / host / "data")
+    kind = "documents" if damage == "boundaries" else "tokens"
+    shard = sorted((tmp_path / "b" / "data" / "train").glob(f"{kind}-*"))[2]
+    if damage == "flipped":
+        raw = bytearray(shard.read_bytes())
+        raw[-1] ^= 1
+        shard.write_bytes(raw)
+    else:
+        shard.unlink()
+    coordinator, started = f"127.0.0.1:{free_port()}", []
+    for number, host in enumerate("ab"):
+        environment = dict(
+            os.environ, JAX_NUM_CPU_DEVICES="1", JAX_COORDINATOR_ADDRESS=coordinator,
+            JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(number),
+        )  # fmt: skip
+        settings = ["data.path=data", "data.rows=packed", "cluster.start_timeout_seconds=60"]
+        settings += ["data.verify=true"] if damage == "flipped" else []
+        arguments = [sys.executable, "-m", "jaxmnt.train", "--config", str(tiny_file), *settings]
+        started.append(
+            subprocess.Popen(
+                arguments,
+                cwd=tmp_path / host,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    results = [(process.communicate(timeout=50)[1], process.returncode) for process in started]
+    what = "is damaged: its SHA-256" if damage == "flipped" else "cannot be read (No such file"
+    for err, code in results:
+        assert code == 2 and f"data/train/{shard.name} {what}" in err, err
+    assert "process 1" in results[0][0]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_synthetic_data_needs_no_files(tiny):
+    config = tiny("data.path=null", "data.synthetic=500", "train.steps=3", "optimizer.warmup_steps=1")
+    assert train(config, devices=jax.devices()[:1]) == ExitCode.FINISHED
+    assert losses(config.run.dir)[0] == pytest.approx(np.log(500), abs=0.1)
+    shown = command("jaxmnt.data", "--config", os.devnull, "data.synthetic=500", "data.rows=packed")
+    assert shown.returncode == 0 and "synthetic:" in shown.stdout, shown.stderr

@@ -1,0 +1,509 @@
+"""Preparing data: every kind of input, the same bytes for any number of workers, and going on after a kill."""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import command
+
+from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.documents import TEXT_PIECE, Reading
+from jaxmnt.data.rows import Windows
+from jaxmnt.data.store import open_prepared
+from jaxmnt.data.tokenizer import Bytes, make_tokenizer
+from jaxmnt.errors import ConfigError
+
+
+def prepare(folder, output, **options):
+    selection = Selection([folder] if isinstance(folder, Path) else folder)
+    defaults = {"eval_fraction": 0.2, "shard_tokens": 1000, "part_bytes": 2000}
+    return build(selection, output, Settings(**defaults | options), lambda *progress: None)
+
+
+def read_back(path, split="train"):
+    """The documents of a split as text, with where they came from."""
+    data = open_prepared(path)
+    stream, tokenizer = data.stream(split), make_tokenizer(data.tokenizer, path)
+    tokens = np.empty(stream.tokens, np.uint32)
+    stream.read(0, tokens)
+    pieces = np.split(tokens, stream.document_starts[1:])
+    texts = [tokenizer.decode(piece[:-1]) for piece in pieces]
+    assert all(piece[-1] == stream.end_of_document for piece in pieces)
+    return [(text, *data.origin(split, number)) for number, text in enumerate(texts)]
+
+
+def contents(root):
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*.*"))}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "text"
+    (folder / "sub").mkdir(parents=True)
+    for number in range(30):
+        (folder / ("sub" if number % 3 else ".") / f"{number}.txt").write_text(f"file {number} ä " * (number + 1))
+    return folder
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Records with the text that they hold; long enough for several parts."""
+    records = [{"text": f"record {number} ö\n" * (number % 7 + 1), "id": number} for number in range(200)]
+    path = tmp_path / "lines.jsonl"
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=number % 2 == 0) + "\n" for number, record in enumerate(records))
+    )
+    return path, [record["text"] for record in records]
+
+
+# -- what goes in comes out
+
+
+def test_stream_is_the_text(texts, tmp_path):
+    summary = prepare(texts, tmp_path / "out")
+    found = read_back(tmp_path / "out") + read_back(tmp_path / "out", "eval")
+    assert sorted((file, text) for text, file, _ in found) == sorted(
+        (f"text/{path.relative_to(texts)}", path.read_text()) for path in texts.rglob("*.txt")
+    )
+    assert summary.documents["train"] and summary.documents["eval"]
+    assert len(open_prepared(tmp_path / "out").manifest["splits"]["train"]["shards"]) > 3
+
+
+def test_a_long_text_is_read_in_pieces(tmp_path):
+    text = "".join(f"line {number} with ä and 漢字\n" for number in range(60_000)) + "漢" * 700_000
+    assert len(text.encode()) > 2 * TEXT_PIECE
+    (tmp_path / "long.txt").write_text(text)
+    prepare(tmp_path / "long.txt", tmp_path / "out", eval_fraction=0.0, shard_tokens=2**20)
+    assert read_back(tmp_path / "out") == [(text, "long.txt", 1)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_records_of_every_kind(lines, tmp_path, kind):
+    path, expected = lines
+    source = tmp_path / f"records.{kind}"
+    if kind == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": expected, "id": range(200)}), source, row_group_size=17)
+    elif kind == "jsonl.zst":
+        import zstandard
+
+        source.write_bytes(zstandard.compress(path.read_bytes()))
+    else:
+        source.write_bytes(path.read_bytes() if kind == "jsonl" else gzip.compress(path.read_bytes()))
+    prepare(source, tmp_path / "out")
+    found = {record: text for split in ("train", "eval") for text, _, record in read_back(tmp_path / "out", split)}
+    assert found == dict(enumerate(expected, 1))
+
+
+@pytest.mark.parametrize("kind", ["npy", "uint16", "uint32"])
+def test_token_arrays(tmp_path, kind):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 500, 9000).astype(np.uint32 if kind == "uint32" else np.uint16)
+    path = tmp_path / ("tokens.npy" if kind == "npy" else "tokens.bin")
+    np.save(path, tokens) if kind == "npy" else tokens.tofile(path)
+    arguments = ["--vocab-size", "500", "--end-id", "499"]
+    result = command(
+        "jaxmnt.prepare", "--input", str(path), "--output", str(tmp_path / "out"), "--eval-fraction", "0", *arguments,
+        "--token-dtype", "uint32" if kind == "uint32" else "uint16",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    stream = open_prepared(tmp_path / "out").stream("train")
+    found = np.empty(stream.tokens, np.uint16)
+    stream.read(0, found)
+    assert (found == tokens).all()
+    assert (stream.document_starts == np.concatenate([[0], np.flatnonzero(tokens == 499) + 1])).all()
+
+
+def test_changing_a_token_moves_no_document(tmp_path):
+    """Documents of arrays are held out by their place, so that the other batches stay what they were."""
+    tokens = np.random.default_rng(0).integers(0, 50, 9000).astype(np.uint16)
+    settings = {"tokenizer": None, "vocab_size": 51, "reading": Reading(end_id=49)}
+    for name, change in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        tokens[100] = (tokens[100] + change) % 49
+        np.save(tmp_path / name / "t.npy", tokens)
+        prepare(tmp_path / name / "t.npy", tmp_path / f"out-{name}", **settings)
+    a, b = (open_prepared(tmp_path / f"out-{name}") for name in "ab")
+    assert a.tokens("eval") == b.tokens("eval") > 0 and a.digest != b.digest
+    both = [Windows(data.stream("train"), 16, False).read(range(100))["tokens"] for data in (a, b)]
+    assert 0 <= (both[0] != both[1]).any(axis=1).sum() <= 1
+
+
+# -- whatever the workers, and whatever stops them
+
+
+def test_same_input_same_bytes_for_any_number_of_workers(texts, lines, tmp_path):
+    shutil.copy(lines[0], texts / "lines.jsonl")
+    for workers in (1, 2, 3):
+        prepare(texts, tmp_path / str(workers), workers=workers, train_tokenizer=400)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+    (texts / "0.txt").rename(texts / "z.txt")
+    prepare(texts, tmp_path / "other")
+    prepare(texts, tmp_path / "again")
+    assert contents(tmp_path / "other") == contents(tmp_path / "again") != contents(tmp_path / "1")
+
+
+def test_killed_half_way_it_goes_on(tmp_path):
+    """By SIGKILL, so nothing can be tidied up; the output is refused until it is whole, and then as if never killed."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(10):
+        (folder / f"{number}.txt").write_bytes(rng.integers(32, 127, 5 * 2**20, np.uint8).tobytes())
+    arguments = ["--input", str(folder), "--workers", "2", "--output"]
+    out, work = tmp_path / "out", tmp_path / "out" / "work"
+    process = subprocess.Popen([sys.executable, "-m", "jaxmnt.prepare", *arguments, str(out)])
+    deadline = time.monotonic() + 60
+    while not list(work.glob("part-*.json")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in work.glob("part-*.json")}
+    assert 0 < len(done) < 10
+    with pytest.raises(ConfigError, match=r"has no manifest\.json"):
+        open_prepared(out)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() and "Z" not in state_of(child) for child in children):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.05)
+    changed = command("jaxmnt.prepare", *arguments, str(out), "--eval-fraction", "0.5")
+    assert changed.returncode == 2 and "unfinished preparation with other settings" in changed.stderr
+    again = command("jaxmnt.prepare", *arguments, str(out))
+    assert again.returncode == 0, again.stderr
+    whole = command("jaxmnt.prepare", *arguments, str(tmp_path / "whole"))
+    assert whole.returncode == 0 and contents(out) == contents(tmp_path / "whole")
+    assert not work.exists()
+    finished = command("jaxmnt.prepare", *arguments, str(out))
+    assert finished.returncode == 2 and "is prepared already" in finished.stderr
+
+
+def state_of(process: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
+    return "Z"
+
+
+def test_a_full_disk_leaves_nothing_that_looks_whole(texts, tmp_path):
+    """A limit on the size of files stands in for the disk; with more room the same command goes on."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    arguments = [sys.executable, "-m", "jaxmnt.prepare", "--input", str(texts), "--output", str(tmp_path / "out")]
+    full = subprocess.run(arguments, capture_output=True, text=True, preexec_fn=limit, env=os.environ)
+    assert full.returncode == 1 and "cannot be written: File too large" in full.stderr, full.stderr
+    assert "Traceback" not in full.stderr and not (tmp_path / "out" / "manifest.json").exists()
+    more = subprocess.run(arguments, capture_output=True, text=True)
+    assert more.returncode == 0 and read_back(tmp_path / "out")
+
+
+def test_two_at_once_are_told_apart(texts, tmp_path):
+    import fcntl
+
+    (tmp_path / "out" / "work").mkdir(parents=True)
+    with (tmp_path / "out" / "work" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process is preparing"):
+            prepare(texts, tmp_path / "out")
+
+
+# -- tokenizers and masks
+
+
+def test_a_trained_tokenizer_reads_its_own_text(texts, tmp_path):
+    summary = prepare(texts, tmp_path / "out", train_tokenizer=400)
+    data = open_prepared(tmp_path / "out")
+    assert data.vocab_size <= 400 and summary.tokens["train"] < sum(
+        len(text) for text, *_ in read_back(tmp_path / "out")
+    )
+    found = [text for split in ("train", "eval") for text, *_ in read_back(tmp_path / "out", split)]
+    assert sorted(found) == sorted(path.read_text() for path in texts.rglob("*.txt"))
+    prepare(texts, tmp_path / "again", tokenizer=str(tmp_path / "out"))
+    assert open_prepared(tmp_path / "again").digest == data.digest
+
+
+def test_a_text_cannot_end_itself(texts, tmp_path):
+    (texts / "evil.txt").write_text("before <|endoftext|> after <|im_start|>")
+    prepare(texts, tmp_path / "out", train_tokenizer=400, eval_fraction=0.0)
+    evil = [text for text, file, _ in read_back(tmp_path / "out") if file == "text/evil.txt"]
+    assert evil == ["before <|endoftext|> after <|im_start|>"]
+
+
+def test_only_answers_are_targets(tmp_path):
+    records = [
+        {"messages": [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]},
+        {"prompt": "2+2=", "completion": "4"},
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    prepare(tmp_path / "chat.jsonl", tmp_path / "out", eval_fraction=0.0, reading=Reading(chat=True))
+    stream = open_prepared(tmp_path / "out").stream("train")
+    row = Windows(stream, stream.tokens, False).read([0])
+    learnt = row["targets"][0][row["weights"][0] > 0]
+    assert Bytes().decode(learnt) == "answer<|im_end|>4"
+    assert (learnt == 256).sum() == 2  # and to stop
+    assert "<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\nanswer" in Bytes().decode(row["targets"][0])
+
+
+def test_chat_uses_the_tokenizers_own_markup(texts, tmp_path):
+    prepare(texts, tmp_path / "tokenizer", train_tokenizer=400)
+    record = {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "yes"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
+    settings = {"tokenizer": str(tmp_path / "tokenizer"), "reading": Reading(chat=True), "eval_fraction": 0.0}
+    prepare(tmp_path / "chat.jsonl", tmp_path / "out", **settings)
+    stream = open_prepared(tmp_path / "out").stream("train")
+    tokens = np.empty(stream.tokens, np.uint16)
+    stream.read(0, tokens)
+    vocabulary = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"]
+    end = next(token["id"] for token in vocabulary if token["content"] == "<|im_end|>")
+    assert (tokens == end).sum() == 2  # the user's is text
+
+
+# -- bad input, each with its message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', r"lines\.jsonl:151: not valid JSON"),
+        (b'{"text": "\xff"}', r"lines\.jsonl:151: not valid UTF-8 at byte 10"),
+        (b'{"body": "x"}', r"lines\.jsonl:151: has no field text; its fields: body \(--text-field"),
+        (b'{"text": 5}', r"lines\.jsonl:151: text is no text"),
+        (b"[1]", r"lines\.jsonl:151: a record must be an object"),
+    ],
+)
+def test_a_bad_line_is_named_or_skipped(lines, tmp_path, line, message):
+    path, expected = lines
+    all_lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(all_lines[:150]) + line + b"\n" + b"\n" + b"".join(all_lines[150:]))
+    with pytest.raises(ConfigError, match=message):
+        prepare(path, tmp_path / "out")
+    summary = prepare(path, tmp_path / "out", skip_bad=True)  # as the message says; parts that are done stay
+    assert (summary.skipped, summary.empty) == (1, 1) and len(summary.remarks) == 1
+    found = {record: text for split in ("train", "eval") for text, _, record in read_back(tmp_path / "out", split)}
+    numbers = [*range(1, 151), *range(153, 203)]
+    assert found == dict(zip(numbers, expected, strict=True))
+
+
+def test_odd_text_files(tmp_path):
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"fine")
+    (folder / "b").write_bytes(b"\0\1")
+    (folder / "c").write_bytes(b"odd \xff")
+    (folder / "d").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"t/c: not valid UTF-8 near byte 4; .*--on-error skip"):
+        prepare(folder, tmp_path / "o", eval_fraction=0.0)
+    summary = prepare(folder, tmp_path / "o", eval_fraction=0.0, skip_bad=True)
+    assert summary.binary_names == ["t/b"]
+    assert (summary.skipped, summary.binary, summary.empty, summary.documents["train"]) == (1, 1, 1, 1)
+    summary = prepare(folder, tmp_path / "p", eval_fraction=0.0, reading=Reading(replace_invalid=True))
+    assert (summary.skipped, summary.replaced, summary.documents["train"]) == (0, 1, 2)
+    assert [text for text, *_ in read_back(tmp_path / "p")] == ["fine", "odd \ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda p: np.save(p / "t.npy", np.arange(60)), {"vocab_size": 50}, r"t\.npy holds the id 50 at element 50"),
+        (lambda p: np.save(p / "t.npy", np.zeros(3)), {"vocab_size": 50}, r"1-dimensional float64; token arrays are"),
+        (lambda p: np.save(p / "t.npy", np.arange(3)), {}, r"t\.npy is a token array; give --vocab-size and --end-id"),
+        (lambda p: (p / "t.bin").write_bytes(b"abc"), {"vocab_size": 50}, r"t\.bin is no token array"),
+        (lambda p: (p / "t.parquet").write_bytes(b"no"), {}, r"t\.parquet is no Parquet file or damaged"),
+        (lambda p: (p / "t.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-9]), {}, r"is damaged after"),
+        (lambda p: (p / "t.npy").write_bytes(b""), {"vocab_size": 50}, r"t\.npy is no token array"),
+        (lambda p: (p / "t.jsonl").write_text(""), {"train_tokenizer": 400}, r"has no text to train on"),
+        (
+            lambda p: [np.save(p / "t.npy", np.arange(3)), (p / "t").write_text("a")],
+            {"train_tokenizer": 400},
+            r"token arrays have tokens of another tokenizer",
+        ),
+        (lambda p: (p / "t.jsonl").write_text("[" * 100_000), {}, r"t\.jsonl:1: not valid JSON"),
+        (lambda p: (p / "t").write_text(""), {}, r"nothing was found for training"),
+        (lambda p: (p / "t").write_text("a"), {"tokenizer": "none.json"}, r"--tokenizer: there is no file none\.json"),
+        (lambda p: (p / "t").write_text("a"), {"train_tokenizer": 100}, r"--train-tokenizer: 100 leaves no room"),
+    ],
+)
+def test_other_bad_input(tmp_path, make, options, message):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    make(folder)
+    if "vocab_size" in options:
+        options = options | {"tokenizer": None, "reading": Reading(end_id=0)}
+    elif not options and (folder / "t.npy").exists():
+        options = {"tokenizer": None}
+    with pytest.raises(ConfigError, match=message):
+        prepare(folder, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.99])
+def test_a_compressed_file_that_was_cut_off_is_named(tmp_path, suffix, share):
+    """Also where the cut falls between two lines: what is missing must not go unnoticed."""
+    import zstandard
+
+    rng = np.random.default_rng(0)
+    raw = b"".join(b'{"text": "%s"}\n' % rng.integers(97, 122, 114, np.uint8).tobytes() for _ in range(4096))
+    whole = (
+        gzip.compress(raw) if suffix == "gz" else zstandard.compress(raw[: 2**17]) + zstandard.compress(raw[2**17 :])
+    )
+    (tmp_path / f"t.jsonl.{suffix}").write_bytes(whole)
+    assert prepare(tmp_path / f"t.jsonl.{suffix}", tmp_path / "whole", part_bytes=None).skipped == 0
+    data = open_prepared(tmp_path / "whole")
+    assert data.documents("train") + data.documents("eval") == 4096
+    (tmp_path / f"t.jsonl.{suffix}").write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ConfigError, match=r"is damaged after line \d+"):
+        prepare(tmp_path / f"t.jsonl.{suffix}", tmp_path / "out", skip_bad=True)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "trained"])
+def test_half_characters_are_bad_records(texts, tmp_path, tokenizer):
+    """JSON can spell lone surrogates, and pages from the web do."""
+    if tokenizer == "trained":
+        prepare(texts, tmp_path / "tokenizer", train_tokenizer=400)
+        tokenizer = str(tmp_path / "tokenizer")
+    (tmp_path / "t.jsonl").write_text('{"text": "fine"}\n{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
+    options = {"tokenizer": tokenizer, "eval_fraction": 0.0}
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2: holds half of a character"):
+        prepare(tmp_path / "t.jsonl", tmp_path / "out", **options)
+    assert prepare(tmp_path / "t.jsonl", tmp_path / "out", skip_bad=True, **options).skipped == 1
+    assert [text for text, *_ in read_back(tmp_path / "out")] == ["fine", "\U0001f600"]
+    summary = prepare(tmp_path / "t.jsonl", tmp_path / "r", reading=Reading(replace_invalid=True), **options)
+    assert summary.replaced == 1 and read_back(tmp_path / "r")[1][0] == "a\ufffdb"
+
+
+def test_invalid_text_in_parquet(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    column = pyarrow.array([b"fine", b"odd \xff", b"good"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "t.parquet")
+    with pytest.raises(ConfigError, match=r"t\.parquet: row 2: not valid UTF-8 at byte 4 of text"):
+        prepare(tmp_path / "t.parquet", tmp_path / "out", eval_fraction=0.0)
+    assert prepare(tmp_path / "t.parquet", tmp_path / "out", eval_fraction=0.0, skip_bad=True).skipped == 1
+    assert [(text, record) for text, _, record in read_back(tmp_path / "out")] == [("fine", 1), ("good", 3)]
+
+
+def test_input_that_changes_meanwhile_is_noticed(texts, tmp_path):
+    def touch(*progress):
+        (texts / "0.txt").write_text("something else")
+
+    settings = Settings(part_bytes=2000)
+    with pytest.raises(ConfigError, match="files were changed while they were being prepared"):
+        build(Selection([texts]), tmp_path / "out", settings, touch)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_the_output_may_lie_in_the_input_and_inputs_may_overlap(texts, tmp_path):
+    with pytest.raises(ConfigError, match="no file"):
+        build(Selection([texts], suffixes=[".none"]), texts / "out", Settings(), lambda *progress: None)
+    (texts / "bad.jsonl").write_text("{\n")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        prepare([texts, texts / "sub"], texts / "out")
+    prepare([texts, texts / "sub"], texts / "out", skip_bad=True)
+    found = [text for split in ("train", "eval") for text, *_ in read_back(texts / "out", split)]
+    assert sorted(found) == sorted(path.read_text() for path in texts.rglob("*.txt") if "out" not in path.parts)
+
+
+def test_a_mistake_before_the_first_part_can_be_mended(texts, tmp_path):
+    with pytest.raises(ConfigError, match="there is no file"):
+        prepare(texts, tmp_path / "out", tokenizer="nowhere.json")
+    prepare(texts, tmp_path / "out")
+
+
+def test_small_files_share_a_part(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:02d}.jsonl").write_text(json.dumps({"text": f"record {number}"}) + "\n")
+    prepare(folder, tmp_path / "out", part_bytes=None, eval_fraction=0.0)
+    assert len(list((tmp_path / "out" / "train").iterdir())) == 3
+    found = read_back(tmp_path / "out")
+    assert found == [(f"record {number}", f"in/{number:02d}.jsonl", 1) for number in range(60)]
+
+
+def test_masked_windows_of_arrays_without_ends_do_not_leak(tmp_path):
+    """A document's first input is an end of document, also where the tokens that were given have none."""
+    for name in ("a", "b"):
+        np.save(tmp_path / f"{name}.npy", np.arange(1, 41, dtype=np.uint16))
+    settings = {"tokenizer": None, "vocab_size": 50, "reading": Reading(end_id=0), "eval_fraction": 0.0}
+    prepare([tmp_path / "a.npy", tmp_path / "b.npy"], tmp_path / "out", **settings)
+    batch = Windows(open_prepared(tmp_path / "out").stream("train"), 16, document_mask=True).read(range(5))
+    inputs, targets = batch["tokens"].ravel(), batch["targets"].ravel()
+    assert (targets == np.tile(np.arange(1, 41), 2)).all()
+    assert (inputs == np.tile(np.arange(40), 2)).all() and batch["positions"].ravel()[40] == 0
+
+
+def test_a_library_that_is_missing_is_named(lines, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxmnt\[data\]'"):
+        prepare(lines[0], tmp_path / "out", train_tokenizer=400)
+
+
+def test_files_of_the_same_name_are_all_kept(tmp_path):
+    for folder in ("a/src", "b/src"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "x.txt").write_text(folder)
+    prepare([tmp_path / "a/src", tmp_path / "b/src"], tmp_path / "out", eval_fraction=0.0)
+    assert [text for text, *_ in read_back(tmp_path / "out")] == ["a/src", "b/src"]
+
+
+def test_unigram_is_the_entropy_of_the_text(tmp_path):
+    (tmp_path / "a").write_text("ab" * 50_000)
+    prepare(tmp_path / "a", tmp_path / "o", eval_fraction=0.0)
+    assert open_prepared(tmp_path / "o").unigram_nats("train") == pytest.approx(np.log(2), rel=0.02)
+
+
+# -- damage to what was prepared
+
+
+@pytest.mark.parametrize("damage", ["manifest", "shard", "short", "flip", "boundaries"])
+def test_damaged_data_is_refused(prepared, tmp_path, damage):
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    shard = next(iter(sorted((copy / "train").glob("tokens-*"))))
+    if damage == "manifest":
+        (copy / "manifest.json").unlink()
+    elif damage == "shard":
+        shard.unlink()
+    elif damage == "short":
+        np.save(shard, np.zeros(3, np.uint16))
+    elif damage == "boundaries":
+        shard.with_name(shard.name.replace("tokens", "documents")).write_bytes(b"")
+    else:
+        raw = bytearray(shard.read_bytes())
+        raw[-1] ^= 1
+        shard.write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"data\.path: .*(no manifest|cannot be read|has 3 tokens|SHA-256)"):
+        data = open_prepared(copy)
+        _ = data.stream("train").document_starts
+        data.verify()
+    assert damage != "flip" or open_prepared(copy).stream("train")  # found only when asked for
+
+
+def test_prepare_command(texts, tmp_path):
+    out = tmp_path / "out"
+    result = command("jaxmnt.prepare", "--input", str(texts), "--output", str(out), "--suffix", ".txt")
+    assert result.returncode == 0, result.stderr
+    assert json.loads((out / "manifest.json").read_text())["vocab_size"] == 257
+    assert f"data.path={out}" in result.stdout
+    (out / "work").mkdir()  # as if it had been killed just before it took this away
+    again = command("jaxmnt.prepare", "--input", str(texts), "--output", str(out))
+    assert not (out / "work").exists()
+    assert again.returncode == 2 and "is prepared already" in again.stderr
+    nothing = command("jaxmnt.prepare", "--input", str(texts), "--output", str(tmp_path / "o2"), "--suffix", ".md")
+    assert nothing.returncode == 2 and "no file ending in .md" in nothing.stderr
+    wrong = command("jaxmnt.prepare", "--input", str(texts), "--output", str(texts))
+    assert wrong.returncode == 2 and "is no prepared data" in wrong.stderr
