@@ -18,9 +18,11 @@ import grain
 import numpy as np
 from array_record.python import array_record_module
 
-from jaxmnt.data.batches import training_rows
-from jaxmnt.data.store import FORMAT, MANIFEST, VERSION, SplitWriter, open_prepared
-from jaxmnt.data.tokenizer import Bytes
+from jaxmnt.config.load import parse_config
+from jaxmnt.data.batches import TrainingData, training_rows
+from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.documents import Reading
+from jaxmnt.data.sources import open_sources
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens = np.random.default_rng(0).integers(0, 257, options.tokens, np.uint16)
     with tempfile.TemporaryDirectory() as folder:
-        ours = write_prepared(tokens, Path(folder) / "prepared")
+        ours = write_prepared(tokens, Path(folder))
         records = write_records(tokens, Path(folder) / "records", options.length)
         result = {
             "flat_tokens_per_core_second": rate(flat_batches(ours, options), options),
@@ -55,25 +57,17 @@ def rate(batches, options: argparse.Namespace) -> float:
 
 
 def write_prepared(tokens: np.ndarray, folder: Path) -> Path:
-    tokenizer = Bytes()
-    splits = {}
-    for split in ("train", "eval"):
-        writer = SplitWriter(folder / split, tokenizer)
-        if split == "train":
-            for document in np.split(tokens, 1024):
-                writer.add(document)
-        splits[split] = writer.close()
-    manifest = {"format": FORMAT, "version": VERSION, "vocab_size": 257, "splits": splits}
-    manifest["tokenizer"] = {"name": "bytes", "end_of_document": 256}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return folder
+    np.save(folder / "tokens.npy", tokens)
+    settings = Settings(tokenizer=None, vocab_size=257, reading=Reading(end_id=256), eval_fraction=0.0)
+    build(Selection([folder / "tokens.npy"]), folder / "prepared", settings, lambda *progress: None)
+    return folder / "prepared"
 
 
 def flat_batches(folder: Path, options: argparse.Namespace):
-    return training_rows(
-        open_prepared(str(folder)), seed=0, rows=range(options.rows), global_rows=options.rows, length=options.length,
-        document_mask=False, start_step=0, prefetch=2,
-    )  # fmt: skip
+    data = {"path": str(folder), "global_batch_size": options.rows, "sequence_length": options.length}
+    config = parse_config({"data": data})
+    training = TrainingData(config, open_sources(config.data))
+    return training_rows(training, range(options.rows), 0, prefetch=2, threads=2)
 
 
 def write_records(tokens: np.ndarray, path: Path, length: int) -> Path:

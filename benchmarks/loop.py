@@ -65,8 +65,9 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     import numpy as np
 
     from jaxmnt.config import load_config
+    from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.feed import StopFlag
-    from jaxmnt.data.store import open_prepared
+    from jaxmnt.data.sources import open_sources
     from jaxmnt.program.compiled import compile_program
     from jaxmnt.runtime.inputs import fit_to_data, training_feed
     from jaxmnt.train import train
@@ -76,10 +77,10 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
         return load_config(HERE / "tiny.yaml", [*settings, f"train.stop_after={options.steps + 3}", *options.settings])
 
     config = config_of(-1)
-    data = open_prepared(config.data.path)
+    data = open_sources(config.data)
     config = fit_to_data(config, data)
     program = compile_program(config, data.vocab_size)
-    batch, _ = training_feed(config, data, program, 0).take()
+    batch, _ = training_feed(config, TrainingData(config, data), program, 0).take()
     batch |= {"stop": StopFlag(program.flag_sharding).array(False)}
 
     def bare() -> float:
@@ -95,8 +96,10 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     def loop(number: int) -> float:
         train(config_of(number))
         lines = [json.loads(line) for line in (folder / str(number) / "metrics.jsonl").read_text().splitlines()]
+        waits.extend(line["data_wait_seconds"] / line["step_seconds"] for line in lines[3:] if line["kind"] == "train")
         return options.steps / (lines[-1]["time"] - lines[2]["time"])
 
+    waits: list[float] = []
     rounds = []
     for number in range(options.rounds):
         before, real, after = bare(), loop(number), bare()
@@ -104,6 +107,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     ratios = np.array([real / plain for real, plain in rounds])
     return {
         "step_milliseconds": 1e3 / float(np.median([plain for _, plain in rounds])),
+        "data_wait_share_median": float(np.median(waits)),
         "loop_over_bare_median": float(np.median(ratios)),
         "loop_over_bare_rounds": [round(float(ratio), 4) for ratio in ratios],
     }
