@@ -248,6 +248,7 @@ def _do_parts(job: Job, parts: list[Part], tokenizer: Tokenizer | None, workers:
     left = [part for part in parts if not record_path(job.work, part.number).exists()]
     done_before = sum(_bytes(job, part) for part in parts) - sum(_bytes(job, part) for part in left)
     show = lambda done: progress("preparing", min(done_before + done, total), total)
+    show(0)
     description = None if tokenizer is None else tokenizer.description
     for _ in run(left, partial(_make_work, job, description), workers, show):
         pass
