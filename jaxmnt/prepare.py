@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from jaxmnt.data.preparation import Settings
     from jaxmnt.telemetry.progress import StatusLine
 
+_BAR = 24
+"""Characters of the progress bar."""
+
 _EPILOG = """\
 Inputs are told apart by their names: .jsonl and .ndjson (also .gz and .zst), .parquet, .npy and .bin (token arrays);
 everything else is text, a file a document. Killed half-way, the same command goes on where it stopped.
@@ -84,7 +87,9 @@ class _Rate:
         rate = (done - before) / max(1e-9, time.monotonic() - since)
         if rate:
             eta = duration((total - done) / rate)
-            status.update(f"{what}: {done / max(1, total):4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
+            share = done / max(1, total)
+            bar = "█" * round(share * _BAR) + "░" * (_BAR - round(share * _BAR))
+            status.update(f"{what} {bar} {share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
