@@ -94,7 +94,7 @@ class _Rate:
 
 def _settings(options: argparse.Namespace) -> "Settings":
     from jaxmnt.data.preparation import Settings
-    from jaxmnt.data.preparation.documents import Reading
+    from jaxmnt.data.preparation.document import Reading
 
     trained, own_ids = options.train_tokenizer, options.vocab_size is not None
     if trained is not None and options.tokenizer is not None:

@@ -6,7 +6,7 @@ ChatML; where the tokenizer knows <|im_start|> and <|im_end|> as special tokens,
 
 from typing import Any
 
-from jaxmnt.data.preparation.segments import BadRecordError, Segment
+from jaxmnt.data.preparation.document import BadRecordError, Segment
 
 _ROLES = ("system", "user", "assistant", "tool")
 

@@ -144,7 +144,7 @@ def _pieces(number: int, file: Input, token_bytes: int, part_bytes: int) -> list
 
 
 def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
-    from jaxmnt.data.preparation.documents import open_parquet
+    from jaxmnt.data.preparation.parquet import open_parquet
 
     metadata = open_parquet(file).metadata
     pieces, first, gathered = [], 0, 0

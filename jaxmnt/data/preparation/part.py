@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmnt.data.preparation.documents import Document, Reading, Report, read_part
+from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Part
-from jaxmnt.data.preparation.segments import BadRecordError, Segment
+from jaxmnt.data.preparation.reader import read_part
 from jaxmnt.data.preparation.shards import SHARD_TOKENS, ShardWriter, cannot_write, save_array, write_json
 from jaxmnt.data.store import SPLITS
 from jaxmnt.data.tokenizer import Tokenizer

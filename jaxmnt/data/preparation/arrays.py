@@ -1,0 +1,50 @@
+"""Token arrays: a document ends with its end token, or after a block."""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxmnt.data.preparation.document import Document, Reading, Report, Segment
+from jaxmnt.data.preparation.inputs import Input, Piece, open_tokens
+from jaxmnt.errors import ConfigError
+
+TOKEN_BLOCK = 2**20
+"""An array in which no document ends within so many tokens is cut there."""
+
+
+def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+    """The documents that begin in this stretch. Held out by place, so that a changed token moves no document."""
+    array = open_tokens(file, f"u{reading.token_bytes}")
+    assert reading.end_id is not None
+    number = 0
+    start = 0 if piece.start == 0 else _after_end(array, piece.start - 1, reading.end_id)
+    while start < piece.stop:
+        stop = _after_end(array, start, reading.end_id)
+        number += 1
+        _check_ids(file, array[start:stop], start, reading.vocab_size)
+        key = hashlib.sha256(f"{file.name}/{start}".encode()).digest()
+        report.advance((stop - start) * array.dtype.itemsize)
+        yield Document(piece.file, number, key, [Segment(array[start:stop])], closed=True)
+        start = stop
+    report.records[piece.file] = number
+
+
+def _check_ids(file: Input, tokens: np.ndarray, start: int, vocab_size: int) -> None:
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(wrong):
+        raise ConfigError(
+            f"--input: {file.path} holds the id {tokens[wrong[0]]} at element {start + wrong[0]}, which the vocabulary "
+            f"of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
+        )
+
+
+def _after_end(array: np.ndarray, start: int, end_id: int) -> int:
+    """Where the document that holds `start` stops: after its end token, or where a block of the file stops."""
+    stop = min((start // TOKEN_BLOCK + 1) * TOKEN_BLOCK, len(array))
+    step = 2**12
+    for first in range(start, stop, step):
+        found = np.flatnonzero(array[first : min(first + step, stop)] == end_id)
+        if len(found):
+            return first + int(found[0]) + 1
+    return stop

@@ -1,0 +1,75 @@
+"""Whose turn it is to write an output, and whether it may be gone on with."""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.data.preparation.inputs import Input
+from jaxmnt.data.preparation.settings import Settings
+from jaxmnt.data.preparation.shards import write_json
+from jaxmnt.data.store import MANIFEST, SPLITS, VERSION, file_digest
+from jaxmnt.data.tokenizer import TOKENIZER_FILE
+from jaxmnt.errors import ConfigError
+
+
+@contextmanager
+def claimed(output: Path, work: Path) -> Iterator[None]:
+    """Inside, no other process prepares the same output, and it is not finished."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--output: another process is preparing {output}; wait for it") from None
+        check_output(output, work)  # another process may have finished just now
+        yield
+
+
+def check_output(output: Path, work: Path) -> None:
+    if (output / MANIFEST).exists():
+        shutil.rmtree(work, ignore_errors=True)  # in case it was killed after the last step but this
+        raise ConfigError(f"--output: {output} is prepared already; choose another folder, or remove it")
+    if output.exists() and not work.is_dir() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output: {output} exists already and is no prepared data; choose another folder")
+
+
+def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
+    """What determines the output. Skipping bad records or not changes no part that is done."""
+    given = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
+    path = Path(settings.tokenizer or "")
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    plan = {
+        "version": VERSION,
+        "settings": given | {"tokenizer_sha256": file_digest(path) if path.is_file() else None},
+        "inputs": [[file.name, str(file.path), file.size, file.path.stat().st_mtime_ns] for file in inputs],
+    }
+    return dict(json.loads(json.dumps(plan)))
+
+
+def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings) -> None:
+    """Writes down what is prepared, or refuses to go on with something else that is half done."""
+    plan, path = _plan(inputs, settings), work / "plan.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if before != plan:
+        if before is not None and any(work.glob("part-*.json")):
+            changed = sorted(name for name in plan if before.get(name) != plan[name])
+            raise ConfigError(
+                f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; "
+                "give the same command to go on with it, or remove the folder"
+            )
+        (output / TOKENIZER_FILE).unlink(missing_ok=True)
+        write_json(path, plan)
+    for split in SPLITS:
+        (output / split).mkdir(exist_ok=True)
+
+
+def check_unchanged(work: Path, inputs: list[Input], settings: Settings) -> None:
+    if json.loads((work / "plan.json").read_text(encoding="utf-8")) != _plan(inputs, settings):
+        raise ConfigError(
+            "--input: files were changed while they were being prepared; remove the output and prepare them again"
+        )

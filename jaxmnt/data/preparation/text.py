@@ -1,0 +1,82 @@
+"""Text files: a file is a document, read and encoded in stretches."""
+
+import codecs
+import hashlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.data.preparation.inputs import Input, Piece
+from jaxmnt.errors import ConfigError
+
+TEXT_PIECE = 2**20
+"""Text files are read and encoded in stretches of about so many bytes, cut after a line."""
+
+
+def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+    report.records[piece.file] = 1
+    with file.path.open("rb") as stream:
+        first = stream.read(TEXT_PIECE)
+        if b"\0" in first:
+            report.binary.append(file.name)
+            report.advance(file.size)
+            return
+        if not first:
+            report.empty += 1
+            return
+        digest = hashlib.sha256(first)
+        while block := stream.read(TEXT_PIECE):
+            digest.update(block)
+        stream.seek(0)
+        try:
+            _check_utf8(file, stream, reading, report)
+        except BadRecordError as error:
+            report.on_bad(error)
+            report.advance(file.size)
+            return
+        stream.seek(0)
+        yield Document(piece.file, 1, digest.digest(), _text_segments(file, stream, report))
+
+
+def _check_utf8(file: Input, stream: BinaryIO, reading: Reading, report: Report) -> None:
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        while block := stream.read(TEXT_PIECE):
+            decoder.decode(block)
+            place += len(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        if not reading.replace_invalid:
+            raise BadRecordError(f"{file.path}: not valid UTF-8 near byte {place + error.start}") from error
+        report.replaced += 1
+
+
+def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Segment]:
+    rest = b""
+    while block := _read_block(file, stream):
+        report.advance(len(block))
+        block = rest + block
+        cut = block.rfind(b"\n") + 1 if len(block) >= TEXT_PIECE else len(block)
+        cut = cut or _whole_characters(block)
+        yield Segment(block[:cut].decode("utf-8", errors="replace"))
+        rest = block[cut:]
+    if rest:
+        yield Segment(rest.decode("utf-8", errors="replace"))
+
+
+def _read_block(file: Input, stream: BinaryIO) -> bytes:
+    """Reads on. Raised by whoever takes the segments, an OSError would pass for one of the output."""
+    try:
+        return stream.read(TEXT_PIECE)
+    except OSError as error:
+        raise ConfigError(f"--input: {file.path} cannot be read: {error.strerror or error}") from error
+
+
+def _whole_characters(block: bytes) -> int:
+    """The length of `block` without a character that is cut off at its end."""
+    for back in range(1, min(4, len(block)) + 1):
+        byte = block[-back]
+        if byte & 0xC0 != 0x80:
+            wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return len(block) - back if wanted > back else len(block)
+    return len(block)
