@@ -270,13 +270,15 @@ def test_a_stage_dir_that_cannot_be_written_is_named(tiny, tmp_path):
         train(tiny(f"data.stage_dir={tmp_path / 'file'}"), devices=jax.devices()[:1])
 
 
-@pytest.mark.parametrize("damage", ["missing", "boundaries", "flipped"])
-def test_damage_on_one_host_is_named_to_all(tiny_file, prepared, tmp_path, damage):
-    """Each process stands in a folder of its own, where `data` is that host's copy; the second's is not whole."""
+@pytest.mark.parametrize(
+    ("damage", "process"), [("missing", 1), ("missing", 0), ("boundaries", 1), ("flipped", 1), ("flipped", 0)]
+)
+def test_damage_on_one_host_is_named_to_all(tiny_file, prepared, tmp_path, damage, process):
+    """Each process stands in a folder of its own, where `data` is that host's copy; one is not whole."""
     for host in ("a", "b"):
         shutil.copytree(prepared, tmp_path / host / "data")
     kind = "documents" if damage == "boundaries" else "tokens"
-    shard = sorted((tmp_path / "b" / "data" / "train").glob(f"{kind}-*"))[2]
+    shard = sorted((tmp_path / "ab"[process] / "data" / "train").glob(f"{kind}-*"))[2]
     if damage == "flipped":
         raw = bytearray(shard.read_bytes())
         raw[-1] ^= 1
@@ -306,7 +308,7 @@ def test_damage_on_one_host_is_named_to_all(tiny_file, prepared, tmp_path, damag
     what = "is damaged: its SHA-256" if damage == "flipped" else "cannot be read (No such file"
     for err, code in results:
         assert code == 2 and f"data/train/{shard.name} {what}" in err, err
-    assert "process 1" in results[0][0]
+    assert all(f"process {process}" in err for err, _ in results)
 
 
 def free_port() -> int:

@@ -343,8 +343,20 @@ def test_odd_text_files(tmp_path):
         (lambda p: np.save(p / "t.npy", np.zeros(3)), {"vocab_size": 50}, r"1-dimensional float64; token arrays are"),
         (lambda p: np.save(p / "t.npy", np.arange(3)), {}, r"t\.npy is a token array; give --vocab-size and --end-id"),
         (lambda p: (p / "t.bin").write_bytes(b"abc"), {"vocab_size": 50}, r"t\.bin is no token array"),
-        (lambda p: (p / "t.parquet").write_bytes(b"no"), {}, r"t\.parquet is no Parquet file or damaged"),
+        (lambda p: (p / "t.parquet").write_bytes(b"no"), {}, r"t\.parquet cannot be read as Parquet"),
         (lambda p: (p / "t.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-9]), {}, r"is damaged after"),
+        (
+            lambda p: np.save(p / "t.npy", np.arange(3)),
+            {"tokenizer": "bytes"},
+            r"t\.npy is a token array; give --vocab-si",
+        ),
+        (
+            lambda p: (p / "t").write_text("a"),
+            {"end_token": "x"},
+            r"--end-token: bytes have an end of document of their",
+        ),
+        (lambda p: (p / "t").write_text("a"), {"reading": Reading(chat=True)}, r"--chat: .*in/t holds no records"),
+        (lambda p: np.savez((p / "t.npy").open("wb"), a=[1]), {"vocab_size": 50}, r"t\.npy is no token array"),
         (lambda p: (p / "t.npy").write_bytes(b""), {"vocab_size": 50}, r"t\.npy is no token array"),
         (lambda p: (p / "t.jsonl").write_text(""), {"train_tokenizer": 400}, r"has no text to train on"),
         (
@@ -424,7 +436,7 @@ def test_input_that_changes_meanwhile_is_noticed(texts, tmp_path):
         (texts / "0.txt").write_text("something else")
 
     settings = Settings(part_bytes=2000)
-    with pytest.raises(ConfigError, match="files were changed while they were being prepared"):
+    with pytest.raises(ConfigError, match=r"0\.txt was changed or taken away while"):
         build(Selection([texts]), tmp_path / "out", settings, touch)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -444,6 +456,48 @@ def test_a_mistake_before_the_first_part_can_be_mended(texts, tmp_path):
     with pytest.raises(ConfigError, match="there is no file"):
         prepare(texts, tmp_path / "out", tokenizer="nowhere.json")
     prepare(texts, tmp_path / "out")
+
+
+def test_what_a_stopped_attempt_with_other_settings_left_is_gone(texts, tmp_path):
+    (texts / "z.jsonl").write_text("{\n")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        prepare(texts, tmp_path / "out", eval_fraction=0.5, part_bytes=10**9)
+    assert list((tmp_path / "out" / "eval").iterdir())
+    prepare(texts, tmp_path / "out", eval_fraction=0.0, skip_bad=True)
+    prepare(texts, tmp_path / "again", eval_fraction=0.0, skip_bad=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
+
+
+def test_links_are_followed_and_names_are_told_apart_in_any_case(tmp_path):
+    for folder in ("in", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "elsewhere" / "A.JSONL").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "round").symlink_to(tmp_path / "in")
+    prepare(tmp_path / "in", tmp_path / "out", eval_fraction=0.0)
+    assert read_back(tmp_path / "out") == [("one", "in/link/A.JSONL", 1), ("two", "in/link/A.JSONL", 2)]
+
+
+def test_arrays_of_several_types(tmp_path):
+    for name, dtype in (("a", np.uint64), ("b", np.int8), ("c", np.dtype(">i4"))):
+        np.save(tmp_path / f"{name}.npy", np.arange(100).astype(dtype))
+    settings = {"tokenizer": None, "vocab_size": 100, "reading": Reading(end_id=99), "eval_fraction": 0.0}
+    prepare([tmp_path / f"{name}.npy" for name in "abc"], tmp_path / "out", shard_tokens=10**6, **settings)
+    stream = open_prepared(tmp_path / "out").stream("train")
+    found = np.empty(stream.tokens, np.int64)
+    stream.read(0, found)
+    assert (found == np.tile(np.arange(100), 3)).all() and len(stream.document_starts) == 3
+
+
+def test_a_tokenizer_whose_end_can_occur_in_text_is_refused(texts, tmp_path):
+    prepare(texts, tmp_path / "tokenizer", train_tokenizer=400)
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    for token in tree["added_tokens"]:
+        token["special"] = False
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"--end-token: '<\|endoftext\|>' of .* can occur in text"):
+        prepare(texts, tmp_path / "out", tokenizer=str(path))
 
 
 def test_small_files_share_a_part(tmp_path):

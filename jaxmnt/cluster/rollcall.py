@@ -242,7 +242,7 @@ def _report(identity: Identity, hello: Hello, deadline: float, timeout: float) -
         time.sleep(_RETRY_SECONDS)
     raise PeerError(
         f"process 0 did not answer at {identity.coordinator} within {timeout:g} s ({reason}); "
-        "check cluster.coordinator and that process 0 was started"
+        "check cluster.coordinator and that process 0 was started and has not stopped with an error of its own"
     )
 
 

@@ -3,9 +3,11 @@
 The only module that touches JAX's coordination service.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -20,6 +22,8 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
 
 BARRIER_SECONDS = 300.0
+_HEARING_SECONDS = 10.0
+_GOING_LAST_SECONDS = 1.0
 
 _SIGNS_OF_A_LOST_PEER = (
     "Gloo",
@@ -117,11 +121,21 @@ def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: 
             f"{key}/{identity.process_id:06d}", f"{int(trouble.exit_code)} {identity.label}: {trouble}"
         )
     barrier(name, identity, seconds)
+    try:
+        said = [text for _, text in sorted(client.key_value_dir_get(key))]
+    except Exception as error:
+        raise PeerError(f"process 0 is gone at barrier '{name}': {error}") from error
+    if not said:
+        return
+    # Everyone is about to leave. Process 0 serves the others until they have heard, and goes last.
+    with contextlib.suppress(PeerError):
+        barrier(f"{name}: heard", identity, _HEARING_SECONDS)
+    if identity.process_id == 0:
+        time.sleep(_GOING_LAST_SECONDS)
     if trouble is not None:
         raise trouble
-    for _, said in sorted(client.key_value_dir_get(key)):
-        code, _, text = said.partition(" ")
-        raise (ConfigError if int(code) == ExitCode.CONFIG else UserError)(text)
+    code, _, text = said[0].partition(" ")
+    raise (ConfigError if int(code) == ExitCode.CONFIG else UserError)(text)
 
 
 def share(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:

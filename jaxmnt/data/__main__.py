@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
     sections.append(inspection.mixture_table(config, training))
     step = 1 if options.batch is None else options.batch
     for name, number in (("--batch", step), ("--rows", options.rows)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}: {number} is too small; give 1 or more")
+        if number is not None and not 1 <= number < 2**40:
+            raise ConfigError(f"{name}: {number} is out of range; give 1 or more, as metrics.jsonl counts")
     tokenizer = (
         None
         if sources.tokenizer["name"] in ("none", "synthetic")

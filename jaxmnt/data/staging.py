@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxmnt.data.store import MANIFEST, PreparedData, open_prepared
 from jaxmnt.errors import ConfigError, UserError
@@ -70,9 +71,16 @@ def _copy(source: Path, target: Path) -> str:
     except OSError as error:
         raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error
     with reading, target.open("wb") as writing:
-        while piece := reading.read(_PIECE):
+        while piece := _read(reading, source):
             digest.update(piece)
             writing.write(piece)
         writing.flush()
         os.fsync(writing.fileno())
     return digest.hexdigest()
+
+
+def _read(reading: BinaryIO, source: Path) -> bytes:
+    try:
+        return reading.read(_PIECE)
+    except OSError as error:
+        raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error

@@ -152,7 +152,13 @@ class PreparedData:
         return TokenStream(tokens, lambda: self._document_starts(split), end, learn)
 
     def check(self) -> None:
-        """Opens every file, so that one that is missing or too short is named before anything else happens."""
+        """Looks for every file, so that one that is missing or too short is named before anything else happens."""
+        for name, _ in self.files():
+            if not (self.path / name).is_file():
+                raise ConfigError(
+                    f"data.path: {self.path / name} cannot be read (No such file or directory); "
+                    "copy it again or prepare the data again"
+                )
         for split in SPLITS:
             self.stream(split)
             for shard in self.manifest["splits"][split]["shards"]:

@@ -77,6 +77,11 @@ class HuggingFace:
         end = self._plain.token_to_id(self._end_token)
         assert end is not None
         self.end_of_document = int(end)
+        if self.end_of_document in self.encode_batch([self._end_token])[0]:
+            raise ConfigError(
+                f"--end-token: {self._end_token!r} of {path} can occur in text, which would end there; "
+                "name a special token"
+            )
         # Ids may have gaps: what counts is the largest.
         self.vocab_size = max(self.vocab_size, 1 + max(self._plain.get_vocab(with_added_tokens=True).values()))
         self._digest = hashlib.sha256(text.encode()).hexdigest()
@@ -150,6 +155,8 @@ def make_tokenizer(description: dict[str, Any], folder: Path) -> Tokenizer:
 def choose_tokenizer(given: str, end_token: str | None) -> Tokenizer:
     """The tokenizer that the command line names: bytes, or the path of a tokenizer.json."""
     if given == "bytes":
+        if end_token is not None:
+            raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
         return Bytes()
     path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
     if not path.exists():

@@ -23,7 +23,7 @@ def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> 
         stop = _after_end(array, start, reading.end_id)
         number += 1
         _check_ids(file, array[start:stop], start, reading.vocab_size)
-        key = hashlib.sha256(f"{file.name}/{start}".encode()).digest()
+        key = hashlib.sha256(f"{file.name}/{start}".encode("utf-8", "surrogateescape")).digest()
         report.advance((stop - start) * array.dtype.itemsize)
         yield Document(piece.file, number, key, [Segment(array[start:stop])], closed=True)
         start = stop

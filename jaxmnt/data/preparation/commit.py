@@ -44,7 +44,9 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
             before[int(file)] = before.get(int(file), 0) + number
     summary = _summary(records, splits)
     if not splits["train"]["tokens"]:
-        raise ConfigError("--input: nothing was found for training; give more text or lower --eval-fraction")
+        raise ConfigError(
+            "--input: nothing was found for training; give more text, or remove the output and lower --eval-fraction"
+        )
     write_text(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
     counts = sum(np.load(counts_path(job.work, part.number)) for part in parts)

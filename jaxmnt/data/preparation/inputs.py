@@ -43,6 +43,8 @@ class Input(NamedTuple):
     path: Path
     kind: Kind
     size: int
+    changed: int
+    """When, in nanoseconds, by the file system."""
 
 
 class Piece(NamedTuple):
@@ -75,7 +77,12 @@ def find_inputs(selection: Selection, output: Path) -> list[Input]:
             continue
         if not root.is_dir():
             raise ConfigError(f"--input: there is no file or folder {root}")
-        for folder, folders, files in os.walk(root, onerror=unreadable):
+        visited: set[Path] = set()  # links may lead round in circles
+        for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
+            if (here := Path(folder).resolve()) in visited:
+                folders.clear()
+                continue
+            visited.add(here)
             folders[:] = sorted(name for name in folders if not _matches(name, selection.excludes))
             for name in sorted(files):
                 path = Path(folder) / name
@@ -85,7 +92,19 @@ def find_inputs(selection: Selection, output: Path) -> list[Input]:
     if not found:
         what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
         raise ConfigError(f"--input: no file{what} below {', '.join(map(str, selection.inputs))}")
-    return [Input(name, path, _kind(path), path.stat().st_size) for name, path in sorted(found.values())]
+    return [_describe(name, path) for name, path in sorted(found.values())]
+
+
+def _describe(name: str, path: Path) -> Input:
+    status = path.stat()
+    return Input(name, path, _kind(path), status.st_size, status.st_mtime_ns)
+
+
+def is_unchanged(file: Input) -> bool:
+    try:
+        return _describe(file.name, file.path) == file
+    except OSError:
+        return False
 
 
 def cut_into_parts(inputs: Sequence[Input], token_bytes: int, part_bytes: int | None = None) -> list[Part]:
@@ -115,7 +134,7 @@ def open_tokens(file: Input, dtype: str) -> np.ndarray:
     """The token array of a .npy or raw .bin file, memory-mapped; one-dimensional integers."""
     try:
         if file.path.suffix == ".npy":
-            array: np.ndarray = np.load(file.path, mmap_mode="r", allow_pickle=False)
+            array: np.ndarray = np.lib.format.open_memmap(file.path, mode="r")
         else:
             array = np.memmap(file.path, np.dtype(dtype), "r") if file.size else np.zeros(0, dtype)
     except (OSError, ValueError, EOFError) as error:
@@ -157,7 +176,7 @@ def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, 
 
 
 def _kind(path: Path) -> Kind:
-    suffixes = [suffix for suffix in _KINDS if path.name.endswith(suffix)]
+    suffixes = [suffix for suffix in _KINDS if path.name.lower().endswith(suffix)]
     return _KINDS[max(suffixes, key=len)] if suffixes else "text"
 
 

@@ -12,6 +12,11 @@ from jaxmnt.data.preparation.inputs import Input, Piece
 from jaxmnt.data.preparation.record import documents_of
 from jaxmnt.errors import ConfigError
 
+_COMPRESSED_PIECE = 2**12
+"""Bytes that are decompressed at a time: a few may become very many."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
 
 def read_lines(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
     """The lines that begin in this stretch of the file."""
@@ -24,6 +29,7 @@ def read_lines(file: Input, piece: Piece, reading: Reading, report: Report) -> I
         while stream.tell() < piece.stop and (line := stream.readline()):
             number += 1
             report.advance(len(line))
+            line = line.removeprefix(_BYTE_ORDER_MARK) if stream.tell() == len(line) else line
             yield from _line(line, number, piece.file, name, reading, report)
         report.records[piece.file] = number
 
@@ -34,6 +40,7 @@ def read_compressed(file: Input, piece: Piece, reading: Reading, report: Report)
         try:
             for line in _decompress(file, raw):
                 number += 1
+                line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
                 report.advance(raw.tell() - read)
                 read = raw.tell()
                 yield from _line(line, number, piece.file, lambda line: f"{file.path}:{line}", reading, report)
@@ -48,13 +55,15 @@ def _decompress(file: Input, raw: BinaryIO) -> Iterator[bytes]:
         with gzip.open(raw) as lines:
             yield from lines
         return
-    rest = b""
+    pieces: list[bytes] = []  # of a line that is not at its end
     for block in _zstandard_blocks(file, raw):
-        *whole, rest = (rest + block).split(b"\n")
-        for line in whole:
-            yield line + b"\n"
-    if rest:
-        yield rest
+        *ends, rest = block.split(b"\n")
+        for end in ends:
+            yield b"".join([*pieces, end, b"\n"])
+            pieces = []
+        pieces.append(rest)
+    if any(pieces):
+        yield b"".join(pieces)
 
 
 def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
@@ -66,7 +75,7 @@ def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
             f"--input: {file.path} needs zstandard; install it with: pip install 'jaxmnt[data]'"
         ) from error
     frame = None
-    while block := raw.read(2**18):
+    while block := raw.read(_COMPRESSED_PIECE):
         while block:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             yield frame.decompress(block)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmnt.data.preparation.document import Document, Reading, Report
+from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
 from jaxmnt.data.preparation.record import documents_of
 from jaxmnt.errors import ConfigError
@@ -18,8 +18,8 @@ def open_parquet(file: Input) -> Any:
     try:
         # Without these a whole column of a row group would be held at a time.
         return parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)
-    except ArrowException as error:
-        raise ConfigError(f"--input: {file.path} is no Parquet file or damaged: {error}") from error
+    except (ArrowException, OSError) as error:
+        raise ConfigError(f"--input: {file.path} cannot be read as Parquet: {error}") from error
 
 
 def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
@@ -33,28 +33,38 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
         [reading.text_field] if not reading.chat else [n for n in ("messages", "prompt", "completion") if n in known]
     )
     if not set(wanted) <= set(known) or not wanted:
-        raise ConfigError(f"--input: {file.path} has no column {reading.text_field}; its columns: {', '.join(known)}")
+        lacking = "messages, or prompt and completion" if reading.chat else reading.text_field
+        raise ConfigError(f"--input: {file.path} has no column {lacking}; its columns: {', '.join(known)}")
     number, share = 0, file.size // max(1, parquet.metadata.num_rows)
     for batch in parquet.iter_batches(64, row_groups=groups, columns=wanted, use_threads=False):
-        for record in _records_of(batch, file, before + number, reading):
+        for record in _records_of(batch, reading):
             number += 1
             report.advance(share)
+            if isinstance(record, UnicodeDecodeError):
+                report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8: {record.reason}"))
+                continue
             yield from documents_of(record, number, piece.file, name, reading, report)
     report.records[piece.file] = rows
 
 
-def _records_of(batch: Any, file: Input, before: int, reading: Reading) -> Iterator[Any]:
-    """The rows of a batch. Text is taken as bytes, because Parquet files are not checked for being UTF-8."""
+def _records_of(batch: Any, reading: Reading) -> Iterator[Any]:
+    """The rows of a batch; in place of one that cannot be decoded, the error.
+
+    Text by itself is taken as bytes, because Parquet files are not checked for being UTF-8.
+    """
     import pyarrow
 
+    if reading.chat:
+        for row in range(len(batch)):
+            try:
+                yield batch.slice(row, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield error
+        return
     column = batch.column(0)
-    if not reading.chat and pyarrow.types.is_string(column.type):
+    if pyarrow.types.is_string(column.type):
         column = column.cast(pyarrow.binary())
-    elif not reading.chat and pyarrow.types.is_large_string(column.type):
+    elif pyarrow.types.is_large_string(column.type):
         column = column.cast(pyarrow.large_binary())
-    try:
-        yield from ({reading.text_field: value.as_py()} for value in column) if not reading.chat else batch.to_pylist()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--input: {file.path}: not valid UTF-8 in rows {before + 1} to {before + len(batch)}; mend the file"
-        ) from error
+    for value in column:
+        yield {reading.text_field: value.as_py()}

@@ -74,7 +74,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         )
         for split in SPLITS
     }  # fmt: skip
-    counts = {split: _Counts(job.vocab_size) for split in SPLITS}
+    counts = {split: _Counts(job.vocab_size, job.dtype) for split in SPLITS}
     try:
         for document, encoded in _encoded(job, read_part(part, job.inputs, job.reading, report), tokenizer):
             split = "eval" if _held_out(document.key, job.eval_fraction) else "train"
@@ -105,13 +105,14 @@ def held_out_documents(job: Job, part: Part, advance: Callable[[int], None]) -> 
 class _Counts:
     """How often each token occurs. Tokens are counted many at a time, since counting few costs a whole vocabulary."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, dtype: np.dtype):
         self._totals = np.zeros(vocab_size, np.int64)
+        self._dtype = dtype
         self._waiting: list[np.ndarray] = []
         self._tokens = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        self._waiting.append(tokens)
+        self._waiting.append(tokens.astype(self._dtype, copy=False))
         self._tokens += len(tokens)
         if self._tokens >= 2**20:
             self.total()

@@ -1,6 +1,7 @@
 """Whose turn it is to write an output, and whether it may be gone on with."""
 
 import fcntl
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.data.preparation.inputs import Input
+from jaxmnt.data.preparation.inputs import Input, is_unchanged
 from jaxmnt.data.preparation.settings import Settings
 from jaxmnt.data.preparation.shards import write_json
-from jaxmnt.data.store import MANIFEST, SPLITS, VERSION, file_digest
+from jaxmnt.data.store import MANIFEST, SPLITS, VERSION
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError
 
@@ -45,8 +46,8 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     path = path / TOKENIZER_FILE if path.is_dir() else path
     plan = {
         "version": VERSION,
-        "settings": given | {"tokenizer_sha256": file_digest(path) if path.is_file() else None},
-        "inputs": [[file.name, str(file.path), file.size, file.path.stat().st_mtime_ns] for file in inputs],
+        "settings": given | {"tokenizer_sha256": _tokenizer_digest(path)},
+        "inputs": [[file.name, str(file.path), file.size, file.changed] for file in inputs],
     }
     return dict(json.loads(json.dumps(plan)))
 
@@ -63,13 +64,24 @@ def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings
                 "give the same command to go on with it, or remove the folder"
             )
         (output / TOKENIZER_FILE).unlink(missing_ok=True)
+        for split in SPLITS:
+            shutil.rmtree(output / split, ignore_errors=True)
         write_json(path, plan)
     for split in SPLITS:
         (output / split).mkdir(exist_ok=True)
 
 
-def check_unchanged(work: Path, inputs: list[Input], settings: Settings) -> None:
-    if json.loads((work / "plan.json").read_text(encoding="utf-8")) != _plan(inputs, settings):
-        raise ConfigError(
-            "--input: files were changed while they were being prepared; remove the output and prepare them again"
-        )
+def check_unchanged(inputs: list[Input]) -> None:
+    for file in inputs:
+        if not is_unchanged(file):
+            raise ConfigError(
+                f"--input: {file.path} was changed or taken away while it was being prepared; "
+                "remove the output and prepare the data again"
+            )
+
+
+def _tokenizer_digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except OSError as error:
+        raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error

@@ -13,7 +13,7 @@ from jaxmnt.data.preparation.part import Job, do_part, record_path
 from jaxmnt.data.preparation.plan import check_output, check_plan, check_unchanged, claimed
 from jaxmnt.data.preparation.settings import Settings
 from jaxmnt.data.preparation.shards import cannot_write
-from jaxmnt.data.preparation.tokenizing import Progress, prepare_tokenizer
+from jaxmnt.data.preparation.tokenizing import Progress, check_kinds, prepare_tokenizer
 from jaxmnt.data.preparation.workers import Work, run
 from jaxmnt.data.store import MANIFEST
 from jaxmnt.data.tokenizer import Tokenizer, make_tokenizer
@@ -29,8 +29,14 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
     cannot work, `UserError` when the output cannot be written.
     """
     work = output / _WORK
-    check_output(output, work)
-    inputs = find_inputs(selection, output)
+    try:
+        check_output(output, work)
+        inputs = find_inputs(selection, output)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read: {error.strerror}; check the path and its rights"
+        ) from error
+    check_kinds(inputs, settings)
     parts = cut_into_parts(inputs, settings.reading.token_bytes, settings.part_bytes)
     try:
         with claimed(output, work):
@@ -38,7 +44,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
             tokenizer = prepare_tokenizer(inputs, parts, output, work, settings, progress)
             job = _job(inputs, output, work, settings, tokenizer)
             _do_parts(job, parts, tokenizer, settings.workers, progress)
-            check_unchanged(work, inputs, settings)
+            check_unchanged(inputs)
             return commit(job, parts, tokenizer)
     except OSError as error:
         raise cannot_write(output, error) from error
@@ -58,6 +64,8 @@ def _job(inputs: list[Input], output: Path, work: Path, settings: Settings, toke
         assert settings.vocab_size is not None
         vocab = settings.vocab_size
     assert end is not None
+    if vocab > 2**31:
+        raise ConfigError(f"--vocab-size: {vocab} ids do not fit 32 bits; give the vocabulary's size")
     if not 0 <= end < vocab:
         raise ConfigError(f"--end-id: {end} is not below the vocabulary's {vocab}")
     reading = replace(settings.reading, end_id=end, vocab_size=vocab)

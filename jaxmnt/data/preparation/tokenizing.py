@@ -22,7 +22,6 @@ def prepare_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer, its file in the output. None for token arrays that no tokenizer goes with."""
     if settings.tokenizer is None and settings.train_tokenizer is None:
-        _check_arrays(inputs, settings, None)
         return None
     target = output / TOKENIZER_FILE
     if settings.train_tokenizer is not None:
@@ -34,20 +33,25 @@ def prepare_tokenizer(
     if settings.tokenizer != "bytes" and not target.exists():
         source = Path(settings.tokenizer)
         write_text(target, (source / TOKENIZER_FILE if source.is_dir() else source).read_text(encoding="utf-8"))
-    _check_arrays(inputs, settings, tokenizer)
     return tokenizer
 
 
-def _check_arrays(inputs: list[Input], settings: Settings, tokenizer: Tokenizer | None) -> None:
-    """Text needs a tokenizer; token arrays need to say what ends a document and how many ids there are."""
+def check_kinds(inputs: list[Input], settings: Settings) -> None:
+    """Text needs a tokenizer, token arrays one of their own, conversations records. Raises `ConfigError`."""
     arrays = [file for file in inputs if file.kind == "tokens"]
     texts = [file for file in inputs if file.kind != "tokens"]
-    if texts and tokenizer is None:
+    if texts and settings.tokenizer is None and settings.train_tokenizer is None:
         raise ConfigError(f"--tokenizer: {texts[0].path} is text and needs one; give it, or leave --vocab-size out")
-    if arrays and tokenizer is None and None in (settings.vocab_size, settings.reading.end_id):
+    said = settings.vocab_size is not None and settings.reading.end_id is not None
+    if arrays and settings.tokenizer in (None, "bytes") and settings.train_tokenizer is None and not said:
         raise ConfigError(
             f"--input: {arrays[0].path} is a token array; give --vocab-size and --end-id, "
             "or the --tokenizer that made it"
+        )
+    odd = [file for file in inputs if file.kind in ("text", "tokens")]
+    if settings.reading.chat and odd:
+        raise ConfigError(
+            f"--chat: {odd[0].path} holds no records; give JSON lines or Parquet, or leave others out by --suffix"
         )
 
 
