@@ -4,8 +4,6 @@ import contextlib
 import gzip
 import hashlib
 import json
-import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -223,9 +221,9 @@ def state_of(process: str) -> str:
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(texts, tmp_path):
     """A limit on the size of files stands in for the disk; with more room the same command goes on."""
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     arguments = [sys.executable, "-m", "jaxmnt.prepare", "--input", str(texts), "--output", str(tmp_path / "out")]
-    full = subprocess.run(arguments, capture_output=True, text=True, preexec_fn=limit, env=os.environ)
+    limited = ["bash", "-c", 'ulimit -f 2; exec "$@"', "-", *arguments]  # in units of 1,024 bytes
+    full = subprocess.run(limited, capture_output=True, text=True)
     assert full.returncode == 1 and "cannot be written: File too large" in full.stderr, full.stderr
     assert "Traceback" not in full.stderr and not (tmp_path / "out" / "manifest.json").exists()
     more = subprocess.run(arguments, capture_output=True, text=True)
