@@ -107,6 +107,14 @@ def command(*arguments: str, devices: int = 1, timeout: float = 240, **environme
     )
 
 
+def launch(config: Path, *overrides: str, processes: int, devices: int) -> subprocess.CompletedProcess:
+    """Runs a config in several processes on this machine, with so many virtual devices each."""
+    return command(
+        "jaxmnt.launch", "local", "--processes", str(processes), "--devices-per-process", str(devices),
+        "--", "--config", str(config), *overrides,
+    )  # fmt: skip
+
+
 def pytest_sessionfinish(session, exitstatus):
     """In CI a skipped test is a failure: nothing may pass by not having run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, command, losses, metrics, write_words
+from conftest import TINY, command, launch, losses, metrics, write_words
 
 from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.batches import TrainingData
@@ -59,13 +59,6 @@ def mixture(prepared, other):
 
 def parse(path: Path):
     return parse_config(json.loads(path.read_text()))
-
-
-def launch(config: Path, *overrides: str, processes: int, devices: int) -> subprocess.CompletedProcess:
-    return command(
-        "jaxmnt.launch", "local", "--processes", str(processes), "--devices-per-process", str(devices),
-        "--", "--config", str(config), *overrides,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import command, events, losses, metrics
+from conftest import command, events, launch, losses, metrics
 
 from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config.schema import Cluster
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.launch import local
-
-
-def launch(config: Path, *overrides: str, processes: int, devices: int) -> subprocess.CompletedProcess:
-    return command(
-        "jaxmnt.launch", "local", "--processes", str(processes), "--devices-per-process", str(devices),
-        "--", "--config", str(config), *overrides,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -181,19 +181,15 @@ class PreparedData:
                 for name, digest in sorted(shard["sha256"].items()):
                     yield f"{split}/{name}", digest
 
-    def verify(self, part: int = 0, parts: int = 1, progress: Callable[[str], None] = lambda name: None) -> None:
-        """Reads every file of this part of all (number `part` of `parts`) and compares its digest.
-
-        Raises `ConfigError` with the first file that is not what was written.
-        """
-        for number, (name, expected) in enumerate(self.files()):
-            if number % parts == part:
-                progress(name)
-                if file_digest(self.path / name) != expected:
-                    raise ConfigError(
-                        f"data.path: {self.path / name} is damaged: its SHA-256 is not the manifest's; "
-                        "copy it again from where it is whole, or prepare the data again"
-                    )
+    def verify(self, progress: Callable[[str], None] = lambda name: None) -> None:
+        """Compares every file with its digest. Raises `ConfigError` with the first that is not what was written."""
+        for name, expected in self.files():
+            progress(name)
+            if file_digest(self.path / name) != expected:
+                raise ConfigError(
+                    f"data.path: {self.path / name} is damaged: its SHA-256 is not the manifest's; "
+                    "copy it again from where it is whole, or prepare the data again"
+                )
 
     @property
     def _has_learn(self) -> bool:

@@ -47,7 +47,7 @@ class SyntheticData:
     def check(self) -> None:
         """There are no files."""
 
-    def verify(self, part: int = 0, parts: int = 1, progress: Any = None) -> None:
+    def verify(self, progress: Any = None) -> None:
         """There is nothing on a disk."""
 
 

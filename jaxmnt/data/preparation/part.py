@@ -151,7 +151,7 @@ def _encode_together(
     job: Job, waiting: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
 ) -> Iterator[tuple[Document, Iterator[tuple[np.ndarray, bool]]]]:
     segments = [segment for _, own in waiting for segment in own]
-    encoded = iter(_encode(job, segments, tokenizer))
+    encoded = iter(_encode(segments, tokenizer))
     for document, own in waiting:
         tokens = [(next(encoded), segment.learn) for segment in own]
         yield document, iter(tokens + _end(job, document))
@@ -159,20 +159,20 @@ def _encode_together(
 
 def _encode_one_by_one(job: Job, document: Document, tokenizer: Tokenizer | None) -> Iterator[tuple[np.ndarray, bool]]:
     for segment in document.segments:
-        for tokens in _encode(job, [segment], tokenizer):
+        for tokens in _encode([segment], tokenizer):
             yield tokens, segment.learn
     yield from _end(job, document)
 
 
-def _encode(job: Job, segments: list[Segment], tokenizer: Tokenizer | None) -> list[np.ndarray]:
+def _encode(segments: list[Segment], tokenizer: Tokenizer | None) -> list[np.ndarray]:
     encoded: list[np.ndarray] = []
-    for (is_text, markup), group in groupby(segments, lambda one: (isinstance(one.content, str), one.markup)):
-        contents = [segment.content for segment in group]
-        if is_text:
+    for _, group in groupby(segments, lambda one: (isinstance(one.content, str), one.markup)):
+        alike = list(group)
+        texts = [segment.content for segment in alike if isinstance(segment.content, str)]
+        if texts:
             assert tokenizer is not None
-            encoded += tokenizer.encode_batch(contents, markup=markup)  # type: ignore[arg-type]
-        else:
-            encoded += contents  # type: ignore[arg-type]
+            encoded += tokenizer.encode_batch(texts, markup=alike[0].markup)
+        encoded += [segment.content for segment in alike if not isinstance(segment.content, str)]
     return encoded
 
 
