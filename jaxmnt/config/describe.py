@@ -1,7 +1,7 @@
 """The config as help text, as a JSON schema for editors, and as differences between two runs."""
 
 import json
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -48,7 +48,7 @@ def sorted_fields() -> dict[str, FieldInfo]:
         if get_origin(annotation) is dict:
             inner, under = get_args(annotation)[1], f"{prefix}.NAME"
         if is_section(inner):
-            for name, item in inner.model_fields.items():  # type: ignore[union-attr]
+            for name, item in inner.model_fields.items():
                 add(f"{under}.{name}", item)
 
     for name, field in Config.model_fields.items():
@@ -67,7 +67,7 @@ def changes(before: Config, now: Config) -> list[Change]:
 def _resume_class(dotted: str) -> Resume:
     field = field_of(dotted)
     assert field is not None and isinstance(field.json_schema_extra, dict)
-    return field.json_schema_extra["resume"]  # type: ignore[return-value]
+    return cast(Resume, field.json_schema_extra["resume"])
 
 
 def _type_name(annotation: Any) -> str:

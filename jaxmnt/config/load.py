@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -96,7 +96,7 @@ def section_fields(parents: Sequence[str]) -> dict[str, FieldInfo] | None:
     return dict(section.model_fields) if is_section(section) else None
 
 
-def is_section(annotation: Any) -> bool:
+def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 

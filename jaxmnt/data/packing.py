@@ -78,7 +78,7 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(-lengths[by_length], return_counts=True)
     bins_with_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
-    rooms = _Rooms(capacity)
+    rooms = _Rooms()
     opened = placed = 0
     for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
         left = count
@@ -112,9 +112,8 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 class _Rooms:
     """A set of small numbers that finds its smallest member from some number on: bits of one integer."""
 
-    def __init__(self, largest: int):
+    def __init__(self) -> None:
         self._bits = 0
-        self._largest = largest
 
     def add(self, number: int) -> None:
         self._bits |= 1 << number

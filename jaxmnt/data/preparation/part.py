@@ -95,9 +95,9 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         raise cannot_write(job.output, error) from error
 
 
-def held_out_documents(job: Job, part: Part, advance: Callable[[int], None]) -> Iterator[tuple[bool, Document]]:
+def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
     """The documents of a part with whether they are held out; bad ones are passed over."""
-    report = Report({}, lambda error: None, advance)
+    report = Report({}, lambda error: None, lambda count: None)
     for document in read_part(part, job.inputs, job.reading, report):
         yield _held_out(document.key, job.eval_fraction), document
 

@@ -79,7 +79,7 @@ def _train(
         nonlocal done
         for part in parts:
             taken = 0
-            for held_out, document in held_out_documents(job, part, lambda count: None):
+            for held_out, document in held_out_documents(job, part):
                 if taken >= each:
                     break
                 for segment in document.segments:
