@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ExitCode, report, run_command
+from jaxmnt.plan.command import add_arguments, check_arguments, dry_run
 
 if TYPE_CHECKING:
     import jax
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
+    check_arguments(options)
     config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        return report(lambda: dry_run(config, options), debug=options.debug)
     identity = identify(config.cluster)
 
     from jaxmnt.cluster.runtime import joined, leave
@@ -35,7 +39,7 @@ def main(arguments: list[str]) -> int:
 def train(config: Config, identity: Identity | None = None, devices: "Sequence[jax.Device] | None" = None) -> int:
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
     from jaxmnt.checkpoint.manager import Saver, restore
-    from jaxmnt.cluster.runtime import barrier
+    from jaxmnt.cluster.runtime import barrier, hosts
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.feed import StopFlag
     from jaxmnt.program.compiled import compile_program
@@ -60,7 +64,8 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
         if start.step == config.train.steps:
             announce.already_finished(status, config, start)
             return ExitCode.FINISHED
-        program = compile_program(config, data.vocab_size, devices)
+        names = hosts(identity)
+        program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
         announce.program(status, program)
         events = Events(start.directory, identity.process_id)
         events.write("start", step=start.step, jax=version("jax"), devices=program.placement.mesh.size)
@@ -73,7 +78,7 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
         if start.checkpoint is None:
             state = program.init()
         else:
-            state = restore(start.checkpoint, program.abstract_state)
+            state = program.from_canonical(restore(start.checkpoint, program.canonical_abstract_state))
             events.write("restore", step=start.step)
         log = announce.train_log(config, program, start, training, status, writer=main_process)
         saver = Saver(start.directory / "checkpoints", config.checkpoint.keep, identity, events)
@@ -98,7 +103,7 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
                 _evaluate(evaluator, state, log, step)
             if _due(step, config.checkpoint.every_steps) or step == last or preempted:
                 log.flush()
-                log.pause(saver.save(step, state, {"tokens": log.tokens, "data": data.digests}))
+                log.pause(saver.save(step, program.to_canonical(state), {"tokens": log.tokens, "data": data.digests}))
             saver.poll()
 
         log.close()
@@ -138,6 +143,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the config")
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
     return parser.parse_intermixed_args(arguments)
 

@@ -20,8 +20,9 @@ from jaxmnt.data.sources import open_sources
 from jaxmnt.data.staging import stage
 from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.model.decoder import hidden_states
 from jaxmnt.program.compiled import compile_program, single_device_setting
+from jaxmnt.program.ends import Ends
+from jaxmnt.program.stage import Layers, context_of
 from jaxmnt.runtime.evaluate import Evaluator
 from jaxmnt.train import train
 
@@ -176,18 +177,17 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
             place += len(tokens)
         return fields
 
-    setting, abstract = single_device_setting(parse_config({"model": TINY["model"] | {"vocab_size": 257}}), 257)
+    tree = {"model": TINY["model"] | {"vocab_size": 257}, "data": {"rows": "packed"}}
+    setting, abstract = single_device_setting(parse_config(tree), 257)
     assert config.data.keeps_documents_apart
     params = setting.definition.init(jax.random.key(0))
     assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, abstract)
 
     @jax.jit
     def logits(fields):
-        x_BLD, head_DV = hidden_states(
-            setting.definition, params, fields, None, placement=setting.placement, dtype=np.dtype("float32"),
-            kernel="xla", remat="none", unroll=1, document_mask=True,
-        )  # fmt: skip
-        return x_BLD[0] @ head_DV
+        ends, depth = Ends(setting, params, whole=False), setting.config.model.num_layers
+        layers = Layers(setting, params["layers"], jax.numpy.arange(depth), depth, whole=False)
+        return ends.logits(layers.evaluate(ends.embed(fields), 0, context_of(setting, fields, None)))[0]
 
     together, place = logits(batch(pieces)), 0
     for tokens in pieces:

@@ -6,6 +6,7 @@ The only module that touches JAX's coordination service.
 import contextlib
 import hashlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -152,6 +153,16 @@ def share(name: str, value: str | None, identity: Identity, seconds: float = BAR
         return str(client.blocking_key_value_get(f"jaxmnt/{name}", int(seconds * 1000)))
     except Exception as error:
         raise PeerError(f"process 0 did not say '{name}' within {seconds:g} s: {error}") from error
+
+
+def hosts(identity: Identity) -> dict[int, str]:
+    """The machine of each process, by name. Several processes can be on one."""
+    if identity.alone:
+        return {0: socket.gethostname()}
+    client, key = _client(), "jaxmnt/host"
+    client.key_value_set(f"{key}/{identity.process_id:06d}", socket.gethostname())
+    barrier("every process has named its host", identity)
+    return {int(name.rsplit("/", 1)[-1]): str(host) for name, host in sorted(client.key_value_dir_get(key))}
 
 
 def _client() -> Any:

@@ -13,7 +13,7 @@ from jaxmnt.errors import nearest
 AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
 """Mesh axes, slowest network first."""
 
-WORKING_AXES = ("data", "fsdp", "model")
+WORKING_AXES = ("data", "pipeline", "fsdp", "model")
 """Axes that this version can split over; the others must be 1."""
 
 Resume = Literal["harmless", "maths", "breaks"]
@@ -44,9 +44,17 @@ class Train(Section):
         "auto", "Compute precision; auto is bfloat16 on GPU and float32 on CPU. Parameters are float32.",
         resume="maths",
     )  # fmt: skip
-    remat: Literal["none", "dots", "full"] = key(
-        "none", "What the backward pass recomputes: none, all but matrix products (dots), or whole layers."
+    params_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "Dtype of the stored (master) parameters; bfloat16 loses small updates.", resume="breaks"
     )
+    reduce_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "Dtype in which gradients are reduced over devices.", resume="maths"
+    )
+    remat: Literal["none", "attention", "dots", "names", "full"] = key(
+        "none", "What backward computes again: none, attention's softmax, all but matrix products (dots), "
+        "all but remat_save (names), or whole layers (full).",
+    )  # fmt: skip
+    remat_save: list[str] = key([], "What remat names keeps, such as attention, mlp_gate, mlp_up.")
     layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
     z_loss: float = key(0.0, "Weight of the squared log-partition penalty on the logits.", resume="maths", ge=0)
@@ -128,6 +136,10 @@ class Optimizer(Section):
     beta1: float = key(0.9, "AdamW's decay of the first moment.", resume="maths", ge=0, lt=1)
     beta2: float = key(0.95, "AdamW's decay of the second moment.", resume="maths", ge=0, lt=1)
     epsilon: float = key(1e-8, "AdamW's term in the denominator.", resume="maths", gt=0)
+    state_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "Dtype in which AdamW's moments are stored.", resume="breaks"
+    )
+    offload: bool = key(False, "Keep AdamW's moments in host memory, where the devices can.")
     clip_norm: float | None = key(1.0, "Largest global norm of the gradient; null turns it off.", resume="maths", gt=0)
 
 
@@ -138,15 +150,27 @@ class Checkpoint(Section):
 
 class Mesh(Section):
     data: int | None = key(None, "Replicas of the model; default -1, the rest, unless another axis is -1.")
-    pipeline: int = key(1, "Pipeline stages; must be 1 in this version.")
+    pipeline: int = key(1, "Pipeline stages, each with a part of the layers.")
     fsdp: int = key(1, "Ways to shard parameters, gradients and optimizer state.")
     context: int = key(1, "Ways to split a sequence; must be 1 in this version.")
     expert: int = key(1, "Ways to split experts; must be 1 in this version.")
-    model: int = key(1, "Tensor parallelism: ways to split heads, MLP and vocabulary.")
+    model: int = key(1, "Tensor and sequence parallelism: ways to split heads, MLP, vocabulary and, between, length.")
+    zero: Literal[1, 2, 3] = key(
+        3, "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
+        "each pass (2) or once a step (1).",
+    )  # fmt: skip
+    allow_split_hosts: bool = key(False, "Allow the model axis to span hosts.")
+    rules: dict[str, list[str]] = key({}, "Other mesh axes for a logical axis, such as embed: [data, fsdp].")
 
     def sizes(self) -> dict[str, int]:
         """Axis sizes by name in mesh order, with -1 for the axis that takes the rest."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+
+class Pipeline(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "Order of the microbatches' work.")
+    chunks: int = key(1, "Pieces of the model a stage has; more than 1 with interleaved.", ge=1)
+    layers: list[int] | None = key(None, "Layers of each piece in order of the model; default as even as possible.")
 
 
 class Cluster(Section):
@@ -168,6 +192,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
     mesh: Mesh = Mesh()
+    pipeline: Pipeline = Pipeline()
     cluster: Cluster = Cluster()
 
     @model_validator(mode="before")
@@ -186,6 +211,7 @@ class Config(Section):
                 f"optimizer.warmup_steps: {warmup} leaves none of the {steps} train.steps at full rate; lower it"
             )
         _check_data(self.data)
+        check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)
         return self.model_copy(update={"model": _complete_model(self.model), "mesh": _complete_mesh(self.mesh)})
 
 
@@ -214,6 +240,31 @@ def _check_data(data: Data) -> None:
             weights |= change.weights
         if weights and not sum(weights.values()) > 0:
             raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
+
+
+def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
+    """Raises `ValueError` if the layers cannot be cut into these stages; `stages` of -1 or 1 cut nothing."""
+    if pipeline.chunks > 1 and pipeline.schedule != "interleaved":
+        raise ValueError(
+            f"pipeline.chunks: schedule {pipeline.schedule} has one chunk a stage; set 1, or schedule interleaved"
+        )
+    if stages <= 1:
+        return
+    if pipeline.schedule == "interleaved" and pipeline.chunks == 1:
+        raise ValueError("pipeline.chunks: interleaved needs at least 2 chunks a stage; set it, or schedule 1f1b")
+    pieces = stages * pipeline.chunks
+    if layers < pieces:
+        chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        raise ValueError(
+            f"mesh.pipeline: {stages} stages{chunks} need at least {pieces} layers, and model.num_layers is {layers}; "
+            "change one of them"
+        )
+    cut = pipeline.layers
+    if cut is not None and (len(cut) != pieces or sum(cut) != layers or min(cut) < 1):
+        raise ValueError(
+            f"pipeline.layers: {cut} does not cut {layers} layers into {pieces} pieces of at least 1; "
+            f"give {pieces} numbers whose sum is {layers}"
+        )
 
 
 def _complete_model(model: Model) -> Model:

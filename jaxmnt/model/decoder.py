@@ -1,38 +1,53 @@
-"""The decoder: embedding, stacked layers under one scan, final norm and output head.
+"""The decoder: embedding, stacked layers, final norm and output head.
 
 NNX modules *define* the model: shapes, initial values, logical axes, the maths of each part. Parameters travel
-as a plain nested dict, and `hidden_states` merges each part's slice of it back into its module where it is used.
+as a plain nested dict, and each part's slice of it is merged back into its module where it is used.
 
-Shapes: B batch, L length, D model, V vocabulary, N layers.
+Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxmnt.config.schema import Model
 from jaxmnt.model.attention import Attention, Kernel
-from jaxmnt.model.layers import INIT_STD, GatedMLP, RMSNorm, dropout, rotary_angles, weight
-from jaxmnt.placement.collectives import GATHERED, unshard
+from jaxmnt.model.layers import INIT_STD, GatedMLP, RMSNorm, dropout, weight
+from jaxmnt.placement.collectives import index_along
 from jaxmnt.placement.rules import Placement, is_axes
 
 Params = dict[str, Any]
-Remat = Literal["none", "dots", "full"]
 
 
 class Embedding(nnx.Module):
-    """A row of D numbers for each of V token ids."""
+    """A row of D numbers for each token id."""
 
     def __init__(self, vocab_size: int, hidden_size: int, rngs: nnx.Rngs):
         self.table = weight(rngs, (vocab_size, hidden_size), ("vocab", "embed"))
 
-    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        return self.table[...][tokens_BL]
+
+def look_up(table_VD: jax.Array, tokens_BL: jax.Array, placement: Placement) -> jax.Array:
+    """[B, L, D] with the rows of this device's part of the vocabulary, and zeros for tokens of other parts."""
+    if not placement.mesh_axes("vocab"):
+        return table_VD[tokens_BL]
+    rows_BL = _own_rows(tokens_BL, table_VD.shape[0], placement)
+    return table_VD.at[rows_BL].get(mode="fill", fill_value=0)
+
+
+def look_up_gradient(x_gradient_BLD: jax.Array, tokens_BL: jax.Array, size: int, placement: Placement) -> jax.Array:
+    """The gradient [V, D] of a table of `size` rows, added up in float32."""
+    rows_BL = _own_rows(tokens_BL, size, placement)
+    start_VD = jnp.zeros((size, x_gradient_BLD.shape[-1]), jnp.float32)
+    return start_VD.at[rows_BL].add(x_gradient_BLD.astype(jnp.float32), mode="drop")
+
+
+def _own_rows(tokens_BL: jax.Array, size: int, placement: Placement) -> jax.Array:
+    """Rows of this device's part of the table; out of range, and not negative, for other tokens."""
+    rows_BL = tokens_BL - index_along("vocab", placement) * size
+    return jnp.where((rows_BL >= 0) & (rows_BL < size), rows_BL, size)
 
 
 class Head(nnx.Module):
@@ -57,20 +72,21 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x_BLD: jax.Array,
+        x_BSD: jax.Array,
         angles: tuple[jax.Array, jax.Array],
         mask_B1LL: jax.Array | None,
         keys_B: jax.Array | None,
         kernel: Kernel,
+        recompute_attention: bool,
         placement: Placement,
     ) -> jax.Array:
         attention_keys, mlp_keys = (
             (None, None) if keys_B is None else jnp.moveaxis(jax.vmap(jax.random.split)(keys_B), 1, 0)
         )
-        a_BLD = self.attention(self.attention_norm(x_BLD), angles, mask_B1LL, kernel, placement)
-        x_BLD = x_BLD + dropout(a_BLD, self.dropout, attention_keys)
-        m_BLD = self.mlp(self.mlp_norm(x_BLD), placement)
-        return x_BLD + dropout(m_BLD, self.dropout, mlp_keys)
+        a_BSD = self.attention(self.attention_norm(x_BSD), angles, mask_B1LL, kernel, recompute_attention, placement)
+        x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, placement)
+        m_BSD = self.mlp(self.mlp_norm(x_BSD), placement)
+        return x_BSD + dropout(m_BSD, self.dropout, mlp_keys, placement)
 
 
 class Decoder(nnx.Module):
@@ -99,8 +115,13 @@ class Definition:
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, self.vocab_size, nnx.Rngs(params=key)), nnx.Param))
 
     def part(self, name: str, params: Params) -> Any:
-        """The module of one part with the given (whole) parameters."""
+        """The module of one part with the given parameters."""
         return nnx.merge(self.parts[name], params)
+
+    @property
+    def layer_axes(self) -> Params:
+        """The logical axes of one layer's parameters."""
+        return jax.tree.map(lambda names: names[1:], self.axes["layers"], is_leaf=is_axes)
 
     @property
     def parameter_count(self) -> int:
@@ -111,7 +132,7 @@ def define(config: Model, vocab_size: int) -> Definition:
     """The definition for a config; touches no device."""
     decoder = nnx.eval_shape(lambda: Decoder(config, vocab_size, nnx.Rngs(params=0)))
     block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(params=0)))
-    modules = {"embedding": decoder.embedding, "block": block, "norm": decoder.norm}
+    modules = {"block": block, "norm": decoder.norm}
     state = nnx.state(decoder, nnx.Param)
     abstract = nnx.to_pure_dict(state)
     is_variable = lambda node: isinstance(node, nnx.Variable)
@@ -119,72 +140,3 @@ def define(config: Model, vocab_size: int) -> Definition:
     axes["layers"] = jax.tree.map(lambda names: ("layers", *names), axes["layers"], is_leaf=is_axes)
     parts = {name: nnx.split(module)[0] for name, module in modules.items()}
     return Definition(config, vocab_size, parts, abstract, axes)
-
-
-def hidden_states(
-    definition: Definition,
-    params: Params,
-    batch: dict[str, jax.Array],
-    row_keys_B: jax.Array | None,
-    *,
-    placement: Placement,
-    dtype: jnp.dtype,
-    kernel: Kernel,
-    remat: Remat,
-    unroll: int,
-    document_mask: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """The final hidden states [B, L, D] in `dtype`, and the head's weights [D, V], whole over fsdp.
-
-    Runs inside the step's shard_map: `params` are this device's shards, `batch` its rows.
-    """
-    config = definition.config
-    outer = {name: params[name] for name in params if name != "layers"}
-    outer = unshard(outer, {name: definition.axes[name] for name in outer}, placement, dtype)
-    layer_axes = jax.tree.map(lambda names: names[1:], definition.axes["layers"], is_leaf=is_axes)
-    assert config.head_dim
-    positions = batch["positions"] if document_mask else batch["positions"][:1]  # all rows count alike
-    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
-    segments = batch["segments"]
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]) if document_mask else None
-
-    def layer(x_BLD: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
-        shards, index = scanned
-        block = definition.part("block", unshard(shards, layer_axes, placement, dtype))
-        keys = None if row_keys_B is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(row_keys_B)
-        return block(x_BLD, angles, mask, keys, kernel, placement), None
-
-    keep_weights = not placement.gathers and dtype == jnp.float32  # whole weights are the parameters themselves
-    body = _rematerialise(layer, remat, keep_weights=keep_weights, unrolled=unroll > 1)
-    x_BLD = definition.part("embedding", outer["embedding"])(batch["tokens"])
-    indices = jnp.arange(config.num_layers)
-    x_BLD, _ = jax.lax.scan(body, x_BLD, (params["layers"], indices), unroll=min(unroll, config.num_layers))
-    x_BLD = definition.part("norm", outer["norm"])(x_BLD)
-    head_DV = outer["embedding"]["table"].T if config.tie_embeddings else outer["head"]["kernel"]
-    return x_BLD, head_DV
-
-
-def _rematerialise(
-    layer: Callable[..., Any], remat: Remat, *, keep_weights: bool, unrolled: bool
-) -> Callable[..., Any]:
-    """Applies the remat policy of this name. Gathered or cast weights are always made again, never kept."""
-    policies = jax.checkpoint_policies
-    if remat == "none" and keep_weights:
-        return layer
-    policy = {
-        "none": _all_but_weights,
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "full": policies.nothing_saveable,
-    }[remat]
-    # Inside a scan XLA cannot merge the recomputation with the first computation; unrolled, it could.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
-
-
-def _all_but_weights(primitive: jax.extend.core.Primitive, *_: Any, **parameters: Any) -> bool:
-    """A remat policy that keeps every value but gathered weights, and casts, which weights go through.
-
-    JAX's policies by name do not do it: the value that goes into the name would be kept in its place.
-    """
-    if primitive.name == "name":
-        return parameters["name"] != GATHERED
-    return primitive.name not in ("all_gather", "convert_element_type")

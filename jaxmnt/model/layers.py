@@ -1,16 +1,24 @@
 """Parts of a decoder layer.
 
-Shapes: B batch, L length, D model (hidden size), F MLP (intermediate size), H query heads, G key/value heads,
-K head width. A name such as x_BLD carries its shape.
+Shapes: B batch, L length, S a device's piece of the length, D model (hidden size), F MLP (intermediate size), H query
+heads, G key/value heads, K head width. A name such as x_BLD carries its shape.
 
-Weights arrive whole and in the compute dtype (`placement.collectives.unshard`); norm scales in float32.
-Each parameter carries its logical axes as metadata (`axes=`), see `placement.rules`.
+Between layers each device of the `model` axis has a piece of the length (sequence parallelism, Korthikanti et al. 2022,
+arXiv:2205.05198); attention and MLP gather it, compute with their share of the heads or of the width, and scatter the
+sum. F, H and G are a device's own.
+
+Weights arrive whole over the axes that are gathered and in the compute dtype (`placement.collectives.unshard`); norm
+scales in float32. Each parameter carries its logical axes as metadata (`axes=`), see `placement.rules`.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxmnt.placement.collectives import gather_sequence, index_along, scatter_sequence
 from jaxmnt.placement.rules import Placement
 
 INIT_STD = 0.02
@@ -29,10 +37,16 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=("norm",))
         self.epsilon = epsilon
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        x32_BLD = x_BLD.astype(jnp.float32)
-        inverse_BL1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BLD), axis=-1, keepdims=True) + self.epsilon)
-        return (x32_BLD * inverse_BL1 * self.scale[...]).astype(x_BLD.dtype)
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return _normalise(x_BSD, self.scale[...], self.epsilon)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _normalise(x_BSD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Array:
+    """Backward keeps x alone, and not its float32 copies: under every remat policy."""
+    x32_BSD = x_BSD.astype(jnp.float32)
+    inverse_BS1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + epsilon)
+    return (x32_BSD * inverse_BS1 * scale_D).astype(x_BSD.dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -43,10 +57,18 @@ class GatedMLP(nnx.Module):
         self.up = weight(rngs, (hidden_size, intermediate_size), ("embed", "mlp"))
         self.down = weight(rngs, (intermediate_size, hidden_size), ("mlp", "embed"), output_std)
 
-    def __call__(self, x_BLD: jax.Array, placement: Placement) -> jax.Array:
-        hidden_BLF = jax.nn.silu(x_BLD @ self.gate[...]) * (x_BLD @ self.up[...])
-        hidden_BLF = placement.constrain(hidden_BLF, None, "length", "mlp")
-        return hidden_BLF @ self.down[...]
+    def __call__(self, x_BSD: jax.Array, placement: Placement) -> jax.Array:
+        x_BLD = gather_sequence(x_BSD, placement)
+        gate_BLF = checkpoint_name(x_BLD @ self.gate[...], "mlp_gate")
+        up_BLF = checkpoint_name(x_BLD @ self.up[...], "mlp_up")
+        m_BLD = _gated(gate_BLF, up_BLF) @ self.down[...]
+        return checkpoint_name(scatter_sequence(m_BLD, placement, "mlp"), "mlp_output")
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gated(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+    """Backward keeps the two factors alone."""
+    return jax.nn.silu(gate_BLF) * up_BLF
 
 
 def rotary_angles(positions_BL: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -64,9 +86,15 @@ def rotate(x_BLHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     return rotated.astype(x_BLHK.dtype)
 
 
-def dropout(x_BLD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Inverted dropout with one key a row, so that the mask does not depend on how rows are placed."""
+def dropout(x_BSD: jax.Array, rate: float, keys_B: jax.Array | None, placement: Placement) -> jax.Array:
+    """Inverted dropout with a key a row and position, so that the mask does not depend on how either is placed."""
     if keys_B is None:
-        return x_BLD
-    keep_BLD = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x_BLD.shape[1:]))(keys_B)
-    return jnp.where(keep_BLD, x_BLD / (1 - rate), 0).astype(x_BLD.dtype)
+        return x_BSD
+    size, width = x_BSD.shape[1:]
+    positions_S = index_along("sequence", placement) * size + jnp.arange(size)
+
+    def keep(row: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(row, position), 1 - rate, (width,))
+
+    keep_BSD = jax.vmap(lambda row: jax.vmap(lambda position: keep(row, position))(positions_S))(keys_B)
+    return jnp.where(keep_BSD, x_BSD / (1 - rate), 0).astype(x_BSD.dtype)

@@ -1,7 +1,7 @@
 """The named device mesh."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -35,13 +35,47 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
     return sizes
 
 
-def build_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A mesh with all six axes over `devices` (default: all), in order of process, then device id.
+Hosts = Callable[[jax.Device], str]
+"""The name of the machine that a device is in."""
 
-    The last axes vary fastest, so `model` neighbours share a process and `data` spans processes.
-    Axis types are Auto.
+
+def host_of_process(device: jax.Device) -> str:
+    """Takes each process for a machine of its own."""
+    return str(device.process_index)
+
+
+def build_mesh(
+    mesh: Mesh, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+) -> jax.sharding.Mesh:
+    """A mesh with all six axes over `devices` (default: all), in order of slice, host, process and device id.
+
+    The last axes vary fastest, so `model` neighbours share a machine and `data` and `pipeline` span machines.
+    Axis types are Auto. Raises `ConfigError` if `model` or `context` would span machines.
     """
-    chosen = sorted(devices or jax.devices(), key=lambda device: (device.process_index, device.id))
+    chosen = list(devices or jax.devices())
+    host = hosts or (host_of_process if len({device.process_index for device in chosen}) > 1 else lambda _: "")
+    first = {host(device): device.process_index for device in sorted(chosen, key=lambda device: -device.process_index)}
+    chosen.sort(
+        key=lambda device: (
+            getattr(device, "slice_index", None) or 0,
+            first[host(device)],
+            device.process_index,
+            device.id,
+        )
+    )
     sizes = resolve_sizes(mesh, len(chosen))
     grid = np.array(chosen, dtype=object).reshape([sizes[axis] for axis in AXES])
+    for axis in ("context", "model"):
+        if sizes[axis] > 1 and not mesh.allow_split_hosts:
+            _check_inside_hosts(grid, axis, sizes[axis], host)
     return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host: Hosts) -> None:
+    for group in np.moveaxis(grid, AXES.index(axis), -1).reshape(-1, size):
+        spanned = sorted({host(device) for device in group})
+        if len(spanned) > 1:
+            raise ConfigError(
+                f"mesh.{axis}: {size} devices would span the hosts {', '.join(spanned[:4])}, over the slow network; "
+                f"lower it to the devices of a host, or set mesh.allow_split_hosts: true"
+            )

@@ -3,10 +3,9 @@
 Parameters and activations name their dimensions with logical axes; `RULES` maps those to mesh axes; nothing
 else in the code names a mesh axis, except code that communicates along one.
 
-The step runs inside one `jax.shard_map` that is *manual* over every mesh axis but `model`: batches and
-fsdp-sharded parameters are seen as local pieces, and what crosses devices there is written out
-(`collectives.py`). `model` is left to XLA's partitioner, steered by `Placement.constrain`; where its size is 1
-it is manual, too, and the partitioner has nothing to decide.
+The step runs inside one `jax.shard_map` that is manual over every mesh axis: code there sees a device's own pieces,
+and what crosses devices is written out (`collectives.py`). A rule says how an array is *stored*. Dimensions in
+`GATHERED` are made whole where a weight is used; the others are computed with as they lie.
 """
 
 import math
@@ -20,22 +19,38 @@ from jax.sharding import PartitionSpec as P
 from jaxmnt.config.schema import AXES, Config
 from jaxmnt.errors import ConfigError
 
-BATCH_AXES = ("data", "fsdp")
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "devices": AXES,
+    "length": (),
+    "sequence": ("model",),  # the length between layers, where norms and residuals are
+    "layers": ("pipeline",),
+    "embed": ("fsdp",),
+    "kv_embed": ("fsdp",),
+    "vocab": ("pipeline", "model"),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "head_dim": (),
+    "mlp": ("model",),
+    "norm": (),
+}
+
+GATHERED = ("embed", "kv_embed")
+"""Logical axes that are stored in pieces and used whole."""
+
+BATCH_AXES = RULES["batch"]
 """Mesh axes that split the rows of a batch."""
 
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    "batch": BATCH_AXES,
-    "devices": AXES,
-    "length": None,
-    "layers": None,
-    "embed": "fsdp",
-    "vocab": "model",
-    "heads": "model",
-    "kv_heads": "model",
-    "head_dim": None,
-    "mlp": "model",
-    "norm": None,
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    "embed": ("data", "fsdp"),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "mlp": ("model",),
 }
+"""What `mesh.rules` may map to which mesh axes: what the code that talks along them can do."""
+
+WHOLE_SHARE = 0.02
+"""The largest share of a model's parameters that may stay whole although a mesh axis could split them."""
 
 Axes = tuple[str | None, ...]
 """Logical axis names of an array's dimensions."""
@@ -46,40 +61,46 @@ class Placement:
     """The mesh with the rules applied to it."""
 
     mesh: jax.sharding.Mesh
+    rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
     sizes: dict[str, int] = field(init=False)
-    auto_axes: frozenset[str] = field(init=False)
-    manual_axes: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes = {str(axis): size for axis, size in self.mesh.shape.items()}
-        auto = frozenset(axis for axis in ("model",) if sizes[axis] > 1)
-        object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "auto_axes", auto)
-        object.__setattr__(self, "manual_axes", frozenset(sizes) - auto)
+        object.__setattr__(self, "sizes", {str(axis): size for axis, size in self.mesh.shape.items()})
 
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters have to be gathered before they can be used."""
-        return self.sizes["fsdp"] > 1
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that a logical axis is split over."""
+        return () if axis is None else tuple(name for name in self.rules[axis] if self.sizes[name] > 1)
 
     def ways(self, axis: str) -> int:
         """Into how many pieces a logical axis is split."""
-        rule = RULES[axis]
-        names = () if rule is None else (rule,) if isinstance(rule, str) else rule
-        return math.prod(self.sizes[name] for name in names)
+        return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.sizes["pipeline"]
 
     @property
     def batch_shards(self) -> int:
         """Into how many pieces the rows of a batch are split."""
         return self.ways("batch")
 
-    def spec(self, axes: Axes) -> P:
-        """The partition of an array over the whole mesh."""
-        return self._spec(axes, frozenset(self.sizes))
+    def gathered_over(self, axes: Axes) -> tuple[int, tuple[str, ...]] | None:
+        """Which dimension of a weight is gathered before use, and over which mesh axes; None if none is."""
+        for dimension, axis in enumerate(axes):
+            if axis in GATHERED and self.mesh_axes(axis):
+                return dimension, self.mesh_axes(axis)
+        return None
 
-    def manual_spec(self, axes: Axes) -> P:
-        """The part of the partition that shard_map takes apart."""
-        return self._spec(axes, self.manual_axes)
+    def whole_over(self, axes: Axes) -> tuple[str, ...]:
+        """The mesh axes over which an array is replicated."""
+        used = {name for axis in axes for name in self.mesh_axes(axis)}
+        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
+
+    def spec(self, axes: Axes) -> P:
+        """The partition of an array over the mesh."""
+        split = [self.mesh_axes(axis) for axis in axes]
+        return P(*(None if not names else names[0] if len(names) == 1 else names for names in split))
 
     def sharding(self, axes: Axes) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
@@ -88,20 +109,28 @@ class Placement:
         """`sharding` for each leaf of a tree of axes."""
         return jax.tree.map(self.sharding, axes_tree, is_leaf=is_axes)
 
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Fixes how a value inside the step is split over the axes that XLA partitions."""
-        spec = self._spec(axes, self.auto_axes)
-        return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
 
-    def _spec(self, axes: Axes, over: frozenset[str]) -> P:
-        return P(*(self._mesh_axes(axis, over) for axis in axes))
+def place(config: Config, mesh: jax.sharding.Mesh) -> Placement:
+    """The placement for a config: the table with the config's overrides and with what its sizes ask for.
 
-    def _mesh_axes(self, axis: str | None, over: frozenset[str]) -> str | tuple[str, ...] | None:
-        rule = RULES[axis] if axis is not None else None
-        if rule is None:
-            return None
-        kept = tuple(name for name in ((rule,) if isinstance(rule, str) else rule) if name in over)
-        return None if not kept else kept[0] if len(kept) == 1 else kept
+    Raises `ConfigError` for rules that cannot be followed and for sizes that do not divide.
+    """
+    rules = RULES | _overrides(config)
+    rules["kv_embed"] = rules["embed"]
+    kv_heads = config.model.num_kv_heads
+    assert kv_heads
+    ways = mesh.shape["model"]
+    if (rules["kv_heads"] and kv_heads % ways) or not rules["kv_heads"]:
+        # Each device needs other heads than its share: stored once over all, whole where they are used.
+        rules["kv_heads"] = ()
+        if (
+            rules["heads"]
+            and config.model.hidden_size % math.prod(mesh.shape[a] for a in (*rules["embed"], "model")) == 0
+        ):
+            rules["kv_embed"] = (*rules["embed"], "model")
+    placement = Placement(mesh, rules)
+    _check_divides(config, placement)
+    return placement
 
 
 def is_axes(leaf: Any) -> bool:
@@ -109,27 +138,67 @@ def is_axes(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and all(name is None or isinstance(name, str) for name in leaf)
 
 
-def check_divides(config: Config, vocab_size: int, placement: Placement) -> None:
-    """Raises `ConfigError` for the first model or batch size that its mesh axes do not divide."""
+def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
+    for axis, names in config.mesh.rules.items():
+        if axis not in OVERRIDES:
+            raise ConfigError(
+                f"mesh.rules: {axis!r} is no logical axis whose place can be changed; those are {', '.join(OVERRIDES)}"
+            )
+        for name in names:
+            if name not in AXES:
+                raise ConfigError(f"mesh.rules.{axis}: {name!r} is no mesh axis; the axes are {', '.join(AXES)}")
+            if name not in OVERRIDES[axis]:
+                raise ConfigError(
+                    f"mesh.rules.{axis}: {axis} cannot be split over {name}; "
+                    f"possible are {', '.join(OVERRIDES[axis])}, or [] to keep it whole"
+                )
+        if len(set(names)) < len(names):
+            raise ConfigError(f"mesh.rules.{axis}: a mesh axis is named twice; name each once")
+    return {axis: tuple(names) for axis, names in config.mesh.rules.items()}
+
+
+def _check_divides(config: Config, placement: Placement) -> None:
+    """Raises `ConfigError` for the first size that has to divide and does not. Vocabulary and MLP are padded."""
     model = config.model
-    assert model.num_kv_heads and model.intermediate_size
     for key, size, axis in (
         ("model.num_heads", model.num_heads, "heads"),
-        ("model.num_kv_heads", model.num_kv_heads, "kv_heads"),
-        ("model.intermediate_size", model.intermediate_size, "mlp"),
-        ("model.vocab_size", vocab_size, "vocab"),
+        ("data.sequence_length", config.data.sequence_length, "sequence"),
         ("model.hidden_size", model.hidden_size, "embed"),
     ):
-        mesh_axis = RULES[axis]
-        assert isinstance(mesh_axis, str)
         ways = placement.ways(axis)
         if size % ways:
-            raise ConfigError(f"{key}: {size} is not divisible by mesh.{mesh_axis} {ways}; change one of them")
+            names = " × ".join(f"mesh.{name} {placement.sizes[name]}" for name in placement.mesh_axes(axis))
+            raise ConfigError(f"{key}: {size} is not divisible by {names}; change one of them")
     accumulation_passes(config, placement)
 
 
+def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
+    """Raises `ConfigError` if over 2 % of the parameters stay whole although an axis could have split them.
+
+    `abstract` is the tree of parameters as they are placed, `axes` the tree of their logical axes.
+    """
+    leaves = jax.tree.leaves_with_path(abstract)
+    named = jax.tree.leaves(axes, is_leaf=is_axes)
+    total = sum(leaf.size for _, leaf in leaves)
+    for mesh_axis in ("fsdp", "model", "pipeline"):
+        if placement.sizes[mesh_axis] == 1:
+            continue
+        whole = [
+            (jax.tree_util.keystr(path, simple=True, separator="."), leaf.size)
+            for (path, leaf), names in zip(leaves, named, strict=True)
+            if mesh_axis in placement.whole_over(names)
+        ]
+        share = sum(size for _, size in whole) / total
+        if share > WHOLE_SHARE:
+            largest = sorted(whole, key=lambda item: (-item[1], item[0]))[:4]
+            raise ConfigError(
+                f"mesh.{mesh_axis}: {share:.0%} of the parameters would stay whole on every device of the axis, "
+                f"largest: {', '.join(name for name, _ in largest)}; change mesh.rules, or set mesh.{mesh_axis} to 1"
+            )
+
+
 def accumulation_passes(config: Config, placement: Placement) -> int:
-    """How many passes make up the global batch, from `train.microbatch_size` and the batch shards.
+    """How many passes, or microbatches, make up the global batch, from `train.microbatch_size` and the batch shards.
 
     Raises `ConfigError` when the global batch does not divide.
     """

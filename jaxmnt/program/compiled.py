@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,16 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.config.schema import Config, Mesh
+from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
 from jaxmnt.errors import ConfigError
 from jaxmnt.model.decoder import define
-from jaxmnt.placement.mesh import build_mesh
-from jaxmnt.placement.rules import Placement, check_divides
+from jaxmnt.placement.layout import EMPTY, Dimension, Layout, map_with_axes, padded
+from jaxmnt.placement.mesh import Hosts, build_mesh
+from jaxmnt.placement.rules import Axes, Placement, accumulation_passes, check_whole, is_axes, place
 from jaxmnt.program.optimizer import build_optimizer
-from jaxmnt.program.step import (
-    BATCH_LOGICAL_AXES,
-    FLAG_AXES,
-    Setting,
-    State,
-    eval_step,
-    resolve_precision,
-    train_step,
-)
+from jaxmnt.program.schedule import build_schedule, layer_slots
+from jaxmnt.program.setting import BATCH_LOGICAL_AXES, FLAG_AXES, Setting, State, resolve_precision
+from jaxmnt.program.step import eval_step, train_step
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -44,7 +39,7 @@ class Memory:
     params: int
     optimizer: int
     temporary: int
-    total: int
+    peak: int
     limit: int | None
 
 
@@ -69,6 +64,33 @@ class Program:
         return jax.jit(lambda: _initial_state(self.setting), out_shardings=shardings)()
 
     @property
+    def canonical_abstract_state(self) -> State:
+        """Shapes, dtypes and shardings of the state as it is stored. Only the shardings depend on the mesh."""
+        layout = self.setting.layout
+
+        def one(leaf: Any, axes: Axes) -> Any:
+            if not layout.moves(axes):
+                return leaf
+            canonical = jax.eval_shape(lambda array: layout.canonical(array, axes), leaf)
+            return _abstract(canonical, layout.canonical_sharding(canonical.shape, axes))
+
+        return _with_axes(self.setting, self.abstract_state, one)
+
+    def to_canonical(self, state: State) -> State:
+        """The state as it is stored. Where nothing moves these are the same arrays."""
+        return self._moved(state, self.setting.layout.canonical, self.canonical_abstract_state)
+
+    def from_canonical(self, state: State) -> State:
+        """The state as it is placed."""
+        return self._moved(state, self.setting.layout.place, self.abstract_state)
+
+    def _moved(self, state: State, move: Callable[[Any, Axes], Any], target: State) -> State:
+        if not self.setting.layout.dimensions:
+            return state
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        return jax.jit(lambda state: _with_axes(self.setting, state, move), out_shardings=shardings)(state)
+
+    @property
     def batch_sharding(self) -> NamedSharding:
         return self.placement.sharding(("batch", "length"))
 
@@ -78,28 +100,27 @@ class Program:
 
     @property
     def eval_rows(self) -> int:
-        """Rows of a global evaluation batch: what one pass holds."""
-        return self.setting.rows_a_pass * self.placement.batch_shards
+        """Rows of a global evaluation batch: as many as of a training batch, in as many passes."""
+        return self.setting.config.data.global_batch_size
 
 
-def compile_program(config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None) -> Program:
+def compile_program(
+    config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+) -> Program:
     """Plans the placement, checks every size against it, and compiles both steps. Reads no data.
 
     Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
     """
-    setting = _plan(config, data_vocab, devices)
-    state = _abstract_state(setting)
+    setting = plan(config, data_vocab, devices, hosts)
+    state = abstract_state(setting)
     started = time.perf_counter()
-    # float32 means float32: without this, GPUs would multiply in TF32.
-    precision = "highest" if setting.dtype == jnp.float32 else "default"
-    with jax.default_matmul_precision(precision):
-        step = _compile_step(setting, state)
-        evaluate = _compile_eval(setting, state)
+    step = compile_step(setting, state)
+    evaluate = _compile_eval(setting, state)
     seconds = time.perf_counter() - started
-    memory = _measure(state, step, setting.placement)
-    if memory.limit is not None and memory.total > memory.limit:
+    memory = measure(state, step, _device_limit(setting.placement))
+    if memory.limit is not None and memory.peak > memory.limit:
         raise ConfigError(
-            f"memory: a step needs {memory.total / 2**30:.2f} GiB on a device that has "
+            f"memory: a step needs {memory.peak / 2**30:.2f} GiB on a device that has "
             f"{memory.limit / 2**30:.2f} GiB; lower train.microbatch_size, raise mesh.fsdp, "
             "or set train.remat: full"
         )
@@ -109,25 +130,56 @@ def compile_program(config: Config, data_vocab: int, devices: Sequence[jax.Devic
 def single_device_setting(config: Config, data_vocab: int) -> tuple[Setting, Any]:
     """What running a trained model on one device takes: the setting and the abstract parameters."""
     one = config.model_copy(
-        update={"mesh": Mesh(data=1), "train": config.train.model_copy(update={"microbatch_size": None})}
+        update={
+            "mesh": Mesh(data=1),
+            "pipeline": Pipeline(),
+            "train": config.train.model_copy(update={"microbatch_size": None}),
+        }
     )
-    setting = _plan(one, data_vocab, jax.local_devices()[:1])
-    return setting, _abstract_state(setting)["params"]
+    setting = plan(one, data_vocab, jax.local_devices()[:1])
+    return setting, abstract_state(setting)["params"]
 
 
-def _plan(config: Config, data_vocab: int, devices: Sequence[jax.Device] | None) -> Setting:
-    placement = Placement(build_mesh(config.mesh, devices))
-    vocab = config.model.vocab_size
-    assert vocab is not None, "resolve the vocabulary first"
-    check_divides(config, vocab, placement)
-    definition = define(config.model, vocab)
-    optimizer, schedule = build_optimizer(config, definition.axes)
+def plan(
+    config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+) -> Setting:
+    """Everything that is decided before anything is compiled.
+
+    Raises `ConfigError` for sizes that do not fit the mesh.
+    """
+    placement = place(config, build_mesh(config.mesh, devices, hosts))
+    model, stages = config.model, placement.stages
+    vocab, mlp = model.vocab_size, model.intermediate_size
+    assert vocab is not None and mlp is not None, "resolve the vocabulary first"
+    try:
+        check_pipeline(config.pipeline, stages, model.num_layers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # One stage has nothing to schedule: a pass's backward follows its forward.
+    name, chunks = (config.pipeline.schedule, config.pipeline.chunks) if stages > 1 else ("1f1b", 1)
+    schedule = build_schedule(name, stages, accumulation_passes(config, placement), chunks)
+    slots = layer_slots(model.num_layers, stages, chunks, config.pipeline.layers if stages > 1 else None)
+    order = tuple(EMPTY if layer is None else layer for row in slots for layer in row)
+    dimensions = {
+        "layers": Dimension(order) if order != tuple(range(model.num_layers)) else None,
+        "vocab": padded(vocab, placement.ways("vocab")),
+        "mlp": padded(mlp, placement.ways("mlp")),
+    }
+    layout = Layout(placement, {axis: found for axis, found in dimensions.items() if found is not None})
+    definition = define(model, vocab)
+    optimizer, learning_rate = build_optimizer(config, definition.axes)
     dtype, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
-    return Setting(config, definition, placement, optimizer, schedule, dtype, kernel, data_vocab)
+    setting = Setting(
+        config, definition, placement, layout, schedule, slots, optimizer, learning_rate, dtype, kernel, data_vocab
+    )
+    check_whole(abstract_state(setting)["params"], definition.axes, placement)
+    return setting
 
 
 def _initial_state(setting: Setting) -> State:
     params = setting.definition.init(jax.random.key(setting.config.seed))
+    params = jax.tree.map(lambda leaf: leaf.astype(setting.params_dtype), params)
+    params = map_with_axes(setting.layout.place, params, setting.definition.axes)
     return {
         "params": params,
         "optimizer": setting.optimizer.init(params),
@@ -135,23 +187,38 @@ def _initial_state(setting: Setting) -> State:
     }
 
 
-def _abstract_state(setting: Setting) -> State:
+def abstract_state(setting: Setting) -> State:
     """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameter."""
     abstract = jax.eval_shape(lambda: _initial_state(setting))
-    placement = setting.placement
-    shardings = placement.shardings(setting.definition.axes)
-    everywhere = NamedSharding(placement.mesh, P())
+    return _with_axes(setting, abstract, lambda leaf, axes: _abstract(leaf, setting.placement.sharding(axes)))
+
+
+def _with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], Any]) -> State:
+    """`function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
+    axes = jax.tree.map(_OneLeaf, setting.definition.axes, is_leaf=is_axes)
     optimizer = optax.tree_map_params(
         setting.optimizer,
-        lambda _, sharding: sharding,
-        abstract["optimizer"],
-        shardings,
-        transform_non_params=lambda _: everywhere,
+        lambda leaf, named: function(leaf, named.axes),
+        state["optimizer"],
+        axes,
+        transform_non_params=lambda leaf: function(leaf, ()),
     )
-    tree = {"params": shardings, "optimizer": optimizer, "counters": {"step": everywhere}}
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, tree
-    )
+    return {
+        "params": map_with_axes(function, state["params"], setting.definition.axes),
+        "optimizer": optimizer,
+        "counters": jax.tree.map(lambda leaf: function(leaf, ()), state["counters"]),
+    }
+
+
+@dataclass(frozen=True)
+class _OneLeaf:
+    """Logical axes that tree functions take for one leaf."""
+
+    axes: Axes
+
+
+def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _abstract_batch(setting: Setting, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -162,7 +229,8 @@ def _abstract_batch(setting: Setting, rows: int) -> dict[str, jax.ShapeDtypeStru
     }
 
 
-def _compile_step(setting: Setting, state: State) -> Any:
+def compile_step(setting: Setting, state: State) -> Any:
+    """The compiled step, also for devices that are not there."""
     batch = _abstract_batch(setting, setting.config.data.global_batch_size)
     flags = (setting.placement.mesh.size,)
     batch["stop"] = jax.ShapeDtypeStruct(flags, jnp.int32, sharding=setting.placement.sharding(FLAG_AXES))
@@ -172,32 +240,40 @@ def _compile_step(setting: Setting, state: State) -> Any:
         donate_argnums=0,
         out_shardings=(shardings, NamedSharding(setting.placement.mesh, P())),
     )
-    return step.lower(state, batch).compile()
+    return _compile(setting, step, state, batch)
 
 
 def _compile_eval(setting: Setting, state: State) -> Any:
-    batch = _abstract_batch(setting, setting.rows_a_pass * setting.placement.batch_shards)
+    batch = _abstract_batch(setting, setting.config.data.global_batch_size)
     evaluate = jax.jit(
         lambda params, batch: eval_step(setting, params, batch),
         out_shardings=NamedSharding(setting.placement.mesh, P()),
     )
-    return evaluate.lower(state["params"], batch).compile()
+    return _compile(setting, evaluate, state["params"], batch)
 
 
-def _measure(state: State, step: Any, placement: Placement) -> Memory:
+def _compile(setting: Setting, function: Any, *arguments: Any) -> Any:
+    # float32 means float32: without this, GPUs would multiply in TF32.
+    precision = "highest" if setting.dtype == jnp.float32 else "default"
+    with jax.default_matmul_precision(precision):
+        return function.lower(*arguments).compile()
+
+
+def measure(state: State, step: Any, limit: int | None) -> Memory:
+    """The memory that the compiled step takes of a device that has `limit` bytes."""
     analysis = step.memory_analysis()
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return Memory(
-        params=_bytes_a_device(state["params"]),
-        optimizer=_bytes_a_device(state["optimizer"]),
+        params=bytes_a_device(state["params"]),
+        optimizer=bytes_a_device(state["optimizer"]),
         temporary=temporary,
-        total=arguments + temporary + outputs,
-        limit=_device_limit(placement),
+        peak=arguments + temporary + outputs,
+        limit=limit,
     )
 
 
-def _bytes_a_device(tree: Any) -> int:
+def bytes_a_device(tree: Any) -> int:
     return sum(leaf.dtype.itemsize * _product(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
 
 

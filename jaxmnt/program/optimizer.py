@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxmnt.config.schema import Config
@@ -41,9 +42,26 @@ def build_optimizer(config: Config, axes: Any) -> tuple[optax.GradientTransforma
     optimizer = config.optimizer
     schedule = build_schedule(optimizer, config.train.steps)
     decayed = jax.tree.map(lambda names: "norm" not in names, axes, is_leaf=is_axes)
+    adam = optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon)
     transformation = optax.chain(
-        optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon),
+        _stored_in(adam, jnp.dtype(optimizer.state_dtype)),
         optax.add_decayed_weights(optimizer.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(schedule),
     )
     return transformation, schedule
+
+
+def _stored_in(transformation: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:
+    """The transformation computed in float32 with its floating-point state kept in `dtype` between updates."""
+
+    def cast(tree: Any, to: jnp.dtype) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(to) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+    def init(params: Any) -> Any:
+        return cast(transformation.init(params), dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = transformation.update(updates, cast(state, jnp.dtype("float32")), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)

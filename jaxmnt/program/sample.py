@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmnt.model.decoder import Params, hidden_states
-from jaxmnt.program.step import Setting
+from jaxmnt.model.decoder import Params
+from jaxmnt.program.ends import Ends
+from jaxmnt.program.setting import Setting
+from jaxmnt.program.stage import Layers, context_of
 
 
 def sample(
@@ -54,22 +56,14 @@ def _continue(
 
 def _logits(setting: Setting, params: Params, tokens_1L: jax.Array, position: jax.Array) -> jax.Array:
     """Logits of the token after `position`, of ids that the data has."""
-    batch = {
+    rows = {
         "tokens": tokens_1L,
         "positions": jnp.arange(tokens_1L.shape[1], dtype=jnp.int32)[None],
         "segments": jnp.ones_like(tokens_1L),
     }
-    x_1LD, head_DV = hidden_states(
-        setting.definition,
-        params,
-        batch,
-        None,
-        placement=setting.placement,
-        dtype=setting.dtype,
-        kernel="xla",
-        remat="none",
-        unroll=setting.config.train.layer_unroll,
-        document_mask=False,
-    )
-    logits_V = jnp.dot(x_1LD[0, position], head_DV, preferred_element_type=jnp.float32)
-    return logits_V[: setting.real_vocab]
+    ends = Ends(setting, params, whole=False)
+    depth = setting.config.model.num_layers
+    layers = Layers(setting, params["layers"], jnp.arange(depth), depth, whole=False)
+    y_1LD = layers.evaluate(ends.embed(rows), jnp.int32(0), context_of(setting, rows, None))
+    y_11D = jax.lax.dynamic_slice_in_dim(y_1LD, position, 1, axis=1)
+    return ends.logits(y_11D)[0, 0, : setting.real_vocab]

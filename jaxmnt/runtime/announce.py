@@ -84,7 +84,7 @@ def program(status: StatusLine, program: Program) -> None:
     limit = f" of {size(memory.limit)}" if memory.limit else ""
     status.line(
         f"memory  a device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, "
-        f"temporary {size(memory.temporary)}, total {size(memory.total)}{limit}"
+        f"temporary {size(memory.temporary)}, peak {size(memory.peak)}{limit}"
     )
     status.line(f"compile {program.compile_seconds:.1f} s")
 

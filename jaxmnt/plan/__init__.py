@@ -1,0 +1,1 @@
+"""The program of a cluster that is not there: compiled, measured, and read."""

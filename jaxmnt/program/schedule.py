@@ -1,0 +1,213 @@
+"""Pipeline schedules: which stage computes what, and when. Plain Python; `engine.py` executes the table.
+
+The model's layers are cut into `stages · chunks` pieces; piece k is chunk k // stages of stage k % stages. A tick is
+one round of the engine: a stage does at most one forward and then at most one backward, and hands its results to its
+neighbours, who have them in the next tick. Ticks have no fixed length: a half in which a stage is idle is skipped. With
+p stages, m microbatches and v chunks all schedules below are idle for (p - 1) / (m · v) of the work, and differ in how
+many microbatches a stage has to remember:
+
+gpipe        all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965): m
+1f1b         a backward as soon as there is one (Narayanan et al. 2019, arXiv:1806.03377): 2 (p - stage) - 1
+interleaved  the same with several chunks a stage (Narayanan et al. 2021, arXiv:2104.04473), of a smaller bubble:
+             (v - 1) p + 2 (p - stage) - 1 chunks
+
+The p - stage microbatches of 1f1b in a program a stage would be fewer. There, neighbours are in different halves of
+their work at a time; in one program for all stages each exchange aligns them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """A microbatch's pass through one chunk of a stage."""
+
+    microbatch: int
+    chunk: int
+
+
+Half = tuple[tuple[Work | None, ...], ...]
+"""[tick][stage]"""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each stage does in each tick. `backward` is empty for evaluation."""
+
+    name: str
+    stages: int
+    chunks: int
+    microbatches: int
+    forward: Half
+    backward: Half
+
+    @property
+    def ticks(self) -> int:
+        return len(self.forward)
+
+    def in_flight(self, stage: int) -> int:
+        """The most chunk inputs that a stage remembers at a time."""
+        held, most = 0, 0
+        for forward, backward in zip(self.forward, self.backward, strict=True):
+            held += forward[stage] is not None
+            most = max(most, held)
+            held -= backward[stage] is not None
+        return most
+
+    def slots(self) -> tuple[list[list[int]], list[list[int]], int]:
+        """Where each stage keeps what each forward leaves for its backward: a slot for each forward and backward
+        [tick][stage] (0 where there is none), and how many slots there are."""
+        count = max(self.in_flight(stage) for stage in range(self.stages))
+        writes = [[0] * self.stages for _ in range(self.ticks)]
+        reads = [[0] * self.stages for _ in range(self.ticks)]
+        for stage in range(self.stages):
+            free, kept = list(range(count)), {}
+            for tick in range(self.ticks):
+                if (work := self.forward[tick][stage]) is not None:
+                    writes[tick][stage] = kept[work] = free.pop(0)
+                if (work := self.backward[tick][stage]) is not None:
+                    reads[tick][stage] = kept.pop(work)
+                    free.append(reads[tick][stage])
+        return writes, reads, count
+
+    def cost(self, forward: float = 1, backward: float = 2) -> float:
+        """Time from the first to the last of a step, when a microbatch costs a stage `forward` and `backward`, and
+        neighbours wait for each other in both exchanges of a tick."""
+        clocks = [0.0] * self.stages
+        for ahead, back in zip(self.forward, self.backward, strict=True):
+            for half, price in ((ahead, forward), (back, backward)):
+                clocks = [
+                    clock + (price / self.chunks if work else 0) for clock, work in zip(clocks, half, strict=True)
+                ]
+                clocks = self._meet(clocks)
+        return max(clocks)
+
+    def idle_share(self, forward: float = 1, backward: float = 2) -> float:
+        """Idle time of a stage as a share of its work."""
+        work = self.microbatches * (forward + backward)
+        return (self.cost(forward, backward) - work) / work
+
+    def _meet(self, clocks: list[float]) -> list[float]:
+        """When each stage has exchanged with the stages beside it, which are a ring if there are several chunks."""
+        if self.chunks > 1:
+            near = [{(s - 1) % self.stages, s, (s + 1) % self.stages} for s in range(self.stages)]
+        else:
+            near = [set(range(max(0, s - 1), min(self.stages, s + 2))) for s in range(self.stages)]
+        return [max(clocks[other] for other in others) for others in near]
+
+    def check(self) -> None:
+        """Asserts that all is done, once, in an order that the engine can follow."""
+        ahead = _times(self.forward)
+        pieces = self.stages * self.chunks
+        wanted = {(mb, piece) for mb in range(self.microbatches) for piece in range(pieces)}
+        assert set(ahead) == wanted, "every microbatch goes forward through every piece"
+        for (microbatch, piece), tick in ahead.items():
+            assert piece == 0 or ahead[microbatch, piece - 1] == tick - 1, "a forward follows the one before by a tick"
+        if not self.backward:
+            return
+        back = _times(self.backward)
+        assert set(back) == wanted, "every microbatch comes back through every piece"
+        for (microbatch, piece), tick in back.items():
+            assert ahead[microbatch, piece] <= tick, "no backward comes before its forward"
+            if piece + 1 < pieces:
+                assert back[microbatch, piece + 1] == tick - 1, "a backward follows the one after by a tick"
+
+    def draw(self) -> str:
+        """The table as text: a line a stage, a column a tick, forwards over backwards; letters are chunks."""
+
+        def cell(work: Work | None) -> str:
+            if work is None:
+                return "·"
+            return f"{work.microbatch}{chr(ord('a') + work.chunk) if self.chunks > 1 else ''}"
+
+        width = max((len(cell(w)) for half in (self.forward, self.backward) for row in half for w in row), default=1)
+        lines = []
+        for stage in range(self.stages):
+            for label, half in (("F", self.forward), ("B", self.backward)):
+                if half:
+                    head = f"stage {stage:<3}{label}" if label == "F" else f"         {label}"
+                    lines.append(f"{head} " + " ".join(cell(row[stage]).rjust(width) for row in half))
+        return "\n".join(lines)
+
+
+def _times(half: Half) -> dict[tuple[int, int], int]:
+    """(microbatch, piece) → tick, each of which occurs once."""
+    found: dict[tuple[int, int], int] = {}
+    for tick, row in enumerate(half):
+        for stage, work in enumerate(row):
+            if work is not None:
+                key = (work.microbatch, work.chunk * len(row) + stage)
+                assert key not in found, f"{key} is done twice"
+                found[key] = tick
+    return found
+
+
+def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule of this name: gpipe, 1f1b, interleaved, or forward (no backward, for evaluation)."""
+    assert stages >= 1 and microbatches >= 1 and chunks >= 1
+    entries = list(_entries(stages, microbatches, chunks))
+    first_back = {
+        "1f1b": stages * chunks - 1,  # in the tick in which the loss is first known
+        "interleaved": stages * chunks - 1,
+        "gpipe": entries[-1][0] + stages,
+    }
+    forward = [(tick + stage, stage, work) for tick, work in entries for stage in range(stages)]
+    backward = []
+    if name != "forward":
+        backward = [
+            (first_back[name] + tick + stages - 1 - stage, stage, Work(work.microbatch, chunks - 1 - work.chunk))
+            for tick, work in entries
+            for stage in range(stages)
+        ]
+    ticks = 1 + max(tick for tick, _, _ in forward + backward)
+    schedule = Schedule(
+        name, stages, chunks, microbatches,
+        _table(forward, ticks, stages), _table(backward, ticks, stages) if backward else (),
+    )  # fmt: skip
+    schedule.check()
+    return schedule
+
+
+def _entries(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int, Work]]:
+    """(tick, work) of stage 0: microbatches in groups of `stages`, each group through all chunks before the next.
+
+    So the last stage's chunk ends a tick before the first stage begins the next chunk. A last group that is not full
+    leaves gaps.
+    """
+    for group in range(0, microbatches, stages):
+        for chunk in range(chunks):
+            for offset in range(min(stages, microbatches - group)):
+                yield group * chunks + chunk * stages + offset, Work(group + offset, chunk)
+
+
+def _table(items: list[tuple[int, int, Work]], ticks: int, stages: int) -> Half:
+    rows: list[list[Work | None]] = [[None] * stages for _ in range(ticks)]
+    for tick, stage, work in items:
+        assert rows[tick][stage] is None, "a stage does one thing at a time"
+        rows[tick][stage] = work
+    return tuple(map(tuple, rows))
+
+
+def layer_slots(layers: int, stages: int, chunks: int, sizes: list[int] | None = None) -> list[list[int | None]]:
+    """Which layer lies in each slot of each stage: [stage][slot], chunk after chunk, None where a chunk is shorter.
+
+    `sizes` are the layers of each piece in order of the model; by default as even as possible. Every layer is placed
+    exactly once.
+    """
+    pieces = stages * chunks
+    if sizes is None:
+        sizes = [layers // pieces + (piece < layers % pieces) for piece in range(pieces)]
+    assert len(sizes) == pieces and sum(sizes) == layers and min(sizes) >= 1
+    depth, starts = max(sizes), [sum(sizes[:piece]) for piece in range(pieces)]
+    slots = [
+        [
+            starts[chunk * stages + stage] + i if i < sizes[chunk * stages + stage] else None
+            for chunk in range(chunks)
+            for i in range(depth)
+        ]
+        for stage in range(stages)
+    ]
+    placed = sorted(layer for stage in slots for layer in stage if layer is not None)
+    assert placed == list(range(layers)), "every layer is placed exactly once"
+    return slots

@@ -1,0 +1,78 @@
+"""Everything static that the steps are built from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmnt.config.schema import Config
+from jaxmnt.model.attention import Kernel, choose_kernel, device_capability
+from jaxmnt.model.decoder import Definition
+from jaxmnt.placement.layout import Layout
+from jaxmnt.placement.rules import Placement, accumulation_passes
+from jaxmnt.program.schedule import Schedule
+
+State = dict[str, Any]
+Batch = dict[str, jax.Array]
+
+BATCH_LOGICAL_AXES = {
+    "tokens": ("batch", "length"),
+    "targets": ("batch", "length"),
+    "weights": ("batch", "length"),
+    "segments": ("batch", "length"),
+    "positions": ("batch", "length"),
+}
+FLAG_AXES = ("devices",)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The config, resolved for a mesh."""
+
+    config: Config
+    definition: Definition
+    placement: Placement
+    layout: Layout
+    schedule: Schedule
+    layer_slots: list[list[int | None]]
+    """Which layer lies in each slot of each stage."""
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    dtype: jnp.dtype
+    """Of computation."""
+    kernel: Kernel
+    real_vocab: int
+
+    @property
+    def params_dtype(self) -> jnp.dtype:
+        """Of the stored parameters."""
+        return jnp.dtype(self.config.train.params_dtype)
+
+    @property
+    def reduce_dtype(self) -> jnp.dtype:
+        """In which gradients cross devices."""
+        return jnp.dtype(self.config.train.reduce_dtype)
+
+    @property
+    def passes(self) -> int:
+        """Accumulation passes, which are a pipeline's microbatches."""
+        return accumulation_passes(self.config, self.placement)
+
+    @property
+    def rows_a_pass(self) -> int:
+        """Rows of one pass on one batch shard."""
+        return self.config.data.global_batch_size // self.placement.batch_shards // self.passes
+
+
+def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Kernel]:
+    """The compute dtype and attention kernel for a device."""
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "float32" if device.platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(precision)
+    head_dim = config.model.head_dim
+    assert head_dim
+    kernel = choose_kernel(config.model.attention, device.platform, dtype, head_dim, device_capability(device))
+    return dtype, kernel
