@@ -13,12 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.model.decoder import define
 from jaxmnt.placement.layout import EMPTY, Dimension, Layout, map_with_axes, padded
 from jaxmnt.placement.mesh import Hosts, build_mesh
 from jaxmnt.placement.rules import Axes, Placement, accumulation_passes, check_whole, is_axes, place
 from jaxmnt.program.optimizer import build_optimizer
+from jaxmnt.program.remat import NAMES
 from jaxmnt.program.schedule import build_schedule, layer_slots
 from jaxmnt.program.setting import BATCH_LOGICAL_AXES, FLAG_AXES, Setting, State, resolve_precision
 from jaxmnt.program.step import eval_step, train_step
@@ -30,6 +31,9 @@ BATCH_DTYPES = {
     "segments": jnp.int32,
     "positions": jnp.int32,
 }
+
+
+HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,23 @@ def plan(
         config, definition, placement, layout, schedule, slots, optimizer, learning_rate, dtype, kernel, data_vocab
     )
     check_whole(abstract_state(setting)["params"], definition.axes, placement)
+    _check_levers(config, placement)
     return setting
+
+
+def _check_levers(config: Config, placement: Placement) -> None:
+    """Raises `ConfigError` for memory levers that these devices or this version do not have."""
+    unknown = sorted(set(config.train.remat_save) - set(NAMES))
+    if unknown:
+        raise ConfigError(f"train.remat_save: no value is named {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
+    if config.train.remat == "names" and not config.train.remat_save:
+        raise ConfigError(f"train.remat_save: remat names keeps what is named here; name some of {', '.join(NAMES)}")
+    everywhere = placement.sharding(())
+    if config.optimizer.offload and everywhere.with_memory_kind(HOST_MEMORY).memory_kind != HOST_MEMORY:
+        raise ConfigError(
+            "optimizer.offload: these devices are not known to reach host memory, and devices that are only planned "
+            "with cannot say; set it to false"
+        )
 
 
 def _initial_state(setting: Setting) -> State:
@@ -190,7 +210,11 @@ def _initial_state(setting: Setting) -> State:
 def abstract_state(setting: Setting) -> State:
     """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameter."""
     abstract = jax.eval_shape(lambda: _initial_state(setting))
-    return _with_axes(setting, abstract, lambda leaf, axes: _abstract(leaf, setting.placement.sharding(axes)))
+    state = _with_axes(setting, abstract, lambda leaf, axes: _abstract(leaf, setting.placement.sharding(axes)))
+    if setting.config.optimizer.offload:
+        to_host = lambda leaf: _abstract(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if leaf.ndim else leaf
+        state["optimizer"] = jax.tree.map(to_host, state["optimizer"])
+    return state
 
 
 def _with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], Any]) -> State:
@@ -234,9 +258,21 @@ def compile_step(setting: Setting, state: State) -> Any:
     batch = _abstract_batch(setting, setting.config.data.global_batch_size)
     flags = (setting.placement.mesh.size,)
     batch["stop"] = jax.ShapeDtypeStruct(flags, jnp.int32, sharding=setting.placement.sharding(FLAG_AXES))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
+
+    def on_devices(state: State, batch: Any) -> Any:
+        """Offloaded state is fetched for the update; the output's shardings send it back."""
+        if setting.config.optimizer.offload:
+            moved = jax.tree.map(
+                lambda leaf, place: jax.device_put(leaf, place.sharding.with_memory_kind("device")),
+                state["optimizer"],
+                resting,
+            )
+            state = state | {"optimizer": moved}
+        return train_step(setting, state, batch)
+
     step = jax.jit(
-        lambda state, batch: train_step(setting, state, batch),
+        on_devices,
         donate_argnums=0,
         out_shardings=(shardings, NamedSharding(setting.placement.mesh, P())),
     )
