@@ -1,6 +1,7 @@
 """Every way to split the model computes the same: loss and each gradient of a step, on eight devices as on one."""
 
 import functools
+import itertools
 import json
 
 import jax
@@ -8,11 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmnt.checkpoint.commit import newest_committed
+from jaxmnt.checkpoint.manager import Saver, restore
+from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import parse_config
-from jaxmnt.data.feed import to_devices
+from jaxmnt.data.feed import StopFlag, to_devices
+from jaxmnt.errors import ConfigError
 from jaxmnt.placement.layout import map_with_axes
-from jaxmnt.program.compiled import abstract_state, plan
+from jaxmnt.placement.mesh import build_mesh
+from jaxmnt.program.compiled import abstract_state, compile_program, compile_step, plan
+from jaxmnt.program.notes import notes
 from jaxmnt.program.step import mean_gradients
+from jaxmnt.telemetry.events import Events
 
 ROWS, LENGTH, VOCAB = 16, 16, 60
 
@@ -100,7 +108,6 @@ PLAIN = {
     "tied": {"model": {"tie_embeddings": True}},
     "grouped": {"model": {"num_kv_heads": 2, "dropout": 0.2}},
 }
-ACCUMULATED = {"microbatch_size": 1}
 SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
@@ -109,21 +116,27 @@ SCHEDULES = {
 }
 
 
-def cases():
-    """Each mesh with and without accumulation; with each of the other choices once or more."""
-    for number, shape in enumerate(MESHES):
-        names = list(PLAIN)
-        for accumulate in (False, True):
-            schedules = list(SCHEDULES) if shape[1] > 1 else [None]
-            for index, schedule in enumerate(schedules):
-                kind = names[(number + index + 2 * accumulate) % len(names)]
-                if schedule in ("interleaved", "uneven") and shape[1] == 8:
-                    continue  # eight layers are one a stage
-                yield shape, accumulate, schedule, kind
+def schedules(stages):
+    if stages == 1:
+        return [None]
+    # Eight stages have a layer each: nothing is left to interleave or to be uneven.
+    return ["gpipe", "1f1b"] if stages == 8 else list(SCHEDULES)
 
 
-@pytest.mark.parametrize(("shape", "accumulate", "schedule", "kind"), list(cases()))
-def test_gradients_are_those_of_one_device(shape, accumulate, schedule, kind):
+EVERY = [
+    (shape, accumulate, schedule, kind)
+    for shape in MESHES
+    for accumulate, schedule, kind in itertools.product((False, True), schedules(shape[1]), PLAIN)
+]
+QUICK = [
+    case
+    for number, case in enumerate(EVERY)
+    # Every mesh with each schedule, with and without accumulation; the kinds in turn.
+    if number % len(PLAIN) == (number // len(PLAIN)) % len(PLAIN)
+]
+
+
+def compare(shape, accumulate, schedule, kind):
     sections = {"mesh": dict(zip(("data", "pipeline", "fsdp", "model"), shape, strict=True))}
     if accumulate:
         sections["train"] = {"microbatch_size": 1}
@@ -136,7 +149,21 @@ def test_gradients_are_those_of_one_device(shape, accumulate, schedule, kind):
     check(8, PLAIN[kind], **sections)
 
 
-def test_what_does_not_divide():
+@pytest.mark.parametrize(("shape", "accumulate", "schedule", "kind"), QUICK)
+def test_gradients_are_those_of_one_device(shape, accumulate, schedule, kind):
+    compare(shape, accumulate, schedule, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_gradients_are_those_of_one_device_in_every_combination(shape):
+    for case in EVERY:
+        if case[0] == shape and case not in QUICK:
+            compare(*case)
+
+
+@pytest.mark.parametrize("schedule", [{"schedule": "1f1b"}, {"schedule": "interleaved", "chunks": 2}], ids=str)
+def test_what_does_not_divide(schedule):
     """Six devices as 3 stages of 7 layers, 1 key/value head on 2 devices, 257 token ids, dropout, 5 microbatches."""
     plain = {
         "data": {"global_batch_size": 5},
@@ -145,6 +172,183 @@ def test_what_does_not_divide():
             "intermediate_size": 65,
         },
     }  # fmt: skip
-    check(6, plain, mesh={"pipeline": 3, "model": 2}, train={"microbatch_size": 1})
-    check(6, plain, mesh={"pipeline": 3, "model": 2}, train={"microbatch_size": 1},
-          pipeline={"schedule": "interleaved", "chunks": 2})  # fmt: skip
+    check(6, plain, mesh={"pipeline": 3, "model": 2}, train={"microbatch_size": 1}, pipeline=schedule)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ways"), [(8, 1, 8), (8, 2, 4), (12, 6, 4), (12, 4, 6), (6, 3, 2)])
+def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
+    """Also where a device's queries need two key/value heads of which each has another number of queries."""
+    model = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 4, "num_layers": 1, "hidden_size": 24}
+    plain = {"model": model, "data": {"sequence_length": 24}}
+    check(ways, plain, mesh={"model": ways})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"mesh": {"fsdp": 4, "model": 2, "zero": 2}, "train": {"microbatch_size": 1}},
+        {"mesh": {"fsdp": 2, "data": 2, "model": 2, "zero": 1}, "train": {"microbatch_size": 1}},
+        {"mesh": {"fsdp": 2, "pipeline": 2, "data": 2, "zero": 1}, "train": {"microbatch_size": 1}},
+        {"mesh": {"fsdp": 2, "data": 2, "model": 2, "rules": {"embed": ["data", "fsdp"]}}},
+        {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "train": {"microbatch_size": 2, "remat": "full"}},
+        {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "train": {"microbatch_size": 2, "remat": "dots"}},
+        {"mesh": {"fsdp": 2, "model": 4}, "train": {"remat": "attention", "layer_unroll": 2}},
+        {"mesh": {"data": 4, "model": 2}, "train": {"remat": "names", "remat_save": ["attention", "mlp_gate"]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_memory_levers_change_nothing(sections):
+    check(8, {"model": {"num_kv_heads": 2, "dropout": 0.1}}, **sections)
+
+
+def test_one_stage_remembers_a_part_of_the_microbatches():
+    """Eight stages and 32 microbatches: less than half of gpipe's temporary memory, and no more for 64."""
+
+    def temporary(schedule, microbatches):
+        chosen = config(
+            data={"global_batch_size": microbatches, "sequence_length": 256},
+            model={"num_heads": 4},
+            train={"microbatch_size": 1},
+            mesh={"pipeline": 8},
+            pipeline={"schedule": schedule},
+        )
+        setting = plan(chosen, VOCAB, jax.devices())
+        return compile_step(setting, abstract_state(setting)).memory_analysis().temp_size_in_bytes
+
+    few = temporary("1f1b", 32)
+    assert few < 0.5 * temporary("gpipe", 32)
+    # The batch itself grows: its rows are cut into microbatches on the device.
+    assert temporary("1f1b", 64) - few < 0.02 * few + 5 * 4 * 32 * 256
+
+
+WAYS = {
+    "one": (1, {}),
+    "fsdp": (8, {"mesh": {"fsdp": 8}}),
+    "model": (8, {"mesh": {"model": 4, "data": 2}}),
+    "mixed": (8, {"mesh": {"fsdp": 2, "model": 2, "data": 2}}),
+    "uneven": (6, {"mesh": {"pipeline": 3, "model": 2}}),
+    "interleaved": (8, {"mesh": {"pipeline": 2, "fsdp": 4}, "pipeline": {"schedule": "interleaved", "chunks": 3}}),
+    "stages": (4, {"mesh": {"pipeline": 2, "model": 2}, "train": {"microbatch_size": 1}}),
+}
+
+
+def test_a_checkpoint_moves_between_meshes(tmp_path):
+    """What any mesh saves any other restores, bit for bit: parameters and optimizer state."""
+    model = {"num_layers": 7, "vocab_size": 257, "intermediate_size": 65, "num_heads": 4, "num_kv_heads": 2}
+    programs = {
+        name: compile_program(
+            config(model=model, data={"global_batch_size": 24}, **sections), 257, jax.devices()[:devices]
+        )
+        for name, (devices, sections) in WAYS.items()
+    }
+    rng = np.random.default_rng(0)
+    numbers = lambda leaf: rng.integers(-(2**30), 2**30, leaf.shape).astype(leaf.dtype)
+    expected = jax.tree.map(numbers, programs["one"].canonical_abstract_state)
+    identity = Identity()
+    for name, program in programs.items():
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, program.canonical_abstract_state)
+        state = program.from_canonical(jax.device_put(expected, shardings))
+        saver = Saver(tmp_path / name, 1, identity, Events(tmp_path / name, 0))
+        saver.save(1, program.to_canonical(state), {})
+        saver.wait()
+    for source, target in itertools.product(programs, programs):
+        program = programs[target]
+        state = restore(newest_committed(tmp_path / source), program.canonical_abstract_state)
+        placed = program.from_canonical(state)
+        jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(str(a)), placed, program.abstract_state)
+        found = jax.device_get(program.to_canonical(placed))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_state_in_host_memory_changes_nothing():
+    """The same parameters after three steps, with the moments resting in host memory between them."""
+    results = []
+    for offload in (False, True):
+        chosen = config(mesh={"fsdp": 2}, optimizer={"offload": offload}, model={"num_layers": 2})
+        program = compile_program(chosen, VOCAB, jax.devices()[:2])
+        state, flag = program.init(), StopFlag(program.flag_sharding)
+        for step in range(3):
+            batch = to_devices(rows(chosen, step), list(range(ROWS)), ROWS, program.batch_sharding)
+            state, _ = program.step(state, batch | {"stop": flag.array(False)})
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim}
+        assert kinds == {"pinned_host" if offload else "device"}
+        results.append(jax.device_get(state["params"]))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_dtypes_of_the_state():
+    chosen = config(
+        mesh={"fsdp": 4}, optimizer={"state_dtype": "bfloat16"}, model={"num_layers": 2},
+        train={"params_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+    )  # fmt: skip
+    program = compile_program(chosen, VOCAB, jax.devices()[:4])
+    plain = compile_program(config(mesh={"fsdp": 4}, model={"num_layers": 2}), VOCAB, jax.devices()[:4])
+    assert program.memory.params + program.memory.optimizer <= (plain.memory.params + plain.memory.optimizer) / 2 + 8
+    results = []
+    for one in (program, plain):
+        batch = to_devices(rows(chosen), list(range(ROWS)), ROWS, one.batch_sharding)
+        state, metrics = one.step(one.init(), batch | {"stop": StopFlag(one.flag_sharding).array(False)})
+        results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(state["params"])} == {one.setting.params_dtype.name}
+    np.testing.assert_allclose(*results, rtol=0.02)
+    assert results[0] != results[1]
+
+
+@pytest.mark.parametrize(
+    ("sections", "devices", "words"),
+    [
+        ({"mesh": {"pipeline": 8}, "model": {"num_layers": 7}}, 8, ["mesh.pipeline", "8 stages", "num_layers is 7"]),
+        ({"mesh": {"pipeline": -1}, "model": {"num_layers": 7}}, 8, ["mesh.pipeline", "8 stages", "num_layers is 7"]),
+        ({"mesh": {"pipeline": 2}, "pipeline": {"layers": [3, 4]}}, 2, ["pipeline.layers", "8 layers", "2 pieces"]),
+        ({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2, ["pipeline.chunks", "at least 2"]),
+        ({"mesh": {"pipeline": 2}, "pipeline": {"chunks": 2}}, 2, ["pipeline.chunks", "1f1b", "one chunk"]),
+        ({"mesh": {"model": 8}, "model": {"num_heads": 4}}, 8, ["model.num_heads", "4", "mesh.model 8"]),
+        ({"mesh": {"model": 8}, "data": {"sequence_length": 12}}, 8, ["data.sequence_length", "12", "mesh.model 8"]),
+        ({"mesh": {"fsdp": 2, "rules": {"embed": ["fdsp"]}}}, 2, ["mesh.rules.embed", "'fdsp'", "no mesh axis"]),
+        ({"mesh": {"fsdp": 2, "rules": {"embed": ["model"]}}}, 2, ["mesh.rules.embed", "cannot be split over model"]),
+        ({"mesh": {"fsdp": 2, "rules": {"embd": ["fsdp"]}}}, 2, ["mesh.rules", "'embd'", "embed"]),
+        ({"mesh": {"fsdp": 2, "rules": {"embed": []}}}, 2, ["mesh.fsdp", "100%", "stay whole", "layers.mlp"]),
+        ({"mesh": {"model": 2, "rules": {"mlp": []}}}, 2, ["mesh.model", "stay whole", "layers.mlp"]),
+        ({"train": {"remat": "names"}}, 1, ["train.remat_save", "attention"]),
+        ({"train": {"remat": "names", "remat_save": ["atention"]}}, 1, ["train.remat_save", "did you mean attention"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_split_is_named(sections, devices, words):
+    with pytest.raises(ConfigError) as caught:
+        plan(config(**sections), VOCAB, jax.devices()[:devices])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_few_microbatches_are_a_warning():
+    setting = plan(config(mesh={"pipeline": 4}, train={"microbatch_size": 8}), VOCAB, jax.devices()[:4])
+    [note] = notes(setting)
+    assert "2 microbatches for 4 stages" in note and "60.0 % of the time" in note
+
+
+def test_what_is_padded_is_said():
+    model = {"vocab_size": 257, "intermediate_size": 65, "num_kv_heads": 1, "num_layers": 7}
+    setting = plan(
+        config(model=model, mesh={"model": 2, "pipeline": 2}, train={"microbatch_size": 4}), 257, jax.devices()[:4]
+    )
+    said = "\n".join(notes(setting))
+    for words in (
+        "257 is padded with zeros to 260",
+        "65 is padded with zeros to 66",
+        "num_kv_heads: 1",
+        "1 of 8 places",
+    ):
+        assert words in said
+
+
+def test_the_model_axis_stays_inside_a_host():
+    """Two hosts of four devices: of two processes each, or of devices that come in any order."""
+    host = lambda device: f"node{device.id % 2}"
+    placed = build_mesh(config(mesh={"model": 4, "data": 2}).mesh, jax.devices(), host)
+    for row in placed.devices.reshape(2, 4):
+        assert len({host(device) for device in row}) == 1
+    with pytest.raises(ConfigError, match=r"mesh.model: 8 devices would span the hosts node0, node1"):
+        build_mesh(config(mesh={"model": 8}).mesh, jax.devices(), host)
+    allowed = config(mesh={"model": 8, "allow_split_hosts": True}).mesh
+    assert build_mesh(allowed, jax.devices(), host).shape["model"] == 8

@@ -54,15 +54,11 @@ def build_mesh(
     """
     chosen = list(devices or jax.devices())
     host = hosts or (host_of_process if len({device.process_index for device in chosen}) > 1 else lambda _: "")
-    first = {host(device): device.process_index for device in sorted(chosen, key=lambda device: -device.process_index)}
-    chosen.sort(
-        key=lambda device: (
-            getattr(device, "slice_index", None) or 0,
-            first[host(device)],
-            device.process_index,
-            device.id,
-        )
-    )
+    place = lambda device: (device.process_index, device.id)
+    first: dict[str, tuple[int, int]] = {}
+    for device in sorted(chosen, key=place):
+        first.setdefault(host(device), place(device))
+    chosen.sort(key=lambda device: (getattr(device, "slice_index", None) or 0, first[host(device)], place(device)))
     sizes = resolve_sizes(mesh, len(chosen))
     grid = np.array(chosen, dtype=object).reshape([sizes[axis] for axis in AXES])
     for axis in ("context", "model"):

@@ -13,6 +13,7 @@ from jaxmnt.placement.rules import is_axes
 from jaxmnt.plan.hlo import Collective, collectives
 from jaxmnt.program import engine
 from jaxmnt.program.compiled import abstract_state, bytes_a_device, compile_step, measure
+from jaxmnt.program.notes import notes, schedule_facts
 from jaxmnt.program.setting import Setting
 
 Report = dict[str, Any]
@@ -39,51 +40,6 @@ def make_report(setting: Setting, hosts: Callable[[jax.Device], int], memory: in
         "memory": vars(needed),
         "collectives": traffic(setting, text, hosts),
         "compile_seconds": round(seconds, 1),
-    }
-
-
-def notes(setting: Setting) -> list[str]:
-    """What lies otherwise than a plain reading of the config would have it."""
-    model, placement, found = setting.config.model, setting.placement, []
-    for axis, key, size in (
-        ("vocab", "model.vocab_size", model.vocab_size),
-        ("mlp", "model.intermediate_size", model.intermediate_size),
-    ):
-        if axis in setting.layout.dimensions:
-            placed = len(setting.layout.dimensions[axis].slots)
-            ways = placement.ways(axis)
-            found.append(f"{key}: {size} is padded with zeros to {placed}, which divides among {ways} devices")
-    if placement.ways("heads") > 1 and placement.ways("kv_heads") == 1:
-        found.append(
-            f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.model {placement.sizes['model']}: "
-            "their weights are stored once, and each device computes the heads that its queries need"
-        )
-    empty = sum(layer is None for row in setting.layer_slots for layer in row)
-    if empty:
-        found.append(f"pipeline: {empty} of {empty + model.num_layers} places for layers are empty: stages are uneven")
-    facts = schedule_facts(setting)
-    if facts and facts["microbatches"] < facts["stages"]:
-        found.append(
-            f"pipeline: {facts['microbatches']} microbatches for {facts['stages']} stages; "
-            f"stages idle for {facts['idle_percent']} % of the time; lower train.microbatch_size"
-        )
-    return found
-
-
-def schedule_facts(setting: Setting) -> dict[str, Any] | None:
-    """The pipeline's schedule in numbers; None without a pipeline. Idle is a share of a stage's time."""
-    schedule = setting.schedule
-    if schedule.stages == 1:
-        return None
-    share = schedule.idle_share()
-    return {
-        "name": schedule.name,
-        "stages": schedule.stages,
-        "chunks": schedule.chunks,
-        "microbatches": schedule.microbatches,
-        "ticks": schedule.ticks,
-        "idle_percent": round(100 * share / (1 + share), 1),
-        "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
     }
 
 

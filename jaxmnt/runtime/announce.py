@@ -7,6 +7,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.sources import Sources
 from jaxmnt.program.compiled import Program
+from jaxmnt.program.notes import notes
 from jaxmnt.runtime.rundir import Start
 from jaxmnt.telemetry.events import rewind_metrics
 from jaxmnt.telemetry.flops import flops_per_token, peak_flops
@@ -81,6 +82,8 @@ def program(status: StatusLine, program: Program) -> None:
         f"model   {count(setting.definition.parameter_count)} parameters, {setting.dtype.name} compute, "
         f"{setting.kernel} attention, {setting.passes} pass{'es' if setting.passes > 1 else ''} a step"
     )
+    for note in notes(setting):
+        status.line(f"note    {note}")
     limit = f" of {size(memory.limit)}" if memory.limit else ""
     status.line(
         f"memory  a device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, "

@@ -1,0 +1,208 @@
+"""What a plan says: read from programs whose collectives are known, and held to what the scheme needs at least."""
+
+import json
+from collections import Counter
+
+import jax
+import pytest
+from conftest import ROOT, command
+
+from jaxmnt.config.load import load_config, parse_config
+from jaxmnt.plan.budget import ideal_state_bytes, least, small
+from jaxmnt.plan.hlo import collectives, shapes_in
+from jaxmnt.plan.report import make_report
+from jaxmnt.plan.targets import find_chip, gpu_devices
+from jaxmnt.program.compiled import abstract_state, compile_step, plan
+
+PROGRAM = """
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%layer (p: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {
+  %p = (s32[], bf16[2,8]{1,0}) parameter(0)
+  %gather = (bf16[2,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, metadata={op_name="jit(step)/layer/all_gather"}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %done = bf16[8,8]{1,0} all-gather-done(%gather)
+}
+
+%branch (p: f32[16]) -> f32[16] {
+  %scatter = f32[4]{0} reduce-scatter(%p), channel_id=3, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%add, metadata={op_name="jit(step)/cond/loss/reduce_scatter"}
+}
+
+%other (p: f32[16]) -> f32[16] {
+  ROOT %p = f32[16]{0} parameter(0)
+}
+
+ENTRY %main (x: bf16[2,8]) -> f32[] {
+  %loop = (s32[], bf16[2,8]{1,0}) while(%init), condition=%test, body=%layer, backend_config={"known_trip_count":{"n":"5"}}
+  %choice = f32[16]{0} conditional(%flag, %y, %y), true_computation=%branch, false_computation=%other
+  %sum = (f32[4]{0}, f32[2]{0}) all-reduce-start(%a, %b), channel_id=4, replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":true}}
+  %hop = (f32[16]{0}, f32[16]{0}) collective-permute-start(%y), channel_id=5, source_target_pairs={{0,2},{2,4},{4,6}}
+  ROOT %all = f32[] all-reduce(%z), replica_groups={}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_collectives_are_read_from_the_text():
+    gather, scatter, pair, hop, everyone = collectives(PROGRAM, 8, lambda where: 0.25 if "loss" in where else 1.0)
+    assert (gather.kind, gather.times, gather.payload, gather.asynchronous) == ("all-gather", 5, 128, True)
+    assert gather.groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and gather.sent == 96
+    assert (scatter.kind, scatter.times, scatter.payload, scatter.asynchronous) == ("reduce-scatter", 0.25, 64, False)
+    assert scatter.groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and scatter.sent == 48
+    assert (pair.kind, pair.payload, pair.asynchronous) == ("all-reduce", 24, False)
+    assert pair.groups == ((0, 1), (2, 3), (4, 5), (6, 7)) and pair.sent == 24
+    assert (hop.kind, hop.payload, hop.groups, hop.sent) == ("collective-permute", 64, ((0, 2), (2, 4), (4, 6)), 64)
+    assert everyone.groups == (tuple(range(8)),) and everyone.sent == 2 * 4 * 7 / 8
+    assert ("bf16", (8, 8)) in shapes_in(PROGRAM)
+
+
+def test_a_loop_and_its_groups_are_read_from_a_real_program():
+    """A program of which it is plain what it sends, compiled here: jaxlib may change how it writes."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def local(x):
+        return jax.lax.fori_loop(0, 7, lambda _, x: jax.lax.psum(x, "b") * 0.5, x)
+
+    x = jax.ShapeDtypeStruct((8, 4), "float32")
+    spec = jax.sharding.PartitionSpec("a", None)
+    function = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    [one] = collectives(jax.jit(function).lower(x).compile().as_text(), 8)
+    assert (one.kind, one.dtype, one.payload, one.times) == ("all-reduce", "f32", 4 * 4 * 4, 7)
+    assert one.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def hold_to_budget(setting, report):
+    """Bytes by kind and axis at most 1.05 of the least, and what has no budget small."""
+    sent = Counter()
+    for entry in report["collectives"]:
+        sent[entry["kind"], entry["axis"]] += entry["bytes_sent"]
+    needed = least(setting)
+    for key, size in needed.items():
+        assert 0.95 * size < sent[key] <= 1.05 * size, (key, sent[key] / size)
+    rest = {key: size for key, size in sent.items() if key not in needed}
+    assert sum(rest.values()) <= small(setting), rest
+
+
+MESHES = [
+    ({"fsdp": 8}, "dots"),
+    ({"fsdp": 8, "zero": 1}, "none"),
+    ({"fsdp": 8, "zero": 2}, "full"),
+    ({"fsdp": 2, "model": 4}, "none"),
+    ({"fsdp": 2, "model": 4}, "dots"),
+    ({"fsdp": 2, "model": 4}, "full"),
+    ({"data": 2, "pipeline": 2, "model": 2}, "full"),
+    ({"data": 2, "fsdp": 2, "model": 2}, "attention"),
+    ({"pipeline": 4, "fsdp": 2}, "dots"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "remat"), MESHES, ids=str)
+def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
+    """On virtual devices, where all is float32."""
+    chosen = parse_config(
+        {
+            "data": {"global_batch_size": 16, "sequence_length": 32},
+            "model": {
+                "vocab_size": 512, "hidden_size": 256, "num_layers": 4, "num_heads": 4, "intermediate_size": 512,
+            },
+            "train": {"precision": "float32", "microbatch_size": 1, "remat": remat, "loss_chunk_mib": 1},
+            "mesh": mesh,
+        }
+    )  # fmt: skip
+    setting = plan(chosen, 512, jax.devices())
+    hold_to_budget(setting, make_report(setting, lambda device: 0, None))
+
+
+def test_a_plan_of_virtual_devices(tmp_path):
+    """The whole command: the tables, the same as JSON, and no need of the data."""
+    path = tmp_path / "tiny.yaml"
+    tree = {
+        "data": {"path": "nowhere", "global_batch_size": 16, "sequence_length": 32},
+        "model": {"vocab_size": 250, "hidden_size": 64, "num_layers": 4, "num_heads": 4},
+        "train": {"microbatch_size": 2},
+        "mesh": {"pipeline": 2, "model": 2},
+    }
+    path.write_text(json.dumps(tree))
+    arguments = ("jaxmnt.train", "--config", str(path), "--dry-run", "--devices", "16", "--devices-per-host", "4")
+    shown = command(*arguments)
+    assert shown.returncode == 0, shown.stderr
+    for words in (
+        "data 4 × pipeline 2 × model 2: 16 cpu on 4 hosts", "host 3", "data 3, pipeline 0-1, model 0-1",
+        "250 is padded with zeros to 252", "1f1b: 2 microbatches through 2 stages", "stage 0  F 0 1",
+        "layers.mlp.gate", "layers:pipeline", "peak", "collective-permute", "devices of a host",
+    ):  # fmt: skip
+        assert words in shown.stdout, words
+    told = json.loads(command(*arguments, "--json").stdout)
+    assert told["mesh"] == {"data": 4, "pipeline": 2, "model": 2} and told["devices"]["hosts"] == 4
+    assert told["memory"]["peak"] > told["memory"]["params"] > 0
+    permute = next(entry for entry in told["collectives"] if entry["kind"] == "collective-permute")
+    assert permute["axis"] == "pipeline" and permute["times"] == 2 * told["schedule"]["ticks"]
+    table = next(entry for entry in told["parameters"] if entry["name"] == "embedding.table")
+    assert table["shape"] == [252, 64] and table["split"] == ["pipeline×model", ""]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--devices", "8"), ["--devices", "add --dry-run"]),
+        (("--json",), ["--json", "add --dry-run"]),
+        (("--dry-run", "--target", "h10"), ["--target", "'h10'", "h100", "h200", "a100"]),
+        (("--dry-run", "--target", "h100", "--devices", "8"), ["--devices", "exclude each other"]),
+        (("--dry-run", "--hosts", "2"), ["--hosts", "--target"]),
+        (("--dry-run", "--devices", "0"), ["--devices", "0"]),
+        (("--dry-run", "--devices", "16", "mesh.model=16"), ["mesh.model", "span the hosts host 0, host 1"]),
+        (("--dry-run", "--devices", "8", "mesh.fsdp=3"), ["mesh", "fsdp=3", "8 devices"]),
+        (("--dry-run", "--devices", "2", "model.vocab_size=null"), ["data.path"]),
+    ],
+)
+def test_what_cannot_be_planned_is_said(tmp_path, arguments, words):
+    path = tmp_path / "tiny.yaml"
+    model = {"vocab_size": 64, "num_heads": 16, "hidden_size": 64, "num_layers": 2}
+    path.write_text(json.dumps({"model": model, "data": {"path": str(tmp_path / "no"), "sequence_length": 32}}))
+    told = command("jaxmnt.train", "--config", str(path), *arguments)
+    assert told.returncode == 2 and "Traceback" not in told.stderr, told.stderr
+    for word in words:
+        assert word in told.stderr, told.stderr
+
+
+CLUSTER_MESHES = [
+    ("mesh.fsdp=128", "mesh.model=1"),
+    ("mesh.fsdp=16", "mesh.model=8"),
+    ("mesh.fsdp=1", "mesh.data=8", "mesh.pipeline=2", "mesh.model=8"),
+    ("mesh.fsdp=1", "mesh.data=2", "mesh.pipeline=8", "mesh.model=8"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
+@pytest.mark.parametrize("recipe", ["llama-8b", "qwen-72b"])
+@pytest.mark.parametrize("mesh", CLUSTER_MESHES, ids=" ".join)
+def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
+    """The real GPU program: what it sends, what it keeps, and that nothing whole is anywhere."""
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", list(mesh))
+    chip = find_chip("h100")
+    setting = plan(config, config.model.vocab_size, gpu_devices(chip, 16, 8), lambda d: str(d.process_index))
+    report = make_report(setting, lambda device: device.process_index, chip.memory)
+    hold_to_budget(setting, report)
+    memory = report["memory"]
+    assert memory["params"] + memory["optimizer"] <= 1.01 * ideal_state_bytes(setting)
+    assert memory["peak"] <= chip.memory
+    shapes = {shape for _, shape in shapes_in(compile_step(setting, abstract_state(setting)).as_text())}
+    model, sizes = config.model, setting.placement.sizes
+    # Layers of an MLP weight as they lie here, and the same were one axis not there to split them.
+    pieces = {"pipeline": model.num_layers, "fsdp": model.hidden_size, "model": model.intermediate_size}
+    local = {axis: size // sizes[axis] for axis, size in pieces.items()}
+    found = {tuple(sorted(shape)) for shape in shapes}
+    assert tuple(sorted(local.values())) in found
+    for axis in [axis for axis in pieces if sizes[axis] > 1]:
+        assert tuple(sorted((local | {axis: pieces[axis]}).values())) not in found, f"a stack whole over {axis}"
+    # Tables are whole over fsdp while they are used, and never over the axes that split the vocabulary.
+    rows = model.vocab_size // setting.placement.ways("vocab")
+    vocabulary = [shape for shape in shapes if len(shape) == 2 and {rows, model.vocab_size} & set(shape)]
+    assert vocabulary and all(rows in shape for shape in vocabulary)
+    if recipe == "llama-8b":  # whose width is not the length of a row
+        assert not [shape for shape in vocabulary if config.data.sequence_length in shape], "logits of a whole row"

@@ -1,0 +1,97 @@
+"""Pipeline schedules as tables: everything is done once, in order, with the idle time and memory of the theory."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmnt.program.schedule import Work, build_schedule, layer_slots
+
+stages = st.integers(1, 8)
+microbatches = st.integers(1, 24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(["gpipe", "1f1b"]), stages=stages, microbatches=microbatches)
+def test_idle_time_is_the_formula(name, stages, microbatches):
+    """(p - 1) / m of the work, with backward twice as dear as forward."""
+    schedule = build_schedule(name, stages, microbatches)
+    assert schedule.idle_share(forward=1, backward=2) == pytest.approx((stages - 1) / microbatches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(stages=st.integers(2, 8), groups=st.integers(1, 5), chunks=st.integers(2, 4))
+def test_idle_time_of_interleaved_is_the_formula(stages, groups, chunks):
+    """(p - 1) / (m · v) of the work, when the stages divide the microbatches."""
+    schedule = build_schedule("interleaved", stages, stages * groups, chunks)
+    assert schedule.idle_share(forward=1, backward=2) == pytest.approx((stages - 1) / (stages * groups * chunks))
+
+
+@settings(max_examples=60, deadline=None)
+@given(stages=stages, microbatches=microbatches, chunks=st.integers(1, 3))
+def test_a_stage_holds_what_its_depth_asks_for(stages, microbatches, chunks):
+    schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
+    for stage in range(stages):
+        bound = (chunks - 1) * stages + 2 * (stages - stage) - 1
+        assert schedule.in_flight(stage) <= min(bound, microbatches * chunks)
+    gpipe = build_schedule("gpipe", stages, microbatches)
+    assert [gpipe.in_flight(stage) for stage in range(stages)] == [microbatches] * stages
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved"]), stages=stages, microbatches=microbatches,
+    chunks=st.integers(2, 3),
+)  # fmt: skip
+def test_slots_are_free_when_they_are_written(name, stages, microbatches, chunks):
+    schedule = build_schedule(name, stages, microbatches, chunks if name == "interleaved" else 1)
+    writes, reads, count = schedule.slots()
+    for stage in range(stages):
+        held: dict[int, Work] = {}
+        for tick in range(schedule.ticks):
+            if (work := schedule.forward[tick][stage]) is not None:
+                assert writes[tick][stage] not in held and 0 <= writes[tick][stage] < count
+                held[writes[tick][stage]] = work
+            if (work := schedule.backward[tick][stage]) is not None:
+                assert held.pop(reads[tick][stage]) == work
+        assert not held
+
+
+def test_the_checker_finds_what_is_wrong():
+    good = build_schedule("1f1b", 3, 4)
+    table = [list(row) for row in good.forward]
+    for spoil in (
+        lambda rows: rows[2].__setitem__(2, None),  # one is missing
+        lambda rows: rows[6].__setitem__(0, Work(0, 0)),  # one is done twice
+        lambda rows: rows.insert(1, rows.pop(2)),  # one comes before what it needs
+    ):
+        rows = [list(row) for row in table]
+        spoil(rows)
+        with pytest.raises(AssertionError):
+            dataclasses.replace(good, forward=tuple(map(tuple, rows))).check()
+    early = (*good.backward[1:], good.backward[0])
+    with pytest.raises(AssertionError):
+        dataclasses.replace(good, backward=early).check()
+
+
+def test_drawing():
+    assert build_schedule("1f1b", 2, 3).draw().splitlines() == [
+        "stage 0  F 0 1 2 · ·",
+        "         B · · 0 1 2",
+        "stage 1  F · 0 1 2 ·",
+        "         B · 0 1 2 ·",
+    ]
+    assert "0a 1a 0b 1b" in build_schedule("interleaved", 2, 2, 2).draw()
+
+
+@given(stages=stages, chunks=st.integers(1, 3), extra=st.integers(0, 20), data=st.data())
+def test_every_layer_is_placed_once(stages, chunks, extra, data):
+    pieces = stages * chunks
+    layers = pieces + extra
+    cuts = sorted(data.draw(st.lists(st.integers(0, extra), min_size=pieces - 1, max_size=pieces - 1)))
+    sizes = [1 + b - a for a, b in zip([0, *cuts], [*cuts, extra], strict=True)]
+    for chosen in (None, sizes):
+        slots = layer_slots(layers, stages, chunks, chosen)
+        assert sorted(layer for row in slots for layer in row if layer is not None) == list(range(layers))
+        assert len({len(row) for row in slots}) == 1
