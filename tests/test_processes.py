@@ -49,6 +49,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
     [
         (2, 4, ["mesh.fsdp=2", "mesh.model=2"]),
         (4, 2, ["mesh.model=4"]),  # two processes share a batch shard
+        (2, 4, ["mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2", "train.microbatch_size=2"]),  # stages are processes
     ],
 )
 def test_processes_compute_what_one_does(tiny_file, tmp_path, reference, processes, devices, overrides):
@@ -59,6 +60,18 @@ def test_processes_compute_what_one_does(tiny_file, tmp_path, reference, process
     assert lines and all(line.startswith("[0] ") for line in lines), "only process 0 speaks, and Gloo not at all"
     assert (tmp_path / "run" / "logs" / f"process-{processes - 1}.log").exists()
     assert len(list((tmp_path / "run" / "events").iterdir())) == processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1)], ids=str)
+def test_twenty_steps_on_each_mesh_in_processes(tiny_file, tmp_path, reference, shape, processes):
+    """data, pipeline, fsdp, model; stages and replicas are in other processes."""
+    sizes = zip(("data", "pipeline", "fsdp", "model"), shape, strict=True)
+    overrides = [f"mesh.{axis}={size}" for axis, size in sizes] + ["train.microbatch_size=2"]
+    result = launch(tiny_file, *overrides, processes=processes, devices=8 // processes)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "run", reference)
 
 
 def test_two_stop_and_two_resume_bit_for_bit(tiny_file, tmp_path):
