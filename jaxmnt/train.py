@@ -81,7 +81,7 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
             state = program.from_canonical(restore(start.checkpoint, program.canonical_abstract_state))
             events.write("restore", step=start.step)
         log = announce.train_log(config, program, start, training, status, writer=main_process)
-        saver = Saver(start.directory / "checkpoints", config.checkpoint.keep, identity, events)
+        saver = Saver(start.directory / "checkpoints", config.checkpoint.keep, identity, events, program.to_canonical)
         feed = training_feed(config, training, program, start.step)
         evaluator = Evaluator(program, data)
         events.write("data", digest=data.digest, **announce.input_memory(status, config, training, feed.local_rows))
@@ -103,7 +103,7 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
                 _evaluate(evaluator, state, log, step)
             if _due(step, config.checkpoint.every_steps) or step == last or preempted:
                 log.flush()
-                log.pause(saver.save(step, program.to_canonical(state), {"tokens": log.tokens, "data": data.digests}))
+                log.pause(saver.save(step, state, {"tokens": log.tokens, "data": data.digests}))
             saver.poll()
 
         log.close()

@@ -17,8 +17,11 @@ from jaxmnt.data.feed import StopFlag, to_devices
 from jaxmnt.errors import ConfigError
 from jaxmnt.placement.layout import map_with_axes
 from jaxmnt.placement.mesh import build_mesh
+from jaxmnt.placement.rules import is_axes
+from jaxmnt.plan.notes import notes
+from jaxmnt.program import engine
 from jaxmnt.program.compiled import abstract_state, compile_program, compile_step, plan
-from jaxmnt.program.notes import notes
+from jaxmnt.program.setting import BATCH_LOGICAL_AXES
 from jaxmnt.program.step import mean_gradients
 from jaxmnt.telemetry.events import Events
 
@@ -190,6 +193,8 @@ def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
         {"mesh": {"fsdp": 2, "data": 2, "model": 2, "zero": 1}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "data": 2, "zero": 1}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 2, "data": 2, "model": 2, "rules": {"embed": ["data", "fsdp"]}}},
+        {"mesh": {"data": 4, "model": 2, "rules": {"heads": []}}, "model": {"vocab_size": 16384}},
+        {"mesh": {"data": 4, "model": 2, "rules": {"kv_heads": []}}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "train": {"microbatch_size": 2, "remat": "full"}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "train": {"microbatch_size": 2, "remat": "dots"}},
         {"mesh": {"fsdp": 2, "model": 4}, "train": {"remat": "attention", "layer_unroll": 2}},
@@ -198,7 +203,33 @@ def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
     ids=str,
 )  # fmt: skip
 def test_memory_levers_change_nothing(sections):
-    check(8, {"model": {"num_kv_heads": 2, "dropout": 0.1}}, **sections)
+    check(8, {"model": {"num_kv_heads": 2, "dropout": 0.1} | sections.pop("model", {})}, **sections)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("remat", ["none", "attention", "dots", "full"])
+def test_no_stage_keeps_weights(remat, kv_heads):
+    """Neither whole over fsdp nor the taken key/value heads: what is kept has the batch and the length in its shape."""
+    chosen = config(
+        model={"num_kv_heads": kv_heads, "num_layers": 2}, mesh={"pipeline": 2, "model": 2, "fsdp": 2},
+        train={"microbatch_size": 2, "remat": remat, "precision": "bfloat16"},
+    )  # fmt: skip
+    setting = plan(chosen, VOCAB, jax.devices())
+    kept = []
+
+    def local(params, batch):
+        ring = engine._Run(setting, params, batch, lambda _: None)
+        context = ring.context(jnp.int32(0))
+        kept.extend(ring.layers.empty_ring(3, ring.nothing(), context))
+        return jnp.zeros(())
+
+    spec = lambda tree: jax.tree.map(setting.placement.spec, tree, is_leaf=is_axes)
+    function = jax.shard_map(
+        local, mesh=setting.placement.mesh, in_specs=(spec(setting.definition.axes), spec(BATCH_LOGICAL_AXES)),
+        out_specs=jax.sharding.PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    jax.eval_shape(function, abstract_state(setting)["params"], rows(chosen))
+    assert kept and all({LENGTH, LENGTH // 2} & set(one.shape[2:]) for one in kept if one.size > 64), kept
 
 
 def test_one_stage_remembers_a_part_of_the_microbatches():
@@ -228,18 +259,27 @@ WAYS = {
     "mixed": (8, {"mesh": {"fsdp": 2, "model": 2, "data": 2}}),
     "uneven": (6, {"mesh": {"pipeline": 3, "model": 2}}),
     "interleaved": (8, {"mesh": {"pipeline": 2, "fsdp": 4}, "pipeline": {"schedule": "interleaved", "chunks": 3}}),
+    "data": (8, {"mesh": {"data": 8}}),
+    "tensor": (8, {"mesh": {"model": 8}}),
+    "four stages": (8, {"mesh": {"pipeline": 4, "model": 2}}),
+    "all axes": (8, {"mesh": {"pipeline": 2, "fsdp": 2, "model": 2}}),
     "stages": (4, {"mesh": {"pipeline": 2, "model": 2}, "train": {"microbatch_size": 1}}),
+    "offloaded": (6, {"mesh": {"pipeline": 3, "fsdp": 2}, "optimizer": {"offload": True}}),
 }
 
 
-def test_a_checkpoint_moves_between_meshes(tmp_path):
+QUICK_WAYS = ["one", "mixed", "uneven", "interleaved", "offloaded"]
+
+
+@pytest.mark.parametrize("names", [QUICK_WAYS, pytest.param(list(WAYS), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_checkpoint_moves_between_meshes(tmp_path, names):
     """What any mesh saves any other restores, bit for bit: parameters and optimizer state."""
-    model = {"num_layers": 7, "vocab_size": 257, "intermediate_size": 65, "num_heads": 4, "num_kv_heads": 2}
+    model = {"num_layers": 7, "vocab_size": 257, "intermediate_size": 65, "num_kv_heads": 2}
     programs = {
         name: compile_program(
             config(model=model, data={"global_batch_size": 24}, **sections), 257, jax.devices()[:devices]
         )
-        for name, (devices, sections) in WAYS.items()
+        for name, (devices, sections) in ((name, WAYS[name]) for name in names)
     }
     rng = np.random.default_rng(0)
     numbers = lambda leaf: rng.integers(-(2**30), 2**30, leaf.shape).astype(leaf.dtype)
@@ -248,14 +288,15 @@ def test_a_checkpoint_moves_between_meshes(tmp_path):
     for name, program in programs.items():
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.canonical_abstract_state)
         state = program.from_canonical(jax.device_put(expected, shardings))
-        saver = Saver(tmp_path / name, 1, identity, Events(tmp_path / name, 0))
-        saver.save(1, program.to_canonical(state), {})
+        saver = Saver(tmp_path / name, 1, identity, Events(tmp_path / name, 0), program.to_canonical)
+        saver.save(1, state, {})
         saver.wait()
     for source, target in itertools.product(programs, programs):
         program = programs[target]
         state = restore(newest_committed(tmp_path / source), program.canonical_abstract_state)
         placed = program.from_canonical(state)
-        jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(str(a)), placed, program.abstract_state)
+        same = lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding} is not {b.sharding}")
+        jax.tree.map(same, placed, program.abstract_state)
         found = jax.device_get(program.to_canonical(placed))
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 

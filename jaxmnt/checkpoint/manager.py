@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,17 @@ class Saver:
     the rest happens in the background. A failure there is raised by the next `poll`, `save` or `wait`.
     """
 
-    def __init__(self, root: Path, keep: int, identity: Identity, events: Events):
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        identity: Identity,
+        events: Events,
+        to_stored: Callable[[State], State] = lambda state: state,
+    ):
+        """`to_stored` makes of a state what is to be stored, and may block."""
         self._root = root.absolute()
+        self._to_stored = to_stored
         self._keep = keep
         self._identity = identity
         self._events = events
@@ -37,7 +47,8 @@ class Saver:
         self.wait()
         self._events.write("checkpoint_begin", step=step)
         with _context():
-            response = ocp.save_checkpointables_async(str(self._root / str(step)), {"state": state})
+            stored = {"state": self._to_stored(state)}
+            response = ocp.save_checkpointables_async(str(self._root / str(step)), stored)
         self._thread = threading.Thread(target=self._finish, args=(step, response, notes, started))
         self._thread.start()
         return time.perf_counter() - started

@@ -156,13 +156,29 @@ def share(name: str, value: str | None, identity: Identity, seconds: float = BAR
 
 
 def hosts(identity: Identity) -> dict[int, str]:
-    """The machine of each process, by name. Several processes can be on one."""
+    """The machine of each process, by name. Several processes can be on one.
+
+    Machines are told apart by the boot of their kernel, since containers of one have names of their own and images may
+    all have the same.
+    """
     if identity.alone:
         return {0: socket.gethostname()}
     client, key = _client(), "jaxmnt/host"
-    client.key_value_set(f"{key}/{identity.process_id:06d}", socket.gethostname())
+    client.key_value_set(f"{key}/{identity.process_id:06d}", f"{_boot()} {socket.gethostname()}")
     barrier("every process has named its host", identity)
-    return {int(name.rsplit("/", 1)[-1]): str(host) for name, host in sorted(client.key_value_dir_get(key))}
+    told = {int(name.rsplit("/", 1)[-1]): str(text).split(" ", 1) for name, text in client.key_value_dir_get(key)}
+    names: dict[str, str] = {}
+    for process, (boot, host) in sorted(told.items()):
+        names.setdefault(boot, f"{host} (of process {process})" if host in names.values() else host)
+    return {process: names[boot] for process, (boot, _) in sorted(told.items())}
+
+
+def _boot() -> str:
+    """What tells this machine from others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def _client() -> Any:

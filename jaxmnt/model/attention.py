@@ -4,6 +4,7 @@ Shapes: B batch, L length, S a device's piece of the length, D model, H query he
 and G are a device's own where the `model` axis splits them.
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -51,8 +52,8 @@ class Attention(nnx.Module):
         x_BLD = gather_sequence(x_BSD, placement)
         shared = KVHeads(self.heads, self.kv_heads, placement)
         q_BLHK = checkpoint_name(rotate(_project(x_BLD, self.query[...]), angles), "query")
-        k_BLGK = checkpoint_name(rotate(_project(x_BLD, shared.own(self.key[...])), angles), "key")
-        v_BLGK = checkpoint_name(_project(x_BLD, shared.own(self.value[...])), "value")
+        k_BLGK = checkpoint_name(rotate(shared.project(x_BLD, self.key[...]), angles), "key")
+        v_BLGK = checkpoint_name(shared.project(x_BLD, self.value[...]), "value")
 
         def attend(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, mask: jax.Array | None) -> jax.Array:
             k, v = shared.for_queries(k_BLGK), shared.for_queries(v_BLGK)
@@ -88,11 +89,17 @@ class KVHeads:
         even = np.arange(local) // max(1, local // most)
         self._grouped = local % most == 0 and bool((self._of_query == even).all())
 
-    def own(self, w_DGK: jax.Array) -> jax.Array:
-        """The weights of the heads that this device computes."""
+    def project(self, x_BLD: jax.Array, w_DGK: jax.Array) -> jax.Array:
+        """Keys or values of the heads that this device computes, from the weights at hand."""
         if not self._split:
-            return w_DGK
-        return jnp.take(w_DGK, jnp.asarray(self._own)[index_along("heads", self._placement)], axis=1)
+            return _project(x_BLD, w_DGK)
+        own = jnp.asarray(self._own)[index_along("heads", self._placement)]
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)  # backward is not to keep weights
+        def project_own(x_BLD: jax.Array, w_DGK: jax.Array) -> jax.Array:
+            return _project(x_BLD, jnp.take(w_DGK, own, axis=1))
+
+        return project_own(x_BLD, w_DGK)
 
     def for_queries(self, k_BLGK: jax.Array) -> jax.Array:
         """Keys or values so that the heads are shared by equal groups of queries, or else one for each query."""

@@ -120,7 +120,7 @@ def place(config: Config, mesh: jax.sharding.Mesh) -> Placement:
     kv_heads = config.model.num_kv_heads
     assert kv_heads
     ways = mesh.shape["model"]
-    if (rules["kv_heads"] and kv_heads % ways) or not rules["kv_heads"]:
+    if kv_heads % ways or not rules["kv_heads"] or not rules["heads"]:
         # Each device needs other heads than its share: stored once over all, whole where they are used.
         rules["kv_heads"] = ()
         if (
@@ -154,7 +154,7 @@ def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
                 )
         if len(set(names)) < len(names):
             raise ConfigError(f"mesh.rules.{axis}: a mesh axis is named twice; name each once")
-    return {axis: tuple(names) for axis, names in config.mesh.rules.items()}
+    return {axis: tuple(name for name in AXES if name in names) for axis, names in config.mesh.rules.items()}
 
 
 def _check_divides(config: Config, placement: Placement) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import jax
 
-from jaxmnt.placement.rules import GATHERED, is_axes
+from jaxmnt.placement.rules import is_axes
 from jaxmnt.program.compiled import abstract_state
 from jaxmnt.program.setting import Setting
 
@@ -18,7 +18,8 @@ Least = dict[tuple[str, str], float]
 
 SEQUENCE_COLLECTIVES = {"none": (4, 4), "attention": (4, 4), "dots": (6, 4), "full": (6, 5)}
 """Gathers and scatters of the activations over `model`, for a layer, by remat policy: two of each forward, the other of
-each backward; with dots the two gathers again; with full also the scatter between attention and MLP."""
+each backward; with dots the two gathers again; with full also the scatter between attention and MLP, and with names
+at most as much."""
 
 
 def least(setting: Setting) -> Least:
@@ -29,24 +30,24 @@ def least(setting: Setting) -> Least:
     work = passes * setting.schedule.chunks
     found: Least = defaultdict(float)
 
-    compute, reduce = setting.dtype.itemsize, setting.reduce_dtype.itemsize
-    layers, ends, pieces = _weights(setting)
-    over = "×".join(placement.mesh_axes("embed"))
-    if over:
-        part = 1 - 1 / placement.ways("embed")
-        zero = config.mesh.zero
-        gathers = passes * (2 * layers + ends) if zero == 3 else layers + ends
-        scatters = (1 if zero == 1 else passes) * (layers + ends)
-        found["all-gather", over] += gathers * compute * part
-        found["reduce-scatter", over] += scatters * reduce * part
-    if "data" not in placement.mesh_axes("embed") and shares["data"] > 1:
-        found["all-reduce", "data"] += 2 * pieces * reduce * (1 - 1 / shares["data"])
+    compute, reduce, zero = setting.dtype.itemsize, setting.reduce_dtype.itemsize, config.mesh.zero
+    for leaf, names in _weights(setting):
+        stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        gathered = placement.gathered_over(names)
+        if gathered is not None:
+            over, ways = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
+            uses = 2 if names[0] == "layers" else 1
+            gathers, scatters = passes * uses if zero == 3 else 1, 1 if zero == 1 else passes
+            found["all-gather", over] += gathers * stored * (ways - 1) * compute
+            found["reduce-scatter", over] += scatters * stored * (ways - 1) * reduce
+        if "data" in placement.whole_over(names):
+            found["all-reduce", "data"] += 2 * stored * reduce * (1 - 1 / shares["data"])
 
     rows, length, width = setting.rows_a_pass, config.data.sequence_length, config.model.hidden_size
     whole = rows * length * width * compute
     if shares["model"] > 1:
         part = 1 - 1 / shares["model"]
-        gathers, scatters = SEQUENCE_COLLECTIVES[config.train.remat]
+        gathers, scatters = SEQUENCE_COLLECTIVES.get(config.train.remat, SEQUENCE_COLLECTIVES["full"])
         depth = len(setting.layer_slots[0]) // setting.schedule.chunks
         # Of the ends: the embedding's sum and its gradient, the head's input and its gradient.
         found["all-gather", "model"] += (work * depth * gathers + 2 * passes) * whole * part
@@ -67,26 +68,17 @@ def small(setting: Setting) -> float:
 
 
 def ideal_state_bytes(setting: Setting) -> float:
-    """Bytes of parameters and optimizer state on a device if all were split over every axis but `data`."""
-    state = abstract_state(setting)
+    """Bytes of parameters and optimizer state on a device if all were split over every axis; over `data` if the rules
+    say so."""
+    state, placement = abstract_state(setting), setting.placement
+    replicas = 1 if "data" in placement.mesh_axes("embed") else placement.sizes["data"]
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state["params"], state["optimizer"])))
-    return total / (setting.placement.mesh.size / setting.placement.sizes["data"])
+    return total / (placement.mesh.size / replicas)
 
 
-def _weights(setting: Setting) -> tuple[int, int, int]:
-    """Elements of the layers' and of the ends' weights on a device, whole over the gathered axes, and as stored."""
-    layers = ends = pieces = 0
-    for leaf, names in _leaves(setting):
-        if "norm" in names:
-            continue
-        stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        ways = math.prod(setting.placement.ways(name) for name in names if name in GATHERED)
-        pieces += stored
-        if names[0] == "layers":
-            layers += stored * ways
-        else:
-            ends += stored * ways
-    return layers, ends, pieces
+def _weights(setting: Setting) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
+    """All parameters but norm scales, with their logical axes."""
+    return [(leaf, names) for leaf, names in _leaves(setting) if "norm" not in names]
 
 
 def _leaves(setting: Setting) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:

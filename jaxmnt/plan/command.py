@@ -22,15 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--devices", type=int, metavar="N", help="plan for N virtual CPU devices (default: the mesh's)")
     group.add_argument("--target", metavar="CHIP", help=f"plan for this GPU: {', '.join(CHIPS)}")
     group.add_argument("--hosts", type=int, metavar="N", help="hosts of the target (default: what the mesh needs)")
-    group.add_argument("--devices-per-host", type=int, default=DEVICES_PER_HOST, metavar="N", help="GPUs a host (8)")
+    group.add_argument("--devices-per-host", type=int, metavar="N", help=f"GPUs a host ({DEVICES_PER_HOST})")
     group.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for options that make no sense together."""
-    asked = [name for name in ("devices", "target", "hosts", "json") if getattr(options, name)]
+    asked = [name for name in ("devices", "target", "hosts", "devices_per_host", "json") if getattr(options, name)]
     if asked and not options.dry_run:
-        raise ConfigError(f"--{asked[0]}: only a plan has it; add --dry-run")
+        raise ConfigError(f"--{asked[0].replace('_', '-')}: only a plan has it; add --dry-run")
     if options.devices is not None and options.target is not None:
         raise ConfigError("--devices: virtual CPU devices and a --target exclude each other; give one of them")
     for name in ("devices", "hosts", "devices_per_host"):
@@ -61,12 +61,14 @@ def _cluster(
 ) -> "tuple[list[jax.Device], Callable[[jax.Device], int], int | None]":
     """The devices, which host each is in, and the memory of one."""
     needed = math.prod(size for size in config.mesh.sizes().values() if size > 0)
-    per_host = options.devices_per_host
+    per_host = options.devices_per_host or min(needed, DEVICES_PER_HOST)
     if options.target is None:
-        count = options.devices or needed
-        return list(virtual_devices(count)), lambda device: device.id // min(per_host, count), None
+        count, per_host = options.devices or needed, options.devices_per_host or DEVICES_PER_HOST
+        return list(virtual_devices(count)), lambda device: device.id // per_host, None
     chip = find_chip(options.target)
-    hosts = options.hosts or max(1, -(-needed // per_host))
+    if options.hosts is None and needed % per_host:
+        raise ConfigError(f"--hosts: the mesh's {needed} devices do not fill hosts of {per_host}; give --hosts")
+    hosts = options.hosts or needed // per_host
     return list(gpu_devices(chip, hosts, per_host)), lambda device: device.process_index, chip.memory
 
 

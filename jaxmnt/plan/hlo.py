@@ -59,7 +59,8 @@ def collectives(text: str, devices: int, share: Callable[[str], float] = lambda 
                 if callee in computations:
                     walk(callee, times * count, conditional or condition)
             collective = _read(line, devices)
-            if collective is not None:
+            if collective is not None and max(map(len, collective.groups)) > 1:
+                assert not math.isnan(times), f"{name} sends in a loop whose length is not known"
                 part = share(collective.where) if conditional else 1.0
                 found.append(Collective(**{**vars(collective), "times": times * part}))
 
@@ -88,7 +89,7 @@ def _calls(line: str) -> Iterator[tuple[str, float, bool]]:
     opcode = _opcode(match.group(2)) if match else None
     if opcode == "while":
         trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        count = float(trip.group(1)) if trip else 1.0
+        count = float(trip.group(1)) if trip else math.nan
         for callee in re.findall(r"body=%?([\w.\-]+)", line):
             yield callee, count, False
     elif opcode == "conditional":
@@ -123,7 +124,7 @@ def _read(line: str, devices: int) -> Collective | None:
         return None
     started = opcode.endswith("-start")
     shapes = _SHAPE.findall(right[: right.index(f"{opcode}(")])
-    sizes = [_bytes(dtype, dims) for dtype, dims in shapes if dtype != "u32"]
+    sizes = [_bytes(dtype, dims) for dtype, dims in shapes if (dtype, dims) != ("u32", "")]  # a permute's context
     total = sum(sizes)
     if kind == "collective-permute":
         groups = _pairs(line)
@@ -136,6 +137,7 @@ def _read(line: str, devices: int) -> Collective | None:
             ("all-gather", True): total * size // (size + 1),
             ("reduce-scatter", True): total * size // (size + 1),
             ("reduce-scatter", False): total * size,
+            ("all-to-all", True): total // 2,
         }.get((kind, started), total)
     name = re.search(r'op_name="([^"]*)"', line)
     configuration = re.search(r'"is_sync":(true|false)', line)

@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxmnt.placement.rules import is_axes
 from jaxmnt.plan.hlo import Collective, collectives
+from jaxmnt.plan.notes import notes, schedule_facts
 from jaxmnt.program import engine
 from jaxmnt.program.compiled import abstract_state, bytes_a_device, compile_step, measure
-from jaxmnt.program.notes import notes, schedule_facts
 from jaxmnt.program.setting import Setting
 
 Report = dict[str, Any]
@@ -26,7 +26,7 @@ def make_report(setting: Setting, hosts: Callable[[jax.Device], int], memory: in
     step = compile_step(setting, state)
     seconds = time.perf_counter() - started
     text = step.as_text()
-    needed = measure(state, step, memory)
+    needed = measure(setting, state, step, memory)
     return {
         "devices": {
             "kind": setting.placement.mesh.devices.flat[0].device_kind,

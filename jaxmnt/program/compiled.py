@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -57,6 +57,7 @@ class Program:
     abstract_state: State
     memory: Memory
     compile_seconds: float
+    _moves: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement:
@@ -70,29 +71,37 @@ class Program:
     @property
     def canonical_abstract_state(self) -> State:
         """Shapes, dtypes and shardings of the state as it is stored. Only the shardings depend on the mesh."""
-        layout = self.setting.layout
-
-        def one(leaf: Any, axes: Axes) -> Any:
-            if not layout.moves(axes):
-                return leaf
-            canonical = jax.eval_shape(lambda array: layout.canonical(array, axes), leaf)
-            return _abstract(canonical, layout.canonical_sharding(canonical.shape, axes))
-
-        return _with_axes(self.setting, self.abstract_state, one)
+        return canonical_abstract(self.setting, self.abstract_state)
 
     def to_canonical(self, state: State) -> State:
-        """The state as it is stored. Where nothing moves these are the same arrays."""
-        return self._moved(state, self.setting.layout.canonical, self.canonical_abstract_state)
+        """The state as it is stored. What does not move are the same arrays."""
+        return self._moved(state, self.setting.layout.canonical, self.canonical_abstract_state, keep=True)
 
     def from_canonical(self, state: State) -> State:
-        """The state as it is placed."""
-        return self._moved(state, self.setting.layout.place, self.abstract_state)
+        """The state as it is placed. Takes the arrays over."""
+        return self._moved(state, self.setting.layout.place, self.abstract_state, keep=False)
 
-    def _moved(self, state: State, move: Callable[[Any, Axes], Any], target: State) -> State:
-        if not self.setting.layout.dimensions:
-            return state
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-        return jax.jit(lambda state: _with_axes(self.setting, state, move), out_shardings=shardings)(state)
+    def _moved(self, state: State, move: Callable[[Any, Axes], Any], target: State, *, keep: bool) -> State:
+        """Array by array, so that no more than one is there in a third form at a time."""
+        layout = self.setting.layout
+
+        def one(array: jax.Array, named: _OneLeaf, goal: Any) -> jax.Array:
+            axes = named.axes
+            if not layout.moves(axes):
+                return array
+            key = (move.__name__, axes, array.shape, array.dtype, goal.sharding)
+            if key not in self._moves:
+                near = array.sharding.with_memory_kind("device")
+                function = lambda x: move(jax.device_put(x, near), axes)
+                self._moves[key] = jax.jit(function, out_shardings=goal.sharding)
+            moved = self._moves[key](array)
+            jax.block_until_ready(moved)  # one at a time: for the memory, and because CPU devices cannot do several
+            if not keep:
+                array.delete()
+            return moved
+
+        named = _with_axes(self.setting, target, lambda _, axes: _OneLeaf(axes))
+        return jax.tree.map(one, state, named, target)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -121,7 +130,7 @@ def compile_program(
     step = compile_step(setting, state)
     evaluate = _compile_eval(setting, state)
     seconds = time.perf_counter() - started
-    memory = measure(state, step, _device_limit(setting.placement))
+    memory = measure(setting, state, step, _device_limit(setting.placement))
     if memory.limit is not None and memory.peak > memory.limit:
         raise ConfigError(
             f"memory: a step needs {memory.peak / 2**30:.2f} GiB on a device that has "
@@ -138,6 +147,8 @@ def single_device_setting(config: Config, data_vocab: int) -> tuple[Setting, Any
             "mesh": Mesh(data=1),
             "pipeline": Pipeline(),
             "train": config.train.model_copy(update={"microbatch_size": None}),
+            "model": config.model.model_copy(update={"attention": "xla"}),
+            "optimizer": config.optimizer.model_copy(update={"offload": False}),
         }
     )
     setting = plan(one, data_vocab, jax.local_devices()[:1])
@@ -215,6 +226,28 @@ def abstract_state(setting: Setting) -> State:
         to_host = lambda leaf: _abstract(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if leaf.ndim else leaf
         state["optimizer"] = jax.tree.map(to_host, state["optimizer"])
     return state
+
+
+def canonical_abstract(setting: Setting, state: State) -> State:
+    """The abstract state as it is stored, from the one as it is placed."""
+    layout = setting.layout
+
+    def one(leaf: Any, axes: Axes) -> Any:
+        if not layout.moves(axes):
+            return leaf
+        plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        canonical = jax.eval_shape(lambda array: layout.canonical(array, axes), plain)
+        sharding = layout.canonical_sharding(canonical.shape, axes)
+        return _abstract(canonical, sharding.with_memory_kind(leaf.sharding.memory_kind))
+
+    return _with_axes(setting, state, one)
+
+
+def moving_bytes(setting: Setting, state: State) -> int:
+    """Bytes of a device that saving takes besides the state: what is stored otherwise than it is placed."""
+    stored = canonical_abstract(setting, state)
+    pairs = zip(jax.tree.leaves(stored), jax.tree.leaves(state), strict=True)
+    return sum(bytes_a_device(new) for new, placed in pairs if new is not placed)
 
 
 def _with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], Any]) -> State:
@@ -295,8 +328,8 @@ def _compile(setting: Setting, function: Any, *arguments: Any) -> Any:
         return function.lower(*arguments).compile()
 
 
-def measure(state: State, step: Any, limit: int | None) -> Memory:
-    """The memory that the compiled step takes of a device that has `limit` bytes."""
+def measure(setting: Setting, state: State, step: Any, limit: int | None) -> Memory:
+    """The memory that the compiled step, or else a save, takes of a device that has `limit` bytes."""
     analysis = step.memory_analysis()
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -304,7 +337,7 @@ def measure(state: State, step: Any, limit: int | None) -> Memory:
         params=bytes_a_device(state["params"]),
         optimizer=bytes_a_device(state["optimizer"]),
         temporary=temporary,
-        peak=arguments + temporary + outputs,
+        peak=max(arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(setting, state)),
         limit=limit,
     )
 

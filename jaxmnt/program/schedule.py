@@ -3,8 +3,8 @@
 The model's layers are cut into `stages · chunks` pieces; piece k is chunk k // stages of stage k % stages. A tick is
 one round of the engine: a stage does at most one forward and then at most one backward, and hands its results to its
 neighbours, who have them in the next tick. Ticks have no fixed length: a half in which a stage is idle is skipped. With
-p stages, m microbatches and v chunks all schedules below are idle for (p - 1) / (m · v) of the work, and differ in how
-many microbatches a stage has to remember:
+p stages, m microbatches and v chunks all schedules below are idle for (p - 1) / (m · v) of the work (interleaved: if p
+divides m; else the last round of microbatches leaves gaps), and differ in how many microbatches a stage remembers:
 
 gpipe        all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965): m
 1f1b         a backward as soon as there is one (Narayanan et al. 2019, arXiv:1806.03377): 2 (p - stage) - 1

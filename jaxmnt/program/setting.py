@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError
 from jaxmnt.model.attention import Kernel, choose_kernel, device_capability
 from jaxmnt.model.decoder import Definition
 from jaxmnt.placement.layout import Layout
@@ -67,12 +68,21 @@ class Setting:
 
 
 def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Kernel]:
-    """The compute dtype and attention kernel for a device."""
+    """The compute dtype and attention kernel for a device.
+
+    Raises `ConfigError` for a kernel that the device does not have.
+    """
     precision = config.train.precision
     if precision == "auto":
         precision = "float32" if device.platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(precision)
     head_dim = config.model.head_dim
     assert head_dim
-    kernel = choose_kernel(config.model.attention, device.platform, dtype, head_dim, device_capability(device))
-    return dtype, kernel
+    capability, wanted = device_capability(device), config.model.attention
+    best = choose_kernel("auto", device.platform, dtype, head_dim, capability)
+    if wanted == "cudnn" and best != "cudnn":
+        raise ConfigError(
+            f"model.attention: cudnn does not take heads of width {head_dim} in {dtype.name} on {device.device_kind}; "
+            "set auto or xla"
+        )
+    return dtype, best if wanted == "auto" else wanted

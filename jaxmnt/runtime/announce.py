@@ -6,8 +6,8 @@ from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.sources import Sources
+from jaxmnt.plan.notes import notes
 from jaxmnt.program.compiled import Program
-from jaxmnt.program.notes import notes
 from jaxmnt.runtime.rundir import Start
 from jaxmnt.telemetry.events import rewind_metrics
 from jaxmnt.telemetry.flops import flops_per_token, peak_flops
