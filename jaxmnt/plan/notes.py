@@ -38,10 +38,14 @@ def notes(setting: Setting) -> list[str]:
         found.append(f"checkpoint: it is stored in another layout; saving takes {size(moving)} more of a device")
     if facts and facts["microbatches"] < facts["stages"]:
         found.append(
-            f"pipeline: {facts['microbatches']} microbatches for {facts['stages']} stages; "
+            f"pipeline: {counted(facts['microbatches'])} for {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; lower train.microbatch_size"
         )
     return found
+
+
+def counted(microbatches: int) -> str:
+    return f"{microbatches} microbatch{'es' * (microbatches > 1)}"
 
 
 def schedule_facts(setting: Setting) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxmnt.config.schema import AXES
+from jaxmnt.plan.notes import counted
 from jaxmnt.plan.report import Report
 from jaxmnt.program.setting import Setting
 from jaxmnt.telemetry.progress import count, size
@@ -58,7 +59,7 @@ def _schedule(setting: Setting, report: Report) -> list[str]:
         return []
     held = max(facts["in_flight"])
     lines = [
-        f"stages  {facts['name']}: {facts['microbatches']} microbatches through {facts['stages']} stages"
+        f"stages  {facts['name']}: {counted(facts['microbatches'])} through {facts['stages']} stages"
         + (f" of {facts['chunks']} chunks" if facts["chunks"] > 1 else "")
         + f" in {facts['ticks']} ticks, idle {facts['idle_percent']} % of the time, at most {held} held at a time"
     ]
