@@ -218,9 +218,8 @@ def test_no_stage_keeps_weights(remat, kv_heads):
     kept = []
 
     def local(params, batch):
-        ring = engine._Run(setting, params, batch, lambda _: None)
-        context = ring.context(jnp.int32(0))
-        kept.extend(ring.layers.empty_ring(3, ring.nothing(), context))
+        training = engine._Training(setting, params, batch, lambda _: None, setting.schedule)
+        kept.extend(training.start().ring)
         return jnp.zeros(())
 
     spec = lambda tree: jax.tree.map(setting.placement.spec, tree, is_leaf=is_axes)
