@@ -15,6 +15,7 @@ from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.feed import StopFlag, to_devices
 from jaxmnt.errors import ConfigError
+from jaxmnt.model.decoder import define
 from jaxmnt.placement.layout import map_with_axes
 from jaxmnt.placement.mesh import build_mesh
 from jaxmnt.placement.rules import is_axes
@@ -71,11 +72,20 @@ def gradients(devices, **sections):
         return sums.loss * scale, found
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setting)["params"])
-    place = lambda: map_with_axes(setting.layout.place, setting.definition.init(jax.random.key(0)), axes)
-    params = jax.jit(place, out_shardings=shardings)()
-    loss, found = jax.jit(compute)(params, batch)
-    found = jax.jit(lambda tree: map_with_axes(setting.layout.canonical, tree, axes))(found)
+    params = initial(chosen.model)
+    if setting.layout.dimensions:
+        place = lambda params: map_with_axes(setting.layout.place, params, axes)
+        params = jax.jit(place, out_shardings=shardings)(params)
+    loss, found = jax.jit(compute)(jax.device_put(params, shardings), batch)
+    if setting.layout.dimensions:
+        found = jax.jit(lambda tree: map_with_axes(setting.layout.canonical, tree, axes))(found)
     return float(loss), jax.device_get(found)
+
+
+@functools.cache
+def initial(model):
+    definition = define(model, model.vocab_size)
+    return jax.device_get(jax.jit(definition.init)(jax.random.key(0)))
 
 
 @functools.cache
@@ -122,13 +132,15 @@ SCHEDULES = {
 EVERY = [
     (shape, accumulate, schedule, kind)
     for shape in MESHES
-    for accumulate, schedule, kind in itertools.product((False, True), SCHEDULES if shape[1] > 1 else [None], PLAIN)
+    for accumulate, schedule, kind in itertools.product(
+        (False, True), SCHEDULES if shape[1] > 1 else [None], ("packed", "tied")
+    )
 ]
+PAIRS = [(shape, schedule) for shape in MESHES for schedule in (SCHEDULES if shape[1] > 1 else [None])]
+# Each mesh with each schedule once; accumulation and the kinds in turn.
 QUICK = [
-    case
-    for number, case in enumerate(EVERY)
-    # Every mesh with each schedule, with and without accumulation; the kinds in turn.
-    if number % len(PLAIN) == (number // len(PLAIN)) % len(PLAIN)
+    (shape, number % 3 == 0, schedule, list(PLAIN)[(number + number // 4) % len(PLAIN)])
+    for number, (shape, schedule) in enumerate(PAIRS)
 ]
 
 
@@ -172,7 +184,7 @@ def test_what_does_not_divide(schedule):
     check(6, plain, mesh={"pipeline": 3, "model": 2}, train={"microbatch_size": 1}, pipeline=schedule)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "ways"), [(8, 1, 8), (8, 2, 4), (12, 6, 4), (12, 4, 6), (6, 3, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads", "ways"), [(8, 1, 8), (12, 4, 6), (6, 3, 2)])
 def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
     """Also where a device's queries need two key/value heads of which each has another number of queries."""
     model = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 4, "num_layers": 1, "hidden_size": 24}

@@ -101,14 +101,30 @@ def parameters(run: Path) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restore_params(checkpoint, abstract))]
 
 
+LAUNCHERS: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on_after_a_test():
+    """A test that fails half-way must not leave a run behind. The launcher ends its processes when it is ended."""
+    yield
+    while LAUNCHERS:
+        launcher = LAUNCHERS.pop()
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait(30)
+
+
 def start_launcher(config: Path, *overrides: str, processes: int) -> subprocess.Popen:
-    return subprocess.Popen(
+    launcher = subprocess.Popen(
         [
             sys.executable, "-m", "jaxmnt.launch", "local", "--processes", str(processes), "--devices-per-process", "1",
             "--", "--config", str(config), *overrides,
         ],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    LAUNCHERS.append(launcher)
+    return launcher
 
 
 def wait_for_steps(run: Path, steps: int, seconds: float = 120) -> None:

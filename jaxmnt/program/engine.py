@@ -105,7 +105,7 @@ def loss_and_gradients(setting: Setting, params: Params, batch: Batch, row_keys:
     gathered over, and not yet over those that they are replicated over.
     """
     training = _Training(setting, params, batch, row_keys, setting.schedule)
-    end = training.run(training.start())
+    end = training.run(training.tick, training.start())
     if setting.config.mesh.zero > 1:
         return end.sums, end.gradients
     axes = setting.definition.axes
@@ -115,7 +115,7 @@ def loss_and_gradients(setting: Setting, params: Params, batch: Batch, row_keys:
 def loss(setting: Setting, params: Params, batch: Batch, schedule: Schedule) -> LossSums:
     """The summed loss of this batch shard's rows, by a schedule without backward."""
     evaluation = _Evaluation(setting, params, batch, lambda _: None, schedule)
-    return evaluation.run((evaluation.nothing(), no_loss()))[1]
+    return evaluation.run(evaluation.tick, (evaluation.nothing(), no_loss()))[1]
 
 
 class _Run:
@@ -138,15 +138,12 @@ class _Run:
         self.layers = Layers(setting, self.params["layers"], own, self._depth, whole=once)
         self.ends = Ends(setting, self.params, whole=once)
 
-    def tick(self, carry: Any, row: Row) -> tuple[Any, None]:
-        raise NotImplementedError
-
-    def run(self, start: Any) -> Any:
+    def run(self, tick: Callable[[Any, Row], tuple[Any, None]], start: Any) -> Any:
         """What `tick` makes of `start` over all ticks."""
         rows = self.table.rows()
         if self.schedule.ticks == 1:
-            return self.tick(start, jax.tree.map(lambda array: jnp.asarray(array[0]), rows))[0]
-        return jax.lax.scan(self.tick, start, jax.tree.map(jnp.asarray, rows))[0]
+            return tick(start, jax.tree.map(lambda array: jnp.asarray(array[0]), rows))[0]
+        return jax.lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))[0]
 
     def rows(self, microbatch: jax.Array) -> Batch:
         pick = lambda field: jax.lax.dynamic_index_in_dim(field, jnp.maximum(microbatch, 0), keepdims=False)
