@@ -66,7 +66,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
 
     from jaxmnt.config import load_config
     from jaxmnt.data.batches import TrainingData
-    from jaxmnt.data.feed import StopFlag
+    from jaxmnt.data.feed import Wishes
     from jaxmnt.data.sources import open_sources
     from jaxmnt.program.compiled import compile_program
     from jaxmnt.runtime.inputs import fit_to_data, training_feed
@@ -81,7 +81,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     config = fit_to_data(config, data)
     program = compile_program(config, data.vocab_size)
     batch, _ = training_feed(config, TrainingData(config, data), program, 0).take()
-    batch |= {"stop": StopFlag(program.flag_sharding).array(False)}
+    batch |= {"wishes": Wishes(program.wishes_sharding).array()}
 
     def bare() -> float:
         state = program.init()

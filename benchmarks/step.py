@@ -80,7 +80,7 @@ def make_config(options: argparse.Namespace):
 def make_batch(config, program, seed=0):
     import numpy as np
 
-    from jaxmnt.data.feed import StopFlag, to_devices
+    from jaxmnt.data.feed import Wishes, to_devices
 
     rows, length = config.data.global_batch_size, config.data.sequence_length
     tokens = np.random.default_rng(seed).integers(0, config.model.vocab_size, (rows, length + 1), np.int32)
@@ -90,7 +90,7 @@ def make_batch(config, program, seed=0):
         "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
     }  # fmt: skip
     batch = to_devices(local, list(range(rows)), rows, program.batch_sharding)
-    return batch | {"stop": StopFlag(program.flag_sharding).array(False)}
+    return batch | {"wishes": Wishes(program.wishes_sharding).array()}
 
 
 def measure(config, steps: int) -> dict:

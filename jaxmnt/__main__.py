@@ -8,6 +8,7 @@ COMMANDS = {
     "train": ("jaxmnt.train", "train a model"),
     "prepare": ("jaxmnt.prepare", "turn text into the shards that training reads"),
     "data": ("jaxmnt.data.__main__", "show what a config feeds, and what was in a step's batch"),
+    "checkpoint": ("jaxmnt.checkpoint.__main__", "list, verify, show, compare and export checkpoints"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
     "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),
@@ -21,7 +22,7 @@ def main() -> None:
 def _dispatch(arguments: list[str]) -> int:
     command, *rest = arguments or ["--help"]
     if command in ("-h", "--help"):
-        lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+        lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
         print("usage: jaxmnt COMMAND …  (each also runs as python -m jaxmnt.COMMAND)\n" + "\n".join(lines))
         return ExitCode.FINISHED
     if command not in COMMANDS:

@@ -11,15 +11,15 @@ def main(arguments: list[str]) -> int:
     if options.tokens < 1 or options.temperature < 0:
         raise ConfigError("--tokens takes a number from 1 up, --temperature one from 0 up")
 
-    from jaxmnt.checkpoint.commit import newest_committed
+    from jaxmnt.checkpoint.commit import newest_whole
     from jaxmnt.data.sources import open_sources
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.runtime.rundir import read_config
 
     config = read_config(options.run)
-    checkpoint = newest_committed(options.run / "checkpoints")
+    checkpoint = newest_whole(options.run / "checkpoints")
     if checkpoint is None:
-        raise ConfigError(f"--run: {options.run} has no committed checkpoint; train until there is one")
+        raise ConfigError(f"--run: {options.run} has no whole checkpoint; train until there is one")
     data = open_sources(config.data)
     tokenizer = make_tokenizer(data.tokenizer, data.folder)
     window = config.data.sequence_length
@@ -31,12 +31,13 @@ def main(arguments: list[str]) -> int:
 
     import numpy as np
 
-    from jaxmnt.checkpoint.manager import restore_params
+    from jaxmnt.checkpoint.restore import restore
+    from jaxmnt.cluster.environment import Identity
     from jaxmnt.program.compiled import single_device_setting
     from jaxmnt.program.sample import sample
 
     setting, abstract_params = single_device_setting(config, data.vocab_size)
-    params = restore_params(checkpoint, abstract_params)
+    params = restore(checkpoint, {"params": abstract_params}, Identity()).state["params"]
     tokens = sample(setting, params, np.array(prompt, np.int32), length, options.temperature, options.seed)
     ended = np.flatnonzero(tokens == end)
     text = tokenizer.decode(tokens[: ended[0]] if len(ended) else tokens)

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmnt.checkpoint.commit import newest_committed
-from jaxmnt.checkpoint.manager import Saver, restore
+from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.checkpoint.manifest import Manifest
+from jaxmnt.checkpoint.restore import restore
+from jaxmnt.checkpoint.saver import Saver
+from jaxmnt.checkpoint.space import need
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import parse_config
-from jaxmnt.data.feed import StopFlag, to_devices
+from jaxmnt.config.schema import Checkpoint
+from jaxmnt.data.feed import Wishes, to_devices
 from jaxmnt.errors import ConfigError
 from jaxmnt.model.decoder import define
 from jaxmnt.placement.layout import map_with_axes
@@ -21,10 +25,10 @@ from jaxmnt.placement.mesh import build_mesh
 from jaxmnt.placement.rules import is_axes
 from jaxmnt.plan.notes import notes
 from jaxmnt.program import engine
-from jaxmnt.program.compiled import abstract_state, compile_program, compile_step, plan
+from jaxmnt.program.compiled import compile_program, compile_step, plan
 from jaxmnt.program.setting import BATCH_LOGICAL_AXES
+from jaxmnt.program.state import abstract_state
 from jaxmnt.program.step import mean_gradients
-from jaxmnt.telemetry.events import Events
 
 ROWS, LENGTH, VOCAB = 16, 16, 60
 
@@ -293,13 +297,13 @@ def test_a_checkpoint_moves_between_meshes(tmp_path, names):
     for name, program in programs.items():
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.canonical_abstract_state)
         state = program.from_canonical(jax.device_put(expected, shardings))
-        saver = Saver(tmp_path / name, 1, identity, Events(tmp_path / name, 0), program.to_canonical)
-        saver.save(1, state, {})
-        saver.wait()
+        saver = Saver(tmp_path / name, Checkpoint(), need(1 << 20, 3, 1), identity)
+        saver.save(1, program.to_canonical(state), lambda arrays: Manifest("run", 1, arrays, {}, 0, {}, None, []))
+        assert saver.result(wait=True).failure is None
     for source, target in itertools.product(programs, programs):
         program = programs[target]
-        state = restore(newest_committed(tmp_path / source), program.canonical_abstract_state)
-        placed = program.from_canonical(state)
+        restored = restore(newest_whole(tmp_path / source), program.canonical_abstract_state, identity)
+        placed = program.from_canonical(restored.state)
         same = lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding} is not {b.sharding}")
         jax.tree.map(same, placed, program.abstract_state)
         found = jax.device_get(program.to_canonical(placed))
@@ -312,10 +316,10 @@ def test_state_in_host_memory_changes_nothing():
     for offload in (False, True):
         chosen = config(mesh={"fsdp": 2}, optimizer={"offload": offload}, model={"num_layers": 2})
         program = compile_program(chosen, VOCAB, jax.devices()[:2])
-        state, flag = program.init(), StopFlag(program.flag_sharding)
+        state, flag = program.init(), Wishes(program.wishes_sharding)
         for step in range(3):
             batch = to_devices(rows(chosen, step), list(range(ROWS)), ROWS, program.batch_sharding)
-            state, _ = program.step(state, batch | {"stop": flag.array(False)})
+            state, _ = program.step(state, batch | {"wishes": flag.array()})
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim}
         assert kinds == {"pinned_host" if offload else "device"}
         results.append(jax.device_get(state["params"]))
@@ -333,7 +337,7 @@ def test_dtypes_of_the_state():
     results = []
     for one in (program, plain):
         batch = to_devices(rows(chosen), list(range(ROWS)), ROWS, one.batch_sharding)
-        state, metrics = one.step(one.init(), batch | {"stop": StopFlag(one.flag_sharding).array(False)})
+        state, metrics = one.step(one.init(), batch | {"wishes": Wishes(one.wishes_sharding).array()})
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(state["params"])} == {one.setting.params_dtype.name}
     np.testing.assert_allclose(*results, rtol=0.02)

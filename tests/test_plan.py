@@ -12,7 +12,8 @@ from jaxmnt.plan.budget import ideal_state_bytes, least, small
 from jaxmnt.plan.hlo import collectives, shapes_in
 from jaxmnt.plan.report import make_report
 from jaxmnt.plan.targets import find_chip, gpu_devices
-from jaxmnt.program.compiled import abstract_state, compile_step, plan
+from jaxmnt.program.compiled import compile_step, plan
+from jaxmnt.program.state import abstract_state
 
 PROGRAM = """
 HloModule jit_step, is_scheduled=true

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +17,8 @@ import numpy as np
 import pytest
 from conftest import command, events, launch, losses, metrics
 
+from jaxmnt.checkpoint.commit import newest_whole, whole
+from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config.schema import Cluster
@@ -74,6 +78,25 @@ def test_twenty_steps_on_each_mesh_in_processes(tiny_file, tmp_path, reference, 
     assert_same_run(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
+def test_a_run_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path, reference):
+    """Each leg restores what another mesh on other processes saved, and verifies it against the digests of those."""
+    legs = [
+        (4, (1, 2, 2, 2)), (1, (8, 1, 1, 1)), (2, (2, 2, 2, 1)), (4, (1, 1, 8, 1)),
+        (2, (2, 1, 2, 2)), (1, (1, 2, 2, 2)), (4, (4, 1, 1, 2)), (2, (1, 1, 4, 2)),
+    ]  # fmt: skip
+    for leg, (processes, shape) in enumerate(legs):
+        sizes = zip(("data", "pipeline", "fsdp", "model"), shape, strict=True)
+        overrides = [f"mesh.{axis}={size}" for axis, size in sizes] + ["train.microbatch_size=2"]
+        last = leg == len(legs) - 1
+        stop = [] if last else [f"train.stop_after={2 * leg + 2}"]
+        result = launch(tiny_file, *overrides, *stop, processes=processes, devices=8 // processes)
+        assert result.returncode == (0 if last else 75), result.stderr
+        restores = events(tmp_path / "run", "restore")
+        assert len(restores) == leg and all(event["verify_seconds"] > 0 for event in restores)
+    assert_same_run(tmp_path / "run", reference)
+
+
 def test_two_stop_and_two_resume_bit_for_bit(tiny_file, tmp_path):
     whole = launch(tiny_file, f"run.dir={tmp_path / 'whole'}", processes=2, devices=1)
     assert whole.returncode == 0, whole.stderr
@@ -87,18 +110,11 @@ def test_two_stop_and_two_resume_bit_for_bit(tiny_file, tmp_path):
 
 
 def parameters(run: Path) -> list[bytes]:
-    """The final parameters as bytes, restored on one device here."""
-    import jax
-
-    from jaxmnt.checkpoint.commit import newest_committed
-    from jaxmnt.checkpoint.manager import restore_params
-    from jaxmnt.program.compiled import single_device_setting
-    from jaxmnt.runtime.rundir import read_config
-
-    checkpoint = newest_committed(run / "checkpoints")
+    """The final parameters as bytes, from the files."""
+    checkpoint = newest_whole(run / "checkpoints")
     assert checkpoint.step == 20
-    _, abstract = single_device_setting(read_config(run), 257)
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restore_params(checkpoint, abstract))]
+    reader = Reader(checkpoint)
+    return [reader.read(name).tobytes() for name in sorted(checkpoint.manifest.arrays) if name.startswith("params/")]
 
 
 LAUNCHERS: list[subprocess.Popen] = []
@@ -152,6 +168,35 @@ def test_a_killed_process_stops_the_rest_with_its_name(tiny_file, tmp_path):
     assert launcher.returncode == 1
     assert "process 1 was ended by SIGKILL" in err.splitlines()[-1]
     assert not Path(f"/proc/{survivor}").exists()
+
+
+def wait_for_event(run: Path, kind: str, number: int, seconds: float = 120) -> dict:
+    """The event of this kind with this number, from 0, of process 0."""
+    deadline = time.monotonic() + seconds
+    while not (run / "events" / "0.jsonl").exists() or len(events(run, kind)) <= number:
+        assert time.monotonic() < deadline, f"there was no {kind}"
+        time.sleep(0.05)
+    return events(run, kind)[number]
+
+
+def test_a_save_that_fails_on_one_process_is_known_to_all_and_tried_again(tiny_file, tmp_path):
+    """A real failure of a write, by a limit on the size of files. Meanwhile a second job wants the same directory."""
+    run = tmp_path / "run"
+    launcher = start_launcher(tiny_file, "train.steps=100000", "checkpoint.every_steps=50", processes=2)
+    wait_for_event(run, "checkpoint_commit", 0)
+    unlimited = resource.prlimit(child_of(launcher, 1), resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    failed = wait_for_event(run, "checkpoint_failed", 0)
+    assert re.match(r"process 1 of 2 on .*: File too large", failed["why"])
+    resource.prlimit(child_of(launcher, 1), resource.RLIMIT_FSIZE, unlimited)
+    commits = len(events(run, "checkpoint_commit"))
+    second = command("jaxmnt.train", "--config", str(tiny_file))
+    assert second.returncode == 2 and "is in use by another job, process" in second.stderr
+    assert wait_for_event(run, "checkpoint_commit", commits)["step"] > failed["step"]
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=60)  # although Orbax waits for minutes for the save that failed
+    assert launcher.returncode == 75, err
+    assert f"WARNING checkpoint {failed['step']} could not be saved: process 1 of 2" in out
+    assert [found.step for found in whole(run / "checkpoints")][-1] == len(losses(run))
 
 
 class ScriptedChild:

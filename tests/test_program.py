@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
-from jaxmnt.data.feed import StopFlag, process_rows, to_devices
+from jaxmnt.data.feed import Wishes, process_rows, to_devices
 from jaxmnt.errors import ConfigError
 from jaxmnt.model.attention import choose_kernel
 from jaxmnt.placement.mesh import build_mesh, resolve_sizes
@@ -68,10 +68,10 @@ def run(devices=1, steps=3, **sections):
     key = (tuple((name, tuple(items.items())) for name, items in sorted(sections.items())), devices)
     program = _program(key)
     state, history = program.init(), []
-    flag = StopFlag(program.flag_sharding)
+    flag = Wishes(program.wishes_sharding)
     for step in range(steps):
         batch = to_devices(rows(step), list(range(ROWS)), ROWS, program.batch_sharding)
-        state, metrics = program.step(state, batch | {"stop": flag.array(step == 1)})
+        state, metrics = program.step(state, batch | {"wishes": flag.array(stop=step == 1)})
         history.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         assert int(metrics["tokens"]) == int((rows(step)["weights"] > 0).sum())
         assert (int(metrics["stop"]) > 0) == (step == 1)
@@ -176,9 +176,9 @@ def test_data_axis_is_reduced_once_a_step_and_the_head_is_gathered_once_a_pass()
     from jaxmnt.program.step import train_step
 
     batch = to_devices(rows(), list(range(ROWS)), ROWS, program.batch_sharding)
-    flag = StopFlag(program.flag_sharding)
+    flag = Wishes(program.wishes_sharding)
     jaxpr = jax.make_jaxpr(lambda s, b: train_step(program.setting, s, b))(
-        program.abstract_state, batch | {"stop": flag.array(False)}
+        program.abstract_state, batch | {"wishes": flag.array()}
     )
     found = list(communications(jaxpr.jaxpr))
     sums_of_data = [(axes, depth) for name, axes, depth, _ in found if name == "psum" and "data" in axes]
@@ -199,7 +199,7 @@ def test_whole_weights_are_never_kept_for_the_backward_pass(remat, precision):
     program = compile_program(chosen, VOCAB, jax.devices()[:4])
     batch = to_devices(rows(), list(range(ROWS)), ROWS, program.batch_sharding)
     jaxpr = jax.make_jaxpr(lambda s, b: train_step(program.setting, s, b))(
-        program.abstract_state, batch | {"stop": StopFlag(program.flag_sharding).array(False)}
+        program.abstract_state, batch | {"wishes": Wishes(program.wishes_sharding).array()}
     )
     layers = program.abstract_state["params"]["layers"]
     whole = {leaf.shape for leaf in jax.tree.leaves(layers) if leaf.ndim > 2}
@@ -228,9 +228,9 @@ def test_one_wish_to_stop_is_heard_by_all():
     program = _program(((("mesh", (("data", 2), ("model", 4))),), 8))
     batch = to_devices(rows(), list(range(ROWS)), ROWS, program.batch_sharding)
     for device in range(8):
-        flags = np.zeros(8, np.int32)
-        flags[device] = 1
-        _, metrics = program.step(program.init(), batch | {"stop": jax.device_put(flags, program.flag_sharding)})
+        flags = np.zeros((8, 2), np.int32)
+        flags[device, 0] = 1
+        _, metrics = program.step(program.init(), batch | {"wishes": jax.device_put(flags, program.wishes_sharding)})
         assert [int(shard.data) for shard in metrics["stop"].addressable_shards] == [1] * 8
 
 
@@ -252,7 +252,7 @@ def communications(jaxpr, depth=0):
 
 def test_optimizer_state_is_sharded_like_its_parameter():
     program = _program(((("mesh", (("fsdp", 4), ("model", 2))),), 8))
-    params, moments = program.abstract_state["params"], program.abstract_state["optimizer"][0]
+    params, moments = program.abstract_state["params"], program.abstract_state["optimizer"]["adam"]
     for tree in (moments.mu, moments.nu):
         jax.tree.map(lambda p, m: (p.sharding.spec == m.sharding.spec) or pytest.fail(str(m)), params, tree)
     for leaf in jax.tree.leaves(params):
@@ -318,8 +318,8 @@ def test_norms_are_not_decayed():
     program = _program(((), 1))
     before = jax.device_get(program.init()["params"])
     batch = rows() | {"weights": np.zeros((ROWS, LENGTH), np.float32)}
-    flag = StopFlag(program.flag_sharding)
-    batch = to_devices(batch, list(range(ROWS)), ROWS, program.batch_sharding) | {"stop": flag.array(False)}
+    flag = Wishes(program.wishes_sharding)
+    batch = to_devices(batch, list(range(ROWS)), ROWS, program.batch_sharding) | {"wishes": flag.array()}
     state, metrics = program.step(program.init(), batch)
     after = jax.device_get(state["params"])
     assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0

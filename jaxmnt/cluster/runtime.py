@@ -8,7 +8,9 @@ import hashlib
 import os
 import socket
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -25,6 +27,9 @@ from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
 BARRIER_SECONDS = 300.0
 _HEARING_SECONDS = 10.0
 _GOING_LAST_SECONDS = 1.0
+
+_turns: Counter[str] = Counter()
+_turns_lock = threading.Lock()
 
 _SIGNS_OF_A_LOST_PEER = (
     "Gloo",
@@ -102,7 +107,7 @@ def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> 
     if identity.alone:
         return
     try:
-        _client().wait_at_barrier(name, int(seconds * 1000))
+        coordination().wait_at_barrier(name, int(seconds * 1000))
     except Exception as error:
         raise PeerError(f"barrier '{name}' was not reached by all within {seconds:g} s: {error}") from error
 
@@ -116,7 +121,7 @@ def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: 
         if trouble is not None:
             raise trouble
         return
-    client, key = _client(), f"jaxmnt/trouble/{name}"
+    client, key = coordination(), f"jaxmnt/trouble/{name}"
     if trouble is not None:
         client.key_value_set(
             f"{key}/{identity.process_id:06d}", f"{int(trouble.exit_code)} {identity.label}: {trouble}"
@@ -140,19 +145,41 @@ def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: 
 
 
 def share(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:
-    """Process 0 gives a text, every process gets it. `name` must be new in this run of the processes."""
+    """Process 0 gives a text, every process gets it."""
     if identity.alone:
         assert value is not None
         return value
-    client = _client()
+    client, key = coordination(), f"jaxmnt/share/{turn(name)}"
     if identity.process_id == 0:
         assert value is not None
-        client.key_value_set(f"jaxmnt/{name}", value)
+        client.key_value_set(key, value)
         return value
     try:
-        return str(client.blocking_key_value_get(f"jaxmnt/{name}", int(seconds * 1000)))
+        return str(client.blocking_key_value_get(key, int(seconds * 1000)))
     except Exception as error:
         raise PeerError(f"process 0 did not say '{name}' within {seconds:g} s: {error}") from error
+
+
+def gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[str] | None:
+    """Every process gives a text; process 0 gets all, in order of processes, the others None.
+
+    Nothing of it stays behind. Raises `PeerError` naming the process that process 0 has waited for in vain.
+    """
+    if identity.alone:
+        return [value]
+    client, key = coordination(), f"jaxmnt/gather/{turn(name)}"
+    if identity.process_id != 0:
+        client.key_value_set(f"{key}/{identity.process_id:06d}", value)
+        return None
+    values, deadline = [value], time.monotonic() + seconds
+    for process in range(1, identity.processes):
+        left = max(1, int((deadline - time.monotonic()) * 1000))
+        try:
+            values.append(str(client.blocking_key_value_get(f"{key}/{process:06d}", left)))
+        except Exception as error:
+            raise PeerError(f"process {process} did not say '{name}' within {seconds:g} s: {error}") from error
+    client.key_value_delete(f"{key}/")
+    return values
 
 
 def hosts(identity: Identity) -> dict[int, str]:
@@ -163,7 +190,7 @@ def hosts(identity: Identity) -> dict[int, str]:
     """
     if identity.alone:
         return {0: socket.gethostname()}
-    client, key = _client(), "jaxmnt/host"
+    client, key = coordination(), "jaxmnt/host"
     client.key_value_set(f"{key}/{identity.process_id:06d}", f"{_boot()} {socket.gethostname()}")
     barrier("every process has named its host", identity)
     told = {int(name.rsplit("/", 1)[-1]): str(text).split(" ", 1) for name, text in client.key_value_dir_get(key)}
@@ -181,7 +208,14 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def _client() -> Any:
+def turn(name: str) -> str:
+    """The name with how often this process has used it: keys cannot be set twice. All processes take the same turns."""
+    with _turns_lock:
+        _turns[name] += 1
+        return f"{name} {_turns[name]}"
+
+
+def coordination() -> Any:
     """JAX's coordination service, for which there is no public interface yet."""
     from jax._src import distributed
 
@@ -191,7 +225,8 @@ def _client() -> Any:
 def leave(identity: Identity, code: int) -> int:
     """Leaves the runtime. After success all shut down together; after a failure this process ends at once.
 
-    A failed process that waited in JAX's shutdown barrier would keep its peers waiting, too.
+    A failed process that waited in JAX's shutdown barrier would keep its peers waiting, too. And no thread that a
+    library has left behind, such as one of Orbax in the barrier of a save that failed, may keep a process from ending.
     """
     if identity.alone:
         return code
@@ -199,7 +234,6 @@ def leave(identity: Identity, code: int) -> int:
         import jax
 
         jax.distributed.shutdown()
-        return code
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

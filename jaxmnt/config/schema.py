@@ -4,7 +4,7 @@ Nothing here knows about devices or files: a config can be parsed, printed and c
 """
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,9 @@ def key(default: Any, text: str, *, resume: Resume = "harmless", **limits: Any) 
     return Field(default, description=text, json_schema_extra={"resume": resume}, **limits)
 
 
+Minutes = Annotated[float, Field(gt=0)]
+
+
 class Section(BaseModel):
     """One section of the config. Unknown keys are errors; values are not coerced; instances are frozen."""
 
@@ -33,6 +36,11 @@ class Section(BaseModel):
 
 class Run(Section):
     dir: str | None = key(None, "Run directory; default runs/<config file's name>.")
+    init_from: str | None = key(None, "Start with the parameters of RUN_DIR or RUN_DIR@STEP, and nothing else of it.")
+    fork_from: str | None = key(None, "Start as a branch of RUN_DIR or RUN_DIR@STEP: its whole state, its step.")
+    compile_cache: str | None = key(
+        None, "Folder that keeps compiled programs for the next start; private to its owner."
+    )
 
 
 class Train(Section):
@@ -145,7 +153,21 @@ class Optimizer(Section):
 
 class Checkpoint(Section):
     every_steps: int = key(500, "Save after every so many steps, and at the end; 0 is at the end only.", ge=0)
-    keep: int = key(3, "Newest checkpoints to keep.", ge=1)
+    every_minutes: Minutes | Literal["auto"] | None = key(
+        None, "Save also when so many minutes have passed; auto weighs a save's cost against failures (Young–Daly)."
+    )
+    hours_between_failures: float | None = key(
+        None, "For auto: the whole run's mean; default what the run has seen, else published failures of GPUs.", gt=0
+    )
+    keep: int = key(3, "Newest checkpoints to keep.", ge=2)
+    keep_every_steps: int = key(0, "Keep also those of every so many steps; 0 is none.", ge=0)
+    keep_best: int = key(0, "Keep also so many with the lowest held-out loss, of those that were evaluated.", ge=0)
+    verify: bool = key(True, "Compare what is restored with the digests taken when it was saved.")
+    read: Literal["auto", "each", "spread"] = key(
+        "auto", "Replicas of the model each read all of it, or a share and get the rest from each other; auto spreads "
+        "over several GPU hosts.",
+    )  # fmt: skip
+    max_failed_saves: int = key(3, "Saves in a row that may fail before the run stops.", ge=1)
 
 
 class Mesh(Section):
@@ -205,6 +227,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
+        if self.run.init_from and self.run.fork_from:
+            raise ValueError("run.init_from: run.fork_from is given, too; keep one of them")
         warmup, steps = self.optimizer.warmup_steps, self.train.steps
         if warmup >= steps:
             raise ValueError(

@@ -1,5 +1,6 @@
 """From this process's rows to global arrays on the devices, one batch ahead of the step."""
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -87,21 +88,22 @@ class Feed:
         return batch_digest(digests)
 
 
-class StopFlag:
-    """This process's wish to stop, as an array that travels with a batch: the step adds up everyone's.
+class Wishes:
+    """This process's wishes to stop and to save, as an array that travels with a batch: the step adds up everyone's.
 
-    So all processes learn of it in the metrics of the same step, and stop after the same step. There is a flag for
+    So all processes learn of them in the metrics of the same step, and act after the same step. There are flags for
     each device, because two processes may share a batch shard.
     """
 
     def __init__(self, sharding: NamedSharding):
         devices = sharding.mesh.size
 
-        def flags(value: int) -> jax.Array:
-            whole = np.full(devices, value, np.int32)
-            return jax.make_array_from_callback((devices,), sharding, lambda index: whole[index])
+        def flags(*wishes: bool) -> jax.Array:
+            whole = np.tile(np.array(wishes, np.int32), (devices, 1))
+            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-        self._no, self._yes = flags(0), flags(1)
+        self._arrays = {wishes: flags(*wishes) for wishes in itertools.product((False, True), repeat=2)}
 
-    def array(self, wanted: bool) -> jax.Array:
-        return self._yes if wanted else self._no
+    def array(self, *, stop: bool = False, save: bool = False) -> jax.Array:
+        """int32 [devices, 2], made once."""
+        return self._arrays[stop, save]

@@ -10,8 +10,8 @@ from collections import defaultdict
 import jax
 
 from jaxmnt.placement.rules import is_axes
-from jaxmnt.program.compiled import abstract_state
 from jaxmnt.program.setting import Setting
+from jaxmnt.program.state import abstract_state
 
 Least = dict[tuple[str, str], float]
 """(kind, axis) → bytes."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxmnt.program.compiled import abstract_state, moving_bytes
 from jaxmnt.program.setting import Setting
+from jaxmnt.program.state import abstract_state, moving_bytes
 from jaxmnt.telemetry.progress import size
 
 

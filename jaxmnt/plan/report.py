@@ -13,8 +13,9 @@ from jaxmnt.placement.rules import is_axes
 from jaxmnt.plan.hlo import Collective, collectives
 from jaxmnt.plan.notes import notes, schedule_facts
 from jaxmnt.program import engine
-from jaxmnt.program.compiled import abstract_state, bytes_a_device, compile_step, measure
+from jaxmnt.program.compiled import compile_step, measure
 from jaxmnt.program.setting import Setting
+from jaxmnt.program.state import abstract_state, bytes_a_device
 
 Report = dict[str, Any]
 

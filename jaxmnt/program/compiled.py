@@ -8,20 +8,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
 from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.model.decoder import define
-from jaxmnt.placement.layout import EMPTY, Dimension, Layout, map_with_axes, padded
+from jaxmnt.placement.layout import EMPTY, Dimension, Layout, padded
 from jaxmnt.placement.mesh import Hosts, build_mesh
-from jaxmnt.placement.rules import Axes, Placement, accumulation_passes, check_whole, is_axes, place
+from jaxmnt.placement.rules import Axes, Placement, accumulation_passes, check_whole, place
 from jaxmnt.program.optimizer import build_optimizer
 from jaxmnt.program.remat import NAMES
 from jaxmnt.program.schedule import build_schedule, layer_slots
-from jaxmnt.program.setting import BATCH_LOGICAL_AXES, FLAG_AXES, Setting, State, resolve_precision
+from jaxmnt.program.setting import BATCH_LOGICAL_AXES, WISH_AXES, Setting, State, resolve_precision
+from jaxmnt.program.state import (
+    HOST_MEMORY,
+    OneLeaf,
+    abstract_state,
+    bytes_a_device,
+    canonical_abstract,
+    initial_state,
+    moving_bytes,
+    with_axes,
+)
 from jaxmnt.program.step import eval_step, train_step
 
 BATCH_DTYPES = {
@@ -31,9 +40,6 @@ BATCH_DTYPES = {
     "segments": jnp.int32,
     "positions": jnp.int32,
 }
-
-
-HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Program:
     def init(self) -> State:
         """The state before the first step, created in place on its shards."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        return jax.jit(lambda: _initial_state(self.setting), out_shardings=shardings)()
+        return jax.jit(lambda: initial_state(self.setting), out_shardings=shardings)()
 
     @property
     def canonical_abstract_state(self) -> State:
@@ -78,14 +84,14 @@ class Program:
         return self._moved(state, self.setting.layout.canonical, self.canonical_abstract_state, keep=True)
 
     def from_canonical(self, state: State) -> State:
-        """The state as it is placed. Takes the arrays over."""
+        """The state, or some parts of it, as it is placed. Takes the arrays over."""
         return self._moved(state, self.setting.layout.place, self.abstract_state, keep=False)
 
     def _moved(self, state: State, move: Callable[[Any, Axes], Any], target: State, *, keep: bool) -> State:
         """Array by array, so that no more than one is there in a third form at a time."""
         layout = self.setting.layout
 
-        def one(array: jax.Array, named: _OneLeaf, goal: Any) -> jax.Array:
+        def one(array: jax.Array, named: OneLeaf, goal: Any) -> jax.Array:
             axes = named.axes
             if not layout.moves(axes):
                 return array
@@ -100,16 +106,16 @@ class Program:
                 array.delete()
             return moved
 
-        named = _with_axes(self.setting, target, lambda _, axes: _OneLeaf(axes))
-        return jax.tree.map(one, state, named, target)
+        named = with_axes(self.setting, target, lambda _, axes: OneLeaf(axes))
+        return {part: jax.tree.map(one, tree, named[part], target[part]) for part, tree in state.items()}
 
     @property
     def batch_sharding(self) -> NamedSharding:
         return self.placement.sharding(("batch", "length"))
 
     @property
-    def flag_sharding(self) -> NamedSharding:
-        return self.placement.sharding(FLAG_AXES)
+    def wishes_sharding(self) -> NamedSharding:
+        return self.placement.sharding(WISH_AXES)
 
     @property
     def eval_rows(self) -> int:
@@ -207,77 +213,6 @@ def _check_levers(config: Config, placement: Placement) -> None:
         )
 
 
-def _initial_state(setting: Setting) -> State:
-    params = setting.definition.init(jax.random.key(setting.config.seed))
-    params = jax.tree.map(lambda leaf: leaf.astype(setting.params_dtype), params)
-    params = map_with_axes(setting.layout.place, params, setting.definition.axes)
-    return {
-        "params": params,
-        "optimizer": setting.optimizer.init(params),
-        "counters": {"step": jnp.int32(0)},
-    }
-
-
-def abstract_state(setting: Setting) -> State:
-    """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameter."""
-    abstract = jax.eval_shape(lambda: _initial_state(setting))
-    state = _with_axes(setting, abstract, lambda leaf, axes: _abstract(leaf, setting.placement.sharding(axes)))
-    if setting.config.optimizer.offload:
-        to_host = lambda leaf: _abstract(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if leaf.ndim else leaf
-        state["optimizer"] = jax.tree.map(to_host, state["optimizer"])
-    return state
-
-
-def canonical_abstract(setting: Setting, state: State) -> State:
-    """The abstract state as it is stored, from the one as it is placed."""
-    layout = setting.layout
-
-    def one(leaf: Any, axes: Axes) -> Any:
-        if not layout.moves(axes):
-            return leaf
-        plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        canonical = jax.eval_shape(lambda array: layout.canonical(array, axes), plain)
-        sharding = layout.canonical_sharding(canonical.shape, axes)
-        return _abstract(canonical, sharding.with_memory_kind(leaf.sharding.memory_kind))
-
-    return _with_axes(setting, state, one)
-
-
-def moving_bytes(setting: Setting, state: State) -> int:
-    """Bytes of a device that saving takes besides the state: what is stored otherwise than it is placed."""
-    stored = canonical_abstract(setting, state)
-    pairs = zip(jax.tree.leaves(stored), jax.tree.leaves(state), strict=True)
-    return sum(bytes_a_device(new) for new, placed in pairs if new is not placed)
-
-
-def _with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], Any]) -> State:
-    """`function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
-    axes = jax.tree.map(_OneLeaf, setting.definition.axes, is_leaf=is_axes)
-    optimizer = optax.tree_map_params(
-        setting.optimizer,
-        lambda leaf, named: function(leaf, named.axes),
-        state["optimizer"],
-        axes,
-        transform_non_params=lambda leaf: function(leaf, ()),
-    )
-    return {
-        "params": map_with_axes(function, state["params"], setting.definition.axes),
-        "optimizer": optimizer,
-        "counters": jax.tree.map(lambda leaf: function(leaf, ()), state["counters"]),
-    }
-
-
-@dataclass(frozen=True)
-class _OneLeaf:
-    """Logical axes that tree functions take for one leaf."""
-
-    axes: Axes
-
-
-def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 def _abstract_batch(setting: Setting, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     shape = (rows, setting.config.data.sequence_length)
     return {
@@ -289,8 +224,8 @@ def _abstract_batch(setting: Setting, rows: int) -> dict[str, jax.ShapeDtypeStru
 def compile_step(setting: Setting, state: State) -> Any:
     """The compiled step, also for devices that are not there."""
     batch = _abstract_batch(setting, setting.config.data.global_batch_size)
-    flags = (setting.placement.mesh.size,)
-    batch["stop"] = jax.ShapeDtypeStruct(flags, jnp.int32, sharding=setting.placement.sharding(FLAG_AXES))
+    flags = (setting.placement.mesh.size, 2)
+    batch["wishes"] = jax.ShapeDtypeStruct(flags, jnp.int32, sharding=setting.placement.sharding(WISH_AXES))
     shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
 
     def on_devices(state: State, batch: Any) -> Any:
@@ -340,17 +275,6 @@ def measure(setting: Setting, state: State, step: Any, limit: int | None) -> Mem
         peak=max(arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(setting, state)),
         limit=limit,
     )
-
-
-def bytes_a_device(tree: Any) -> int:
-    return sum(leaf.dtype.itemsize * _product(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
 
 
 def _device_limit(placement: Placement) -> int | None:

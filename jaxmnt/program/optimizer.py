@@ -43,10 +43,11 @@ def build_optimizer(config: Config, axes: Any) -> tuple[optax.GradientTransforma
     schedule = build_schedule(optimizer, config.train.steps)
     decayed = jax.tree.map(lambda names: "norm" not in names, axes, is_leaf=is_axes)
     adam = optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon)
-    transformation = optax.chain(
-        _stored_in(adam, jnp.dtype(optimizer.state_dtype)),
-        optax.add_decayed_weights(optimizer.weight_decay, mask=decayed),
-        optax.scale_by_learning_rate(schedule),
+    # Named, because the names are what a checkpoint knows the state by.
+    transformation = optax.named_chain(
+        ("adam", _stored_in(adam, jnp.dtype(optimizer.state_dtype))),
+        ("weight_decay", optax.add_decayed_weights(optimizer.weight_decay, mask=decayed)),
+        ("learning_rate", optax.scale_by_learning_rate(schedule)),
     )
     return transformation, schedule
 

@@ -25,7 +25,7 @@ BATCH_LOGICAL_AXES = {
     "segments": ("batch", "length"),
     "positions": ("batch", "length"),
 }
-FLAG_AXES = ("devices",)
+WISH_AXES = ("devices", None)
 
 
 @dataclass(frozen=True)

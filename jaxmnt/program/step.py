@@ -1,7 +1,7 @@
 """The training step and the evaluation step, as pure functions of (state, batch).
 
 state = {"params": …, "optimizer": …, "counters": {"step": int32}}
-batch = {"tokens", "targets", "weights", "segments", "positions": [global rows, length], "stop": [devices]}
+batch = {"tokens", "targets", "weights", "segments", "positions": [global rows, length], "wishes": [devices, 2]}
 """
 
 from collections.abc import Callable
@@ -46,7 +46,9 @@ def train_step(setting: Setting, state: State, batch: Batch) -> tuple[State, Met
         "grad_norm": norm,
         "learning_rate": jnp.asarray(setting.learning_rate(step), jnp.float32),
         "tokens": tokens,
-        "stop": jnp.sum(batch["stop"]),  # over all devices, so that no process misses another's wish
+        # Over all devices, so that no process misses another's wish.
+        "stop": jnp.sum(batch["wishes"][:, 0]),
+        "save": jnp.sum(batch["wishes"][:, 1]),
     }
     return new_state, metrics
 

@@ -9,6 +9,7 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.plan.notes import notes
 from jaxmnt.program.compiled import Program
 from jaxmnt.runtime.rundir import Start
+from jaxmnt.runtime.saves import Saves
 from jaxmnt.telemetry.events import rewind_metrics
 from jaxmnt.telemetry.flops import flops_per_token, peak_flops
 from jaxmnt.telemetry.metrics import TrainLog
@@ -23,14 +24,19 @@ _MEANING = {"harmless": "harmless", "maths": "changes the maths", "breaks": "bre
 def run(status: StatusLine, start: Start, identity: Identity) -> None:
     """Where the run is, and what is different from the last time."""
     where = f"{identity.processes} process{'es' if identity.processes > 1 else ''}"
-    begin = "from the start" if start.checkpoint is None else f"resuming after step {start.step}"
+    begin = "from the start"
+    if start.checkpoint is not None:
+        source = start.checkpoint.path
+        begin = {
+            "own": f"resuming after step {start.step}",
+            "fork": f"a branch of {source} after step {start.step}",
+            "init": f"from the start, with the parameters of {source}",
+        }[start.kind]
     status.line(f"run     {start.directory}: {begin}, {where}")
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
         status.line(f"changed {change.key}: {change.before} → {change.now} ({_MEANING[change.resume]})")
-    if start.checkpoint is None and start.remarks:
-        status.line("note    no committed checkpoint is left: training starts from step 0")
 
 
 def data(status: StatusLine, config: Config, sources: Sources, training: TrainingData) -> None:
@@ -105,14 +111,16 @@ def train_log(
         writer=writer,
         status=status,
         steps=config.train.steps,
-        tokens=0 if start.checkpoint is None else int(start.checkpoint.notes["tokens"]),
+        tokens=start.tokens,
         flops_per_token=flops_per_token(config.model, setting.definition.vocab_size, config.data.sequence_length),
         peak_flops=None if device_peak is None else device_peak * program.placement.mesh.size,
         epochs=training.order.epochs,
     )
 
 
-def end(status: StatusLine, config: Config, start: Start, log: TrainLog, step: int, seconds: float) -> None:
+def end(
+    status: StatusLine, config: Config, start: Start, log: TrainLog, saves: Saves, step: int, seconds: float
+) -> None:
     """Where everything is, and what to do next."""
     directory = start.directory
     done = "finished" if step == config.train.steps else f"stopped after step {step} of {config.train.steps}"
@@ -120,6 +128,8 @@ def end(status: StatusLine, config: Config, start: Start, log: TrainLog, step: i
     status.line(
         f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, checkpoints {directory}/checkpoints"
     )
+    saved = f"{saves.count} checkpoint{'' if saves.count == 1 else 's'}"
+    status.line(f"saved   {saved}, for which training waited {saves.blocked_seconds:.1f} s")
     if step == config.train.stop_after and step < config.train.steps:
         status.line("to go on, raise train.stop_after or leave it out")
     elif step < config.train.steps:

@@ -1,14 +1,19 @@
-"""A run's directory: its config, and whether this config may go on with it."""
+"""A run's directory: whose it is, where it stands, and whether this config may go on with it."""
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jaxmnt.checkpoint.commit import Committed, newest_committed, set_aside_uncommitted
+from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, set_aside
+from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
+from jaxmnt.checkpoint.source import find
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.describe import Change, changes
@@ -16,6 +21,9 @@ from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
 from jaxmnt.errors import ConfigError
+from jaxmnt.runtime.lock import RunLock
+
+RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
@@ -23,45 +31,74 @@ class Start:
     """Where a run stands before it goes on."""
 
     directory: Path
+    run: str
+    """The run's id."""
+    lineage: list[dict[str, Any]]
+    """The runs and steps that this one was forked from, newest first."""
     checkpoint: Committed | None
-    changes: list[Change]
-    remarks: list[str]
-    """Lines for people: what was set aside."""
+    """What to restore; None begins anew."""
+    kind: str = "own"
+    """Whose checkpoint it is: own, fork (another run's, all of it) or init (another run's, its parameters)."""
+    changes: list[Change] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """Lines for people: what was set aside or taken over."""
 
     @property
     def step(self) -> int:
-        return 0 if self.checkpoint is None else self.checkpoint.step
+        return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.step
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.manifest.tokens
 
 
-def open_run(config: Config, data: Sources, identity: Identity) -> Start:
-    """Finds the newest committed checkpoint and compares the config with the one that the run had last.
+def open_run(
+    config: Config, data: Sources, identity: Identity, lock: RunLock, tell: Callable[[str], None] = lambda line: None
+) -> Start:
+    """Takes the run directory's lock, finds the checkpoint to go on from, and compares the config with that one's.
 
-    Process 0 looks and decides; the others are told. Raises `ConfigError` when something has changed that the
-    checkpoint cannot be continued with, or when there is nothing left to do before `train.stop_after`.
+    Process 0 looks and decides; the others are told. Raises `ConfigError` when another job is in the directory, when
+    something has changed that the checkpoint cannot be continued with, or when there is nothing left to do before
+    `train.stop_after`.
     """
     assert config.run.dir is not None
     directory = Path(config.run.dir)
-    decision = None
-    if identity.process_id == 0:
-        decision = json.dumps(_decide(config, data, directory))
-    decision = json.loads(share("start", decision, identity))
-    if decision["error"]:
-        raise ConfigError(decision["error"])
-    found = decision["checkpoint"]
-    checkpoint = Committed(found["step"], Path(found["path"]), found["notes"]) if found else None
-    if checkpoint is not None and not checkpoint.path.is_dir():
-        raise ConfigError(
-            f"run.dir: process 0 sees {checkpoint.path}, {identity.label} does not; "
-            "put the run directory on a file system that all hosts share"
-        )
-    return Start(directory, checkpoint, [Change(*change) for change in decision["changes"]], decision["remarks"])
+
+    def decide() -> Start:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            remark = lock.acquire(tell)
+            return _decide(config, data, directory, [remark] if remark else [])
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir: {directory} cannot be used: {error.strerror or error} ({error.filename}); "
+                "mend its permissions or choose another run.dir"
+            ) from error
+
+    return _decided("start", decide, identity)
+
+
+def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources, identity: Identity) -> Start:
+    """Where the run goes on from when its checkpoint turned out to be damaged: the one before.
+
+    Raises `ConfigError` if there is none that is whole, or if the checkpoint is another run's.
+    """
+    checkpoint = start.checkpoint
+    assert checkpoint is not None
+
+    def decide() -> Start:
+        if start.kind != "own":
+            raise ConfigError(f"run.{start.kind}_from: checkpoint {checkpoint.path} is damaged: {damage}; name another")
+        aside = set_aside(checkpoint.path)
+        remark = f"checkpoint {checkpoint.step} is damaged: {damage}; kept as {aside}"
+        return _decide(config, data, start.directory, [remark])
+
+    return _decided("fall back", decide, identity)
 
 
 def write_config(directory: Path, config: Config) -> None:
     """Writes config.yaml, whole or not at all. By process 0."""
-    temporary = directory / f".config.yaml.{os.getpid()}"
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    temporary.replace(directory / "config.yaml")
+    _publish(directory / "config.yaml", dump_config(config))
 
 
 def read_config(directory: Path) -> Config:
@@ -75,26 +112,88 @@ def read_config(directory: Path) -> Config:
         raise ConfigError(f"{path} is damaged ({error}); restore it or start a new run.dir") from error
 
 
-def _decide(config: Config, data: Sources, directory: Path) -> dict[str, Any]:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return {"error": f"run.dir: {directory} cannot be made: {error.strerror}"}
-    root = directory / "checkpoints"
-    remarks = set_aside_uncommitted(root)
-    checkpoint = newest_committed(root)
-    different: list[Change] = []
-    if (directory / "config.yaml").exists():
+def plain_config(config: Config) -> dict[str, Any]:
+    """The resolved config as plain values, as checkpoints hold it."""
+    return json.loads(json.dumps(config.model_dump(exclude={"cluster"})))
+
+
+def _decided(name: str, decide: Callable[[], Start], identity: Identity) -> Start:
+    """What process 0 decides, in all processes. Its error, too."""
+    told = None
+    if identity.process_id == 0:
         try:
-            different = changes(read_config(directory), config)
+            told = json.dumps({"start": _to_plain(decide())})
         except ConfigError as error:
-            return {"error": str(error)}
-    return {
-        "error": _refusal(config, data, checkpoint, different),
-        "checkpoint": None if checkpoint is None else asdict(checkpoint) | {"path": str(checkpoint.path)},
-        "changes": different,
-        "remarks": remarks,
-    }
+            told = json.dumps({"error": str(error)})
+    answer = json.loads(share(name, told, identity))
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    plain = answer["start"]
+    if plain["checkpoint"] is not None and not Path(plain["checkpoint"]).is_dir():
+        raise ConfigError(
+            f"run.dir: process 0 sees {plain['checkpoint']}, {identity.label} does not; "
+            "put the run directory on a file system that all hosts share"
+        )
+    return _from_plain(plain)
+
+
+def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) -> Start:
+    root = directory / "checkpoints"
+    known = _read_run(directory)
+    remarks = remarks + clear_up(root, None if known is None else known["run"])
+    checkpoint = newest_whole(root, None if known is None else known["run"])
+    if checkpoint is not None:
+        start = _resume(config, data, directory, known, checkpoint)
+    elif sorted(root.glob("*.damaged*")):
+        told = "; ".join(remarks) or "set aside before"
+        raise ConfigError(
+            f"run.dir: no whole checkpoint is left in {root}, only damaged ones ({told}); "
+            "to train again from step 0 choose another run.dir, or move them away"
+        )
+    else:
+        start = _begin(config, directory, known)
+    if known is None:
+        _publish(
+            directory / RUN_FILE,
+            json.dumps({"run": start.run, "lineage": start.lineage, "time": time.time()}, indent=1) + "\n",
+        )
+    return replace(start, remarks=remarks + start.remarks)
+
+
+def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Start:
+    """A run that has no checkpoint of its own yet."""
+    run = secrets.token_hex(6) if known is None else known["run"]
+    source = config.run.fork_from or config.run.init_from
+    if source is None:
+        return Start(directory, run, [], None)
+    key = "run.fork_from" if config.run.fork_from else "run.init_from"
+    checkpoint = find(source, key)
+    if config.run.init_from:
+        return Start(directory, run, [], checkpoint, "init")
+    manifest = checkpoint.manifest
+    if manifest.step >= config.train.steps:
+        raise ConfigError(
+            f"train.steps: {config.train.steps} leaves nothing to do after step {manifest.step} of {key}; raise it"
+        )
+    parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
+    different = changes(_config_of(checkpoint), config)
+    return Start(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
+
+
+def _resume(
+    config: Config, data: Sources, directory: Path, known: dict[str, Any] | None, checkpoint: Committed
+) -> Start:
+    """A run that goes on from a checkpoint of its own."""
+    manifest = checkpoint.manifest
+    different = changes(_config_of(checkpoint), config)
+    if refusal := _refusal(config, data, checkpoint, different):
+        raise ConfigError(refusal)
+    lineage = manifest.lineage if known is None else known["lineage"]
+    return Start(directory, manifest.run, lineage, checkpoint, "own", different)
+
+
+def _config_of(checkpoint: Committed) -> Config:
+    return parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
 
 
 def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
@@ -105,26 +204,19 @@ def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
     return ", ".join(found)
 
 
-def _refusal(config: Config, data: Sources, checkpoint: Committed | None, different: list[Change]) -> str | None:
+def _refusal(config: Config, data: Sources, checkpoint: Committed, different: list[Change]) -> str | None:
     """Why this config must not go on with this run directory, if so."""
-    if checkpoint is None:
-        return None
-    if not (Path(config.run.dir or "") / "config.yaml").exists():
-        return (
-            f"run.dir: {config.run.dir} has checkpoints but no config.yaml to compare with; "
-            "put it back or choose another run.dir"
-        )
     breaking = [change for change in different if change.resume == "breaks"]
     if breaking:
         listed = ", ".join(f"{change.key} ({change.before} → {change.now})" for change in breaking)
         return (
             f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
-            f"changed {listed}; undo the change or choose another run.dir"
+            f"changed {listed}; undo the change, choose another run.dir, or branch off there with run.fork_from"
         )
-    if different_data := _different_data(checkpoint.notes.get("data", {}), data.digests):
+    if different_data := _different_data(checkpoint.manifest.data, data.digests):
         return (
             f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with other "
-            f"data: {different_data}; give the same data or choose another run.dir"
+            f"data: {different_data}; give the same data, choose another run.dir, or branch off with run.fork_from"
         )
     stop = config.train.stop_after
     if stop is not None and stop <= checkpoint.step < config.train.steps:
@@ -138,3 +230,52 @@ def _refusal(config: Config, data: Sources, checkpoint: Committed | None, differ
             "raise it or choose another run.dir"
         )
     return None
+
+
+def _read_run(directory: Path) -> dict[str, Any] | None:
+    """What run.json says; None if there is none, as in a new directory."""
+    path = directory / RUN_FILE
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return {"run": str(known["run"]), "lineage": list(known["lineage"])}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); remove it, and the run is known by its newest checkpoint"
+        ) from error
+
+
+def _publish(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _to_plain(start: Start) -> dict[str, Any]:
+    checkpoint = start.checkpoint
+    return {
+        "directory": str(start.directory),
+        "run": start.run,
+        "lineage": start.lineage,
+        "checkpoint": None if checkpoint is None else str(checkpoint.path),
+        "manifest": None if checkpoint is None else to_plain(checkpoint.manifest),
+        "kind": start.kind,
+        "changes": start.changes,
+        "remarks": start.remarks,
+    }
+
+
+def _from_plain(plain: dict[str, Any]) -> Start:
+    checkpoint = None
+    if plain["checkpoint"] is not None:
+        checkpoint = Committed(Path(plain["checkpoint"]), from_plain(plain["manifest"]))
+    return Start(
+        Path(plain["directory"]),
+        plain["run"],
+        plain["lineage"],
+        checkpoint,
+        plain["kind"],
+        [Change(*change) for change in plain["changes"]],
+        plain["remarks"],
+    )

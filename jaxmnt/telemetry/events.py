@@ -70,6 +70,17 @@ class Events:
         )
 
 
+def history(path: Path) -> tuple[int, float]:
+    """How often the run whose events are in `path` broke off without a word, and for how many seconds it ran in all."""
+    attempts: dict[int, list[dict[str, Any]]] = {}
+    for record in read_lines(path):
+        attempts.setdefault(record["attempt"], []).append(record)
+    failures = sum(all(record["kind"] != "end" for record in records) for records in attempts.values())
+    # Between an attempt's own records, so that the clock may be set between attempts.
+    seconds = sum(max(0.0, records[-1]["time"] - records[0]["time"]) for records in attempts.values())
+    return failures, seconds
+
+
 def rewind_metrics(path: Path, step: int) -> None:
     """Drops lines of steps after `step`: they are about to be taken again from an older checkpoint."""
     records = [record for record in read_lines(path) if record.get("step", 0) <= step]

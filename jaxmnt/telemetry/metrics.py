@@ -15,7 +15,7 @@ from jaxmnt.telemetry.progress import StatusLine, count, duration
 class TrainLog:
     """Takes each step's metrics as device arrays and reads them when the next step has been dispatched.
 
-    Only process 0 writes and shows; all processes read, because `stop` is agreed on through the metrics.
+    Only process 0 writes and shows; all processes read, because wishes are agreed on through the metrics.
     """
 
     def __init__(
@@ -34,6 +34,8 @@ class TrainLog:
         """Real targets trained on so far."""
         self.stop_seen = False
         """Whether some process wished to stop in the last step that was read."""
+        self.save_seen = 0
+        """The last step in which some process wished to save."""
         self._lines = JsonLines(run_dir / "metrics.jsonl") if writer else None
         self._status = status
         self._steps = steps
@@ -62,6 +64,8 @@ class TrainLog:
         self._ready_at, self._paused = now, 0.0
         self.tokens += int(values["tokens"])
         self.stop_seen = values["stop"] > 0
+        if values["save"] > 0:
+            self.save_seen = step
         if self._lines is not None:
             self._write(step, values, step_seconds, wait_seconds, digest)
 
@@ -73,12 +77,15 @@ class TrainLog:
         """Steps are timed from now on."""
         self._ready_at, self._paused = time.perf_counter(), 0.0
 
-    def write_eval(self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float) -> None:
-        """Writes the mean loss over all held-out tokens and of each source, from (sum of losses, tokens) of each."""
-        if self._lines is None:
-            return
+    def write_eval(self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float) -> float:
+        """Writes the mean loss over all held-out tokens, which it returns, and of each source.
+
+        `sums` has (sum of losses, tokens) of each.
+        """
         tokens = sum(count for _, count in sums.values())
         loss = sum(total for total, _ in sums.values()) / tokens
+        if self._lines is None:
+            return loss
         means = {name: total / count for name, (total, count) in sums.items()}
         record = {
             "kind": "eval",
@@ -94,6 +101,7 @@ class TrainLog:
         self._status.line(
             f"step {step}  held-out loss {loss:.4f}{shown} over {count(tokens)} tokens ({duration(seconds)})"
         )
+        return loss
 
     def close(self) -> None:
         self.flush()

@@ -1,0 +1,217 @@
+"""python -m jaxmnt.checkpoint list|verify|show|diff|export: looks after checkpoints, on any machine.
+
+A checkpoint is named RUN_DIR@STEP, RUN_DIR (its newest whole one) or by its own directory. No JAX and none of the
+devices that wrote it are needed.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxmnt.errors import ConfigError, ExitCode, run_command
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    return {"list": _list, "verify": _verify, "show": _show, "diff": _diff, "export": _export}[options.command](options)
+
+
+def _list(options: argparse.Namespace) -> int:
+    from jaxmnt.checkpoint.commit import open_checkpoint, step_directories
+    from jaxmnt.checkpoint.manifest import DamagedError
+
+    root = _root(options.run)
+    run, rows = _run_of(options.run), []
+    for step, path in step_directories(root):
+        try:
+            manifest = open_checkpoint(path, run).manifest
+        except DamagedError as damage:
+            rows.append((str(step), "not whole", "", "", "", str(damage)))
+            continue
+        loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
+        rows.append((str(step), "whole", _size(manifest.bytes), loss, _date(manifest.time), ""))
+    aside = sorted(path.name for path in root.iterdir() if path.is_dir() and "." in path.name[1:])
+    if options.json:
+        keys = ("step", "state", "size", "held_out_loss", "written", "why")
+        checkpoints = [dict(zip(keys, row, strict=True)) for row in rows]
+        print(json.dumps({"run": run, "checkpoints": checkpoints, "aside": aside}))
+        return ExitCode.FINISHED
+    print(f"run {run or '(unknown)'}, {root}")
+    _table([("step", "state", "size", "held-out", "written", ""), *rows])
+    for name in aside:
+        print(f"set aside: {name}")
+    if not rows:
+        print("no checkpoints")
+    return ExitCode.FINISHED
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from jaxmnt.checkpoint.commit import step_directories
+    from jaxmnt.checkpoint.inspection import verify
+    from jaxmnt.checkpoint.manifest import DamagedError
+    from jaxmnt.checkpoint.source import locate
+
+    path = locate(options.checkpoint, "checkpoint")
+    run = _run_of(Path(options.checkpoint.rpartition("@")[0] or options.checkpoint))
+    paths = [path] if path else [path for _, path in step_directories(Path(options.checkpoint) / "checkpoints")]
+    if not paths:
+        raise ConfigError(f"checkpoint: {options.checkpoint} has no checkpoints; check the path")
+    bad = 0
+    for one in paths:
+        started = time.perf_counter()
+        try:
+            checkpoint = verify(one, run, _progress)
+        except DamagedError as damage:
+            bad += 1
+            _progress("")
+            print(f"{one}: NOT WHOLE: {damage}")
+            continue
+        _progress("")
+        manifest = checkpoint.manifest
+        seconds = time.perf_counter() - started
+        print(f"{one}: whole, {len(manifest.arrays)} arrays, {_size(manifest.bytes)} read in {seconds:.1f} s")
+    return ExitCode.FAILURE if bad else ExitCode.FINISHED
+
+
+def _show(options: argparse.Namespace) -> int:
+    from jaxmnt.checkpoint.manifest import to_plain
+    from jaxmnt.checkpoint.source import find
+
+    checkpoint = find(options.checkpoint, "checkpoint")
+    manifest = checkpoint.manifest
+    if options.json:
+        print(json.dumps(to_plain(manifest), sort_keys=True))
+        return ExitCode.FINISHED
+    print(f"{checkpoint.path}: step {manifest.step} of run {manifest.run}")
+    libraries = ", ".join(f"{name} {number}" for name, number in sorted(manifest.libraries.items()))
+    data = ", ".join(f"{name} {digest[:16]}" for name, digest in sorted(manifest.data.items()))
+    loss = "not taken" if manifest.loss is None else f"{manifest.loss:.4f}"
+    print(f"written {_date(manifest.time, seconds=True)} by jaxmnt {manifest.jaxmnt}, {libraries}")
+    print(f"tokens  {manifest.tokens}, held-out loss {loss}")
+    print(f"config  {manifest.config_digest[:16]}, data {data}")
+    for parent in manifest.lineage:
+        print(f"from    step {parent['step']} of run {parent['run']} ({parent['path']})")
+    _table(
+        [("array", "dtype", "shape", "size", "content")]
+        + [
+            (name, array.dtype, "×".join(map(str, array.shape)) or "scalar", _size(array.bytes), array.content)
+            for name, array in sorted(manifest.arrays.items())
+        ]
+    )
+    return ExitCode.FINISHED
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from jaxmnt.checkpoint.inspection import compare
+    from jaxmnt.checkpoint.source import find
+
+    meaning = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
+    first, second = (find(text, "checkpoint").manifest for text in (options.first, options.second))
+    found = compare(first, second)
+    print(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}")
+    for change in found.config:
+        print(f"config  {change.key}: {change.before} → {change.now} ({meaning[change.resume]})")
+    for source in sorted(first.data.keys() | second.data.keys()):
+        if first.data.get(source) != second.data.get(source):
+            print(f"data    {source} holds something else")
+    for label, names in (("only 1", found.only_first), ("only 2", found.only_second)):
+        for name in names:
+            print(f"{label}  {name}")
+    for name in found.other_kind:
+        a, b = first.arrays[name], second.arrays[name]
+        print(f"kind    {name}: {a.dtype}{list(a.shape)} → {b.dtype}{list(b.shape)}")
+    print(f"content {len(found.same)} arrays are the same bit for bit, {len(found.other_content)} are not")
+    if options.verbose:
+        for name in found.other_content:
+            print(f"content {name}")
+    return ExitCode.FINISHED
+
+
+def _export(options: argparse.Namespace) -> int:
+    from jaxmnt.checkpoint.export import export
+    from jaxmnt.checkpoint.source import find
+
+    if options.file_gb <= 0:
+        raise ConfigError("--file-gb takes a number above 0")
+    checkpoint = find(options.checkpoint, "checkpoint")
+    files = export(checkpoint, options.output, int(options.file_gb * 1e9), _progress)
+    _progress("")
+    for file in files:
+        print(file)
+    return ExitCode.FINISHED
+
+
+def _root(run: Path) -> Path:
+    root = run / "checkpoints"
+    if not root.is_dir():
+        raise ConfigError(f"{run} is no run directory with checkpoints; check the path")
+    return root
+
+
+def _run_of(run: Path) -> str | None:
+    """The id of a run directory; None where run.json is not there to tell."""
+    path = run / "run.json"
+    return str(json.loads(path.read_text(encoding="utf-8"))["run"]) if path.exists() else None
+
+
+def _progress(name: str) -> None:
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{name[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _date(moment: float, *, seconds: bool = False) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S" if seconds else "%Y-%m-%d %H:%M", time.localtime(moment))
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _size(count: int) -> str:
+    from jaxmnt.telemetry.progress import size
+
+    return size(count)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m jaxmnt.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("--debug", action="store_true", help="show a traceback with an error")
+        return command
+
+    listing = add("list", "list a run's checkpoints, and which are whole as far as their files tell")
+    listing.add_argument("run", type=Path, metavar="RUN_DIR")
+    listing.add_argument("--json", action="store_true", help="as one JSON object")
+    checking = add("verify", "read every array and compare it with its digest; exit code 1 if one is not whole")
+    checking.add_argument("checkpoint", metavar="CHECKPOINT", help="a run directory means all of its checkpoints")
+    showing = add("show", "show what a checkpoint says of itself")
+    showing.add_argument("checkpoint", metavar="CHECKPOINT")
+    showing.add_argument("--json", action="store_true", help="as one JSON object")
+    differing = add("diff", "show in what two checkpoints differ")
+    differing.add_argument("first", metavar="CHECKPOINT")
+    differing.add_argument("second", metavar="CHECKPOINT")
+    differing.add_argument("--verbose", action="store_true", help="name every array whose content differs")
+    exporting = add("export", "write the parameters as safetensors")
+    exporting.add_argument("checkpoint", metavar="CHECKPOINT")
+    exporting.add_argument("output", type=Path, metavar="FOLDER", help="a new folder")
+    exporting.add_argument("--file-gb", type=float, default=5.0, help="gigabytes a file (5)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,146 @@
+"""What is written beside the arrays of a checkpoint, sealed: whose it is and what has to be in it.
+
+`jaxmnt.json` is written last, so it is the commit marker, too. Its seal is a SHA-256 of all that it says; a version
+that this program does not know is refused before anything else of it is looked at.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxmnt import __version__
+from jaxmnt.checkpoint import digest
+from jaxmnt.errors import ConfigError, UserError
+
+FILE = "jaxmnt.json"
+FORMAT_VERSION = 2
+
+
+class DamagedError(UserError):
+    """A checkpoint that is not what it was when it was committed. The text says what of it, and how that shows."""
+
+
+class OtherFormatError(ConfigError):
+    """A checkpoint of another format version, which must neither be read nor put aside."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a checkpoint, under its name PART/KEY/KEY…"""
+
+    shape: tuple[int, ...]
+    dtype: str
+    content: str
+    """Digest of the elements and where they are: the same for the same content, see `digest.py`."""
+
+    @property
+    def bytes(self) -> int:
+        size = _ITEM_BYTES[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    run: str
+    step: int
+    arrays: dict[str, Array]
+    config: dict[str, Any]
+    """The resolved config of the run at the time."""
+    tokens: int
+    """Real targets trained on."""
+    data: dict[str, str]
+    """Digest of each source of data."""
+    loss: float | None
+    """Held-out loss at this step, if there was an evaluation."""
+    lineage: list[dict[str, Any]]
+    """The runs and steps that this run was forked from, newest first."""
+    time: float = 0.0
+    """Unix seconds of the commit."""
+    jaxmnt: str = __version__
+    libraries: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays.values())
+
+    @property
+    def config_digest(self) -> str:
+        return digest_of(self.config)
+
+    def bound_digest(self, name: str, content: str | None = None) -> str:
+        """The digest of an array (or of another content for it) together with its name, step and run."""
+        array = self.arrays[name]
+        return digest.bound(content or array.content, self.run, self.step, name, array.shape, array.dtype)
+
+
+def digest_of(tree: Any) -> str:
+    """SHA-256 of a tree of plain values, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write(directory: Path, manifest: Manifest, files: dict[str, list[Any]]) -> None:
+    """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
+    record = {"format": FORMAT_VERSION, "manifest": to_plain(manifest), "files": files}
+    record["seal"] = digest_of(record)
+    temporary = directory / f".{FILE}.{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / FILE)
+
+
+def read(directory: Path) -> tuple[Manifest, dict[str, list[Any]]]:
+    """The manifest of a checkpoint, and its files.
+
+    Raises `DamagedError` if it is not there or not as it was written, and `OtherFormatError`.
+    """
+    try:
+        record = json.loads((directory / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedError(f"it has no commit marker {FILE}") from None
+    except ValueError:
+        raise DamagedError(f"its {FILE} is damaged") from None
+    if not isinstance(record, dict):
+        raise DamagedError(f"its {FILE} is damaged")
+    version, seal = record.get("format"), record.pop("seal", None)
+    sealed = seal == digest_of(record)
+    # The first version had no seal; every later one has this seal.
+    if isinstance(version, int) and version != FORMAT_VERSION and (sealed or seal is None):
+        newer = version > FORMAT_VERSION
+        raise OtherFormatError(
+            f"checkpoint {directory} has format version {version}, this jaxmnt ({__version__}) reads {FORMAT_VERSION}; "
+            f"{'use a newer' if newer else 'use the older'} jaxmnt, or choose another run.dir"
+        )
+    if not sealed or version != FORMAT_VERSION:
+        raise DamagedError(f"its {FILE} is damaged: its seal does not fit what it says")
+    manifest = from_plain(record["manifest"])
+    for name, array in record["manifest"]["arrays"].items():
+        if manifest.bound_digest(name) != array["digest"]:
+            raise DamagedError(f"its {FILE} is damaged: the digest of {name} is not of this array, step and run")
+    return manifest, record["files"]
+
+
+def from_plain(fields: dict[str, Any]) -> Manifest:
+    """The manifest from its values."""
+    fields = dict(fields)
+    arrays = {name: Array(tuple(a["shape"]), a["dtype"], a["content"]) for name, a in fields["arrays"].items()}
+    return Manifest(**{**fields, "arrays": arrays})
+
+
+def to_plain(manifest: Manifest) -> dict[str, Any]:
+    """Its values, each array with its bound digest."""
+    fields = asdict(manifest)
+    for name, array in fields["arrays"].items():
+        array["digest"] = manifest.bound_digest(name)
+    return fields
+
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1, "bool": 1}

@@ -1,0 +1,45 @@
+"""Names for the arrays of a state: PART/KEY/KEY…, unique, the same whatever containers hold them."""
+
+import re
+from typing import Any
+
+import jax
+
+Tree = dict[str, Any]
+
+_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def named(state: Tree) -> dict[str, Any]:
+    """The leaves of a state by name, sorted."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    found = {"/".join(_key(entry) for entry in path): leaf for path, leaf in leaves}
+    assert len(found) == len(leaves), "two arrays of the state have the same name"
+    return dict(sorted(found.items()))
+
+
+def like(state: Tree, arrays: dict[str, Any]) -> Tree:
+    """The arrays, by name, in the containers of `state`."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    names = ["/".join(_key(entry) for entry in path) for path, _ in leaves]
+    return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in names])
+
+
+def nested(arrays: dict[str, Any]) -> Tree:
+    """The arrays as dicts in dicts."""
+    tree: Tree = {}
+    for name, array in arrays.items():
+        *parents, last = name.split("/")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        assert last not in place, f"{name} is an array and a group of arrays"
+        place[last] = array
+    return tree
+
+
+def _key(entry: Any) -> str:
+    """Orbax joins keys by dots and would store "a.b" and a→b in one place, so keys may not hold any."""
+    key = str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
+    assert _KEY.fullmatch(key), f"{key!r} cannot be part of an array's name"
+    return key

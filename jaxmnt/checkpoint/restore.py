@@ -1,0 +1,192 @@
+"""Restoring: from files onto the devices of any mesh, compared with what was digested when it was saved."""
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmnt.checkpoint import digest
+from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.device_digest import start_digests
+from jaxmnt.checkpoint.manifest import DamagedError, Manifest
+from jaxmnt.checkpoint.names import like, named
+from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.runtime import gather, share
+from jaxmnt.errors import ConfigError, UserError
+
+State = dict[str, Any]
+
+_BYTES_IN_FLIGHT = (16 << 20) * (os.cpu_count() or 1)
+"""Asked for and not on a device yet. More than the cores can work on only costs memory, and time to get it."""
+_SECONDS = 3600.0
+"""How long processes wait for each other, some of which may read much more slowly."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state, and what it took to get it."""
+
+    state: State
+    bytes: int
+    """Read by this process."""
+    read_seconds: float
+    verify_seconds: float
+
+
+def restore(
+    checkpoint: Committed, abstract: State, identity: Identity, *, verify: bool = True, spread: bool = False
+) -> Restored:
+    """The arrays of `abstract` from `checkpoint`, on its shardings, whatever wrote it.
+
+    `abstract` may leave out parts of the state. With `spread`, replicas read a share each and get the rest from each
+    other. All processes return, or all raise: `ConfigError` if the checkpoint is of another model, `DamagedError` if it
+    is not what was saved, `UserError` if its files cannot be reached.
+    """
+    wanted = named(abstract)
+    check_fit(checkpoint, wanted)
+    started = time.perf_counter()
+    where = f"restore {checkpoint.step} of {checkpoint.manifest.run} at {checkpoint.path.name}"
+    arrays: dict[str, jax.Array] = {}
+    trouble: UserError | None = None
+    placed = {name: _spread(leaf.shape, leaf.sharding) if spread else leaf.sharding for name, leaf in wanted.items()}
+    try:
+        arrays = _read(Reader(checkpoint), placed, checkpoint.manifest)
+    except UserError as error:
+        trouble = error
+    _agree(f"{where}: read", trouble, identity)
+    jax.block_until_ready(arrays)
+    read_seconds = time.perf_counter() - started
+    if verify:
+        _verify(where, checkpoint.manifest, arrays, identity)
+    verify_seconds = time.perf_counter() - started - read_seconds
+    taken = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
+    for name, leaf in wanted.items():
+        if placed[name] != leaf.sharding:
+            arrays[name] = jax.jit(lambda array: array, out_shardings=leaf.sharding)(arrays[name])
+            jax.block_until_ready(arrays[name])  # one at a time: for the memory, and because of CPU devices
+    return Restored(like(abstract, arrays), taken, read_seconds, verify_seconds)
+
+
+def check_fit(checkpoint: Committed, wanted: dict[str, Any]) -> None:
+    """Raises `ConfigError` if the checkpoint does not hold these arrays: it is of another model or optimizer."""
+    stored = checkpoint.manifest.arrays
+    for name, leaf in wanted.items():
+        if name not in stored:
+            raise ConfigError(f"checkpoint {checkpoint.path} is of another model: it has no {name}")
+        shape, dtype = stored[name].shape, stored[name].dtype
+        if shape != tuple(leaf.shape) or dtype != str(leaf.dtype):
+            raise ConfigError(
+                f"checkpoint {checkpoint.path} is of another model: its {name} is {dtype}{list(shape)}, "
+                f"this config's is {leaf.dtype}{list(leaf.shape)}"
+            )
+
+
+def _read(reader: Reader, placed: dict[str, NamedSharding], manifest: Manifest) -> dict[str, jax.Array]:
+    """Each piece that this process's devices hold, read once; so many at a time as memory allows."""
+    shards: dict[str, list[jax.Array]] = {name: [] for name in placed}
+    under_way: deque[tuple[str, np.ndarray, Any, list[SingleDeviceSharding]]] = deque()
+    in_flight = 0
+
+    def finish_oldest() -> int:
+        name, memory, reading, targets = under_way.popleft()
+        reader.finish(name, reading)
+        copies = [jax.device_put(memory, target) for target in targets]
+        jax.block_until_ready(copies)
+        shards[name] += copies
+        return memory.nbytes
+
+    for name, sharding in placed.items():
+        for index, targets in _pieces(manifest.arrays[name].shape, sharding).items():
+            memory, reading = reader.start(name, [slice(*bounds) for bounds in index])
+            under_way.append((name, memory, reading, targets))
+            in_flight += memory.nbytes
+            while in_flight > _BYTES_IN_FLIGHT:
+                in_flight -= finish_oldest()
+    while under_way:
+        finish_oldest()
+    return {
+        name: jax.make_array_from_single_device_arrays(manifest.arrays[name].shape, sharding, shards[name])
+        for name, sharding in placed.items()
+    }
+
+
+def _pieces(
+    shape: tuple[int, ...], sharding: NamedSharding
+) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
+    """The different pieces that this process's devices hold, each with where it goes."""
+    pieces: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        bounds = tuple(part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True))
+        target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        pieces.setdefault(bounds, []).append(target)
+    return pieces
+
+
+def _spread(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """The sharding with the axes over which the array is replicated put to the first dimension that they divide."""
+    mesh = sharding.mesh
+    split = [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in sharding.spec]
+    split += [()] * (len(shape) - len(split))
+    used = {name for names in split for name in names}
+    for axis in mesh.axis_names:
+        if axis in used or mesh.shape[axis] == 1:
+            continue
+        for dimension, extent in enumerate(shape):
+            ways = int(np.prod([mesh.shape[name] for name in split[dimension]], initial=mesh.shape[axis]))
+            if extent % ways == 0:
+                split[dimension] = (*split[dimension], axis)
+                break
+    return NamedSharding(mesh, P(*(names or None for names in split)), memory_kind=sharding.memory_kind)
+
+
+def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> None:
+    """Raises `DamagedError`, in all processes, naming the arrays that are not what was saved."""
+    shares = start_digests(arrays).wait()
+    told = gather(f"{where}: digests", encode(shares), identity)
+    trouble = None
+    if told is not None:
+        found = decode(sorted(arrays), told)
+        wrong = [
+            name for name in sorted(arrays) if manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            trouble = DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
+    _agree(f"{where}: verified", trouble, identity)
+
+
+def encode(shares: dict[str, digest.Lanes]) -> str:
+    """Digests in order of their names, as text."""
+    return "".join(digest.to_text(shares[name]) for name in sorted(shares))
+
+
+def decode(names: list[str], texts: list[str]) -> dict[str, str]:
+    """The whole digest of each name, from the shares of all processes."""
+    found = {}
+    for i, name in enumerate(names):
+        total = digest.ZERO
+        for text in texts:
+            total = digest.add(total, digest.from_text(text[16 * i : 16 * i + 16]))
+        found[name] = digest.to_text(total)
+    return found
+
+
+def _agree(name: str, trouble: UserError | None, identity: Identity) -> None:
+    """Raises the trouble of the first process that has any, in all of them; without ending the run."""
+    kind = "" if trouble is None else "damaged" if isinstance(trouble, DamagedError) else "other"
+    told = gather(name, f"{kind} {trouble}" if trouble else "", identity, _SECONDS)
+    verdict = None
+    if told is not None:
+        verdict = next((text for text in told if text), "")
+    verdict = share(f"{name}: agreed", verdict, identity, _SECONDS)
+    if verdict:
+        kind, _, text = verdict.partition(" ")
+        raise (DamagedError if kind == "damaged" else UserError)(text)

@@ -1,0 +1,85 @@
+"""Which checkpoints to keep, and when to save the next: arithmetic, without files or devices."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxmnt.config.schema import Checkpoint
+
+INTERRUPTIONS_A_DEVICE_HOUR = 419 / (54 * 24 * 16384)
+"""Llama 3's 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)."""
+
+_SHORTEST_SECONDS = 60.0
+
+
+def kept(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
+    """Of the steps that have a checkpoint, each with its held-out loss, those that stay.
+
+    The newest, every Nth and the best; at a tie the newer one is the better.
+    """
+    steps = sorted(losses)
+    stay = set(steps[-settings.keep :])
+    if settings.keep_every_steps:
+        stay |= {step for step in steps if step % settings.keep_every_steps == 0}
+    known = [(loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
+    return stay | {-step for _, step in sorted(known)[: settings.keep_best]}
+
+
+def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
+    """Seconds of work between saves that lose the least time.
+
+    Daly's higher-order estimate (J. T. Daly, Future Generation Computer Systems 22, 2006, equation 37), which is
+    Young's √(2·cost·M) for a small cost: √(2·cost·M)·(1 + ⅓·√(cost/2M) + ⅑·(cost/2M)) − cost.
+    """
+    cost, mean = save_seconds, seconds_between_failures
+    if cost >= 2 * mean:
+        return mean
+    ratio = cost / (2 * mean)
+    return math.sqrt(2 * cost * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+
+
+def seconds_between_failures(
+    stated_hours: float | None, failures: int, seconds_running: float, devices: int
+) -> tuple[float, Literal["stated", "measured", "assumed"]]:
+    """The mean time between failures of a run, and how it is known.
+
+    Measured is what this run has seen, once it has failed; before, published failures of GPUs are assumed.
+    """
+    if stated_hours is not None:
+        return stated_hours * 3600, "stated"
+    if failures > 0 and seconds_running > 0:
+        return seconds_running / failures, "measured"
+    return 3600 / (INTERRUPTIONS_A_DEVICE_HOUR * devices), "assumed"
+
+
+@dataclass
+class Clock:
+    """Says when the next save is due by time. Told of monotonic seconds, so that no clock set back delays a save."""
+
+    minutes: float | Literal["auto"] | None
+    mean_seconds: float
+    """Between failures; for auto."""
+    last: float
+    """When the last save began, or the run did."""
+    seconds: float | None = None
+    """The interval in force; None with auto until the cost of a save is known."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.minutes, float | int):
+            self.seconds = self.minutes * 60
+
+    def due(self, now: float) -> bool:
+        if self.minutes is None:
+            return False
+        return self.seconds is None or now - self.last >= self.seconds
+
+    def began(self, now: float) -> None:
+        self.last = now
+
+    def cost(self, blocked_seconds: float, whole_seconds: float) -> None:
+        """A save blocked training for so long, and took so long in all: there is no use in saving more often."""
+        if self.minutes == "auto":
+            self.seconds = max(
+                _SHORTEST_SECONDS, whole_seconds, best_interval(max(blocked_seconds, 1e-3), self.mean_seconds)
+            )

@@ -1,0 +1,201 @@
+"""Saving the train state in the background. The only module that imports Orbax.
+
+Who does what: the main thread copies the state off the devices and starts its digests; a thread of each process waits
+for Orbax; then all processes tell process 0 how it went for them, and only if it went well everywhere does process 0
+commit, prune what is not to be kept, and tell the others.
+"""
+
+import logging
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from jaxmnt.checkpoint.commit import commit, prune, set_aside, whole
+from jaxmnt.checkpoint.device_digest import start_digests
+from jaxmnt.checkpoint.manifest import Array, Manifest
+from jaxmnt.checkpoint.names import named, nested
+from jaxmnt.checkpoint.restore import decode, encode
+from jaxmnt.checkpoint.retention import kept
+from jaxmnt.checkpoint.space import Need, shortage
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.rounds import Round
+from jaxmnt.cluster.runtime import share
+from jaxmnt.config.schema import Checkpoint
+from jaxmnt.errors import PeerError
+
+State = dict[str, Any]
+
+_SECONDS = 1800.0
+"""How long processes wait for each other's writing."""
+_GLANCE_SECONDS = 1.0
+_CHUNK_BYTES = 64 << 20
+
+
+class _NotOrbax(logging.Filter):
+    """Orbax logs each failure with tracebacks; here it is reported once, in words."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+
+logging.getLogger("absl").addFilter(_NotOrbax())
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save went."""
+
+    step: int
+    failure: str | None
+    """Why there is no checkpoint of this step, in words; None if there is."""
+    seconds: float
+    """From its beginning to its commit."""
+    bytes: int
+
+
+class Saver:
+    """Asynchronous saves, one at a time. A step is on disk when it is committed, see `commit.py`."""
+
+    def __init__(self, root: Path, settings: Checkpoint, need: Need, identity: Identity):
+        self._root = root.absolute()
+        self._settings = settings
+        self._need = need
+        self._identity = identity
+        self._thread: threading.Thread | None = None
+        self._saved: Saved | None = None
+        self._lost: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, step: int, state: State, describe: Callable[[dict[str, Array]], Manifest]) -> float:
+        """Starts to save `state` as `step` and returns for how many seconds that blocked.
+
+        The state is free to be donated afterwards. `describe` makes the manifest once the digests are known.
+        `result` says later how it went. An earlier save must have been waited for.
+        """
+        assert self._thread is None and self._saved is None, "the result of the save before was not taken"
+        started = time.perf_counter()
+        refusal = share("a save may begin", self._prepare(step), self._identity)
+        if refusal:
+            blocked = time.perf_counter() - started
+            self._saved = Saved(step, refusal, blocked, 0)
+            return blocked
+        arrays = named(state)
+        digests = start_digests(arrays)
+        round = Round("a save", self._identity, _SECONDS)
+        response: Any = None
+        try:
+            with _context():
+                response = ocp.save_checkpointables_async(str(self._root / str(step)), nested(arrays))
+        except Exception as error:
+            round.fail(_in_words(error))
+        blocked = time.perf_counter() - started
+        shapes = {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
+
+        def finish() -> None:
+            try:
+                if response is not None and _written(response, round):
+                    round.answer(encode(digests.wait()))
+                failure = round.conclude(lambda answers: self._commit(step, describe(_described(shapes, answers))))
+                size = sum(Array(*described, "").bytes for described in shapes.values())
+                self._saved = Saved(step, failure, time.perf_counter() - started, size)
+            except BaseException as error:  # handed to the main thread, which raises it
+                self._lost = error
+
+        self._thread = threading.Thread(target=finish, name=f"save {step}")
+        self._thread.start()
+        return blocked
+
+    def result(self, *, wait: bool = False) -> Saved | None:
+        """How the last save went, once; None while it is under way or when there was none.
+
+        Raises `PeerError` if another process was lost over it.
+        """
+        if self._thread is not None and (wait or not self._thread.is_alive()):
+            self._thread.join()
+            self._thread = None
+        if self._thread is not None:
+            return None
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            raise lost
+        saved, self._saved = self._saved, None
+        return saved
+
+    def _prepare(self, step: int) -> str | None:
+        """Clears the way, on process 0: what stands in it (empty: nothing)."""
+        if self._identity.process_id != 0:
+            return None
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            target = self._root / str(step)
+            if target.exists():  # of an earlier try: Orbax was done, and then it could not be committed
+                set_aside(target)
+            for leftover in sorted(self._root.glob("*.orbax-checkpoint-tmp*")):  # failed, and in the way of the next
+                shutil.rmtree(leftover)
+            return shortage(self._root, self._need) or ""
+        except OSError as error:
+            return _in_words(error)
+
+    def _commit(self, step: int, manifest: Manifest) -> str:
+        """Commits, then prunes, on process 0. What failed, or nothing."""
+        try:
+            commit(self._root / str(step), manifest)
+            losses = {found.step: found.manifest.loss for found in whole(self._root, manifest.run)}
+            prune(self._root, manifest.run, kept(losses, self._settings))
+        except OSError as error:
+            return _in_words(error)
+        return ""
+
+
+def _written(response: Any, round: Round) -> bool:
+    """Waits until Orbax is done, or until some process has failed. Those that wait for it in Orbax's barrier would
+    hear of it after minutes only."""
+    while True:
+        try:
+            response.result(timeout=_GLANCE_SECONDS)
+            return True
+        except TimeoutError:
+            if round.over():
+                return False
+        except Exception as error:
+            round.fail(_in_words(error))
+            return False
+
+
+def _described(shapes: dict[str, tuple[tuple[int, ...], str]], answers: list[str]) -> dict[str, Array]:
+    contents = decode(sorted(shapes), answers)
+    return {name: Array(*shapes[name], contents[name]) for name in shapes}
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, PeerError | jax.errors.JaxRuntimeError):
+        raise error  # not the disk: a device or another process
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    system = re.search(r'"([^"]+)": .*: ([^:]+) \[os_error_code=', str(error))
+    if system:  # TensorStore's account of an OSError
+        return f"{system[2]}: {system[1]}"
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def _context() -> Any:
+    context = ocp.Context()
+    # Weights hardly compress (7 % with zstd), and compression makes a save three times as long.
+    context.array.saving.use_compression = False
+    # A mesh that cuts otherwise reads whole chunks to get a part of one.
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.array.saving.enable_write_sharding_file = False  # nobody reads it: a mesh brings its own shardings
+    return context

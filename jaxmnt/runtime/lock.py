@@ -1,0 +1,192 @@
+"""One job at a time in a run directory: a lock that a dead job cannot keep.
+
+`lock.json` is made only if there is none, and says who holds it. A holder on this machine is alive if its process is.
+One elsewhere is alive if it gives signs of life, a number in `lock.beat` that goes up: nobody's clock is believed.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from jaxmnt.errors import ConfigError, UserError
+
+_BEAT_SECONDS = 5.0
+_SILENCE_SECONDS = 20.0
+"""Without a sign of life for so long, a holder elsewhere counts as dead."""
+_LEAVING_SECONDS = 10.0
+"""A job that has just been replaced may still be on its way out."""
+_LOOK_SECONDS = 0.5
+
+
+class RunLock:
+    """The lock of a run directory. Used as a context manager, it is released at the end if it was acquired."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._path = directory / "lock.json"
+        self._beat = directory / "lock.beat"
+        self._me = _describe_me()
+        self._held = False
+        self._lost = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._give_signs, name="run lock", daemon=True)
+
+    def acquire(self, tell: Callable[[str], None] = lambda line: None) -> str | None:
+        """Takes the lock; a line for people if that took it from a dead job. `tell` hears why this takes a while.
+
+        Raises `ConfigError` if another job holds it and is alive.
+        """
+        remark = None
+        for _ in range(5):
+            if self._create():
+                self._held = True
+                self._thread.start()
+                return remark
+            holder = _read(self._path)
+            if holder is None:
+                continue  # it was released just now
+            sign = self._watch(holder, tell)
+            if sign is None:
+                self._remove(holder)
+                remark = f"the lock of a dead job was taken over: {_who(holder)}"
+            elif sign:
+                raise ConfigError(
+                    f"run.dir: {self._directory} is in use by another job, {_who(holder)}; "
+                    "stop that one, or choose another run.dir"
+                )
+        raise ConfigError(f"run.dir: several jobs want {self._directory}; start one of them")
+
+    def check(self) -> None:
+        """Raises `UserError` if another job has taken the lock, as it may when this one was suspended."""
+        if self._lost:
+            raise UserError(
+                f"run.dir: another job has taken over {self._directory}, {_who(_read(self._path))}; this one stops"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._held and not self._lost:
+            with contextlib.suppress(OSError):  # what is left behind is a dead job's lock
+                if _read(self._path) == self._me:
+                    self._path.unlink()
+                    self._beat.unlink(missing_ok=True)
+
+    def _create(self) -> bool:
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        with os.fdopen(file, "w") as stream:
+            stream.write(self._me)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return True
+
+    def _watch(self, holder: str, tell: Callable[[str], None]) -> bool | None:
+        """True: the holder is alive. None: it is dead. False: the lock has changed, look again."""
+        alive = _is_alive_here(holder)
+        if alive is False:
+            return None
+        tell(f"{self._directory} is locked by {_who(holder)}; waiting to see whether that job is alive")
+        patience = _LEAVING_SECONDS if alive else _SILENCE_SECONDS
+        deadline, beat = time.monotonic() + patience, _read(self._beat)
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            if _read(self._path) != holder:
+                return False
+            if alive and _is_alive_here(holder) is False:
+                return None
+            if not alive and _read(self._beat) != beat:
+                return True
+        return True if alive else None
+
+    def _remove(self, holder: str) -> None:
+        """Takes the dead holder's lock out of the way; never that of a job that was quicker."""
+        aside = self._directory / f".lock.{secrets.token_hex(4)}"
+        with contextlib.suppress(FileNotFoundError):
+            self._path.rename(aside)
+            if _read(aside) != holder:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self._path)
+            aside.unlink()
+
+    def _give_signs(self) -> None:
+        number = 0
+        while not self._end.wait(_BEAT_SECONDS if number else 0):
+            number += 1
+            with contextlib.suppress(OSError):  # a file system that is away for a while is no sign of anything
+                found = _read(self._path)
+                if found is not None and found != self._me:
+                    self._lost = True
+                    return
+                self._beat.write_text(f"{secrets.token_hex(4)} {number}", encoding="utf-8")
+
+
+def _describe_me() -> str:
+    return json.dumps(
+        {
+            "job": secrets.token_hex(8),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "started": _start_of(os.getpid()),
+            "machine": _machine(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+    )
+
+
+def _is_alive_here(holder: str) -> bool | None:
+    """Whether the holder's process exists; None if it is not one that can be seen from here."""
+    known = _parsed(holder)
+    if known.get("machine") != _machine() or _machine() is None:
+        return None
+    return _start_of(int(known["process"])) == known["started"]
+
+
+def _start_of(process: int) -> str | None:
+    """When a process started, in ticks since boot: ids are used again, this is not. None if there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _machine() -> str | None:
+    """What processes have in common that see each other: the boot and the namespace of process ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return None
+
+
+def _who(holder: str | None) -> str:
+    known = _parsed(holder or "")
+    return f"process {known.get('process', '?')} on {known.get('host', '?')} since {known.get('since', '?')}"
+
+
+def _parsed(holder: str) -> dict[str, Any]:
+    try:
+        known = json.loads(holder)
+    except ValueError:  # its writer died in the middle of it
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _read(path: Path) -> str | None:
+    """What is in a file; None if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None

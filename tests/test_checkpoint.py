@@ -1,0 +1,738 @@
+"""Checkpoints: digests, manifests, what is kept, what is damaged, whose a run directory is."""
+
+import errno
+import itertools
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import command, events, losses, metrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmnt.checkpoint import commit, digest, manifest, reader, retention, saver, space
+from jaxmnt.checkpoint.__main__ import main as checkpoint_command
+from jaxmnt.checkpoint.device_digest import start_digests
+from jaxmnt.checkpoint.inspection import verify
+from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
+from jaxmnt.checkpoint.names import like, named, nested
+from jaxmnt.checkpoint.reader import Reader, cut
+from jaxmnt.checkpoint.restore import restore
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.config.schema import Checkpoint
+from jaxmnt.data.feed import Feed
+from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.runtime import compile_cache, lock
+from jaxmnt.telemetry.events import history
+from jaxmnt.train import train
+
+ALONE = Identity()
+DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int32), np.dtype(np.int8)]
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def some_array(shape, dtype, seed=0) -> np.ndarray:
+    bits = np.random.default_rng(seed).integers(0, 256, math.prod(shape) * dtype.itemsize, np.uint8)
+    return bits.view(dtype).reshape(shape)
+
+
+# -- digests
+
+SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 3), st.integers(1, 400))
+def test_a_digest_can_be_taken_in_any_pieces(shape, dtype, seed, most):
+    array = some_array(shape, dtype, seed)
+    whole = digest.block_digest(array, (0,) * len(shape), shape)
+    total, elements = digest.ZERO, 0
+    for start, index in cut(Array(shape, dtype.name, ""), most):
+        piece = array[index]
+        elements += piece.size
+        total = digest.add(total, digest.block_digest(piece, start, shape))
+    assert total == whole and elements == array.size
+    assert digest.from_text(digest.to_text(whole)) == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(DTYPES))
+def test_every_single_bit_counts(data, dtype):
+    array = some_array((5, 7), dtype)
+    before = digest.block_digest(array, (0, 0), array.shape)
+    flipped = array.copy()
+    words = flipped.view(np.uint8).reshape(-1)
+    words[data.draw(st.integers(0, words.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest.block_digest(flipped, (0, 0), array.shape)[0] != before[0]
+
+
+def test_swapped_elements_rows_and_shapes_have_other_digests():
+    array = some_array((6, 8), DTYPES[0])
+    whole = lambda x: digest.block_digest(x, (0,) * x.ndim, x.shape)
+    rows = array[[1, 0, 2, 3, 4, 5]]
+    assert len({whole(array), whole(rows), whole(array.T.copy()), whole(np.zeros_like(array))}) == 4
+    first = digest.bound("c", "run", 1, "name", (6, 8), "float32")
+    others = [
+        digest.bound("d", "run", 1, "name", (6, 8), "float32"), digest.bound("c", "nur", 1, "name", (6, 8), "float32"),
+        digest.bound("c", "run", 2, "name", (6, 8), "float32"), digest.bound("c", "run", 1, "eman", (6, 8), "float32"),
+        digest.bound("c", "run", 1, "name", (8, 6), "float32"), digest.bound("c", "run", 1, "name", (6, 8), "int32"),
+    ]  # fmt: skip
+    assert len({first, *others}) == 7
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_a_digest_is_the_same_on_any_sharding(dtype):
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    array = some_array((8, 12, 20), dtype)
+    expected = digest.block_digest(array, (0, 0, 0), array.shape)
+    specs = [P(), P("a"), P(("a", "c"), "b"), P(None, None, ("b",)), P("c", ("a", "b"))]
+    arrays = {str(i): jax.device_put(array, NamedSharding(mesh, spec)) for i, spec in enumerate(specs)}
+    under_way = start_digests(arrays)
+    for leaf in arrays.values():
+        leaf.delete()  # as the next step's donation does
+    assert set(under_way.wait().values()) == {expected}
+
+
+# -- names
+
+
+def test_names_are_unique_and_come_back():
+    state = {"params": {"b": {"c": 1}, "a": [2, (3,)]}, "optimizer": {"count": 4}}
+    arrays = named(state)
+    assert list(arrays) == ["optimizer/count", "params/a/0", "params/a/1/0", "params/b/c"]
+    assert like(state, arrays) == state
+    assert nested(arrays) == {"optimizer": {"count": 4}, "params": {"a": {"0": 2, "1": {"0": 3}}, "b": {"c": 1}}}
+
+
+@pytest.mark.parametrize("tree", [{"a.b": 1}, {"a/b": 1}, {"a": {0: 1, "0": 2}}, {"": 1}], ids=str)
+def test_names_that_could_collide_are_no_names(tree):
+    with pytest.raises((AssertionError, ValueError)):
+        named(tree)
+
+
+# -- manifests
+
+EXAMPLE = Manifest("run", 5, {"params/w": Array((2, 3), "float32", "0" * 16)}, {"seed": 0}, 7, {"data": "x"}, 1.5, [])
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path):
+    manifest.write(tmp_path, EXAMPLE, {"file": [1, None]})
+    assert manifest.read(tmp_path) == (EXAMPLE, {"file": [1, None]})
+    path = tmp_path / manifest.FILE
+    original = path.read_bytes()
+    for position in range(len(original)):
+        damaged = bytearray(original)
+        damaged[position] ^= 1 << position % 7
+        path.write_bytes(damaged)
+        try:
+            found = manifest.read(tmp_path)
+        except (DamagedError, OtherFormatError):
+            continue
+        assert found == (EXAMPLE, {"file": [1, None]}), "read, and otherwise than it was written"
+
+
+def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
+    record = {"format": 3, "whatever": "a later version writes"}
+    record["seal"] = manifest.digest_of(record)
+    (tmp_path / manifest.FILE).write_text(json.dumps(record))
+    with pytest.raises(OtherFormatError, match=r"format version 3, this jaxmnt .* reads 2; use a newer jaxmnt"):
+        manifest.read(tmp_path)
+    (tmp_path / manifest.FILE).write_text(json.dumps({"format": 1, "notes": {}, "files": {}}))
+    with pytest.raises(OtherFormatError, match="use the older jaxmnt"):
+        manifest.read(tmp_path)
+    assert OtherFormatError.exit_code == ExitCode.CONFIG
+
+
+# -- what is kept, and when to save
+
+
+@given(st.sets(st.integers(1, 300), min_size=1), st.integers(2, 5), st.integers(0, 7), st.integers(0, 3))
+def test_what_is_kept(steps, keep, every, best):
+    known = {step: (None if step % 3 else float(step % 11)) for step in steps}
+    stay = retention.kept(known, Checkpoint(keep=keep, keep_every_steps=every, keep_best=best))
+    assert stay <= steps and max(steps) in stay
+    assert set(sorted(steps)[-keep:]) <= stay
+    if every:
+        assert {step for step in steps if step % every == 0} <= stay
+    evaluated = sorted(loss for loss in known.values() if loss is not None)
+    for step, loss in known.items():
+        if loss is not None and best and loss < evaluated[min(best, len(evaluated)) - 1]:
+            assert step in stay
+    bound = keep + best + (sum(step % every == 0 for step in steps) if every else 0)
+    assert len(stay) <= bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.01, 600), st.floats(600, 1e6))
+def test_the_interval_loses_the_least_time(cost, mean):
+    """Against Daly's exact expectation of the time that a unit of work takes, restarting for free."""
+    lost = lambda interval: mean * math.expm1((interval + cost) / mean) / interval
+    chosen = retention.best_interval(cost, mean)
+    grid = np.geomspace(cost / 10, 20 * mean, 4000)
+    with np.errstate(over="ignore"):
+        least = float(np.nanmin(mean * np.expm1((grid + cost) / mean) / grid))
+    assert lost(chosen) <= least * 1.02
+
+
+def test_how_often_a_run_fails():
+    assert retention.seconds_between_failures(2.0, 5, 100.0, 8) == (7200.0, "stated")
+    assert retention.seconds_between_failures(None, 5, 100.0, 8) == (20.0, "measured")
+    mean, how = retention.seconds_between_failures(None, 0, 100.0, 16384)
+    assert how == "assumed" and mean / 3600 == pytest.approx(54 * 24 / 419)
+
+
+def test_history_counts_attempts_without_an_end(tmp_path):
+    lines = [
+        {"kind": "start", "attempt": 0, "time": 100.0}, {"kind": "end", "attempt": 0, "time": 110.0},
+        {"kind": "start", "attempt": 1, "time": 50.0}, {"kind": "restore", "attempt": 1, "time": 55.0},
+    ]  # fmt: skip
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert history(tmp_path / "0.jsonl") == (1, 15.0)
+    assert history(tmp_path / "none.jsonl") == (0, 0.0)
+
+
+def test_the_clock():
+    never = retention.Clock(None, 100.0, 0.0)
+    assert not never.due(1e9)
+    timed = retention.Clock(2.0, 100.0, 0.0)
+    assert not timed.due(119.0) and timed.due(120.0)
+    timed.began(120.0)
+    assert not timed.due(230.0)
+    auto = retention.Clock("auto", 36000.0, 0.0)
+    assert auto.due(0.0), "the first save tells what one costs"
+    auto.began(0.0)
+    auto.cost(0.5, 20.0)
+    assert auto.seconds == pytest.approx(math.sqrt(2 * 0.5 * 36000), rel=0.01)
+    auto.cost(0.5, 500.0)
+    assert auto.seconds == 500.0, "not more often than a save takes"
+
+
+# -- saving and restoring
+
+
+def mesh_of(data: int, fsdp: int) -> jax.sharding.Mesh:
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((data, fsdp), ("data", "fsdp"), devices=jax.devices()[: data * fsdp], axis_types=axes)
+
+
+def abstract_state(mesh: jax.sharding.Mesh) -> dict:
+    leaf = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    return {
+        "params": {"w": leaf((16, 64, 8), jnp.float32, None, "fsdp"), "b": leaf((32,), jnp.bfloat16)},
+        "optimizer": {"mu": {"w": leaf((16, 64, 8), jnp.float32, None, "fsdp")}, "count": leaf((), jnp.int32)},
+        "counters": {"step": leaf((), jnp.int32)},
+    }
+
+
+def filled(abstract: dict, seed: int) -> dict:
+    names = sorted(named(abstract))
+    make = lambda name, leaf: jax.device_put(
+        some_array(leaf.shape, np.dtype(leaf.dtype), seed * 100 + names.index(name)), leaf.sharding
+    )
+    return like(abstract, {name: make(name, leaf) for name, leaf in named(abstract).items()})
+
+
+def describe(step: int, run: str = "run"):
+    return lambda arrays: Manifest(run, step, arrays, {}, 0, {}, None, [])
+
+
+def save(root: Path, step: int, state: dict, **options) -> saver.Saved:
+    one = saver.Saver(root, Checkpoint(**options), space.need(1 << 16, 3, 1), ALONE)
+    one.save(step, state, describe(step))
+    saved = one.result(wait=True)
+    assert saved is not None
+    return saved
+
+
+def same_bits(a, b) -> bool:
+    a, b = named(a), named(b)
+    return a.keys() == b.keys() and all(np.asarray(a[n]).tobytes() == np.asarray(b[n]).tobytes() for n in a)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Steps 1 and 2 of a run, saved on data 2 × fsdp 4, and their states. Not to be changed."""
+    root = tmp_path_factory.mktemp("saved")
+    states = {step: filled(abstract_state(mesh_of(2, 4)), step) for step in (1, 2)}
+    for step, state in states.items():
+        assert save(root, step, state).failure is None
+    return root, states
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(("data", "fsdp"), [(1, 1), (2, 4), (4, 2), (8, 1)])
+def test_what_is_saved_is_restored_anywhere(saved, data, fsdp, spread):
+    root, states = saved
+    abstract = abstract_state(mesh_of(data, fsdp))
+    restored = restore(commit.open_checkpoint(root / "2", "run"), abstract, ALONE, spread=spread)
+    assert same_bits(restored.state, states[2])
+    for leaf, target in zip(jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True):
+        assert leaf.sharding == target.sharding
+
+
+def test_parts_can_be_restored_alone_and_added_later(saved):
+    root, states = saved
+    abstract = abstract_state(mesh_of(1, 2))
+    params = restore(commit.open_checkpoint(root / "1"), {"params": abstract["params"]}, ALONE).state
+    assert same_bits(params, {"params": states[1]["params"]})
+    with pytest.raises(ConfigError, match="is of another model: it has no ema/w"):
+        restore(commit.open_checkpoint(root / "1"), {"ema": {"w": abstract["params"]["w"]}}, ALONE)
+
+
+def test_another_model_is_named(saved):
+    root, _ = saved
+    abstract = abstract_state(mesh_of(1, 2))
+    other = abstract["params"]["w"]
+    abstract["params"]["w"] = jax.ShapeDtypeStruct((16, 32, 8), other.dtype, sharding=other.sharding)
+    with pytest.raises(ConfigError, match=r"another model: its params/w is float32\[16, 64, 8\].*\[16, 32, 8\]"):
+        restore(commit.open_checkpoint(root / "1"), abstract, ALONE)
+
+
+def test_a_flipped_bit_in_the_data_is_found_by_the_digests(saved, tmp_path, monkeypatch):
+    """With files too large to be hashed at every look, as all array data of a real model is."""
+    monkeypatch.setattr(commit, "SMALL_BYTES", 0)
+    root, states = tmp_path / "root", saved[1]
+    save(root, 1, states[1])
+    data = max((root / "1" / "params").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    data.write_bytes(raw)
+    checkpoint = commit.open_checkpoint(root / "1", "run")
+    with pytest.raises(DamagedError, match="array params/w is not what was saved"):
+        verify(root / "1", "run")
+    with pytest.raises(DamagedError, match="array params/w is not what was saved"):
+        restore(checkpoint, abstract_state(mesh_of(1, 4)), ALONE)
+    restore(checkpoint, abstract_state(mesh_of(1, 4)), ALONE, verify=False)
+
+
+def test_what_is_not_whole_has_a_reason(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "root")
+    root = tmp_path / "root"
+    with pytest.raises(DamagedError, match="belongs to run run, and this is run other"):
+        commit.open_checkpoint(root / "1", "other")
+    (root / "1").rename(root / "3")
+    with pytest.raises(DamagedError, match="is a checkpoint of step 1 under another's name"):
+        commit.open_checkpoint(root / "3")
+    (root / "4").mkdir()
+    assert commit.why_not_whole(root / "4") == "it has no commit marker commit_success.txt"
+    assert [found.step for found in commit.whole(root)] == [2]
+    lines = commit.clear_up(root, "run")
+    assert len(lines) == 2 and sorted(path.name for path in root.iterdir()) == ["2", "3.damaged", "4.uncommitted"]
+
+
+def test_damage_is_found(tmp_path):
+    """A short form of the trial whose table is in docs/checkpoints.md."""
+    sys.path.insert(0, str(Path(__file__).parent / "trials"))
+    import damage
+
+    originals = damage.prepare(tmp_path, 1)
+    cases = damage.cases(originals, flips=12, truncations=5, deletions=5, seed=1)
+    rows = damage.run(originals, cases)
+    assert rows and all(row.missed == 0 for row in rows), rows
+
+
+def test_saving_prunes_after_the_commit_only(tmp_path, monkeypatch):
+    state = filled(abstract_state(mesh_of(1, 2)), 1)
+    for step in (1, 2, 3):
+        save(tmp_path, step, state, keep=2)
+    assert [step for step, _ in commit.step_directories(tmp_path)] == [2, 3]
+    failing = lambda path, manifest: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    monkeypatch.setattr(saver, "commit", failing)
+    result = save(tmp_path, 4, state, keep=2)
+    assert result.failure is not None and "No space left" in result.failure
+    monkeypatch.undo()
+    assert [found.step for found in commit.whole(tmp_path)] == [2, 3]
+    assert save(tmp_path, 4, state, keep=2).failure is None, "what is left of a failed try is not in the way"
+    assert [found.step for found in commit.whole(tmp_path)] == [3, 4]
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    state = filled(abstract_state(mesh_of(1, 2)), 1)
+    real = os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail, f_frsize, f_files, f_favail = 10, 4096, real.f_files, real.f_favail
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    assert "0.00 GiB are free" in (save(tmp_path, 1, state).failure or "")
+    Full.f_bavail, Full.f_files, Full.f_favail = 1 << 30, 100, 3
+    assert "3 inodes are free" in (save(tmp_path, 1, state).failure or "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_honour_the_umask(tmp_path):
+    before = os.umask(0o002)
+    try:
+        save(tmp_path / "root", 1, filled(abstract_state(mesh_of(1, 2)), 1))
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "root", *(tmp_path / "root").rglob("*")]:
+        wanted = 0o775 if path.is_dir() else 0o664
+        assert path.stat().st_mode & 0o777 == wanted, path
+
+
+# -- the compile cache
+
+
+def test_the_compile_cache_is_private(tmp_path, monkeypatch):
+    updates = {}
+    monkeypatch.setattr(compile_cache.jax.config, "update", updates.__setitem__)
+    before = os.umask(0)
+    try:
+        compile_cache.use_compile_cache(str(tmp_path / "cache"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert updates["jax_compilation_cache_dir"] == str(tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o770)
+    with pytest.raises(ConfigError, match=r"run\.compile_cache: others can write to .* chmod go-w"):
+        compile_cache.use_compile_cache(str(tmp_path / "cache"))
+
+
+# -- the lock
+
+
+@pytest.fixture
+def quick_lock(monkeypatch):
+    for name, value in {"_BEAT": 0.02, "_SILENCE": 0.5, "_LEAVING": 0.2, "_LOOK": 0.02}.items():
+        monkeypatch.setattr(lock, f"{name}_SECONDS", value)
+
+
+def test_two_jobs_and_one_directory(tmp_path, quick_lock):
+    with lock.RunLock(tmp_path) as first:
+        assert first.acquire() is None
+        with lock.RunLock(tmp_path) as second, pytest.raises(ConfigError, match=f"in use by .* process {os.getpid()}"):
+            second.acquire()
+        first.check()
+    with lock.RunLock(tmp_path) as third:
+        assert third.acquire() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, quick_lock):
+    code = "import sys, pathlib; from jaxmnt.runtime.lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).acquire()"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert (tmp_path / "lock.json").exists()
+    with lock.RunLock(tmp_path) as second:
+        assert "dead job was taken over: process" in (second.acquire() or "")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_holder_elsewhere_is_believed_by_its_signs(tmp_path, quick_lock, alive):
+    """Its machine is another, its clock anything: only that the number goes up counts."""
+    holder = json.loads(lock._describe_me()) | {"machine": "elsewhere", "host": "far", "since": "2001-01-01 00:00:00"}
+    (tmp_path / "lock.json").write_text(json.dumps(holder))
+    (tmp_path / "lock.beat").write_text("1")
+    end, told = threading.Event(), []
+
+    def beat():
+        for number in itertools.count(2):
+            if end.wait(0.05):
+                return
+            (tmp_path / "lock.beat").write_text(str(number))
+
+    thread = threading.Thread(target=beat)
+    if alive:
+        thread.start()
+    try:
+        with lock.RunLock(tmp_path) as ours:
+            if alive:
+                with pytest.raises(ConfigError, match=r"in use by another job, process .* on far"):
+                    ours.acquire(told.append)
+            else:
+                assert "on far" in (ours.acquire(told.append) or "")
+    finally:
+        end.set()
+        if alive:
+            thread.join()
+    assert "waiting to see whether that job is alive" in told[0]
+
+
+def test_a_torn_lock_is_nobodys(tmp_path, quick_lock):
+    (tmp_path / "lock.json").write_text('{"job": "12')
+    with lock.RunLock(tmp_path) as ours:
+        assert "dead job" in (ours.acquire() or "")
+
+
+def test_a_job_whose_lock_was_taken_stops(tmp_path, quick_lock):
+    with lock.RunLock(tmp_path) as ours:
+        ours.acquire()
+        (tmp_path / "lock.json").write_text(lock._describe_me())
+        deadline = time.monotonic() + 10
+        with pytest.raises(UserError, match="another job has taken over"):
+            while time.monotonic() < deadline:
+                ours.check()
+                time.sleep(0.02)
+    assert (tmp_path / "lock.json").exists(), "it is the other's"
+
+
+# -- runs
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOSPC], ids=os.strerror)
+def test_a_run_directory_that_cannot_be_written_is_a_config_error(tiny, monkeypatch, number):
+    def refuse(path, *_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(lock.os, "open", refuse)
+    config = tiny()
+    with pytest.raises(ConfigError, match=rf"run\.dir: .* cannot be used: {os.strerror(number)} .*lock\.json"):
+        train(config, devices=one_device())
+    assert not (Path(config.run.dir) / "checkpoints").exists()
+
+
+def test_a_checkpoint_that_cannot_be_reached_is_not_taken_for_damage(tiny, finished, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("PERMISSION_DENIED: Error opening local file: Permission denied")
+
+    config = tiny("train.steps=25")
+    shutil.copytree(finished, config.run.dir)
+    monkeypatch.setattr(reader.ts, "open", refuse)
+    with pytest.raises(UserError, match="cannot be reached: PERMISSION_DENIED") as caught:
+        train(config, devices=one_device())
+    assert not isinstance(caught.value, DamagedError)
+    assert [found.step for found in commit.whole(Path(config.run.dir) / "checkpoints")] == [10, 15, 20]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, prepared):
+    """A run of 20 steps on one device, with checkpoints 10, 15 and 20."""
+    from conftest import TINY
+
+    from jaxmnt.config.load import parse_config
+
+    tree = {name: dict(section) for name, section in TINY.items()}
+    tree["data"]["path"] = str(prepared)
+    tree["run"] = {"dir": str(tmp_path_factory.mktemp("finished") / "run")}
+    config = parse_config(tree)
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    return Path(config.run.dir)
+
+
+def contents(run: Path, step: int = 20) -> dict[str, str]:
+    found = commit.open_checkpoint(run / "checkpoints" / str(step)).manifest
+    return {name: array.content for name, array in found.arrays.items()}
+
+
+def test_a_damaged_checkpoint_is_named_kept_and_replaced_by_the_one_before(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(commit, "SMALL_BYTES", 0)
+    config = tiny("train.stop_after=15")
+    train(config, devices=one_device())
+    root = Path(config.run.dir) / "checkpoints"
+    data = max((root / "15" / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 3] ^= 1
+    data.write_bytes(raw)
+    capsys.readouterr()
+    assert train(tiny(), devices=one_device()) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert "WARNING checkpoint 15 is damaged: array params/" in shown
+    assert "WARNING going on from step 10 instead" in shown
+    assert (root / "15.damaged").is_dir()
+    assert events(config.run.dir, "checkpoint_damaged")[0]["step"] == 15
+    assert [line["step"] for line in metrics(config.run.dir)] == list(range(1, 21))
+
+
+def test_a_failed_save_is_reported_at_once_and_tried_again(tiny, finished, monkeypatch, capsys):
+    original, failed = saver.commit, []
+
+    def fail_once(path, manifest):
+        if manifest.step == 10 and not failed:
+            failed.append(manifest.step)
+            raise OSError(28, "No space left on device", str(path))
+        original(path, manifest)
+
+    stage = Feed.stage
+    monkeypatch.setattr(saver, "commit", fail_once)
+    monkeypatch.setattr(Feed, "stage", lambda feed: (time.sleep(0.2), stage(feed)))  # steps take longer than saves
+    config = tiny("checkpoint.keep=9")
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    assert "WARNING checkpoint 10 could not be saved: No space left on device" in capsys.readouterr().out
+    assert events(config.run.dir, "checkpoint_failed")[0]["failed_in_a_row"] == 1
+    steps = [event["step"] for event in events(config.run.dir, "checkpoint_commit")]
+    assert steps[:1] == [5] and steps[-2:] == [15, 20]
+    assert any(10 < step < 15 for step in steps), "it was tried again before the next was due"
+    assert contents(Path(config.run.dir)) == contents(finished)
+
+
+def test_too_many_failed_saves_end_the_run(tiny, monkeypatch):
+    def fail(path, manifest):
+        raise OSError(122, "Disk quota exceeded", str(path))
+
+    monkeypatch.setattr(saver, "commit", fail)
+    config = tiny("checkpoint.max_failed_saves=2")
+    with pytest.raises(UserError, match=r"2 saves in a row failed in .*: Disk quota exceeded"):
+        train(config, devices=one_device())
+    assert commit.newest_whole(Path(config.run.dir) / "checkpoints") is None
+
+
+def test_a_file_that_may_not_grow_is_reported_in_words(tiny_file, tmp_path):
+    """A real failure of a write in the background: a limit on the size of files, smaller than the parameters."""
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)); "
+    run = "from jaxmnt.errors import run_command; from jaxmnt.train import main; run_command(main)"
+    result = subprocess.run(
+        [sys.executable, "-c", limit + run, "--config", str(tiny_file), "checkpoint.max_failed_saves=2"],
+        capture_output=True, text=True, timeout=240,
+        env=dict(os.environ, JAX_NUM_CPU_DEVICES="1"),
+    )  # fmt: skip
+    assert result.returncode == ExitCode.FAILURE, result.stderr
+    assert "WARNING checkpoint 5 could not be saved: File too large" in result.stdout
+    assert "jaxmnt: error: 2 saves in a row failed" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr, "Orbax's account of it is not a user's"
+
+
+def test_saves_by_the_clock(tiny):
+    config = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0001", "checkpoint.keep=20")
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    assert len(events(config.run.dir, "checkpoint_commit")) >= 3
+    automatic = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=auto", f"run.dir={config.run.dir}-auto")
+    assert train(automatic, devices=one_device()) == ExitCode.FINISHED
+    commits = events(automatic.run.dir, "checkpoint_commit")
+    assert len(commits) == 2 and commits[0]["next_seconds"] >= 60, "one that tells the cost, and the last"
+
+
+def test_the_best_and_every_nth_are_kept(tiny):
+    config = tiny(
+        "train.eval_every=2", "checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.keep_every_steps=8",
+        "checkpoint.keep_best=1", "optimizer.schedule=constant",
+    )  # fmt: skip
+    train(config, devices=one_device())
+    kept = {found.step: found.manifest.loss for found in commit.whole(Path(config.run.dir) / "checkpoints")}
+    evals = {line["step"]: line["loss"] for line in metrics(config.run.dir, "eval")}
+    assert set(kept) == {8, 16, 18, 20, min(evals, key=evals.__getitem__)}
+    assert all(kept[step] == evals[step] for step in kept)
+
+
+def test_a_branch_goes_on_and_remembers_where_from(tiny, finished, capsys):
+    config = tiny(f"run.fork_from={finished}@10", "seed=0", "optimizer.learning_rate=0.001")
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert f"a branch of {finished}/checkpoints/10 after step 10" in shown
+    assert "optimizer.learning_rate: 0.003 → 0.001 (changes the maths)" in shown
+    own = commit.newest_whole(Path(config.run.dir) / "checkpoints").manifest
+    parent = commit.newest_whole(finished / "checkpoints").manifest
+    assert own.run != parent.run and own.step == 20
+    assert [(line["run"], line["step"]) for line in own.lineage] == [(parent.run, 10)]
+    assert [line["step"] for line in metrics(config.run.dir)] == list(range(11, 21))
+    same = tiny(f"run.fork_from={finished}@10", f"run.dir={config.run.dir}-same")
+    assert train(same, devices=one_device()) == ExitCode.FINISHED
+    assert losses(same.run.dir) == losses(finished)[10:]
+    assert contents(Path(same.run.dir)) == contents(finished)
+
+
+def test_a_run_begins_with_the_parameters_of_another(tiny, finished, capsys):
+    config = tiny(f"run.init_from={finished}", "train.steps=5", "optimizer.learning_rate=1e-9", "train.eval_every=5")
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    assert "from the start, with the parameters of" in capsys.readouterr().out
+    evaluated = [metrics(run, "eval")[-1]["loss"] for run in (config.run.dir, finished)]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)
+    assert commit.newest_whole(Path(config.run.dir) / "checkpoints").manifest.lineage == []
+    with pytest.raises(ConfigError, match=r"run\.init_from: .* has no checkpoint of step 7; there are: 10, 15, 20"):
+        train(tiny(f"run.init_from={finished}@7", f"run.dir={config.run.dir}2"), devices=one_device())
+    with pytest.raises(ConfigError, match=r"run\.fork_from: .* is neither a run directory nor a checkpoint"):
+        train(tiny("run.fork_from=nowhere", f"run.dir={config.run.dir}2"), devices=one_device())
+
+
+def test_another_runs_checkpoint_is_not_taken_for_ones_own(tiny, finished, capsys):
+    config = tiny("train.stop_after=5")
+    train(config, devices=one_device())
+    root = Path(config.run.dir) / "checkpoints"
+    shutil.copytree(finished / "checkpoints" / "15", root / "15")
+    assert train(tiny(), devices=one_device()) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert "checkpoint 15 is not used: it belongs to run" in shown and "resuming after step 5" in shown
+    assert (root / "15.damaged").is_dir()
+
+
+def test_a_newer_format_stops_the_run_and_is_left_alone(tiny, finished):
+    config = tiny()
+    shutil.copytree(finished, config.run.dir)
+    path = Path(config.run.dir) / "checkpoints" / "20" / manifest.FILE
+    record = json.loads(path.read_text()) | {"format": 3}
+    record.pop("seal")
+    path.write_text(json.dumps(record | {"seal": manifest.digest_of(record)}))
+    with pytest.raises(ConfigError, match="format version 3"):
+        train(config, devices=one_device())
+    assert path.exists()
+
+
+def test_a_lost_run_file_is_made_again_from_the_checkpoints(tiny, finished):
+    config = tiny()
+    shutil.copytree(finished, config.run.dir)
+    path = Path(config.run.dir) / "run.json"
+    before = json.loads(path.read_text())
+    path.unlink()
+    train(config, devices=one_device())
+    assert json.loads(path.read_text())["run"] == before["run"]
+
+
+# -- the command
+
+
+def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_path):
+    run = str(finished)
+    assert checkpoint_command(["list", run]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[:2] for line in listed.splitlines()[2:]] == [["10", "whole"], ["15", "whole"], ["20", "whole"]]
+    assert checkpoint_command(["verify", run]) == 0
+    assert capsys.readouterr().out.count(": whole, 39 arrays") == 3
+    assert checkpoint_command(["show", f"{run}@15"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 15 of run" in shown and "params/layers/attention/query" in shown
+    assert checkpoint_command(["diff", f"{run}@15", run]) == 0
+    assert "0 arrays are the same bit for bit, 39 are not" in capsys.readouterr().out
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "15" / "commit_success.txt").unlink()
+    assert checkpoint_command(["list", "--json", str(tmp_path / "run")]) == 0
+    states = [one["state"] for one in json.loads(capsys.readouterr().out)["checkpoints"]]
+    assert states == ["whole", "not whole", "whole"]
+    assert checkpoint_command(["verify", str(tmp_path / "run")]) == 1
+    assert "checkpoints/15: NOT WHOLE: it has no commit marker" in capsys.readouterr().out
+    for wrong in (["verify", str(tmp_path)], ["show", f"{run}@3"], ["list", str(tmp_path)]):
+        with pytest.raises(ConfigError):
+            checkpoint_command(wrong)
+
+
+def test_the_command_exports_parameters(finished, capsys, tmp_path):
+    from safetensors.numpy import load_file
+
+    assert checkpoint_command(["export", str(finished), str(tmp_path / "out"), "--file-gb", "0.0002"]) == 0
+    files = capsys.readouterr().out.split()
+    assert len(files) > 1
+    tensors = {name: array for file in files for name, array in load_file(file).items()}
+    checkpoint = commit.newest_whole(finished / "checkpoints")
+    files = Reader(checkpoint)
+    names = [name for name in checkpoint.manifest.arrays if name.startswith("params/")]
+    assert {name.removeprefix("params/").replace("/", ".") for name in names} == tensors.keys()
+    for name in names:
+        np.testing.assert_array_equal(tensors[name.removeprefix("params/").replace("/", ".")], files.read(name))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    with pytest.raises(ConfigError, match="exists already"):
+        checkpoint_command(["export", str(finished), str(tmp_path / "out")])
+
+
+def test_the_command_needs_no_jax(finished):
+    code = (
+        "import sys; from jaxmnt.checkpoint.__main__ import main; main(['verify', sys.argv[1]]); "
+        "assert 'jax' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(finished)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert command("jaxmnt.checkpoint", "--help").returncode == 0
