@@ -86,6 +86,22 @@ def tiny_file(prepared, tmp_path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory, prepared):
+    """The config of a run of 20 steps in one go, on one device, with checkpoints 10, 15 and 20. Not to be changed."""
+    import jax
+
+    from jaxmnt.train import train
+
+    tree = {name: dict(section) for name, section in TINY.items()}
+    tree["data"]["path"] = str(prepared)
+    tree["run"] = {"dir": str(tmp_path_factory.mktemp("whole") / "run")}
+    tree["train"]["eval_every"] = 10
+    config = parse_config(tree)
+    assert train(config, devices=jax.devices()[:1]) == 0
+    return config
+
+
 def metrics(run_dir: Path | str, kind: str = "train") -> list[dict]:
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -342,7 +343,7 @@ def test_damage_is_found(tmp_path):
     import damage
 
     originals = damage.prepare(tmp_path, 1)
-    cases = damage.cases(originals, flips=12, truncations=5, deletions=5, seed=1)
+    cases = damage.cases(originals, flips=8, truncations=3, deletions=3, seed=1)
     rows = damage.run(originals, cases)
     assert rows and all(row.missed == 0 for row in rows), rows
 
@@ -501,28 +502,20 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_taken_for_damage(tiny, finis
     def refuse(*_, **__):
         raise ValueError("PERMISSION_DENIED: Error opening local file: Permission denied")
 
-    config = tiny("train.steps=25")
+    config = tiny()
     shutil.copytree(finished, config.run.dir)
+    shutil.rmtree(Path(config.run.dir) / "checkpoints" / "20")
     monkeypatch.setattr(reader.ts, "open", refuse)
     with pytest.raises(UserError, match="cannot be reached: PERMISSION_DENIED") as caught:
         train(config, devices=one_device())
     assert not isinstance(caught.value, DamagedError)
-    assert [found.step for found in commit.whole(Path(config.run.dir) / "checkpoints")] == [10, 15, 20]
+    assert [found.step for found in commit.whole(Path(config.run.dir) / "checkpoints")] == [10, 15]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, prepared):
-    """A run of 20 steps on one device, with checkpoints 10, 15 and 20."""
-    from conftest import TINY
-
-    from jaxmnt.config.load import parse_config
-
-    tree = {name: dict(section) for name, section in TINY.items()}
-    tree["data"]["path"] = str(prepared)
-    tree["run"] = {"dir": str(tmp_path_factory.mktemp("finished") / "run")}
-    config = parse_config(tree)
-    assert train(config, devices=one_device()) == ExitCode.FINISHED
-    return Path(config.run.dir)
+@pytest.fixture
+def finished(whole_run) -> Path:
+    """The directory of a run of 20 steps on one device, with checkpoints 10, 15 and 20."""
+    return Path(whole_run.run.dir)
 
 
 def contents(run: Path, step: int = 20) -> dict[str, str]:
@@ -582,19 +575,18 @@ def test_too_many_failed_saves_end_the_run(tiny, monkeypatch):
     assert commit.newest_whole(Path(config.run.dir) / "checkpoints") is None
 
 
-def test_a_file_that_may_not_grow_is_reported_in_words(tiny_file, tmp_path):
+def test_a_file_that_may_not_grow_is_reported_in_words(tiny, finished, capfd):
     """A real failure of a write in the background: a limit on the size of files, smaller than the parameters."""
-    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)); "
-    run = "from jaxmnt.errors import run_command; from jaxmnt.train import main; run_command(main)"
-    result = subprocess.run(
-        [sys.executable, "-c", limit + run, "--config", str(tiny_file), "checkpoint.max_failed_saves=2"],
-        capture_output=True, text=True, timeout=240,
-        env=dict(os.environ, JAX_NUM_CPU_DEVICES="1"),
-    )  # fmt: skip
-    assert result.returncode == ExitCode.FAILURE, result.stderr
-    assert "WARNING checkpoint 5 could not be saved: File too large" in result.stdout
-    assert "jaxmnt: error: 2 saves in a row failed" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr, "Orbax's account of it is not a user's"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"2 saves in a row failed in .*: File too large"):
+            train(tiny("checkpoint.max_failed_saves=2"), devices=one_device())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    shown = capfd.readouterr()
+    assert "WARNING checkpoint 5 could not be saved: File too large" in shown.out
+    assert "Traceback" not in shown.err, "Orbax's account of it is not a user's"
 
 
 def test_saves_by_the_clock(tiny):
@@ -610,7 +602,7 @@ def test_saves_by_the_clock(tiny):
 def test_the_best_and_every_nth_are_kept(tiny):
     config = tiny(
         "train.eval_every=2", "checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.keep_every_steps=8",
-        "checkpoint.keep_best=1", "optimizer.schedule=constant",
+        "checkpoint.keep_best=1",
     )  # fmt: skip
     train(config, devices=one_device())
     kept = {found.step: found.manifest.loss for found in commit.whole(Path(config.run.dir) / "checkpoints")}
@@ -620,28 +612,26 @@ def test_the_best_and_every_nth_are_kept(tiny):
 
 
 def test_a_branch_goes_on_and_remembers_where_from(tiny, finished, capsys):
-    config = tiny(f"run.fork_from={finished}@10", "seed=0", "optimizer.learning_rate=0.001")
+    config = tiny(f"run.fork_from={finished}@10", "data.on_end=stop")
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     shown = capsys.readouterr().out
     assert f"a branch of {finished}/checkpoints/10 after step 10" in shown
-    assert "optimizer.learning_rate: 0.003 → 0.001 (changes the maths)" in shown
+    assert "data.on_end: repeat → stop (changes the maths)" in shown
     own = commit.newest_whole(Path(config.run.dir) / "checkpoints").manifest
     parent = commit.newest_whole(finished / "checkpoints").manifest
     assert own.run != parent.run and own.step == 20
     assert [(line["run"], line["step"]) for line in own.lineage] == [(parent.run, 10)]
     assert [line["step"] for line in metrics(config.run.dir)] == list(range(11, 21))
-    same = tiny(f"run.fork_from={finished}@10", f"run.dir={config.run.dir}-same")
-    assert train(same, devices=one_device()) == ExitCode.FINISHED
-    assert losses(same.run.dir) == losses(finished)[10:]
-    assert contents(Path(same.run.dir)) == contents(finished)
+    assert losses(config.run.dir) == losses(finished)[10:], "nothing that matters was changed"
+    assert contents(Path(config.run.dir)) == contents(finished)
 
 
 def test_a_run_begins_with_the_parameters_of_another(tiny, finished, capsys):
-    config = tiny(f"run.init_from={finished}", "train.steps=5", "optimizer.learning_rate=1e-9", "train.eval_every=5")
-    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    config = tiny(f"run.init_from={finished}", "train.stop_after=2")
+    assert train(config, devices=one_device()) == ExitCode.STOPPED
     assert "from the start, with the parameters of" in capsys.readouterr().out
-    evaluated = [metrics(run, "eval")[-1]["loss"] for run in (config.run.dir, finished)]
-    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)
+    assert losses(config.run.dir)[0] < losses(finished)[-1] + 0.3 < losses(finished)[0], "of the first rows again"
+    assert metrics(config.run.dir)[0]["learning_rate"] == metrics(finished)[0]["learning_rate"]
     assert commit.newest_whole(Path(config.run.dir) / "checkpoints").manifest.lineage == []
     with pytest.raises(ConfigError, match=r"run\.init_from: .* has no checkpoint of step 7; there are: 10, 15, 20"):
         train(tiny(f"run.init_from={finished}@7", f"run.dir={config.run.dir}2"), devices=one_device())

@@ -40,22 +40,6 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, prepared):
-    """A run of 20 steps in one go, on one device."""
-    from conftest import TINY
-
-    from jaxmnt.config.load import parse_config
-
-    tree = {name: dict(section) for name, section in TINY.items()}
-    tree["data"]["path"] = str(prepared)
-    tree["run"] = {"dir": str(tmp_path_factory.mktemp("whole") / "run")}
-    tree["train"]["eval_every"] = 10
-    config = parse_config(tree)
-    assert train(config, devices=one_device()) == ExitCode.FINISHED
-    return config
-
-
 def test_run_directory(whole_run):
     """The files and fields that other people's tools rely on."""
     run = Path(whole_run.run.dir)

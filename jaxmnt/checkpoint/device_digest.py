@@ -54,23 +54,28 @@ def _program(shardings: tuple[tuple[str, NamedSharding], ...]) -> Any:
     """One program for all arrays, which a compile cache keeps as one."""
 
     def digest(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _pieces(arrays[name], sharding) for name, sharding in shardings}
+        return {name: _pieces(sharding)(arrays[name]) for name, sharding in shardings}
 
     return jax.jit(digest)
 
 
-def _pieces(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """uint32 [devices, 2]"""
+@functools.lru_cache(maxsize=512)
+def _pieces(sharding: NamedSharding) -> Any:
+    """A function of an array to uint32 [devices, 2], which is traced once for arrays that are alike."""
     mesh, spec = sharding.mesh, sharding.spec
     assert isinstance(mesh, Mesh)
-    inside = jax.shard_map(
-        lambda piece: _digest_piece(piece, array.shape, spec, mesh),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=P(mesh.axis_names),
-        check_vma=False,
-    )
-    return inside(jax.device_put(array, sharding.with_memory_kind("device")))
+
+    def digest(array: jax.Array) -> jax.Array:
+        inside = jax.shard_map(
+            lambda piece: _digest_piece(piece, array.shape, spec, mesh),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=P(mesh.axis_names),
+            check_vma=False,
+        )
+        return inside(jax.device_put(array, sharding.with_memory_kind("device")))
+
+    return jax.jit(digest)
 
 
 def _digest_piece(piece: jax.Array, shape: tuple[int, ...], spec: P, mesh: Mesh) -> jax.Array:
