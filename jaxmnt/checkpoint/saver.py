@@ -36,7 +36,7 @@ State = dict[str, Any]
 _SECONDS = 1800.0
 """How long processes wait for each other's writing."""
 _GLANCE_SECONDS = 1.0
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 class _NotOrbax(logging.Filter):
