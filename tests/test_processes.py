@@ -82,8 +82,7 @@ def test_twenty_steps_on_each_mesh_in_processes(tiny_file, tmp_path, reference, 
 def test_a_run_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path, reference):
     """Each leg restores what another mesh on other processes saved, and verifies it against the digests of those."""
     legs = [
-        (4, (1, 2, 2, 2)), (1, (8, 1, 1, 1)), (2, (2, 2, 2, 1)), (4, (1, 1, 8, 1)),
-        (2, (2, 1, 2, 2)), (1, (1, 2, 2, 2)), (4, (4, 1, 1, 2)), (2, (1, 1, 4, 2)),
+        (4, (1, 2, 2, 2)), (1, (8, 1, 1, 1)), (2, (2, 2, 2, 1)), (4, (1, 1, 8, 1)), (2, (2, 1, 2, 2)), (1, (1, 2, 2, 2)),
     ]  # fmt: skip
     for leg, (processes, shape) in enumerate(legs):
         sizes = zip(("data", "pipeline", "fsdp", "model"), shape, strict=True)
@@ -179,6 +178,7 @@ def wait_for_event(run: Path, kind: str, number: int, seconds: float = 120) -> d
     return events(run, kind)[number]
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_on_one_process_is_known_to_all_and_tried_again(tiny_file, tmp_path):
     """A real failure of a write, by a limit on the size of files. Meanwhile a second job wants the same directory."""
     run = tmp_path / "run"

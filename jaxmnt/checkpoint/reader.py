@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (makes NumPy know bfloat16)
 import numpy as np
 import tensorstore as ts
 
