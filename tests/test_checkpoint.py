@@ -363,6 +363,16 @@ def test_saving_prunes_after_the_commit_only(tmp_path, monkeypatch):
     assert [found.step for found in commit.whole(tmp_path)] == [3, 4]
 
 
+def test_what_cannot_be_pruned_does_not_undo_a_commit(tmp_path, monkeypatch):
+    """Or the retry would set a good checkpoint aside."""
+    state = filled(abstract_state(mesh_of(1, 2)), 1)
+    failing = lambda *_: (_ for _ in ()).throw(OSError(13, "Permission denied", "1"))
+    monkeypatch.setattr(saver, "prune", failing)
+    result = save(tmp_path, 1, state)
+    assert result.failure is None and result.not_removed == "Permission denied: 1"
+    assert [found.step for found in commit.whole(tmp_path)] == [1]
+
+
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     state = filled(abstract_state(mesh_of(1, 2)), 1)
     real = os.statvfs(tmp_path)

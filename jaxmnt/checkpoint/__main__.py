@@ -108,13 +108,13 @@ def _show(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.inspection import compare
     from jaxmnt.checkpoint.source import find
+    from jaxmnt.config.describe import MEANING
 
-    meaning = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
     first, second = (find(text, "checkpoint").manifest for text in (options.first, options.second))
     found = compare(first, second)
     print(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}")
     for change in found.config:
-        print(f"config  {change.key}: {change.before} → {change.now} ({meaning[change.resume]})")
+        print(f"config  {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})")
     for source in sorted(first.data.keys() | second.data.keys()):
         if first.data.get(source) != second.data.get(source):
             print(f"data    {source} holds something else")

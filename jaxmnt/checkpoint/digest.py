@@ -8,7 +8,7 @@ no defence against somebody who wants to deceive. This module is NumPy alone; `d
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -76,6 +76,22 @@ def to_text(lanes: Lanes) -> str:
 
 def from_text(text: str) -> Lanes:
     return int(text[:8], 16), int(text[8:16], 16)
+
+
+def encode(shares: Mapping[str, Lanes]) -> str:
+    """A process's shares of digests in order of their names, as text for the others."""
+    return "".join(to_text(shares[name]) for name in sorted(shares))
+
+
+def decode(names: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
+    """The whole digest of each name, from the texts of all processes. The names are sorted."""
+    found = {}
+    for i, name in enumerate(names):
+        total = ZERO
+        for text in texts:
+            total = add(total, from_text(text[16 * i : 16 * i + 16]))
+        found[name] = to_text(total)
+    return found
 
 
 def bound(content: str, run: str, step: int, name: str, shape: Sequence[int], dtype: str) -> str:

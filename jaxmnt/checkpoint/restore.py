@@ -150,10 +150,10 @@ def _spread(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
 def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> None:
     """Raises `DamagedError`, in all processes, naming the arrays that are not what was saved."""
     shares = start_digests(arrays).wait()
-    told = gather(f"{where}: digests", encode(shares), identity)
+    told = gather(f"{where}: digests", digest.encode(shares), identity)
     trouble = None
     if told is not None:
-        found = decode(sorted(arrays), told)
+        found = digest.decode(sorted(arrays), told)
         wrong = [
             name for name in sorted(arrays) if manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)
         ]
@@ -161,22 +161,6 @@ def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identi
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             trouble = DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
     _agree(f"{where}: verified", trouble, identity)
-
-
-def encode(shares: dict[str, digest.Lanes]) -> str:
-    """Digests in order of their names, as text."""
-    return "".join(digest.to_text(shares[name]) for name in sorted(shares))
-
-
-def decode(names: list[str], texts: list[str]) -> dict[str, str]:
-    """The whole digest of each name, from the shares of all processes."""
-    found = {}
-    for i, name in enumerate(names):
-        total = digest.ZERO
-        for text in texts:
-            total = digest.add(total, digest.from_text(text[16 * i : 16 * i + 16]))
-        found[name] = digest.to_text(total)
-    return found
 
 
 def _agree(name: str, trouble: UserError | None, identity: Identity) -> None:

@@ -1,6 +1,7 @@
 """Saving the train state in the background. The only module that imports Orbax.
 
-Who does what: the main thread copies the state off the devices and starts its digests; a thread of each process waits
+Who does what: the main thread has Orbax copy the state off the devices (on CPU it keeps views of it, and the next
+step works in other memory) and starts the digests; a thread of each process waits
 for Orbax; then all processes tell process 0 how it went for them, and only if it went well everywhere does process 0
 commit, prune what is not to be kept, and tell the others.
 """
@@ -20,9 +21,9 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxmnt.checkpoint.commit import commit, prune, set_aside, whole
 from jaxmnt.checkpoint.device_digest import start_digests
+from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named, nested
-from jaxmnt.checkpoint.restore import decode, encode
 from jaxmnt.checkpoint.retention import kept
 from jaxmnt.checkpoint.space import Need, shortage
 from jaxmnt.cluster.environment import Identity
@@ -56,6 +57,8 @@ class Saved:
     step: int
     failure: str | None
     """Why there is no checkpoint of this step, in words; None if there is."""
+    not_removed: str | None
+    """Why older checkpoints could not be removed, in words, as process 0 knows; None if they could."""
     seconds: float
     """From its beginning to its commit."""
     bytes: int
@@ -72,6 +75,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._lost: BaseException | None = None
+        self._not_removed: str | None = None
 
     @property
     def busy(self) -> bool:
@@ -89,7 +93,7 @@ class Saver:
         refusal = share("a save may begin", self._prepare(step), self._identity)
         if refusal:
             blocked = time.perf_counter() - started
-            self._saved = Saved(step, refusal, blocked, 0)
+            self._saved = Saved(step, refusal, None, blocked, 0)
             return blocked
         arrays = named(state)
         digests = start_digests(arrays)
@@ -109,7 +113,7 @@ class Saver:
                     round.answer(encode(digests.wait()))
                 failure = round.conclude(lambda answers: self._commit(step, describe(_described(shapes, answers))))
                 size = sum(Array(*described, "").bytes for described in shapes.values())
-                self._saved = Saved(step, failure, time.perf_counter() - started, size)
+                self._saved = Saved(step, failure, self._not_removed, time.perf_counter() - started, size)
             except BaseException as error:  # handed to the main thread, which raises it
                 self._lost = error
 
@@ -149,13 +153,17 @@ class Saver:
             return _in_words(error)
 
     def _commit(self, step: int, manifest: Manifest) -> str:
-        """Commits, then prunes, on process 0. What failed, or nothing."""
+        """Commits, then prunes, on process 0. What failed of the commit, or nothing: a checkpoint stands by then."""
         try:
             commit(self._root / str(step), manifest)
+        except OSError as error:
+            return _in_words(error)
+        self._not_removed = None
+        try:
             losses = {found.step: found.manifest.loss for found in whole(self._root, manifest.run)}
             prune(self._root, manifest.run, kept(losses, self._settings))
         except OSError as error:
-            return _in_words(error)
+            self._not_removed = _in_words(error)
         return ""
 
 

@@ -14,7 +14,7 @@ def find(text: str, argument: str) -> Committed:
     """
     path = locate(text, argument)
     if path is None:
-        root = roots(text)[0]
+        root = Path(text) / "checkpoints"
         newest = newest_whole(root)
         if newest is None:
             raise ConfigError(f"{argument}: {root} has no whole checkpoint; name another run")
@@ -41,7 +41,3 @@ def locate(text: str, argument: str) -> Path | None:
     if not (path / "checkpoints").is_dir():
         raise ConfigError(f"{argument}: {path} is neither a run directory nor a checkpoint; check the path")
     return None
-
-
-def roots(text: str) -> list[Path]:
-    return [Path(text) / "checkpoints"]

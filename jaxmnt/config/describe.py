@@ -8,6 +8,9 @@ from pydantic.fields import FieldInfo
 from jaxmnt.config.load import field_of, flatten, is_section
 from jaxmnt.config.schema import Config, Resume
 
+MEANING: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
+"""The classes of a changed key, for people."""
+
 
 class Change(NamedTuple):
     """A key whose value differs between a run directory and the config at hand."""

@@ -3,6 +3,7 @@
 import math
 
 from jaxmnt.cluster.environment import Identity
+from jaxmnt.config.describe import MEANING
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.sources import Sources
@@ -17,8 +18,6 @@ from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 
 _BYTES_A_TOKEN = 20
 """Five fields of four bytes."""
-
-_MEANING = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
 
 
 def run(status: StatusLine, start: Start, identity: Identity) -> None:
@@ -36,7 +35,7 @@ def run(status: StatusLine, start: Start, identity: Identity) -> None:
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
-        status.line(f"changed {change.key}: {change.before} → {change.now} ({_MEANING[change.resume]})")
+        status.line(f"changed {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})")
 
 
 def data(status: StatusLine, config: Config, sources: Sources, training: TrainingData) -> None:

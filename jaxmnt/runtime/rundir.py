@@ -114,7 +114,7 @@ def read_config(directory: Path) -> Config:
 
 def plain_config(config: Config) -> dict[str, Any]:
     """The resolved config as plain values, as checkpoints hold it."""
-    return json.loads(json.dumps(config.model_dump(exclude={"cluster"})))
+    return config.model_dump(mode="json", exclude={"cluster"})
 
 
 def _decided(name: str, decide: Callable[[], Start], identity: Identity) -> Start:

@@ -123,6 +123,8 @@ class Saves:
         if saved.failure is not None:
             self._report_failure(saved, saved.failure)
             return
+        if saved.not_removed is not None:
+            self._status.line(f"WARNING older checkpoints could not be removed: {saved.not_removed}; remove them")
         self._failed_in_a_row = 0
         self.count += 1
         self._clock.cost(self._blocked, saved.seconds)
@@ -133,6 +135,7 @@ class Saves:
             blocked_seconds=self._blocked,
             bytes=saved.bytes,
             next_seconds=self._clock.seconds,
+            not_removed=saved.not_removed,
         )
 
     def finish(self, step: int, state: Any, tokens: int, loss: float | None) -> None:

@@ -27,6 +27,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from markdown import write_between
+
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.commit import ORBAX_MARKER, SMALL_BYTES, commit, open_checkpoint
 from jaxmnt.checkpoint.inspection import verify
@@ -206,16 +209,6 @@ def table(rows: list[Row]) -> str:
         counts = (row.cases, row.by_verify, row.by_restore, row.harmless, row.missed)
         lines.append(f"| {row.damage} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
-
-
-def write_between(path: Path, name: str, text: str) -> None:
-    """Replaces what is between the markers `name` of a Markdown file."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise SystemExit(f"{path} has no markers {begin} and {end}")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 # The special cases.

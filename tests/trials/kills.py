@@ -29,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import TINY, metrics, write_words
+from markdown import write_between
 
 from jaxmnt.checkpoint.commit import newest_whole, open_checkpoint, whole
 from jaxmnt.checkpoint.inspection import verify
@@ -216,16 +217,6 @@ def table(kills: list[Kill]) -> str:
         ]
         lines.append(f"| {moment} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
-
-
-def write_between(path: Path, name: str, text: str) -> None:
-    """Replaces what is between the markers `name` of a Markdown file."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise SystemExit(f"{path} has no markers {begin} and {end}")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 # Starting, killing and finishing.
