@@ -11,15 +11,13 @@ def main(arguments: list[str]) -> int:
     if options.tokens < 1 or options.temperature < 0:
         raise ConfigError("--tokens takes a number from 1 up, --temperature one from 0 up")
 
-    from jaxmnt.checkpoint.commit import newest_whole
+    from jaxmnt.checkpoint.source import find
     from jaxmnt.data.sources import open_sources
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.runtime.rundir import read_config
 
     config = read_config(options.run)
-    checkpoint = newest_whole(options.run / "checkpoints")
-    if checkpoint is None:
-        raise ConfigError(f"--run: {options.run} has no whole checkpoint; train until there is one")
+    checkpoint = find(str(options.run), "--run")
     data = open_sources(config.data)
     tokenizer = make_tokenizer(data.tokenizer, data.folder)
     window = config.data.sequence_length

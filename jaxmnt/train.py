@@ -7,7 +7,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.cluster.environment import Identity, identify
@@ -49,20 +48,19 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
     from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
     from jaxmnt.runtime.lock import RunLock
     from jaxmnt.runtime.resume import starting_state
-    from jaxmnt.runtime.rundir import open_run, write_config
+    from jaxmnt.runtime.rundir import home, open_run, write_config
     from jaxmnt.runtime.saves import Saves
     from jaxmnt.runtime.stop import stop_request
     from jaxmnt.telemetry.events import Events, peak_host_bytes
     from jaxmnt.telemetry.progress import status_line
 
-    assert config.run.dir is not None
     started = time.perf_counter()
     identity = identity or Identity()
     main_process = identity.process_id == 0
     with (
         stop_request() as stop,
         status_line(quiet=not main_process) as status,
-        RunLock(Path(config.run.dir)) as lock,
+        RunLock(home(config)) as lock,
     ):
         data = ready_data(config, identity, status)
         config = fit_to_data(config, data)

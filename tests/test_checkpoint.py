@@ -509,17 +509,28 @@ def test_a_run_directory_that_cannot_be_written_is_a_config_error(tiny, monkeypa
 
 
 def test_a_checkpoint_that_cannot_be_reached_is_not_taken_for_damage(tiny, finished, monkeypatch):
-    def refuse(*_, **__):
-        raise ValueError("PERMISSION_DENIED: Error opening local file: Permission denied")
+    class Refused:
+        def result(self):
+            raise ValueError("PERMISSION_DENIED: Error opening local file: Permission denied")
 
     config = tiny()
     shutil.copytree(finished, config.run.dir)
     shutil.rmtree(Path(config.run.dir) / "checkpoints" / "20")
-    monkeypatch.setattr(reader.ts, "open", refuse)
+    monkeypatch.setattr(reader.ts, "open", lambda *_, **__: Refused())
     with pytest.raises(UserError, match="cannot be reached: PERMISSION_DENIED") as caught:
         train(config, devices=one_device())
     assert not isinstance(caught.value, DamagedError)
     assert [found.step for found in commit.whole(Path(config.run.dir) / "checkpoints")] == [10, 15]
+
+
+def test_of_saves_that_were_cut_off_one_is_kept(tiny, finished, capsys):
+    """Killed again and again between Orbax's end and the commit, a run does not fill the disk."""
+    root = Path(tiny().run.dir) / "checkpoints"
+    shutil.copytree(finished, root.parent)
+    for step in (15, 20):
+        (root / str(step) / manifest.FILE).unlink()
+        assert f"checkpoint {step} is not used: it has no commit marker" in " ".join(commit.clear_up(root, None))
+    assert sorted(path.name for path in root.iterdir()) == ["10", "20.uncommitted"]
 
 
 @pytest.fixture

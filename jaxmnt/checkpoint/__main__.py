@@ -1,7 +1,7 @@
 """python -m jaxmnt.checkpoint list|verify|show|diff|export: looks after checkpoints, on any machine.
 
-A checkpoint is named RUN_DIR@STEP, RUN_DIR (its newest whole one) or by its own directory. No JAX and none of the
-devices that wrote it are needed.
+A checkpoint is named RUN@STEP, RUN (its newest whole one) or by its own directory; RUN is a run directory, or the
+folder or gs:// address of checkpoint.dir. No JAX and none of the devices that wrote it are needed.
 """
 
 import argparse
@@ -12,20 +12,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmnt.errors import ConfigError, ExitCode, run_command
+from jaxmnt.errors import ConfigError, ExitCode, UserError, run_command
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    return {"list": _list, "verify": _verify, "show": _show, "diff": _diff, "export": _export}[options.command](options)
+    command = {"list": _list, "verify": _verify, "show": _show, "diff": _diff, "export": _export}[options.command]
+    try:
+        return command(options)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; mend the access and try again") from error
 
 
 def _list(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import open_checkpoint, step_directories
     from jaxmnt.checkpoint.manifest import DamagedError
+    from jaxmnt.checkpoint.source import FOLDER, home, run_id
 
-    root = _root(options.run)
-    run, rows = _run_of(options.run), []
+    root = home(options.run) / FOLDER
+    if not root.is_dir():
+        raise ConfigError(f"{options.run} is no run directory with checkpoints; check the path")
+    run, rows = run_id(root.parent), []
     for step, path in step_directories(root):
         try:
             manifest = open_checkpoint(path, run).manifest
@@ -34,7 +41,7 @@ def _list(options: argparse.Namespace) -> int:
             continue
         loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
         rows.append((str(step), "whole", _size(manifest.bytes), loss, _date(manifest.time), ""))
-    aside = sorted(path.name for path in root.iterdir() if path.is_dir() and "." in path.name[1:])
+    aside = sorted(path.name for path in root.iterdir() if "." in path.name[1:] and path.is_dir())
     if options.json:
         keys = ("step", "state", "size", "held_out_loss", "written", "why")
         checkpoints = [dict(zip(keys, row, strict=True)) for row in rows]
@@ -53,11 +60,12 @@ def _verify(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import step_directories
     from jaxmnt.checkpoint.inspection import verify
     from jaxmnt.checkpoint.manifest import DamagedError
-    from jaxmnt.checkpoint.source import locate
+    from jaxmnt.checkpoint.source import FOLDER, home, locate, run_id
 
     path = locate(options.checkpoint, "checkpoint")
-    run = _run_of(Path(options.checkpoint.rpartition("@")[0] or options.checkpoint))
-    paths = [path] if path else [path for _, path in step_directories(Path(options.checkpoint) / "checkpoints")]
+    root = path.parent if path else home(options.checkpoint) / FOLDER
+    run = run_id(root.parent)
+    paths = [path] if path else [path for _, path in step_directories(root)]
     if not paths:
         raise ConfigError(f"checkpoint: {options.checkpoint} has no checkpoints; check the path")
     bad = 0
@@ -145,19 +153,6 @@ def _export(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _root(run: Path) -> Path:
-    root = run / "checkpoints"
-    if not root.is_dir():
-        raise ConfigError(f"{run} is no run directory with checkpoints; check the path")
-    return root
-
-
-def _run_of(run: Path) -> str | None:
-    """The id of a run directory; None where run.json is not there to tell."""
-    path = run / "run.json"
-    return str(json.loads(path.read_text(encoding="utf-8"))["run"]) if path.exists() else None
-
-
 def _progress(name: str) -> None:
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
@@ -195,10 +190,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         return command
 
     listing = add("list", "list a run's checkpoints, and which are whole as far as their files tell")
-    listing.add_argument("run", type=Path, metavar="RUN_DIR")
+    listing.add_argument("run", metavar="RUN")
     listing.add_argument("--json", action="store_true", help="as one JSON object")
     checking = add("verify", "read every array and compare it with its digest; exit code 1 if one is not whole")
-    checking.add_argument("checkpoint", metavar="CHECKPOINT", help="a run directory means all of its checkpoints")
+    checking.add_argument("checkpoint", metavar="CHECKPOINT", help="a run means all of its checkpoints")
     showing = add("show", "show what a checkpoint says of itself")
     showing.add_argument("checkpoint", metavar="CHECKPOINT")
     showing.add_argument("--json", action="store_true", help="as one JSON object")

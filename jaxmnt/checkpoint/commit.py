@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.checkpoint import manifest as manifests
+from jaxmnt.checkpoint import storage
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
+from jaxmnt.checkpoint.storage import Place
 
 ORBAX_MARKER = "commit_success.txt"
 SMALL_BYTES = 1 << 20
@@ -23,7 +25,7 @@ SMALL_BYTES = 1 << 20
 class Committed:
     """A committed checkpoint."""
 
-    path: Path
+    path: Place
     manifest: Manifest
 
     @property
@@ -31,35 +33,36 @@ class Committed:
         return self.manifest.step
 
 
-def commit(path: Path, manifest: Manifest) -> None:
+def commit(path: Place, manifest: Manifest) -> None:
     """Commits a step directory that Orbax has finished: lists its files and publishes the manifest."""
     manifests.write(path, manifest, _files(path))
 
 
-def open_checkpoint(path: Path, run: str | None = None) -> Committed:
+def open_checkpoint(path: Place, run: str | None = None) -> Committed:
     """A step directory, if it is committed, its files are all there, and it is one of `run` (None: of any).
 
     Raises `DamagedError` with the reason why not, and `OtherFormatError`.
     """
-    if not (path / ORBAX_MARKER).is_file():
+    present = storage.files(path)
+    if ORBAX_MARKER not in present:
         raise DamagedError(f"it has no commit marker {ORBAX_MARKER}")
     manifest, files = manifests.read(path)
     if path.name.isdigit() and int(path.name) != manifest.step:
         raise DamagedError(f"it is a checkpoint of step {manifest.step} under another's name")
     if run is not None and manifest.run != run:
         raise DamagedError(f"it belongs to run {manifest.run}, and this is run {run}")
-    for name, (size, sha256) in sorted(files.items()):
-        file = path / name
-        if not file.is_file():
+    for name, (size, _) in sorted(files.items()):
+        if name not in present:
             raise DamagedError(f"its file {name} is missing")
-        if file.stat().st_size != size:
-            raise DamagedError(f"its file {name} has {file.stat().st_size} bytes instead of {size}")
-        if sha256 is not None and _sha256(file) != sha256:
+        if present[name] != size:
+            raise DamagedError(f"its file {name} has {present[name]} bytes instead of {size}")
+    for name, sha256 in _sha256(path, [name for name, (_, sha256) in files.items() if sha256 is not None]).items():
+        if sha256 != files[name][1]:
             raise DamagedError(f"its file {name} is not as it was written")
     return Committed(path, manifest)
 
 
-def why_not_whole(path: Path, run: str | None = None) -> str | None:
+def why_not_whole(path: Place, run: str | None = None) -> str | None:
     """What is wrong with a step directory as far as its files tell, or None. Raises `OtherFormatError`."""
     try:
         open_checkpoint(path, run)
@@ -68,14 +71,14 @@ def why_not_whole(path: Path, run: str | None = None) -> str | None:
     return None
 
 
-def step_directories(root: Path) -> list[tuple[int, Path]]:
+def step_directories(root: Place) -> list[tuple[int, Place]]:
     """(step, directory) of everything that looks like a step, oldest first."""
     if not root.is_dir():
         return []
-    return sorted((int(path.name), path) for path in root.iterdir() if path.is_dir() and path.name.isdigit())
+    return sorted((int(path.name), path) for path in root.iterdir() if path.name.isdigit() and path.is_dir())
 
 
-def whole(root: Path, run: str | None = None) -> list[Committed]:
+def whole(root: Place, run: str | None = None) -> list[Committed]:
     """The whole checkpoints, oldest first. Raises `OtherFormatError`."""
     found = []
     for _, path in step_directories(root):
@@ -86,7 +89,7 @@ def whole(root: Path, run: str | None = None) -> list[Committed]:
     return found
 
 
-def newest_whole(root: Path, run: str | None = None) -> Committed | None:
+def newest_whole(root: Place, run: str | None = None) -> Committed | None:
     """The newest whole checkpoint, passing over whatever is not. Raises `OtherFormatError`."""
     for _, path in reversed(step_directories(root)):
         try:
@@ -96,30 +99,40 @@ def newest_whole(root: Path, run: str | None = None) -> Committed | None:
     return None
 
 
-def was_committed(path: Path) -> bool:
+def was_committed(path: Place) -> bool:
     """Whether a step that is not whole was a checkpoint once, and not a save that was cut off."""
     return (path / manifests.FILE).exists()
 
 
-def set_aside(path: Path) -> Path:
-    """Renames a step so that its number is free. Nothing is ever deleted for being damaged."""
-    label = "damaged" if was_committed(path) else "uncommitted"
-    aside = _free_name(path.with_name(f"{path.name}.{label}"))
-    path.rename(aside)
+def set_aside(path: Place) -> Place:
+    """Renames a step so that its number is free. Nothing is ever deleted for being damaged.
+
+    Of saves that were cut off before their commit one is kept, the last: it was never called a checkpoint.
+    """
+    committed = was_committed(path)
+    if not committed:
+        for earlier in [other for other in path.parent.iterdir() if ".uncommitted" in other.name]:
+            storage.remove(earlier)
+    aside = _free_name(path.with_name(f"{path.name}.{'damaged' if committed else 'uncommitted'}"))
+    storage.move(path, aside)
     return aside
 
 
-def clear_up(root: Path, run: str | None) -> list[str]:
+def clear_up(root: Place, run: str | None) -> list[str]:
     """Sets aside what is not whole and removes unfinished saves. Returns a line for people about each.
 
     Only to be called by the one job that the run directory belongs to. Raises `OtherFormatError`.
     """
     lines = []
     for step, path in step_directories(root):
+        if _was_cut_off(path):
+            storage.remove(path)
+            lines.append(f"removed {path}, a save that was cut off")
+            continue
         reason = why_not_whole(path, run)
         if reason is not None:
             lines.append(f"checkpoint {step} is not used: {reason}; kept as {set_aside(path)}")
-    if root.is_dir():
+    if isinstance(root, Path) and root.is_dir():
         for path in sorted(root.glob("*.orbax-checkpoint-tmp*")):
             shutil.rmtree(path)
             lines.append(f"removed {path.name}, a save that was cut off")
@@ -128,29 +141,42 @@ def clear_up(root: Path, run: str | None) -> list[str]:
     return lines
 
 
-def prune(root: Path, run: str, keep: set[int]) -> None:
-    """Removes the whole checkpoints of this run whose step is not in `keep`."""
-    for checkpoint in whole(root, run):
+def prune(checkpoints: list[Committed], keep: set[int]) -> None:
+    """Removes the checkpoints whose step is not in `keep`."""
+    for checkpoint in checkpoints:
         if checkpoint.step not in keep:
-            going = checkpoint.path.with_name(f".{checkpoint.path.name}.removed")
-            checkpoint.path.rename(going)  # at once no longer a step, whatever happens to the removal
-            shutil.rmtree(going)
+            storage.remove(checkpoint.path, first=(manifests.FILE, ORBAX_MARKER))
 
 
-def _files(path: Path) -> dict[str, list[Any]]:
-    files = {}
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            size = file.stat().st_size
-            files[str(file.relative_to(path))] = [size, _sha256(file) if size <= SMALL_BYTES else None]
-    return files
+def free(path: Place) -> None:
+    """Makes room for a save of a step that was tried before: set aside, or removed if its writing was cut off."""
+    if _was_cut_off(path):
+        storage.remove(path)
+    elif path.exists():
+        set_aside(path)
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _was_cut_off(path: Place) -> bool:
+    """Whether a save or a removal ended in the middle. In a folder such have other names; an address is written and
+    removed in place, with the markers last and first."""
+    if isinstance(path, Path):
+        return False
+    present = storage.files(path)
+    return bool(present) and not {ORBAX_MARKER, manifests.FILE} & present.keys()
 
 
-def _free_name(path: Path) -> Path:
+def _files(path: Place) -> dict[str, list[Any]]:
+    sizes = storage.files(path)
+    small = _sha256(path, [name for name, size in sizes.items() if size <= SMALL_BYTES])
+    return {name: [size, small.get(name)] for name, size in sizes.items()}
+
+
+def _sha256(path: Place, names: list[str]) -> dict[str, str]:
+    contents = storage.read_all(path, sorted(names))
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def _free_name(path: Place) -> Place:
     candidate, number = path, 1
     while candidate.exists():
         number += 1

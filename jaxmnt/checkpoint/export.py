@@ -38,7 +38,7 @@ def export(
         room -= manifest.arrays[name].bytes
     building = folder.with_name(f".{folder.name}.building")
     building.mkdir(parents=True)
-    reader, written, places = Reader(checkpoint), [], {}
+    reader, written, places = Reader(checkpoint, names), [], {}
     for number, group in enumerate(groups):
         path = building / (
             f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"

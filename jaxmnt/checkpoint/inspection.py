@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxmnt.checkpoint.commit import Committed, open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.checkpoint.storage import Place
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import parse_config
 
 
-def verify(path: Path, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:
+def verify(path: Place, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:
     """Reads every array of a checkpoint and compares it with its digest; `tell` hears the name of each.
 
     Raises `DamagedError` with everything that is wrong, and `OtherFormatError`.

@@ -6,13 +6,12 @@ that this program does not know is refused before anything else of it is looked 
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jaxmnt import __version__
 from jaxmnt.checkpoint import digest
+from jaxmnt.checkpoint.storage import Place, publish
 from jaxmnt.errors import ConfigError, UserError
 
 FILE = "jaxmnt.json"
@@ -85,19 +84,14 @@ def digest_of(tree: Any) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def write(directory: Path, manifest: Manifest, files: dict[str, list[Any]]) -> None:
+def write(directory: Place, manifest: Manifest, files: dict[str, list[Any]]) -> None:
     """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
     record = {"format": FORMAT_VERSION, "manifest": to_plain(manifest), "files": files}
     record["seal"] = digest_of(record)
-    temporary = directory / f".{FILE}.{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / FILE)
+    publish(directory / FILE, json.dumps(record, indent=1, sort_keys=True))
 
 
-def read(directory: Path) -> tuple[Manifest, dict[str, list[Any]]]:
+def read(directory: Place) -> tuple[Manifest, dict[str, list[Any]]]:
     """The manifest of a checkpoint, and its files.
 
     Raises `DamagedError` if it is not there or not as it was written, and `OtherFormatError`.

@@ -6,7 +6,7 @@ device can use as it is; Orbax's own loading takes more than twice as long there
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,11 @@ import tensorstore as ts
 from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Array, DamagedError
+from jaxmnt.checkpoint.storage import url
 from jaxmnt.errors import UserError
 
 _ALIGNMENT = 64
+_INDEX_BYTES = 64 << 20
 _NOT_ITS_CONTENT = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 """Failures that say nothing about what was written."""
 
@@ -25,11 +27,18 @@ _NOT_ITS_CONTENT = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEAD
 class Reader:
     """The arrays of one checkpoint. Errors: `DamagedError` names the array; `UserError` if files cannot be reached."""
 
-    def __init__(self, checkpoint: Committed):
-        self._root = checkpoint.path.absolute()
+    def __init__(self, checkpoint: Committed, names: Iterable[str] | None = None):
+        """Begins to open the arrays with these names (default: all)."""
+        self._root = url(checkpoint.path)
         self._arrays = checkpoint.manifest.arrays
-        self._context = ts.Context()
+        self._context = ts.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_BYTES}})
+        self._opening = {name: self._begin_to_open(name) for name in (self._arrays if names is None else names)}
         self._open: dict[str, Any] = {}
+
+    def open_all(self) -> None:
+        """Waits until all are open: their places and shapes are there, if not yet their contents."""
+        for name in self._opening:
+            self._store(name)
 
     def start(self, name: str, index: Sequence[slice]) -> tuple[np.ndarray, Any]:
         """Begins to read a part of an array; the memory is filled when `finish` has returned."""
@@ -66,17 +75,8 @@ class Reader:
     def _store(self, name: str) -> Any:
         if name in self._open:
             return self._open[name]
-        part, _, rest = name.partition("/")
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": f"file://{self._root}/{part}/",
-                "path": f"{rest.replace('/', '.')}/",
-            },
-        }
         try:
-            store = ts.open(spec, context=self._context, open=True, read=True).result()
+            store = self._opening[name].result()
         except Exception as error:
             raise _explained(name, error) from error
         array = self._arrays[name]
@@ -87,6 +87,19 @@ class Reader:
             )
         self._open[name] = store
         return store
+
+    def _begin_to_open(self, name: str) -> Any:
+        part, _, rest = name.partition("/")
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": f"{self._root}/{part}/",
+                "path": f"{rest.replace('/', '.')}/",
+                "cache_pool": "cache_pool#index",  # all arrays of a part share one index
+            },
+        }
+        return ts.open(spec, context=self._context, open=True, read=True)
 
 
 def cut(array: Array, most_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:

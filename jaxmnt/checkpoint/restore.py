@@ -57,7 +57,7 @@ def restore(
     trouble: UserError | None = None
     placed = {name: _spread(leaf.shape, leaf.sharding) if spread else leaf.sharding for name, leaf in wanted.items()}
     try:
-        arrays = _read(Reader(checkpoint), placed, checkpoint.manifest)
+        arrays = _read(Reader(checkpoint, placed), placed, checkpoint.manifest)
     except UserError as error:
         trouble = error
     read_seconds = time.perf_counter() - started  # not the waiting for slower processes

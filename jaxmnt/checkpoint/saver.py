@@ -19,18 +19,20 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxmnt.checkpoint.commit import commit, prune, set_aside, whole
+from jaxmnt.checkpoint.commit import Committed, commit, free, prune, whole
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named, nested
+from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.checkpoint.retention import kept
 from jaxmnt.checkpoint.space import Need, shortage
+from jaxmnt.checkpoint.storage import Place
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.rounds import Round
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.errors import PeerError
+from jaxmnt.errors import PeerError, UserError
 
 State = dict[str, Any]
 
@@ -67,7 +69,7 @@ class Saved:
 class Saver:
     """Asynchronous saves, one at a time. A step is on disk when it is committed, see `commit.py`."""
 
-    def __init__(self, root: Path, settings: Checkpoint, need: Need, identity: Identity):
+    def __init__(self, root: Place, settings: Checkpoint, need: Need, identity: Identity):
         self._root = root.absolute()
         self._settings = settings
         self._need = need
@@ -143,25 +145,26 @@ class Saver:
             return None
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            target = self._root / str(step)
-            if target.exists():  # of an earlier try: Orbax was done, and then it could not be committed
-                set_aside(target)
-            for leftover in sorted(self._root.glob("*.orbax-checkpoint-tmp*")):  # failed, and in the way of the next
-                shutil.rmtree(leftover)
+            free(self._root / str(step))
+            if isinstance(self._root, Path):
+                for leftover in sorted(self._root.glob("*.orbax-checkpoint-tmp*")):  # failed, in the way of the next
+                    shutil.rmtree(leftover)
             return shortage(self._root, self._need) or ""
         except OSError as error:
             return _in_words(error)
 
     def _commit(self, step: int, manifest: Manifest) -> str:
         """Commits, then prunes, on process 0. What failed of the commit, or nothing: a checkpoint stands by then."""
+        path = self._root / str(step)
         try:
-            commit(self._root / str(step), manifest)
-        except OSError as error:
+            Reader(Committed(path, manifest)).open_all()  # Orbax may leave some out with no more than a warning
+            commit(path, manifest)
+        except (OSError, UserError) as error:
             return _in_words(error)
         self._not_removed = None
         try:
-            losses = {found.step: found.manifest.loss for found in whole(self._root, manifest.run)}
-            prune(self._root, manifest.run, kept(losses, self._settings))
+            present = whole(self._root, manifest.run)
+            prune(present, kept({found.step: found.manifest.loss for found in present}, self._settings))
         except OSError as error:
             self._not_removed = _in_words(error)
         return ""
@@ -195,8 +198,8 @@ def _in_words(error: BaseException) -> str:
     system = re.search(r'"([^"]+)": .*: ([^:]+) \[os_error_code=', str(error))
     if system:  # TensorStore's account of an OSError
         return f"{system[2]}: {system[1]}"
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return ": ".join(lines if isinstance(error, OSError) else lines[:1])[:300]
 
 
 def _context() -> Any:

@@ -1,10 +1,17 @@
-"""Naming a checkpoint: RUN_DIR, RUN_DIR@STEP, or its own directory."""
+"""Naming a checkpoint: RUN, RUN@STEP, or its own directory. RUN is a run directory or where its checkpoints are."""
 
+import json
 from pathlib import Path
+
+import yaml
 
 from jaxmnt.checkpoint.commit import Committed, newest_whole, open_checkpoint, step_directories
 from jaxmnt.checkpoint.manifest import FILE, DamagedError
+from jaxmnt.checkpoint.storage import Place, place
 from jaxmnt.errors import ConfigError
+
+FOLDER = "checkpoints"
+RUN_FILE = "run.json"
 
 
 def find(text: str, argument: str) -> Committed:
@@ -14,7 +21,7 @@ def find(text: str, argument: str) -> Committed:
     """
     path = locate(text, argument)
     if path is None:
-        root = Path(text) / "checkpoints"
+        root = home(text) / FOLDER
         newest = newest_whole(root)
         if newest is None:
             raise ConfigError(f"{argument}: {root} has no whole checkpoint; name another run")
@@ -25,19 +32,39 @@ def find(text: str, argument: str) -> Committed:
         raise ConfigError(f"{argument}: checkpoint {path} is not whole: {damage}; name another") from damage
 
 
-def locate(text: str, argument: str) -> Path | None:
+def locate(text: str, argument: str) -> Place | None:
     """The directory of the one checkpoint that `text` names; None if it names a run without a step."""
     run, at, step = text.rpartition("@")
     if at and step.isdigit():
-        root = Path(run) / "checkpoints"
+        root = home(run) / FOLDER
         path = root / step
         if not path.is_dir():
             known = ", ".join(str(number) for number, _ in step_directories(root)) or "none"
             raise ConfigError(f"{argument}: {root} has no checkpoint of step {step}; there are: {known}")
         return path
-    path = Path(text)
-    if (path / FILE).exists():
-        return path
-    if not (path / "checkpoints").is_dir():
-        raise ConfigError(f"{argument}: {path} is neither a run directory nor a checkpoint; check the path")
+    named = place(text)
+    if (named / FILE).exists():
+        return named
+    if not (home(text) / FOLDER).is_dir():
+        raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path")
     return None
+
+
+def home(run: str) -> Place:
+    """Where a run's checkpoints are: in its run directory, or where the config in that says."""
+    directory = place(run)
+    if isinstance(directory, Path):
+        try:
+            config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+            elsewhere = config["checkpoint"]["dir"]
+        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            elsewhere = None  # no run's config, or damaged: what is there, counts
+        if elsewhere:
+            return place(str(elsewhere))
+    return directory
+
+
+def run_id(directory: Place) -> str | None:
+    """The id of the run whose checkpoints are here; None where there is no run.json to tell."""
+    path = directory / RUN_FILE
+    return str(json.loads(path.read_text(encoding="utf-8"))["run"]) if path.exists() else None

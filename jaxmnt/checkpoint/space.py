@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxmnt.checkpoint.storage import Place
+
 _OVERHEAD = 1.02
 """Orbax's own files, and file systems that round up."""
 
@@ -22,8 +24,13 @@ def need(state_bytes: int, parts: int, processes: int) -> Need:
     return Need(int(state_bytes * _OVERHEAD) + (1 << 20), parts * (8 + processes * per_process))
 
 
-def shortage(root: Path, wanted: Need, checkpoints: int = 1) -> str | None:
-    """What is missing for so many more checkpoints under `root`, in words; None if they fit."""
+def shortage(root: Place, wanted: Need, checkpoints: int = 1) -> str | None:
+    """What is missing for so many more checkpoints under `root`, in words; None if they fit.
+
+    Nothing is ever missing at an address.
+    """
+    if not isinstance(root, Path):
+        return None
     existing = root
     while not existing.exists():
         existing = existing.parent

@@ -36,8 +36,8 @@ class Section(BaseModel):
 
 class Run(Section):
     dir: str | None = key(None, "Run directory; default runs/<config file's name>.")
-    init_from: str | None = key(None, "Start with the parameters of RUN_DIR or RUN_DIR@STEP, and nothing else of it.")
-    fork_from: str | None = key(None, "Start as a branch of RUN_DIR or RUN_DIR@STEP: its whole state, its step.")
+    init_from: str | None = key(None, "Start with the parameters of RUN or RUN@STEP, and nothing else of it.")
+    fork_from: str | None = key(None, "Start as a branch of RUN or RUN@STEP: its whole state, its step.")
     compile_cache: str | None = key(
         None, "Folder that keeps compiled programs for the next start; private to its owner."
     )
@@ -152,6 +152,9 @@ class Optimizer(Section):
 
 
 class Checkpoint(Section):
+    dir: str | None = key(
+        None, "Where checkpoints are, the run's id and its lock: a folder or gs://BUCKET/PATH; default run.dir."
+    )
     every_steps: int = key(500, "Save after every so many steps, and at the end; 0 is at the end only.", ge=0)
     every_minutes: Minutes | Literal["auto"] | None = key(
         None, "Save also when so many minutes have passed; auto weighs a save's cost against failures (Young–Daly)."
@@ -227,6 +230,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
+        if self.run.dir and "://" in self.run.dir:
+            raise ValueError(
+                f"run.dir: {self.run.dir} is no folder, and its files grow by lines; give checkpoint.dir the address"
+            )
         if self.run.init_from and self.run.fork_from:
             raise ValueError("run.init_from: run.fork_from is given, too; keep one of them")
         warmup, steps = self.optimizer.warmup_steps, self.train.steps

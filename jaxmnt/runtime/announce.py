@@ -2,6 +2,7 @@
 
 import math
 
+from jaxmnt.checkpoint.source import FOLDER
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.describe import MEANING
 from jaxmnt.config.schema import Config
@@ -9,7 +10,7 @@ from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.sources import Sources
 from jaxmnt.plan.notes import notes
 from jaxmnt.program.compiled import Program
-from jaxmnt.runtime.rundir import Start
+from jaxmnt.runtime.rundir import Start, home
 from jaxmnt.runtime.saves import Saves
 from jaxmnt.telemetry.events import rewind_metrics
 from jaxmnt.telemetry.flops import flops_per_token, peak_flops
@@ -125,7 +126,7 @@ def end(
     done = "finished" if step == config.train.steps else f"stopped after step {step} of {config.train.steps}"
     status.line(f"{done} in {duration(seconds)}, {count(log.tokens)} tokens in all")
     status.line(
-        f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, checkpoints {directory}/checkpoints"
+        f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, checkpoints {home(config) / FOLDER}"
     )
     saved = f"{saves.count} checkpoint{'' if saves.count == 1 else 's'}"
     status.line(f"saved   {saved}, for which training waited {saves.blocked_seconds:.1f} s")

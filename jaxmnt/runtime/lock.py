@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from jaxmnt.checkpoint.storage import Place, create, remove_if
 from jaxmnt.errors import ConfigError, UserError
 
 _BEAT_SECONDS = 5.0
@@ -26,9 +27,12 @@ _LOOK_SECONDS = 0.5
 
 
 class RunLock:
-    """The lock of a run directory. Used as a context manager, it is released at the end if it was acquired."""
+    """The lock of the place where a run's checkpoints are.
 
-    def __init__(self, directory: Path):
+    Used as a context manager, it is released at the end if it was acquired.
+    """
+
+    def __init__(self, directory: Place):
         self._directory = directory
         self._path = directory / "lock.json"
         self._beat = directory / "lock.beat"
@@ -45,7 +49,7 @@ class RunLock:
         """
         remark = None
         for _ in range(5):
-            if self._create():
+            if create(self._path, self._me):
                 self._held = True
                 self._thread.start()
                 return remark
@@ -54,12 +58,12 @@ class RunLock:
                 continue  # it was released just now
             sign = self._watch(holder, tell)
             if sign is None:
-                self._remove(holder)
+                remove_if(self._path, holder)
                 remark = f"the lock of a dead job was taken over: {_who(holder)}"
             elif sign:
                 raise ConfigError(
                     f"run.dir: {self._directory} is in use by another job, {_who(holder)}; "
-                    "stop that one, or choose another run.dir"
+                    "stop that one, or choose another directory"
                 )
         raise ConfigError(f"run.dir: several jobs want {self._directory}; start one of them")
 
@@ -77,20 +81,8 @@ class RunLock:
         self._end.set()
         if self._held and not self._lost:
             with contextlib.suppress(OSError):  # what is left behind is a dead job's lock
-                if _read(self._path) == self._me:
-                    self._path.unlink()
-                    self._beat.unlink(missing_ok=True)
-
-    def _create(self) -> bool:
-        try:
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            return False
-        with os.fdopen(file, "w") as stream:
-            stream.write(self._me)
-            stream.flush()
-            os.fsync(stream.fileno())
-        return True
+                remove_if(self._path, self._me)
+                self._beat.unlink(missing_ok=True)
 
     def _watch(self, holder: str, tell: Callable[[str], None]) -> bool | None:
         """True: the holder is alive. None: it is dead. False: the lock has changed, look again."""
@@ -109,16 +101,6 @@ class RunLock:
             if not alive and _read(self._beat) != beat:
                 return True
         return True if alive else None
-
-    def _remove(self, holder: str) -> None:
-        """Takes the dead holder's lock out of the way; never that of a job that was quicker."""
-        aside = self._directory / f".lock.{secrets.token_hex(4)}"
-        with contextlib.suppress(FileNotFoundError):
-            self._path.rename(aside)
-            if _read(aside) != holder:
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
-            aside.unlink()
 
     def _give_signs(self) -> None:
         number = 0
@@ -184,7 +166,7 @@ def _parsed(holder: str) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Place) -> str | None:
     """What is in a file; None if there is none."""
     try:
         return path.read_text(encoding="utf-8")

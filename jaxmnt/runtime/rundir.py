@@ -1,7 +1,6 @@
 """A run's directory: whose it is, where it stands, and whether this config may go on with it."""
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import yaml
 
 from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, set_aside
 from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
-from jaxmnt.checkpoint.source import find
+from jaxmnt.checkpoint.source import FOLDER, RUN_FILE, find
+from jaxmnt.checkpoint.storage import Place, place, publish
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.describe import Change, changes
@@ -22,8 +22,6 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
 from jaxmnt.errors import ConfigError
 from jaxmnt.runtime.lock import RunLock
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,16 @@ class Start:
         return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.manifest.tokens
 
 
+def home(config: Config) -> Place:
+    """Where the run's checkpoints are, its id, and its lock."""
+    assert config.run.dir is not None
+    return place(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir)
+
+
 def open_run(
     config: Config, data: Sources, identity: Identity, lock: RunLock, tell: Callable[[str], None] = lambda line: None
 ) -> Start:
-    """Takes the run directory's lock, finds the checkpoint to go on from, and compares the config with that one's.
+    """Takes the run's lock, finds the checkpoint to go on from, and compares the config with that one's.
 
     Process 0 looks and decides; the others are told. Raises `ConfigError` when another job is in the directory, when
     something has changed that the checkpoint cannot be continued with, or when there is nothing left to do before
@@ -67,12 +71,15 @@ def open_run(
     def decide() -> Start:
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            home(config).mkdir(parents=True, exist_ok=True)
             remark = lock.acquire(tell)
             return _decide(config, data, directory, [remark] if remark else [])
         except OSError as error:
+            key = "checkpoint.dir" if config.checkpoint.dir and directory.is_dir() else "run.dir"
+            where = directory if key == "run.dir" else config.checkpoint.dir
             raise ConfigError(
-                f"run.dir: {directory} cannot be used: {error.strerror or error} ({error.filename}); "
-                "mend its permissions or choose another run.dir"
+                f"{key}: {where} cannot be used: {error.strerror or error} ({error.filename}); "
+                f"mend that, or choose another {key}"
             ) from error
 
     return _decided("start", decide, identity)
@@ -98,7 +105,7 @@ def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources,
 
 def write_config(directory: Path, config: Config) -> None:
     """Writes config.yaml, whole or not at all. By process 0."""
-    _publish(directory / "config.yaml", dump_config(config))
+    publish(directory / "config.yaml", dump_config(config))
 
 
 def read_config(directory: Path) -> Config:
@@ -129,7 +136,7 @@ def _decided(name: str, decide: Callable[[], Start], identity: Identity) -> Star
     if "error" in answer:
         raise ConfigError(answer["error"])
     plain = answer["start"]
-    if plain["checkpoint"] is not None and not Path(plain["checkpoint"]).is_dir():
+    if plain["checkpoint"] is not None and not place(plain["checkpoint"]).is_dir():
         raise ConfigError(
             f"run.dir: process 0 sees {plain['checkpoint']}, {identity.label} does not; "
             "put the run directory on a file system that all hosts share"
@@ -138,13 +145,13 @@ def _decided(name: str, decide: Callable[[], Start], identity: Identity) -> Star
 
 
 def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) -> Start:
-    root = directory / "checkpoints"
-    known = _read_run(directory)
+    root = home(config) / FOLDER
+    known = _read_run(root.parent)
     remarks = remarks + clear_up(root, None if known is None else known["run"])
     checkpoint = newest_whole(root, None if known is None else known["run"])
     if checkpoint is not None:
         start = _resume(config, data, directory, known, checkpoint)
-    elif sorted(root.glob("*.damaged*")):
+    elif root.is_dir() and any(".damaged" in path.name for path in root.iterdir()):
         told = "; ".join(remarks) or "set aside before"
         raise ConfigError(
             f"run.dir: no whole checkpoint is left in {root}, only damaged ones ({told}); "
@@ -153,8 +160,8 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) 
     else:
         start = _begin(config, directory, known)
     if known is None:
-        _publish(
-            directory / RUN_FILE,
+        publish(
+            root.parent / RUN_FILE,
             json.dumps({"run": start.run, "lineage": start.lineage, "time": time.time()}, indent=1) + "\n",
         )
     return replace(start, remarks=remarks + start.remarks)
@@ -164,6 +171,7 @@ def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Sta
     """A run that has no checkpoint of its own yet."""
     run = secrets.token_hex(6) if known is None else known["run"]
     source = config.run.fork_from or config.run.init_from
+    _refuse_to_forget(config, directory)
     if source is None:
         return Start(directory, run, [], None)
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
@@ -178,6 +186,17 @@ def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Sta
     parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
     different = changes(_config_of(checkpoint), config)
     return Start(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
+
+
+def _refuse_to_forget(config: Config, directory: Path) -> None:
+    """Raises `ConfigError` if this run has had its checkpoints elsewhere: it would silently begin anew."""
+    if (directory / "config.yaml").exists():
+        before = read_config(directory).checkpoint.dir
+        if before != config.checkpoint.dir:
+            raise ConfigError(
+                f"checkpoint.dir: the checkpoints of {directory} are in {before or directory}; "
+                "undo the change, move them, or choose another run.dir"
+            )
 
 
 def _resume(
@@ -232,7 +251,7 @@ def _refusal(config: Config, data: Sources, checkpoint: Committed, different: li
     return None
 
 
-def _read_run(directory: Path) -> dict[str, Any] | None:
+def _read_run(directory: Place) -> dict[str, Any] | None:
     """What run.json says; None if there is none, as in a new directory."""
     path = directory / RUN_FILE
     try:
@@ -244,12 +263,6 @@ def _read_run(directory: Path) -> dict[str, Any] | None:
         raise ConfigError(
             f"{path} is damaged ({error}); remove it, and the run is known by its newest checkpoint"
         ) from error
-
-
-def _publish(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _to_plain(start: Start) -> dict[str, Any]:
@@ -269,7 +282,7 @@ def _to_plain(start: Start) -> dict[str, Any]:
 def _from_plain(plain: dict[str, Any]) -> Start:
     checkpoint = None
     if plain["checkpoint"] is not None:
-        checkpoint = Committed(Path(plain["checkpoint"]), from_plain(plain["manifest"]))
+        checkpoint = Committed(place(plain["checkpoint"]), from_plain(plain["manifest"]))
     return Start(
         Path(plain["directory"]),
         plain["run"],

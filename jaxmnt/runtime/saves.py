@@ -10,6 +10,7 @@ from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.retention import Clock, seconds_between_failures
 from jaxmnt.checkpoint.saver import Saved, Saver
+from jaxmnt.checkpoint.source import FOLDER
 from jaxmnt.checkpoint.space import need, shortage
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import share
@@ -18,7 +19,7 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.errors import UserError
 from jaxmnt.program.compiled import Program
 from jaxmnt.program.state import stored_bytes
-from jaxmnt.runtime.rundir import Start, plain_config
+from jaxmnt.runtime.rundir import Start, home, plain_config
 from jaxmnt.telemetry.events import Events, history
 from jaxmnt.telemetry.progress import StatusLine
 
@@ -44,7 +45,7 @@ class Saves:
         self._events = events
         self._status = status
         self._identity = identity
-        self._root = start.directory / "checkpoints"
+        self._root = home(config) / FOLDER
         needed = need(stored_bytes(program.canonical_abstract_state), 3, identity.processes)
         self._needed = needed
         self._saver = Saver(self._root, config.checkpoint, needed, identity)
@@ -80,7 +81,7 @@ class Saves:
         if self._identity.process_id == 0:
             told = shortage(self._root, self._needed) or ""
         if missing := share("room for a checkpoint", told, self._identity):
-            raise UserError(f"checkpoint: there is no room for one: {missing}; make room or choose another run.dir")
+            raise UserError(f"checkpoint: there is no room for one: {missing}; make room or choose another directory")
         if self._identity.process_id == 0:
             present = sum(path.name.isdigit() for path in self._root.iterdir()) if self._root.is_dir() else 0
             more = max(1, self._settings.keep + 1 - present)

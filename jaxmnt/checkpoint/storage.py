@@ -1,0 +1,275 @@
+"""Where checkpoints are: a folder, or an address in Google Cloud Storage with as much of `pathlib` as is used here.
+
+What differs between the two is below as functions. An object appears whole or not at all and can be made only if there
+is none, as a file can; but there are no directories to rename, so a tree is copied and what was copied is deleted.
+Failures come as OSError in words, whichever it is.
+"""
+
+import errno
+import functools
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jaxmnt.errors import ConfigError
+
+SCHEME = "gs://"
+_CONNECTIONS = 10
+
+
+@dataclass(frozen=True, order=True)
+class Address:
+    """gs://BUCKET/PATH: an object, or what begins with it like a directory."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, part: str) -> "Address":
+        return Address(f"{self.url}/{part}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Address":
+        return Address(self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> "Address":
+        return self.parent / name
+
+    def absolute(self) -> "Address":
+        return self
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        with _in_words(self):
+            return bool(self._blob().exists())
+
+    def is_dir(self) -> bool:
+        with _in_words(self):
+            return (
+                next(iter(_client().list_blobs(self._bucket, prefix=f"{self._key}/", max_results=1)), None) is not None
+            )
+
+    def iterdir(self) -> Iterator["Address"]:
+        """What is directly below it, in order."""
+        with _in_words(self):
+            listing = _client().list_blobs(self._bucket, prefix=f"{self._key}/", delimiter="/")
+            objects = [blob.name for blob in listing]
+            found = {key.rstrip("/") for key in [*objects, *listing.prefixes]} - {self._key}
+        return iter(sorted(Address(f"{SCHEME}{self._bucket}/{key}") for key in found))
+
+    def read_bytes(self) -> bytes:
+        with _in_words(self):
+            return bytes(self._blob().download_as_bytes())
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        with _in_words(self):
+            self._blob().upload_from_string(text.encode(encoding), content_type="application/octet-stream")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        try:
+            with _in_words(self):
+                self._blob().delete()
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """There is nothing to make."""
+
+    @property
+    def _bucket(self) -> str:
+        return self.url.removeprefix(SCHEME).partition("/")[0]
+
+    @property
+    def _key(self) -> str:
+        return self.url.removeprefix(SCHEME).partition("/")[2]
+
+    def _blob(self) -> Any:
+        return _client().bucket(self._bucket).blob(self._key)
+
+    def _blobs(self) -> list[Any]:
+        """All objects below it."""
+        return list(_client().list_blobs(self._bucket, prefix=f"{self._key}/"))
+
+
+Place = Path | Address
+
+
+def place(text: str) -> Place:
+    """A folder or gs:// address. Raises `ConfigError` for other addresses, and if the libraries are not installed."""
+    if not text.startswith(SCHEME):
+        if "://" in text:
+            raise ConfigError(f"{text}: checkpoints can be in a folder or at a gs:// address; give one of these")
+        return Path(text)
+    address = Address(text.rstrip("/"))
+    if not address._bucket or not address._key:
+        raise ConfigError(f"{text}: give a path in the bucket, as in gs://BUCKET/runs/a")
+    _client()
+    return address
+
+
+def url(path: Place) -> str:
+    """As TensorStore wants it."""
+    return f"file://{quote(str(path.absolute()))}" if isinstance(path, Path) else f"{SCHEME}{quote(path.url[5:])}"
+
+
+def files(path: Place) -> dict[str, int]:
+    """Bytes of all files below it, by relative name, in order; empty if it is not there."""
+    if isinstance(path, Path):
+        return dict(sorted(_sizes(path)))
+    with _in_words(path):
+        prefix = f"{path._key}/"
+        return {blob.name.removeprefix(prefix): blob.size for blob in path._blobs() if not blob.name.endswith("/")}
+
+
+def read_all(path: Place, names: Iterable[str]) -> dict[str, bytes]:
+    """The contents of small files below it; from an address, many at a time."""
+    if isinstance(path, Path):
+        return {name: (path / name).read_bytes() for name in names}
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        return dict(pool.map(lambda name: (name, (path / name).read_bytes()), names))
+
+
+def _sizes(path: Path) -> Iterator[tuple[str, int]]:
+    for folder, _, names in os.walk(path):
+        for name in names:
+            file = Path(folder, name)
+            with suppress(FileNotFoundError):  # removed just now, as all of the step will be
+                yield str(file.relative_to(path)), file.stat().st_size
+
+
+def publish(path: Place, text: str) -> None:
+    """Writes a file whole or not at all."""
+    if isinstance(path, Address):
+        return path.write_text(text)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def create(path: Place, text: str) -> bool:
+    """Makes a file with this text; False if there is one already."""
+    try:
+        if isinstance(path, Address):
+            with _in_words(path):
+                path._blob().upload_from_string(text.encode(), if_generation_match=0)
+            return True
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return False
+    with os.fdopen(file, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return True
+
+
+def remove_if(path: Place, text: str) -> None:
+    """Removes a file that holds just this text; never one that somebody else has put there meanwhile."""
+    if isinstance(path, Address):
+        with suppress(FileNotFoundError, FileExistsError), _in_words(path):
+            blob = path._blob()
+            blob.reload()
+            if blob.download_as_bytes(if_generation_match=blob.generation).decode() == text:
+                blob.delete(if_generation_match=blob.generation)
+        return
+    aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+        if aside.read_text(encoding="utf-8") != text:
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink()
+
+
+def move(path: Place, target: Place) -> None:
+    """Renames a tree. Cut off half-way, an address has both: the old one whole, or the new one."""
+    if isinstance(path, Path):
+        assert isinstance(target, Path)
+        path.rename(target)
+        return
+    assert isinstance(target, Address)
+    with _in_words(path):
+        blobs = path._blobs()
+        bucket = _client().bucket(target._bucket)
+        for blob in blobs:
+            copy, token = bucket.blob(target._key + blob.name.removeprefix(path._key)), None
+            token, *_ = copy.rewrite(blob)
+            while token is not None:
+                token, *_ = copy.rewrite(blob, token=token)
+        for blob in blobs:
+            blob.delete()
+
+
+def remove(path: Place, first: tuple[str, ...] = ()) -> None:
+    """Removes a tree. Of an address, the objects that are named go `first`: it cannot vanish at once."""
+    if isinstance(path, Path):
+        going = path.with_name(f".{path.name}.removed")
+        path.rename(going)
+        shutil.rmtree(going)
+        return
+    for name in first:
+        (path / name).unlink(missing_ok=True)
+    with _in_words(path):
+        for blob in path._blobs():
+            blob.delete()
+
+
+@functools.lru_cache(maxsize=1)
+def _client() -> Any:
+    try:
+        import fsspec.config
+        import gcsfs  # noqa: F401  # Orbax writes its own files through it
+        from google.cloud import storage
+    except ImportError as error:
+        raise ConfigError(f"gs:// needs {error.name}, which is not installed; pip install 'jaxmnt[gs]'") from error
+    # It would not see what other processes, or TensorStore in this one, have written since.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    with _in_words("gs://"):
+        return storage.Client(project=None)
+
+
+@contextmanager
+def _in_words(where: object) -> Iterator[None]:
+    from google.api_core import exceptions as api
+    from google.auth.exceptions import GoogleAuthError
+    from requests.exceptions import RequestException
+
+    try:
+        yield
+    except api.NotFound as error:
+        missing = "there is no such bucket" if "bucket" in str(error).lower() else "there is no such object"
+        raise FileNotFoundError(errno.ENOENT, missing, str(where)) from error
+    except api.PreconditionFailed as error:
+        raise FileExistsError(errno.EEXIST, "somebody else wrote it", str(where)) from error
+    except (api.Forbidden, api.Unauthorized, GoogleAuthError) as error:
+        raise PermissionError(
+            errno.EACCES, f"Google Cloud Storage refuses access: {_first_line(error)}", str(where)
+        ) from error
+    except (api.GoogleAPIError, RequestException) as error:
+        raise OSError(
+            errno.EIO, f"Google Cloud Storage does not answer as it should: {_first_line(error)}", str(where)
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]

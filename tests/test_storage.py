@@ -1,0 +1,198 @@
+"""Where checkpoints are: the same in a folder and in Google Cloud Storage, and errors that say which of it is wrong."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+from conftest import command, events, launch, losses
+from gcs_server import TOKEN, Faults, Server
+
+from jaxmnt.checkpoint import commit, storage
+from jaxmnt.checkpoint.__main__ import main as checkpoint_command
+from jaxmnt.checkpoint.manifest import FILE
+from jaxmnt.checkpoint.storage import place
+from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.runtime import lock
+from jaxmnt.train import train
+
+
+@pytest.fixture(scope="session")
+def cloud():
+    """A server in place of Google's, for this process and those that it starts."""
+    with Server("bucket") as server:
+        os.environ.update(server.environment)
+        yield server.cloud
+
+
+@pytest.fixture
+def address(cloud, tmp_path):
+    """A place in the bucket that no other test uses. Nothing goes wrong there unless the test says so."""
+    cloud.faults = Faults()
+    yield f"gs://bucket/{tmp_path.name}/run"
+    cloud.faults = Faults()
+
+
+@pytest.fixture(params=["folder", "address"])
+def somewhere(request, tmp_path):
+    if request.param == "folder":
+        (tmp_path / "run").mkdir()
+        return tmp_path / "run"
+    return place(request.getfixturevalue("address"))
+
+
+def test_files_are_whole_listed_moved_and_removed(somewhere):
+    tree = somewhere / "7"
+    (tree / "d").mkdir(parents=True)
+    storage.publish(tree / "a.json", "{}")
+    storage.publish(tree / "a.json", '{"b": 1}')
+    storage.publish(tree / "d" / "x", "äö")
+    assert storage.files(tree) == {"a.json": 8, "d/x": 4}
+    assert storage.read_all(tree, ["a.json", "d/x"]) == {"a.json": b'{"b": 1}', "d/x": "äö".encode()}
+    assert [path.name for path in somewhere.iterdir()] == ["7"]
+    assert tree.is_dir() and (tree / "d" / "x").is_file() and not (tree / "b").exists()
+    storage.move(tree, somewhere / "8")
+    assert storage.files(tree) == {} and set(storage.files(somewhere / "8")) == {"a.json", "d/x"}
+    storage.remove(somewhere / "8", first=("a.json",))
+    assert list(somewhere.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        (tree / "a.json").read_text()
+
+
+def test_only_one_can_make_a_file_and_nobody_removes_anothers(somewhere):
+    path = somewhere / "lock"
+    assert storage.create(path, "mine") and not storage.create(path, "yours")
+    storage.remove_if(path, "yours")
+    assert path.read_text() == "mine"
+    storage.remove_if(path, "mine")
+    assert not path.exists()
+    storage.remove_if(path, "mine")
+
+
+def test_a_removal_that_was_cut_off_is_finished(address):
+    path = place(address) / "checkpoints" / "5"
+    for name in ("params/d/x", commit.ORBAX_MARKER, FILE):
+        storage.publish(path / name, "x")
+    blobs = type(path)._blobs
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(path), "_blobs", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        storage.remove(path, first=(FILE, commit.ORBAX_MARKER))
+    assert [blob.name.rpartition("/")[2] for blob in blobs(path)] == ["x"]
+    assert commit.clear_up(path.parent, None) == [f"removed {path}, a save that was cut off"]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/a", "gs://bucket", "gs://", "https://x.org/a"])
+def test_other_addresses_are_refused(text, cloud):
+    with pytest.raises(ConfigError, match="gs://"):
+        place(text)
+
+
+def test_a_run_directory_is_no_address(tiny):
+    with pytest.raises(ConfigError, match=r"run\.dir: gs://bucket/a is no folder.*checkpoint\.dir"):
+        tiny("run.dir=gs://bucket/a")
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_run, capsys):
+    """Stopped, its directory lost with its machine, and resumed on another: as if nothing had been."""
+    there = (f"checkpoint.dir={address}", "checkpoint.keep=2")
+    assert train(tiny(*there, "train.stop_after=12", f"run.dir={tmp_path / 'first'}"), devices=one_device()) == 75
+    config = tiny(*there, f"run.dir={tmp_path / 'second'}")
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    assert losses(tmp_path / "first") + losses(tmp_path / "second") == losses(whole_run.run.dir)
+    root = place(address) / "checkpoints"
+    found, expected = commit.newest_whole(root), commit.newest_whole(Path(whole_run.run.dir) / "checkpoints")
+    assert {name: array.content for name, array in found.manifest.arrays.items()} == {
+        name: array.content for name, array in expected.manifest.arrays.items()
+    }
+    assert [step for step, _ in commit.step_directories(root)] == [15, 20], "the older ones are removed"
+    assert not (tmp_path / "second" / "checkpoints").exists()
+
+    capsys.readouterr()
+    for run in (address, str(tmp_path / "second")):  # by the address, or by what the run directory says of it
+        assert checkpoint_command(["verify", run]) == ExitCode.FINISHED
+        assert capsys.readouterr().out.count("whole, ") == 2
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: the checkpoints of .*second are in gs://bucket/"):
+        train(tiny(f"run.dir={tmp_path / 'second'}"), devices=one_device())
+
+
+def test_damage_in_a_bucket_is_set_aside(tiny, cloud, address, capsys):
+    there = f"checkpoint.dir={address}"
+    assert train(tiny(there, "train.stop_after=15"), devices=one_device()) == 75
+    bucket, root = cloud.buckets["bucket"], f"{address.removeprefix('gs://bucket/')}/checkpoints"
+    data = max(
+        (name for name in bucket if name.startswith(f"{root}/15/params")), key=lambda name: len(bucket[name].data)
+    )
+    raw = bytearray(bucket[data].data)
+    raw[len(raw) // 3] ^= 1
+    bucket[data].data = bytes(raw)
+    for name in [name for name in bucket if name.startswith(f"{root}/10/")][:2]:
+        bucket[name.replace("/10/", "/17/")] = bucket[name]  # the beginning of a save that was cut off
+    capsys.readouterr()
+    assert train(tiny(there), devices=one_device()) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert f"removed {address}/checkpoints/17, a save that was cut off" in shown
+    assert "checkpoint 15 is not used" in shown or "WARNING checkpoint 15 is damaged" in shown
+    assert f"{root}/15.damaged/{FILE}" in bucket
+    assert [found.step for found in commit.whole(place(f"{address}/checkpoints"))] == [10, 15, 20]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "faults", "why"),
+    [
+        ("nowhere", Faults(), "there is no such bucket"),
+        ("bucket", Faults(tokens=frozenset({"somebody's"})), "refuses access: .*credentials"),
+        ("bucket", Faults(read_only=True), "refuses access: .*does not have storage.objects.create access"),
+    ],
+    ids=["bucket missing", "wrong credentials", "read-only"],
+)
+def test_what_is_wrong_with_a_bucket_is_said_at_the_start(tiny, cloud, address, bucket, faults, why):
+    cloud.faults = faults
+    there = address.replace("gs://bucket/", f"gs://{bucket}/")
+    with pytest.raises(ConfigError, match=rf"checkpoint\.dir: {there} cannot be used: .*{why}"):
+        train(tiny(f"checkpoint.dir={there}"), devices=one_device())
+    if bucket == "nowhere":
+        with pytest.raises(UserError, match=why):
+            checkpoint_command(["list", there])
+
+
+@pytest.mark.parametrize("where", ["/checkpoints/", "/ocdbt.process_0/"], ids=["Orbax", "TensorStore"])
+def test_a_bucket_that_fails_later_fails_a_save(tiny, cloud, address, capsys, monkeypatch, where):
+    """Writing is refused from the second save on: the first stays, and the run ends in words."""
+    original = commit.commit
+
+    def then_refuse(path, manifest):
+        original(path, manifest)
+        cloud.faults.status_of_writes, cloud.faults.where = 403, where
+
+    monkeypatch.setattr("jaxmnt.checkpoint.saver.commit", then_refuse)
+    with pytest.raises(UserError, match=r"2 saves in a row failed in gs://bucket/.*: .*as the test wants"):
+        train(tiny(f"checkpoint.dir={address}", "checkpoint.max_failed_saves=2"), devices=one_device())
+    assert "WARNING checkpoint 10 could not be saved: " in capsys.readouterr().out
+    assert [found.step for found in commit.whole(place(f"{address}/checkpoints"))] == [5]
+
+
+def test_two_jobs_and_one_address(tiny, address, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "_LEAVING_SECONDS", 0.5)
+    with lock.RunLock(place(address)) as ours:
+        assert ours.acquire() is None
+        with pytest.raises(ConfigError, match="in use by another job"):
+            train(tiny(f"checkpoint.dir={address}"), devices=one_device())
+    assert not (place(address) / "lock.json").exists(), "it was given back"
+
+
+def test_processes_save_in_a_bucket_together(tiny_file, tmp_path, address, cloud):
+    there = f"checkpoint.dir={address}"
+    result = launch(tiny_file, there, "mesh.fsdp=2", "train.stop_after=10", processes=2, devices=1)
+    assert result.returncode == ExitCode.STOPPED, result.stderr
+    assert [event["step"] for event in events(tmp_path / "run", "checkpoint_commit")] == [5, 10]
+    result = command("jaxmnt.train", "--config", str(tiny_file), there)
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "run")[10:] and command("jaxmnt.checkpoint", "verify", address).returncode == 0
+    cloud.faults.tokens = frozenset({TOKEN})  # TensorStore may, the others not
+    assert "refuses access" in command("jaxmnt.checkpoint", "verify", address).stderr
