@@ -1,0 +1,143 @@
+"""A run from its config to its end: everything is made, then the steps, then the last checkpoint."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.runtime import barrier, hosts
+from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.feed import Feed, Wishes
+from jaxmnt.program.compiled import Program, compile_program
+from jaxmnt.runtime import announce
+from jaxmnt.runtime.compile_cache import use_compile_cache
+from jaxmnt.runtime.evaluate import Evaluator
+from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
+from jaxmnt.runtime.lock import RunLock
+from jaxmnt.runtime.resume import starting_state
+from jaxmnt.runtime.rundir import Start, open_run, write_config
+from jaxmnt.runtime.saves import Saves
+from jaxmnt.runtime.stop import StopRequest
+from jaxmnt.telemetry.events import Events, peak_host_bytes
+from jaxmnt.telemetry.metrics import TrainLog
+from jaxmnt.telemetry.progress import StatusLine
+
+
+@dataclass
+class Training:
+    """What a run under way consists of, and how far it is."""
+
+    config: Config
+    identity: Identity
+    start: Start
+    program: Program
+    state: Any
+    feed: Feed
+    wishes: Wishes
+    evaluator: Evaluator
+    saves: Saves
+    log: TrainLog
+    events: Events
+    status: StatusLine
+    step: int
+    """Steps that are done."""
+    loss: float | None = None
+    """Held out, after the last step if that was evaluated."""
+    preempted: bool = False
+
+
+def prepare(
+    config: Config,
+    identity: Identity,
+    devices: Sequence[jax.Device] | None,
+    lock: RunLock,
+    status: StatusLine,
+) -> Training | None:
+    """Everything that a run needs, up to the first batch; None if it has finished already."""
+    data = ready_data(config, identity, status)
+    config = fit_to_data(config, data)
+    training = TrainingData(config, data)
+    start = open_run(config, data, identity, lock, status.line)
+    announce.run(status, start, identity)
+    announce.data(status, config, data, training)
+    if start.step == config.train.steps:
+        announce.already_finished(status, config, start)
+        return None
+    use_compile_cache(config.run.compile_cache)
+    names = hosts(identity)
+    program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
+    announce.program(status, program)
+    events = Events(start.directory, identity.process_id)
+    events.write("start", run=start.run, step=start.step, jax=version("jax"), devices=program.placement.mesh.size)
+    events.write("compile", seconds=program.compile_seconds)
+    start, state = starting_state(config, data, program, start, identity, events, status)
+    if identity.process_id == 0:
+        write_config(start.directory, config)
+        for change in start.changes:
+            events.write("config_change", **change._asdict())
+    saves = Saves(config, start, program, data, identity, events, status)
+    saves.check_room()
+    saves.prepare(state)
+    log = announce.train_log(config, program, start, training, status, writer=identity.process_id == 0)
+    feed = training_feed(config, training, program, start.step)
+    events.write("data", digest=data.digest, **announce.input_memory(status, config, training, feed.local_rows))
+    evaluator, wishes = Evaluator(program, data), Wishes(program.wishes_sharding)
+    return Training(
+        config, identity, start, program, state, feed, wishes, evaluator, saves, log, events, status, start.step
+    )
+
+
+def run_steps(run: Training, stop: StopRequest, lock: RunLock) -> None:
+    """Steps, evaluations and saves until the last step, or until somebody wants the run to stop."""
+    settings, log, saves = run.config.train, run.log, run.saves
+    last = min(settings.stop_after or settings.steps, settings.steps)
+    run.feed.stage()
+    log.restart_clock()
+    while run.step < last and not run.preempted:
+        batch, digest = run.feed.take()
+        wished = run.wishes.array(stop=stop.wanted, save=saves.wished())
+        run.state, metrics = run.program.step(run.state, batch | {"wishes": wished})
+        run.step, run.loss = run.step + 1, None
+        if run.step < last:
+            run.feed.stage()  # reads and copies the next batch while the devices are busy
+        log.push(run.step, metrics, run.feed.wait_seconds, digest)  # reads the metrics of the step before
+        run.preempted = log.stop_seen  # on all processes after the same step: wishes are part of the metrics
+        if _due(run.step, settings.eval_every) or run.step == settings.steps:
+            run.loss = _evaluate(run)
+        if saves.due(run.step, log.save_seen) or run.step == last or run.preempted:
+            log.flush()
+            log.pause(saves.save(run.step, run.state, log.tokens, run.loss))
+        saves.poll()
+        lock.check()
+    log.close()
+
+
+def conclude(run: Training, started: float) -> bool:
+    """Returns, when the last checkpoint is committed and all processes know, whether the run has finished."""
+    run.saves.finish(run.step, run.state, run.log.tokens, run.loss)
+    barrier("the last checkpoint is committed", run.identity)
+    finished = run.step == run.config.train.steps
+    if run.preempted:
+        run.events.write("preempted", step=run.step)
+    run.events.write("end", step=run.step, finished=finished, peak_host_bytes=peak_host_bytes())
+    announce.end(run.status, run.config, run.start, run.log, run.saves, run.step, time.perf_counter() - started)
+    return finished
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate(run: Training) -> float | None:
+    """The mean held-out loss, if anything is held out."""
+    run.log.flush()
+    started = time.perf_counter()
+    results = run.evaluator(run.state["params"])
+    seconds = time.perf_counter() - started
+    run.log.pause(seconds)
+    return run.log.write_eval(run.step, results, seconds) if results else None
