@@ -620,6 +620,20 @@ def test_saves_by_the_clock(tiny):
     assert len(commits) == 2 and commits[0]["next_seconds"] >= 60, "one that tells the cost, and the last"
 
 
+def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, monkeypatch):
+    """Each look at the time of day is an hour before the last."""
+    hours = itertools.count()
+    monkeypatch.setattr(time, "time", lambda: 1.8e9 - 3600 * next(hours))
+    config = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0001", "checkpoint.keep=20")
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+    saved = commit.whole(Path(config.run.dir) / "checkpoints")
+    assert len(saved) >= 3 and saved[-1].step == 20, "the clock that says when is another one"
+    times = [found.manifest.time for found in saved]
+    assert times == sorted(times, reverse=True)
+    assert contents(Path(config.run.dir)) == contents(finished)
+    assert train(config, devices=one_device()) == ExitCode.FINISHED
+
+
 def test_the_best_and_every_nth_are_kept(tiny):
     config = tiny(
         "train.eval_every=2", "checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.keep_every_steps=8",
@@ -747,3 +761,68 @@ def test_the_command_needs_no_jax(finished):
     result = subprocess.run([sys.executable, "-c", code, str(finished)], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert command("jaxmnt.checkpoint", "--help").returncode == 0
+
+
+# -- real file systems that refuse, where a private mount is permitted
+
+
+def in_namespace(script: str, *options: str) -> subprocess.CompletedProcess:
+    """Runs a shell script in a user namespace of its own, where nothing that it mounts is seen by others."""
+    return subprocess.run(
+        ["unshare", "--user", *options, "sh", "-c", script],
+        capture_output=True, text=True, timeout=240, check=False,
+        env=dict(os.environ, JAX_NUM_CPU_DEVICES="1", PYTHON=sys.executable),
+    )  # fmt: skip
+
+
+def may_mount() -> bool:
+    options = ("--map-root-user", "--mount")
+    return bool(shutil.which("unshare")) and in_namespace("mount -t tmpfs none /mnt", *options).returncode == 0
+
+
+if may_mount():
+
+    @pytest.mark.slow
+    def test_a_disk_that_fills_up_while_saving(tiny_file, tmp_path):
+        """A real one, of 4 MiB, without the look at free space beforehand; then with it; then with more room."""
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        blindly = (
+            "import sys, jaxmnt.checkpoint.saver as saver, jaxmnt.train as train; "
+            "from jaxmnt.errors import run_command; "
+            "saver.shortage = lambda *_: None; run_command(train.main)"
+        )
+        arguments = f"--config {tiny_file} run.dir={disk}/run checkpoint.keep=2 checkpoint.max_failed_saves=2"
+        result = in_namespace(
+            f"mount -t tmpfs -o size=4m none {disk} || exit 99\n"
+            f'"$PYTHON" -c "{blindly}" {arguments}; echo blind $?\n'
+            f'"$PYTHON" -m jaxmnt.checkpoint verify {disk}/run; echo verify $?\n'
+            f'"$PYTHON" -m jaxmnt.train {arguments}; echo looking $?\n'
+            f"mount -o remount,size=40m {disk}\n"
+            f'"$PYTHON" -m jaxmnt.train {arguments}; echo more room $?\n'
+            f"cp -r {disk}/run {tmp_path}/kept\n"
+            f'"$PYTHON" -m jaxmnt.train --config {tiny_file} run.dir={tmp_path}/undisturbed\n',
+            "--map-root-user",
+            "--mount",
+        )
+        assert "WARNING checkpoint 15 could not be saved: No space left on device" in result.stdout, result
+        assert "2 saves in a row failed" in result.stderr and "No space left on device" in result.stderr
+        assert "blind 1" in result.stdout and result.stdout.count(": whole, ") == 2 and "verify 0" in result.stdout
+        assert "looking 1" in result.stdout and "GiB are free in" in result.stderr
+        assert "more room 0" in result.stdout
+        assert contents(tmp_path / "kept") == contents(tmp_path / "undisturbed")
+        assert "Traceback" not in result.stderr
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", ["read-only", "permission denied"])
+    def test_a_directory_that_may_not_be_written(tiny_file, tmp_path, kind):
+        (tmp_path / "closed").mkdir()
+        run = f'"$PYTHON" -m jaxmnt.train --config {tiny_file} run.dir={tmp_path}/closed/run'
+        if kind == "read-only":
+            mount = f"mount -t tmpfs -o ro none {tmp_path}/closed || exit 99\n"
+            result, why = in_namespace(mount + run, "--map-root-user", "--mount"), "Read-only file system"
+        else:
+            (tmp_path / "closed").chmod(0o555)  # without --map-root-user its owner has no more rights than these
+            result, why = in_namespace(run), "Permission denied"
+        assert result.returncode == ExitCode.CONFIG, result
+        assert "run.dir: " in result.stderr and why in result.stderr and "Traceback" not in result.stderr

@@ -98,7 +98,6 @@ class Saver:
             self._saved = Saved(step, refusal, None, blocked, 0)
             return blocked
         arrays = named(state)
-        digests = start_digests(arrays)
         round = Round("a save", self._identity, _SECONDS)
         response: Any = None
         try:
@@ -106,6 +105,7 @@ class Saver:
                 response = ocp.save_checkpointables_async(str(self._root / str(step)), nested(arrays))
         except Exception as error:
             round.fail(_in_words(error))
+        digests = start_digests(arrays)  # after Orbax: on CPU it would compete with it for the cores
         blocked = time.perf_counter() - started
         shapes = {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
 
