@@ -63,3 +63,16 @@ install_jaxmnt() {
     "$1/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".$2" |
         "$1/bin/python" scripts/pip_progress.py || fail "the installation failed; the lines above say why"
 }
+
+# run_tests PYTHON MARKS [ARGUMENT …]: most tests side by side, as they compute on one core each, then those that start
+# several processes, one after the other. With arguments all of them one after the other.
+run_tests() {
+    local python=$1 marks=$2
+    shift 2
+    if [ $# -gt 0 ]; then
+        "$python" -m pytest -m "$marks" "$@"
+        return
+    fi
+    "$python" -m pytest -m "$marks and not alone" --numprocesses auto --maxprocesses 4 --dist worksteal
+    "$python" -m pytest -m "$marks and alone"
+}

@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    # Most of the time goes into compiling programs that run for milliseconds: LLVM need not optimise them.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import atexit
 import json

@@ -40,6 +40,7 @@ def shell(folder: Path, commands: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.alone
 def test_commands_of_all_pages(checkout):
     """Every shell block that is not marked, in the order in which a reader meets them."""
     ran = 0
@@ -78,6 +79,7 @@ def test_configs_load_and_are_short(path):
     assert len(path.read_text().splitlines()) < 40
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_quickstart_from_nothing(checkout, tmp_path):
     """The README's first command in a fresh copy with an empty environment, stopped half-way and gone on with."""

@@ -77,7 +77,8 @@ def digests(run: Path) -> list[str]:
 # -- the same batches on any number of processes
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.alone
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_read_the_same_batches(mixture, tmp_path, reference, processes):
     config = mixture(tmp_path)
     result = launch(config, f"data.read_threads={processes - 1}", processes=processes, devices=4 // processes)
@@ -90,6 +91,7 @@ def test_processes_read_the_same_batches(mixture, tmp_path, reference, processes
         assert ours[name]["loss"] == pytest.approx(theirs[name]["loss"], rel=1e-5)
 
 
+@pytest.mark.alone
 def test_four_processes_stop_and_two_go_on(mixture, tmp_path, reference):
     config = mixture(tmp_path)
     stopped = launch(config, "train.stop_after=5", processes=4, devices=1)
@@ -263,6 +265,7 @@ def test_a_stage_dir_that_cannot_be_written_is_named(tiny, tmp_path):
         train(tiny(f"data.stage_dir={tmp_path / 'file'}"), devices=jax.devices()[:1])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("damage", "process"), [("missing", 1), ("missing", 0), ("boundaries", 1), ("flipped", 1), ("flipped", 0)]
 )

@@ -25,6 +25,8 @@ from jaxmnt.config.schema import Cluster
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.launch import local
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, prepared):
