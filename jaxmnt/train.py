@@ -6,6 +6,7 @@ Trains a language model, from the start or from where it stopped. One such proce
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from jaxmnt.cluster.environment import Identity, identify
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
 def train(config: Config, identity: Identity | None = None, devices: "Sequence[jax.Device] | None" = None) -> int:
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
     from jaxmnt.runtime.lock import RunLock
-    from jaxmnt.runtime.rundir import home
+    from jaxmnt.runtime.rundir import places
     from jaxmnt.runtime.stop import stop_request
     from jaxmnt.runtime.training import conclude, prepare, run_steps
     from jaxmnt.telemetry.progress import status_line
@@ -48,12 +49,13 @@ def train(config: Config, identity: Identity | None = None, devices: "Sequence[j
     with (
         stop_request() as stop,
         status_line(quiet=identity.process_id != 0) as status,
-        RunLock(home(config)) as lock,
+        ExitStack() as held,
     ):
-        run = prepare(config, identity, devices, lock, status)
+        locks = [held.enter_context(RunLock(where)) for where in places(config)]
+        run = prepare(config, identity, devices, locks, status)
         if run is None:
             return ExitCode.FINISHED
-        run_steps(run, stop, lock)
+        run_steps(run, stop, locks)
         return ExitCode.FINISHED if conclude(run, started) else ExitCode.STOPPED
 
 

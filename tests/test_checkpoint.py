@@ -334,7 +334,7 @@ def test_what_is_not_whole_has_a_reason(saved, tmp_path):
     assert commit.why_not_whole(root / "4") == "it has no commit marker commit_success.txt"
     assert [found.step for found in commit.whole(root)] == [2]
     lines = commit.clear_up(root, "run")
-    assert len(lines) == 2 and sorted(path.name for path in root.iterdir()) == ["2", "3.damaged", "4.uncommitted"]
+    assert len(lines) == 2 and sorted(path.name for path in root.iterdir()) == ["2", "3.damaged", "4.damaged"]
 
 
 def test_damage_is_found(tmp_path):
@@ -523,14 +523,18 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_taken_for_damage(tiny, finis
     assert [found.step for found in commit.whole(Path(config.run.dir) / "checkpoints")] == [10, 15]
 
 
-def test_of_saves_that_were_cut_off_one_is_kept(tiny, finished, capsys):
-    """Killed again and again between Orbax's end and the commit, a run does not fill the disk."""
+def test_what_was_cut_off_is_removed_and_what_was_lost_is_kept(tiny, finished):
+    """Killed between Orbax's end and the commit a run does not fill the disk; a lost manifest costs no checkpoint."""
     root = Path(tiny().run.dir) / "checkpoints"
     shutil.copytree(finished, root.parent)
-    for step in (15, 20):
+    for step in (10, 15, 20):
         (root / str(step) / manifest.FILE).unlink()
-        assert f"checkpoint {step} is not used: it has no commit marker" in " ".join(commit.clear_up(root, None))
-    assert sorted(path.name for path in root.iterdir()) == ["10", "20.uncommitted"]
+    (root / "15.unfinished").write_text("being written\n")
+    (root / "12.unfinished").write_text("being removed\n")
+    lines = commit.clear_up(root, None)
+    assert lines[0] == f"removed {root / '15'}, which was cut off while it was being written"
+    assert ["it has no commit marker" in line and "kept as" in line for line in lines[1:]] == [True, True]
+    assert sorted(path.name for path in root.iterdir()) == ["10.damaged", "20.damaged"]
 
 
 @pytest.fixture

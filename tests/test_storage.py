@@ -1,6 +1,7 @@
 """Where checkpoints are: the same in a folder and in Google Cloud Storage, and errors that say which of it is wrong."""
 
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -8,12 +9,13 @@ import pytest
 from conftest import command, events, launch, losses
 from gcs_server import TOKEN, Faults, Server
 
-from jaxmnt.checkpoint import commit, storage
+from jaxmnt import storage
+from jaxmnt.checkpoint import commit
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
-from jaxmnt.checkpoint.manifest import FILE
-from jaxmnt.checkpoint.storage import place
+from jaxmnt.checkpoint.manifest import FILE, Manifest
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.runtime import lock
+from jaxmnt.storage import place
 from jaxmnt.train import train
 
 
@@ -41,6 +43,10 @@ def somewhere(request, tmp_path):
     return place(request.getfixturevalue("address"))
 
 
+def whole_manifest() -> Manifest:
+    return Manifest("run", 5, {}, {}, 0, {}, None, [])
+
+
 def test_files_are_whole_listed_moved_and_removed(somewhere):
     tree = somewhere / "7"
     (tree / "d").mkdir(parents=True)
@@ -53,7 +59,8 @@ def test_files_are_whole_listed_moved_and_removed(somewhere):
     assert tree.is_dir() and (tree / "d" / "x").is_file() and not (tree / "b").exists()
     storage.move(tree, somewhere / "8")
     assert storage.files(tree) == {} and set(storage.files(somewhere / "8")) == {"a.json", "d/x"}
-    storage.remove(somewhere / "8", first=("a.json",))
+    storage.remove(somewhere / "8")
+    storage.remove(somewhere / "8")
     assert list(somewhere.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         (tree / "a.json").read_text()
@@ -62,30 +69,45 @@ def test_files_are_whole_listed_moved_and_removed(somewhere):
 def test_only_one_can_make_a_file_and_nobody_removes_anothers(somewhere):
     path = somewhere / "lock"
     assert storage.create(path, "mine") and not storage.create(path, "yours")
-    storage.remove_if(path, "yours")
-    assert path.read_text() == "mine"
-    storage.remove_if(path, "mine")
-    assert not path.exists()
-    storage.remove_if(path, "mine")
+    assert not storage.remove_if(path, "yours") and path.read_text() == "mine"
+    assert storage.remove_if(path, "mine") and not path.exists()
+    assert not storage.remove_if(path, "mine")
 
 
 def test_a_removal_that_was_cut_off_is_finished(address):
     path = place(address) / "checkpoints" / "5"
     for name in ("params/d/x", commit.ORBAX_MARKER, FILE):
         storage.publish(path / name, "x")
-    blobs = type(path)._blobs
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(path), "_blobs", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-        storage.remove(path, first=(FILE, commit.ORBAX_MARKER))
-    assert [blob.name.rpartition("/")[2] for blob in blobs(path)] == ["x"]
-    assert commit.clear_up(path.parent, None) == [f"removed {path}, a save that was cut off"]
-    assert not path.exists()
+        patch.setattr(storage, "remove", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        commit.prune([commit.Committed(path, whole_manifest())], set())
+    assert set(storage.files(path)) == {"params/d/x", commit.ORBAX_MARKER}
+    assert commit.clear_up(path.parent, None) == [f"removed {path}, which was cut off while it was being removed"]
+    assert list(path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/a", "gs://bucket", "gs://", "https://x.org/a"])
-def test_other_addresses_are_refused(text, cloud):
+def test_other_addresses_are_refused(text, tiny):
     with pytest.raises(ConfigError, match="gs://"):
         place(text)
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*; give one"):
+        tiny(f"checkpoint.dir={text}")
+
+
+def test_no_credentials_are_said_in_words(tiny, address, monkeypatch):
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.cloud import storage as google
+
+    def refuse(**_):
+        raise DefaultCredentialsError("Your default credentials were not found.")
+
+    monkeypatch.setattr(google, "Client", refuse)
+    storage._client.cache_clear()
+    try:
+        with pytest.raises(UserError, match="gs://: Google Cloud Storage refuses access: Your default credentials"):
+            train(tiny(f"checkpoint.dir={address}"), devices=one_device())
+    finally:
+        storage._client.cache_clear()
 
 
 def test_a_run_directory_is_no_address(tiny):
@@ -118,6 +140,8 @@ def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_r
         assert capsys.readouterr().out.count("whole, ") == 2
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: the checkpoints of .*second are in gs://bucket/"):
         train(tiny(f"run.dir={tmp_path / 'second'}"), devices=one_device())
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*whole.* is of run .*, gs://bucket/.* is of run "):
+        train(tiny(there[0], f"run.dir={shutil.copytree(whole_run.run.dir, tmp_path / 'whole')}"), devices=one_device())
 
 
 def test_damage_in_a_bucket_is_set_aside(tiny, cloud, address, capsys):
@@ -132,10 +156,11 @@ def test_damage_in_a_bucket_is_set_aside(tiny, cloud, address, capsys):
     bucket[data].data = bytes(raw)
     for name in [name for name in bucket if name.startswith(f"{root}/10/")][:2]:
         bucket[name.replace("/10/", "/17/")] = bucket[name]  # the beginning of a save that was cut off
+    storage.publish(place(f"{address}/checkpoints/17.unfinished"), "being written\n")
     capsys.readouterr()
     assert train(tiny(there), devices=one_device()) == ExitCode.FINISHED
     shown = capsys.readouterr().out
-    assert f"removed {address}/checkpoints/17, a save that was cut off" in shown
+    assert f"removed {address}/checkpoints/17, which was cut off while it was being written" in shown
     assert "checkpoint 15 is not used" in shown or "WARNING checkpoint 15 is damaged" in shown
     assert f"{root}/15.damaged/{FILE}" in bucket
     assert [found.step for found in commit.whole(place(f"{address}/checkpoints"))] == [10, 15, 20]
@@ -179,11 +204,14 @@ def test_a_bucket_that_fails_later_fails_a_save(tiny, cloud, address, capsys, mo
 def test_two_jobs_and_one_address(tiny, address, monkeypatch):
     monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lock, "_LEAVING_SECONDS", 0.5)
-    with lock.RunLock(place(address)) as ours:
-        assert ours.acquire() is None
-        with pytest.raises(ConfigError, match="in use by another job"):
-            train(tiny(f"checkpoint.dir={address}"), devices=one_device())
-    assert not (place(address) / "lock.json").exists(), "it was given back"
+    config = tiny(f"checkpoint.dir={address}")
+    Path(config.run.dir).mkdir()
+    for where in (Path(config.run.dir), place(address)):
+        with lock.RunLock(where) as ours:
+            assert ours.acquire() is None
+            with pytest.raises(ConfigError, match=f"{where} is in use by another job"):
+                train(config, devices=one_device())
+        assert not (where / "lock.json").exists(), "it was given back"
 
 
 @pytest.mark.alone

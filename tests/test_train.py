@@ -119,10 +119,15 @@ def test_a_checkpoint_that_is_not_committed_is_never_read(tiny, whole_run, capsy
         data_file.unlink()
     else:
         newest.rename(newest.with_name("20.orbax-checkpoint-tmp"))
-        shutil.copytree(newest.with_name("15"), newest.with_name(".5.removed"))
+        shutil.copytree(newest.with_name("15"), newest.with_name("5"))
+        (newest.with_name("5") / "jaxmnt.json").unlink()
+        newest.with_name("5.unfinished").write_text("being removed\n")
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     shown = capsys.readouterr().out
-    assert not list((Path(config.run.dir) / "checkpoints").glob(".*"))
+    assert not list((Path(config.run.dir) / "checkpoints").glob("*.unfinished"))
+    assert (f"removed {newest.with_name('5')}, which was cut off while it was being removed" in shown) == (
+        damage == "unfinished"
+    )
     assert "resuming after step 15" in shown
     assert ("checkpoint 20 is not used" in shown) == (damage != "unfinished")
     assert ("20.orbax-checkpoint-tmp" in shown) == (damage == "unfinished")
@@ -135,6 +140,7 @@ def test_saves_cut_off_before_the_first_commit_are_no_reason_not_to_start(tiny, 
     shutil.copytree(whole_run.run.dir, config.run.dir)
     for _, path in step_directories(Path(config.run.dir) / "checkpoints"):
         (path / "jaxmnt.json").unlink()
+        path.with_name(f"{path.name}.unfinished").write_text("being written\n")
     train(config, devices=one_device())
     assert "from the start" in capsys.readouterr().out
     assert losses(config.run.dir) == losses(whole_run.run.dir)

@@ -21,6 +21,8 @@ def main(arguments: list[str]) -> int:
     try:
         return command(options)
     except OSError as error:
+        if error.filename is None or isinstance(error, UserError):
+            raise
         raise UserError(f"{error.filename}: {error.strerror}; mend the access and try again") from error
 
 

@@ -2,7 +2,10 @@
 
 Orbax publishes a step by renaming its directory, and its reader trusts the name alone. A step counts here when Orbax's
 marker and our sealed manifest are in it, and every file is there in its full size, small ones (all that describes the
-arrays) with their SHA-256. That the arrays are what they were, their digests say: `verify.py`, `restore.py`.
+arrays) with their SHA-256. That the arrays are what they were, their digests say: `inspection.py`, `restore.py`.
+
+While a step is being written or removed a note lies beside it, N.unfinished. So what was cut off is told from what was
+lost: the former is removed at the next occasion, the latter set aside.
 """
 
 import hashlib
@@ -11,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxmnt import storage
 from jaxmnt.checkpoint import manifest as manifests
-from jaxmnt.checkpoint import storage
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
-from jaxmnt.checkpoint.storage import Place
+from jaxmnt.storage import Place
 
 ORBAX_MARKER = "commit_success.txt"
+NOTE = ".unfinished"
 SMALL_BYTES = 1 << 20
 """Files up to this size are compared byte for byte, by digest; only array data is larger."""
 
@@ -36,6 +40,7 @@ class Committed:
 def commit(path: Place, manifest: Manifest) -> None:
     """Commits a step directory that Orbax has finished: lists its files and publishes the manifest."""
     manifests.write(path, manifest, _files(path))
+    _note(path).unlink(missing_ok=True)
 
 
 def open_checkpoint(path: Place, run: str | None = None) -> Committed:
@@ -56,7 +61,11 @@ def open_checkpoint(path: Place, run: str | None = None) -> Committed:
             raise DamagedError(f"its file {name} is missing")
         if present[name] != size:
             raise DamagedError(f"its file {name} has {present[name]} bytes instead of {size}")
-    for name, sha256 in _sha256(path, [name for name, (_, sha256) in files.items() if sha256 is not None]).items():
+    try:
+        found = _sha256(path, [name for name, (_, sha256) in files.items() if sha256 is not None])
+    except FileNotFoundError as error:  # it is being removed
+        raise DamagedError(f"its file {error.filename} is missing") from error
+    for name, sha256 in found.items():
         if sha256 != files[name][1]:
             raise DamagedError(f"its file {name} is not as it was written")
     return Committed(path, manifest)
@@ -99,70 +108,65 @@ def newest_whole(root: Place, run: str | None = None) -> Committed | None:
     return None
 
 
-def was_committed(path: Place) -> bool:
-    """Whether a step that is not whole was a checkpoint once, and not a save that was cut off."""
-    return (path / manifests.FILE).exists()
-
-
 def set_aside(path: Place) -> Place:
-    """Renames a step so that its number is free. Nothing is ever deleted for being damaged.
-
-    Of saves that were cut off before their commit one is kept, the last: it was never called a checkpoint.
-    """
-    committed = was_committed(path)
-    if not committed:
-        for earlier in [other for other in path.parent.iterdir() if ".uncommitted" in other.name]:
-            storage.remove(earlier)
-    aside = _free_name(path.with_name(f"{path.name}.{'damaged' if committed else 'uncommitted'}"))
+    """Renames a step so that its number is free. Nothing is ever deleted for being damaged."""
+    aside = _free_name(path.with_name(f"{path.name}.damaged"))
     storage.move(path, aside)
     return aside
 
 
 def clear_up(root: Place, run: str | None) -> list[str]:
-    """Sets aside what is not whole and removes unfinished saves. Returns a line for people about each.
+    """Sets aside what is not whole and removes what was cut off. Returns a line for people about each.
 
     Only to be called by the one job that the run directory belongs to. Raises `OtherFormatError`.
     """
-    lines = []
+    lines = remove_cut_off(root)
     for step, path in step_directories(root):
-        if _was_cut_off(path):
-            storage.remove(path)
-            lines.append(f"removed {path}, a save that was cut off")
-            continue
         reason = why_not_whole(path, run)
         if reason is not None:
             lines.append(f"checkpoint {step} is not used: {reason}; kept as {set_aside(path)}")
-    if isinstance(root, Path) and root.is_dir():
-        for path in sorted(root.glob("*.orbax-checkpoint-tmp*")):
-            shutil.rmtree(path)
-            lines.append(f"removed {path.name}, a save that was cut off")
-        for path in sorted(root.glob(".*.removed")):  # a removal that was cut off
-            shutil.rmtree(path)
     return lines
+
+
+def begin(path: Place) -> None:
+    """Makes room for a step about to be saved, and notes that it is unfinished."""
+    remove_cut_off(path.parent)
+    if path.exists():
+        set_aside(path)
+    storage.publish(_note(path), "being written\n")
 
 
 def prune(checkpoints: list[Committed], keep: set[int]) -> None:
     """Removes the checkpoints whose step is not in `keep`."""
     for checkpoint in checkpoints:
         if checkpoint.step not in keep:
-            storage.remove(checkpoint.path, first=(manifests.FILE, ORBAX_MARKER))
+            note = _note(checkpoint.path)
+            storage.publish(note, "being removed\n")
+            (checkpoint.path / manifests.FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
+            storage.remove(checkpoint.path)
+            note.unlink(missing_ok=True)
 
 
-def free(path: Place) -> None:
-    """Makes room for a save of a step that was tried before: set aside, or removed if its writing was cut off."""
-    if _was_cut_off(path):
-        storage.remove(path)
-    elif path.exists():
-        set_aside(path)
+def remove_cut_off(root: Place) -> list[str]:
+    """Removes the steps whose writing or removal came to no end. Returns a line for people about each."""
+    lines: list[str] = []
+    if not root.is_dir():
+        return lines
+    for note in [path for path in root.iterdir() if path.name.endswith(NOTE)]:
+        path = note.with_name(note.name.removesuffix(NOTE))
+        if path.exists() and not (path / manifests.FILE).exists():
+            storage.remove(path)
+            lines.append(f"removed {path}, which was cut off while it was {note.read_text(encoding='utf-8').strip()}")
+        note.unlink(missing_ok=True)
+    if isinstance(root, Path):
+        for path in sorted(root.glob("*.orbax-checkpoint-tmp*")):
+            shutil.rmtree(path)
+            lines.append(f"removed {path}, which was cut off while it was being written")
+    return lines
 
 
-def _was_cut_off(path: Place) -> bool:
-    """Whether a save or a removal ended in the middle. In a folder such have other names; an address is written and
-    removed in place, with the markers last and first."""
-    if isinstance(path, Path):
-        return False
-    present = storage.files(path)
-    return bool(present) and not {ORBAX_MARKER, manifests.FILE} & present.keys()
+def _note(path: Place) -> Place:
+    return path.with_name(f"{path.name}{NOTE}")
 
 
 def _files(path: Place) -> dict[str, list[Any]]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from jaxmnt.checkpoint.commit import Committed, open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.reader import Reader
-from jaxmnt.checkpoint.storage import Place
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import parse_config
+from jaxmnt.storage import Place
 
 
 def verify(path: Place, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxmnt import __version__
 from jaxmnt.checkpoint import digest
-from jaxmnt.checkpoint.storage import Place, publish
 from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.storage import Place, publish
 
 FILE = "jaxmnt.json"
 FORMAT_VERSION = 2
@@ -111,7 +111,7 @@ def read(directory: Place) -> tuple[Manifest, dict[str, list[Any]]]:
         newer = version > FORMAT_VERSION
         raise OtherFormatError(
             f"checkpoint {directory} has format version {version}, this jaxmnt ({__version__}) reads {FORMAT_VERSION}; "
-            f"{'use a newer' if newer else 'use the older'} jaxmnt, or choose another run.dir"
+            f"{'use a newer' if newer else 'use the older'} jaxmnt, or choose another directory"
         )
     if not sealed or version != FORMAT_VERSION:
         raise DamagedError(f"its {FILE} is damaged: its seal does not fit what it says")

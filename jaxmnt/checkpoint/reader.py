@@ -15,8 +15,8 @@ import tensorstore as ts
 from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Array, DamagedError
-from jaxmnt.checkpoint.storage import url
 from jaxmnt.errors import UserError
+from jaxmnt.storage import url
 
 _ALIGNMENT = 64
 _INDEX_BYTES = 64 << 20

@@ -8,18 +8,16 @@ commit, prune what is not to be kept, and tell the others.
 
 import logging
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxmnt.checkpoint.commit import Committed, commit, free, prune, whole
+from jaxmnt.checkpoint.commit import Committed, begin, commit, prune, remove_cut_off, whole
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
@@ -27,12 +25,12 @@ from jaxmnt.checkpoint.names import named, nested
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.checkpoint.retention import kept
 from jaxmnt.checkpoint.space import Need, shortage
-from jaxmnt.checkpoint.storage import Place
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.rounds import Round
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.errors import PeerError, UserError
+from jaxmnt.storage import Place
 
 State = dict[str, Any]
 
@@ -145,11 +143,12 @@ class Saver:
             return None
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            free(self._root / str(step))
-            if isinstance(self._root, Path):
-                for leftover in sorted(self._root.glob("*.orbax-checkpoint-tmp*")):  # failed, in the way of the next
-                    shutil.rmtree(leftover)
-            return shortage(self._root, self._need) or ""
+            if short := shortage(self._root, self._need):
+                remove_cut_off(self._root)
+                short = shortage(self._root, self._need)
+            if not short:
+                begin(self._root / str(step))
+            return short or ""
         except OSError as error:
             return _in_words(error)
 

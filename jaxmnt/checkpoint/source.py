@@ -7,8 +7,8 @@ import yaml
 
 from jaxmnt.checkpoint.commit import Committed, newest_whole, open_checkpoint, step_directories
 from jaxmnt.checkpoint.manifest import FILE, DamagedError
-from jaxmnt.checkpoint.storage import Place, place
 from jaxmnt.errors import ConfigError
+from jaxmnt.storage import Place, place
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.json"
@@ -45,7 +45,10 @@ def locate(text: str, argument: str) -> Place | None:
     named = place(text)
     if (named / FILE).exists():
         return named
-    if not (home(text) / FOLDER).is_dir():
+    where = home(text)
+    if not (where / FOLDER).is_dir():
+        if (where / RUN_FILE).exists():
+            raise ConfigError(f"{argument}: {where} has no checkpoint yet; train until there is one")
         raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path")
     return None
 
@@ -57,7 +60,7 @@ def home(run: str) -> Place:
         try:
             config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
             elsewhere = config["checkpoint"]["dir"]
-        except (OSError, yaml.YAMLError, KeyError, TypeError):
+        except (FileNotFoundError, NotADirectoryError, yaml.YAMLError, ValueError, KeyError, TypeError):
             elsewhere = None  # no run's config, or damaged: what is there, counts
         if elsewhere:
             return place(str(elsewhere))

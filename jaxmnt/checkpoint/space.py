@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmnt.checkpoint.storage import Place
+from jaxmnt.storage import Place
 
 _OVERHEAD = 1.02
 """Orbax's own files, and file systems that round up."""

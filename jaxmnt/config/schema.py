@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxmnt.errors import nearest
+from jaxmnt.storage import no_place
 
 AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
 """Mesh axes, slowest network first."""
@@ -234,6 +235,8 @@ class Config(Section):
             raise ValueError(
                 f"run.dir: {self.run.dir} is no folder, and its files grow by lines; give checkpoint.dir the address"
             )
+        if self.checkpoint.dir and (trouble := no_place(self.checkpoint.dir)):
+            raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
         if self.run.init_from and self.run.fork_from:
             raise ValueError("run.init_from: run.fork_from is given, too; keep one of them")
         warmup, steps = self.optimizer.warmup_steps, self.train.steps

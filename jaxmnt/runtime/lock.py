@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from jaxmnt.checkpoint.storage import Place, create, remove_if
 from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.storage import Place, create, remove_if
 
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 20.0
@@ -49,7 +49,7 @@ class RunLock:
         """
         remark = None
         for _ in range(5):
-            if create(self._path, self._me):
+            if create(self._path, self._me) or _read(self._path) == self._me:  # the answer to a first try was lost
                 self._held = True
                 self._thread.start()
                 return remark
@@ -81,8 +81,8 @@ class RunLock:
         self._end.set()
         if self._held and not self._lost:
             with contextlib.suppress(OSError):  # what is left behind is a dead job's lock
-                remove_if(self._path, self._me)
-                self._beat.unlink(missing_ok=True)
+                if remove_if(self._path, self._me):
+                    self._beat.unlink(missing_ok=True)
 
     def _watch(self, holder: str, tell: Callable[[str], None]) -> bool | None:
         """True: the holder is alive. None: it is dead. False: the lock has changed, look again."""
@@ -106,7 +106,7 @@ class RunLock:
         number = 0
         while not self._end.wait(_BEAT_SECONDS if number else 0):
             number += 1
-            with contextlib.suppress(OSError):  # a file system that is away for a while is no sign of anything
+            with contextlib.suppress(OSError, ValueError):  # files that are away or torn are no sign of anything
                 found = _read(self._path)
                 if found is not None and found != self._me:
                     self._lost = True

@@ -1,9 +1,10 @@
 """A run's directory: whose it is, where it stands, and whether this config may go on with it."""
 
+import errno
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ import yaml
 from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, set_aside
 from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
 from jaxmnt.checkpoint.source import FOLDER, RUN_FILE, find
-from jaxmnt.checkpoint.storage import Place, place, publish
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.runtime.lock import RunLock
+from jaxmnt.storage import Place, place, publish
+
+_SECONDS = 1800.0
+"""How long processes wait for what process 0 finds: it may look at many files, and at another job's signs of life."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,26 @@ class Start:
 
 
 def home(config: Config) -> Place:
-    """Where the run's checkpoints are, its id, and its lock."""
+    """Where the run's checkpoints are."""
     assert config.run.dir is not None
     return place(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir)
 
 
+def places(config: Config) -> list[Place]:
+    """The run's directory, and where its checkpoints are if that is elsewhere. Each has the run's id, and a lock."""
+    assert config.run.dir is not None
+    directory, elsewhere = Path(config.run.dir), home(config)
+    return [directory] if elsewhere == directory else [directory, elsewhere]
+
+
 def open_run(
-    config: Config, data: Sources, identity: Identity, lock: RunLock, tell: Callable[[str], None] = lambda line: None
+    config: Config,
+    data: Sources,
+    identity: Identity,
+    locks: Sequence[RunLock],
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Start:
-    """Takes the run's lock, finds the checkpoint to go on from, and compares the config with that one's.
+    """Takes the run's locks, finds the checkpoint to go on from, and compares the config with that one's.
 
     Process 0 looks and decides; the others are told. Raises `ConfigError` when another job is in the directory, when
     something has changed that the checkpoint cannot be continued with, or when there is nothing left to do before
@@ -69,20 +84,12 @@ def open_run(
     directory = Path(config.run.dir)
 
     def decide() -> Start:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            home(config).mkdir(parents=True, exist_ok=True)
-            remark = lock.acquire(tell)
-            return _decide(config, data, directory, [remark] if remark else [])
-        except OSError as error:
-            key = "checkpoint.dir" if config.checkpoint.dir and directory.is_dir() else "run.dir"
-            where = directory if key == "run.dir" else config.checkpoint.dir
-            raise ConfigError(
-                f"{key}: {where} cannot be used: {error.strerror or error} ({error.filename}); "
-                f"mend that, or choose another {key}"
-            ) from error
+        for where in places(config):
+            where.mkdir(parents=True, exist_ok=True)
+        remarks = [remark for lock in locks if (remark := lock.acquire(tell))]
+        return _decide(config, data, directory, remarks)
 
-    return _decided("start", decide, identity)
+    return _decided("start", decide, config, identity)
 
 
 def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources, identity: Identity) -> Start:
@@ -100,7 +107,7 @@ def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources,
         remark = f"checkpoint {checkpoint.step} is damaged: {damage}; kept as {aside}"
         return _decide(config, data, start.directory, [remark])
 
-    return _decided("fall back", decide, identity)
+    return _decided("fall back", decide, config, identity)
 
 
 def write_config(directory: Path, config: Config) -> None:
@@ -124,19 +131,21 @@ def plain_config(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude={"cluster"})
 
 
-def _decided(name: str, decide: Callable[[], Start], identity: Identity) -> Start:
+def _decided(name: str, decide: Callable[[], Start], config: Config, identity: Identity) -> Start:
     """What process 0 decides, in all processes. Its error, too."""
     told = None
     if identity.process_id == 0:
         try:
             told = json.dumps({"start": _to_plain(decide())})
-        except ConfigError as error:
-            told = json.dumps({"error": str(error)})
-    answer = json.loads(share(name, told, identity))
+        except (UserError, OSError) as error:
+            trouble = _in_words(error, config) if isinstance(error, OSError) else error
+            told = json.dumps({"error": str(trouble), "code": trouble.exit_code})
+    answer = json.loads(share(name, told, identity, _SECONDS))
     if "error" in answer:
-        raise ConfigError(answer["error"])
+        raise (ConfigError if answer["code"] == ExitCode.CONFIG else UserError)(answer["error"])
     plain = answer["start"]
-    if plain["checkpoint"] is not None and not place(plain["checkpoint"]).is_dir():
+    checkpoint = None if plain["checkpoint"] is None else place(plain["checkpoint"])
+    if isinstance(checkpoint, Path) and not checkpoint.is_dir():
         raise ConfigError(
             f"run.dir: process 0 sees {plain['checkpoint']}, {identity.label} does not; "
             "put the run directory on a file system that all hosts share"
@@ -144,9 +153,22 @@ def _decided(name: str, decide: Callable[[], Start], identity: Identity) -> Star
     return _from_plain(plain)
 
 
+def _in_words(error: OSError, config: Config) -> UserError:
+    """Whose fault it is. A server that does not answer may do so on the next attempt, all else has to be mended."""
+    where = str(error.filename or "")
+    kind = UserError if error.errno == errno.EIO else ConfigError
+    for key, directory in zip(("run.dir", "checkpoint.dir"), places(config), strict=False):
+        if where.startswith(str(directory)):
+            return kind(
+                f"{key}: {directory} cannot be used: {error.strerror or error} ({where}); "
+                f"mend that, or choose another {key}"
+            )
+    return kind(f"{where or 'a file'} cannot be used: {error.strerror or error}; mend that and try again")
+
+
 def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) -> Start:
     root = home(config) / FOLDER
-    known = _read_run(root.parent)
+    known = _known(config)
     remarks = remarks + clear_up(root, None if known is None else known["run"])
     checkpoint = newest_whole(root, None if known is None else known["run"])
     if checkpoint is not None:
@@ -155,16 +177,24 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) 
         told = "; ".join(remarks) or "set aside before"
         raise ConfigError(
             f"run.dir: no whole checkpoint is left in {root}, only damaged ones ({told}); "
-            "to train again from step 0 choose another run.dir, or move them away"
+            "to train again from step 0 choose other directories, or move them away"
         )
     else:
         start = _begin(config, directory, known)
-    if known is None:
-        publish(
-            root.parent / RUN_FILE,
-            json.dumps({"run": start.run, "lineage": start.lineage, "time": time.time()}, indent=1) + "\n",
-        )
+    for where in places(config):
+        if not (where / RUN_FILE).exists():
+            about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
+            publish(where / RUN_FILE, json.dumps(about, indent=1) + "\n")
     return replace(start, remarks=remarks + start.remarks)
+
+
+def _known(config: Config) -> dict[str, Any] | None:
+    """What run.json says; None if this is a new run. Raises `ConfigError` if two places are of different runs."""
+    found = [(where, known) for where in places(config) if (known := _read_run(where)) is not None]
+    if len({known["run"] for _, known in found}) > 1:
+        told = ", ".join(f"{where} is of run {known['run']}" for where, known in found)
+        raise ConfigError(f"checkpoint.dir: {told}; give each run a run.dir and a checkpoint.dir of its own")
+    return found[0][1] if found else None
 
 
 def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Start:
@@ -191,10 +221,11 @@ def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Sta
 def _refuse_to_forget(config: Config, directory: Path) -> None:
     """Raises `ConfigError` if this run has had its checkpoints elsewhere: it would silently begin anew."""
     if (directory / "config.yaml").exists():
-        before = read_config(directory).checkpoint.dir
-        if before != config.checkpoint.dir:
+        earlier, now = read_config(directory), home(config)
+        before = home(earlier) if earlier.checkpoint.dir else directory
+        if before != now:
             raise ConfigError(
-                f"checkpoint.dir: the checkpoints of {directory} are in {before or directory}; "
+                f"checkpoint.dir: the checkpoints of {directory} are in {before}, and there are none in {now}; "
                 "undo the change, move them, or choose another run.dir"
             )
 

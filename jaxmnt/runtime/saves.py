@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from jaxmnt.checkpoint.device_digest import start_digests
@@ -82,7 +83,7 @@ class Saves:
             told = shortage(self._root, self._needed) or ""
         if missing := share("room for a checkpoint", told, self._identity):
             raise UserError(f"checkpoint: there is no room for one: {missing}; make room or choose another directory")
-        if self._identity.process_id == 0:
+        if self._identity.process_id == 0 and isinstance(self._root, Path):
             present = sum(path.name.isdigit() for path in self._root.iterdir()) if self._root.is_dir() else 0
             more = max(1, self._settings.keep + 1 - present)
             if short := shortage(self._root, self._needed, more):

@@ -55,14 +55,14 @@ def prepare(
     config: Config,
     identity: Identity,
     devices: Sequence[jax.Device] | None,
-    lock: RunLock,
+    locks: Sequence[RunLock],
     status: StatusLine,
 ) -> Training | None:
     """Everything that a run needs, up to the first batch; None if it has finished already."""
     data = ready_data(config, identity, status)
     config = fit_to_data(config, data)
     training = TrainingData(config, data)
-    start = open_run(config, data, identity, lock, status.line)
+    start = open_run(config, data, identity, locks, status.line)
     announce.run(status, start, identity)
     announce.data(status, config, data, training)
     if start.step == config.train.steps:
@@ -92,7 +92,7 @@ def prepare(
     )
 
 
-def run_steps(run: Training, stop: StopRequest, lock: RunLock) -> None:
+def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> None:
     """Steps, evaluations and saves until the last step, or until somebody wants the run to stop."""
     settings, log, saves = run.config.train, run.log, run.saves
     last = min(settings.stop_after or settings.steps, settings.steps)
@@ -113,7 +113,8 @@ def run_steps(run: Training, stop: StopRequest, lock: RunLock) -> None:
             log.flush()
             log.pause(saves.save(run.step, run.state, log.tokens, run.loss))
         saves.poll()
-        lock.check()
+        for lock in locks:
+            lock.check()
     log.close()
 
 

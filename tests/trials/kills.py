@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import TINY, metrics, write_words
 from markdown import write_between
 
-from jaxmnt.checkpoint.commit import newest_whole, open_checkpoint, whole
+from jaxmnt.checkpoint.commit import NOTE, newest_whole, open_checkpoint, whole
 from jaxmnt.checkpoint.inspection import verify
 from jaxmnt.checkpoint.manifest import FILE, DamagedError
 from jaxmnt.data.preparation import Selection, Settings, build
@@ -357,7 +357,7 @@ def _look(trial: Trial, kill: Kill, committed: int) -> int:
     run = _run_id(trial)
     names = [path.name for path in trial.checkpoints.iterdir()] if trial.checkpoints.exists() else []
     bare = [name for name in names if name.isdigit() and not (trial.checkpoints / name / FILE).exists()]
-    kill.unfinished = bool(bare) or any("tmp" in name or name.endswith(".removed") for name in names)
+    kill.unfinished = bool(bare) or any("tmp" in name or name.endswith(NOTE) for name in names)
     for name in names:
         if name.isdigit() and name not in bare:
             _verify(trial, int(name), run)
@@ -390,7 +390,7 @@ def _compare(trial: Trial, reference: Trial) -> None:
     _expect(not wrong and len(last.arrays) == len(wanted.arrays), f"the last checkpoint differs: {wrong}")
     left = sorted(path.name for path in trial.checkpoints.iterdir())
     kept = [str(STEPS - EVERY), str(STEPS)]
-    extra = [name for name in left if name not in kept and not re.fullmatch(r"\d+\.uncommitted.*", name)]
+    extra = [name for name in left if name not in kept]
     _expect(not extra and set(kept) <= set(left), f"the run has left {left}")
     _expect(not (trial.run / "lock.json").exists(), "the finished run has left its lock")
 

@@ -2,14 +2,14 @@
 
 What differs between the two is below as functions. An object appears whole or not at all and can be made only if there
 is none, as a file can; but there are no directories to rename, so a tree is copied and what was copied is deleted.
-Failures come as OSError in words, whichever it is.
+What fails of it is an `UnreachableError`, or FileNotFoundError and FileExistsError as of files.
 """
 
 import errno
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,10 +17,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, UserError
 
 SCHEME = "gs://"
 _CONNECTIONS = 10
+
+
+class UnreachableError(OSError, UserError):
+    """The bucket is not there, refuses access or does not answer."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}; mend that and try again"
 
 
 @dataclass(frozen=True, order=True)
@@ -82,12 +89,8 @@ class Address:
             self._blob().upload_from_string(text.encode(encoding), content_type="application/octet-stream")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        try:
-            with _in_words(self):
-                self._blob().delete()
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+        with suppress(*([FileNotFoundError] if missing_ok else [])), _in_words(self):
+            self._blob().delete()
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """There is nothing to make."""
@@ -112,16 +115,21 @@ Place = Path | Address
 
 
 def place(text: str) -> Place:
-    """A folder or gs:// address. Raises `ConfigError` for other addresses, and if the libraries are not installed."""
+    """A folder or gs:// address. Raises `ConfigError` if it is neither, and if the libraries are not installed."""
+    if trouble := no_place(text):
+        raise ConfigError(f"{text} {trouble}")
     if not text.startswith(SCHEME):
-        if "://" in text:
-            raise ConfigError(f"{text}: checkpoints can be in a folder or at a gs:// address; give one of these")
         return Path(text)
-    address = Address(text.rstrip("/"))
-    if not address._bucket or not address._key:
-        raise ConfigError(f"{text}: give a path in the bucket, as in gs://BUCKET/runs/a")
     _client()
-    return address
+    return Address(text.rstrip("/"))
+
+
+def no_place(text: str) -> str | None:
+    """Why a text cannot name a place, in words, or None."""
+    if not text.startswith(SCHEME):
+        return "is neither a folder nor a gs:// address; give one of these" if "://" in text else None
+    bucket, _, path = text.removeprefix(SCHEME).rstrip("/").partition("/")
+    return None if bucket and path else "lacks a path in the bucket; give one, as in gs://BUCKET/runs/a"
 
 
 def url(path: Place) -> str:
@@ -147,7 +155,11 @@ def read_all(path: Place, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:
-    for folder, _, names in os.walk(path):
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error  # what cannot be looked at is not missing
+
+    for folder, _, names in os.walk(path, onerror=refuse, followlinks=True):
         for name in names:
             file = Path(folder, name)
             with suppress(FileNotFoundError):  # removed just now, as all of the step will be
@@ -183,22 +195,28 @@ def create(path: Place, text: str) -> bool:
     return True
 
 
-def remove_if(path: Place, text: str) -> None:
+def remove_if(path: Place, text: str) -> bool:
     """Removes a file that holds just this text; never one that somebody else has put there meanwhile."""
-    if isinstance(path, Address):
-        with suppress(FileNotFoundError, FileExistsError), _in_words(path):
-            blob = path._blob()
-            blob.reload()
-            if blob.download_as_bytes(if_generation_match=blob.generation).decode() == text:
+    with suppress(FileNotFoundError, FileExistsError):
+        if isinstance(path, Address):
+            with _in_words(path):
+                blob = path._blob()
+                blob.reload()
+                if blob.download_as_bytes(if_generation_match=blob.generation).decode() != text:
+                    return False
                 blob.delete(if_generation_match=blob.generation)
-        return
-    aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    with suppress(FileNotFoundError):
+                return True
+        if path.read_text(encoding="utf-8") != text:
+            return False
+        aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
         path.rename(aside)
-        if aside.read_text(encoding="utf-8") != text:
-            with suppress(FileExistsError):
-                os.link(aside, path)
+        if aside.read_text(encoding="utf-8") == text:
+            aside.unlink()
+            return True
+        with suppress(FileExistsError):
+            os.link(aside, path)
         aside.unlink()
+    return False
 
 
 def move(path: Place, target: Place) -> None:
@@ -208,30 +226,39 @@ def move(path: Place, target: Place) -> None:
         path.rename(target)
         return
     assert isinstance(target, Address)
+    bucket = _client().bucket(target._bucket)
+
+    def copy(blob: Any) -> None:
+        made = bucket.blob(target._key + blob.name.removeprefix(path._key))
+        token, *_ = made.rewrite(blob, if_generation_match=0)  # with a condition it is safe to try again
+        while token is not None:
+            token, *_ = made.rewrite(blob, token=token, if_generation_match=0)
+
     with _in_words(path):
         blobs = path._blobs()
-        bucket = _client().bucket(target._bucket)
-        for blob in blobs:
-            copy, token = bucket.blob(target._key + blob.name.removeprefix(path._key)), None
-            token, *_ = copy.rewrite(blob)
-            while token is not None:
-                token, *_ = copy.rewrite(blob, token=token)
-        for blob in blobs:
-            blob.delete()
+        _each(copy, blobs)
+        _each(_delete, blobs)
 
 
-def remove(path: Place, first: tuple[str, ...] = ()) -> None:
-    """Removes a tree. Of an address, the objects that are named go `first`: it cannot vanish at once."""
-    if isinstance(path, Path):
-        going = path.with_name(f".{path.name}.removed")
-        path.rename(going)
-        shutil.rmtree(going)
-        return
-    for name in first:
-        (path / name).unlink(missing_ok=True)
-    with _in_words(path):
-        for blob in path._blobs():
-            blob.delete()
+def remove(path: Place) -> None:
+    """Removes a tree, which need not be there."""
+    if isinstance(path, Address):
+        with _in_words(path):
+            _each(_delete, path._blobs())
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _delete(blob: Any) -> None:
+    from google.api_core.exceptions import NotFound
+
+    with suppress(NotFound):  # the answer to an earlier try was lost
+        blob.delete()
+
+
+def _each(action: Callable[[Any], None], blobs: list[Any]) -> None:
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        list(pool.map(action, blobs))
 
 
 @functools.lru_cache(maxsize=1)
@@ -252,24 +279,21 @@ def _client() -> Any:
 def _in_words(where: object) -> Iterator[None]:
     from google.api_core import exceptions as api
     from google.auth.exceptions import GoogleAuthError
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
     from requests.exceptions import RequestException
+
+    def trouble(number: int, words: str, error: Exception) -> UnreachableError:
+        return UnreachableError(number, f"{words}{str(error).strip().splitlines()[0][:200]}", str(where))
 
     try:
         yield
     except api.NotFound as error:
-        missing = "there is no such bucket" if "bucket" in str(error).lower() else "there is no such object"
-        raise FileNotFoundError(errno.ENOENT, missing, str(where)) from error
+        if "bucket does not exist" in str(error):
+            raise trouble(errno.ENOENT, "there is no such bucket: ", error) from error
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", str(where)) from error
     except api.PreconditionFailed as error:
         raise FileExistsError(errno.EEXIST, "somebody else wrote it", str(where)) from error
     except (api.Forbidden, api.Unauthorized, GoogleAuthError) as error:
-        raise PermissionError(
-            errno.EACCES, f"Google Cloud Storage refuses access: {_first_line(error)}", str(where)
-        ) from error
-    except (api.GoogleAPIError, RequestException) as error:
-        raise OSError(
-            errno.EIO, f"Google Cloud Storage does not answer as it should: {_first_line(error)}", str(where)
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]
+        raise trouble(errno.EACCES, "Google Cloud Storage refuses access: ", error) from error
+    except (api.GoogleAPIError, RequestException, DataCorruption, InvalidResponse) as error:
+        raise trouble(errno.EIO, "Google Cloud Storage does not answer as it should: ", error) from error
