@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, ExitCode, UserError
 
 SCHEME = "gs://"
 _CONNECTIONS = 10
 
 
 class UnreachableError(OSError, UserError):
-    """The bucket is not there, refuses access or does not answer."""
+    """The bucket is not there, refuses access or does not answer. Only the last may pass by itself."""
+
+    @property
+    def exit_code(self) -> ExitCode:  # type: ignore[override]
+        return ExitCode.FAILURE if self.errno == errno.EIO else ExitCode.CONFIG
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}; mend that and try again"
@@ -283,7 +287,7 @@ def _in_words(where: object) -> Iterator[None]:
     from requests.exceptions import RequestException
 
     def trouble(number: int, words: str, error: Exception) -> UnreachableError:
-        return UnreachableError(number, f"{words}{str(error).strip().splitlines()[0][:200]}", str(where))
+        return UnreachableError(number, f"{words}{str(error).strip().splitlines()[0][:200].rstrip('.')}", str(where))
 
     try:
         yield

@@ -104,8 +104,9 @@ def test_no_credentials_are_said_in_words(tiny, address, monkeypatch):
     monkeypatch.setattr(google, "Client", refuse)
     storage._client.cache_clear()
     try:
-        with pytest.raises(UserError, match="gs://: Google Cloud Storage refuses access: Your default credentials"):
+        with pytest.raises(UserError, match="gs://: Google Cloud Storage refuses access: Your def") as caught:
             train(tiny(f"checkpoint.dir={address}"), devices=one_device())
+        assert caught.value.exit_code == ExitCode.CONFIG
     finally:
         storage._client.cache_clear()
 
