@@ -733,6 +733,14 @@ def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_pat
     assert states == ["whole", "not whole", "whole"]
     assert checkpoint_command(["verify", str(tmp_path / "run")]) == 1
     assert "checkpoints/15: NOT WHOLE: it has no commit marker" in capsys.readouterr().out
+    (tmp_path / "run" / "checkpoints" / "15" / manifest.FILE).unlink()
+    (tmp_path / "run" / "checkpoints" / "15.unfinished").write_text("being removed\n")
+    assert checkpoint_command(["list", str(tmp_path / "run")]) == 0
+    assert "\n15    being removed" in capsys.readouterr().out
+    assert checkpoint_command(["verify", str(tmp_path / "run")]) == 0
+    assert "checkpoints/15: no checkpoint, being removed" in capsys.readouterr().out
+    assert checkpoint_command(["verify", str(tmp_path / "run" / "checkpoints" / "10")]) == 0
+    assert checkpoint_command(["verify", f"{tmp_path / 'run'}@15"]) == 1
     for wrong in (["verify", str(tmp_path)], ["show", f"{run}@3"], ["list", str(tmp_path)]):
         with pytest.raises(ConfigError):
             checkpoint_command(wrong)

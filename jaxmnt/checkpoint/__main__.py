@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from jaxmnt.checkpoint.commit import open_checkpoint, step_directories
+    from jaxmnt.checkpoint.commit import open_checkpoint, step_directories, unfinished
     from jaxmnt.checkpoint.manifest import DamagedError
     from jaxmnt.checkpoint.source import FOLDER, home, run_id
 
@@ -39,7 +39,7 @@ def _list(options: argparse.Namespace) -> int:
         try:
             manifest = open_checkpoint(path, run).manifest
         except DamagedError as damage:
-            rows.append((str(step), "not whole", "", "", "", str(damage)))
+            rows.append((str(step), unfinished(path) or "not whole", "", "", "", str(damage)))
             continue
         loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
         rows.append((str(step), "whole", _size(manifest.bytes), loss, _date(manifest.time), ""))
@@ -59,7 +59,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from jaxmnt.checkpoint.commit import step_directories
+    from jaxmnt.checkpoint.commit import step_directories, unfinished
     from jaxmnt.checkpoint.inspection import verify
     from jaxmnt.checkpoint.manifest import DamagedError
     from jaxmnt.checkpoint.source import FOLDER, home, locate, run_id
@@ -76,8 +76,11 @@ def _verify(options: argparse.Namespace) -> int:
         try:
             checkpoint = verify(one, run, _progress)
         except DamagedError as damage:
-            bad += 1
             _progress("")
+            if path is None and (doing := unfinished(one)):
+                print(f"{one}: no checkpoint, {doing}")
+                continue
+            bad += 1
             print(f"{one}: NOT WHOLE: {damage}")
             continue
         _progress("")

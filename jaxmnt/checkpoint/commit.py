@@ -8,6 +8,7 @@ While a step is being written or removed a note lies beside it, N.unfinished. So
 lost: the former is removed at the next occasion, the latter set aside.
 """
 
+import contextlib
 import hashlib
 import shutil
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Committed:
 def commit(path: Place, manifest: Manifest) -> None:
     """Commits a step directory that Orbax has finished: lists its files and publishes the manifest."""
     manifests.write(path, manifest, _files(path))
-    _note(path).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the step stands, and a note beside one that is whole is dropped later
+        _note(path).unlink(missing_ok=True)
 
 
 def open_checkpoint(path: Place, run: str | None = None) -> Committed:
@@ -147,6 +149,16 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
             note.unlink(missing_ok=True)
 
 
+def unfinished(path: Place) -> str | None:
+    """What is being done with a step, or was when its job ended, in words; None for one that is committed."""
+    if (path / manifests.FILE).exists():
+        return None
+    try:
+        return _note(path).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
 def remove_cut_off(root: Place) -> list[str]:
     """Removes the steps whose writing or removal came to no end. Returns a line for people about each."""
     lines: list[str] = []
@@ -156,7 +168,7 @@ def remove_cut_off(root: Place) -> list[str]:
         path = note.with_name(note.name.removesuffix(NOTE))
         if path.exists() and not (path / manifests.FILE).exists():
             storage.remove(path)
-            lines.append(f"removed {path}, which was cut off while it was {note.read_text(encoding='utf-8').strip()}")
+            lines.append(f"removed {path}, which was cut off while it was {unfinished(path)}")
         note.unlink(missing_ok=True)
     if isinstance(root, Path):
         for path in sorted(root.glob("*.orbax-checkpoint-tmp*")):
