@@ -496,6 +496,23 @@ def test_a_job_whose_lock_was_taken_stops(tmp_path, quick_lock):
 # -- runs
 
 
+def test_a_job_that_has_lost_its_lock_commits_nothing(tiny, tmp_path, monkeypatch):
+    """Suspended over its next sign of life, it does not know it yet when a save is about to be committed."""
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 600)
+    original, others = reader.Reader.open_all, lock._describe_me()
+
+    def lose(opened):
+        original(opened)
+        (tmp_path / "run" / "lock.json").write_text(others)
+
+    monkeypatch.setattr(reader.Reader, "open_all", lose)
+    with pytest.raises(UserError, match=r"another job has taken over .*run, process"):
+        train(tiny(), devices=one_device())
+    root = tmp_path / "run" / "checkpoints"
+    assert [step for step, _ in commit.step_directories(root)] == [5], "the next save was not begun"
+    assert (tmp_path / "run" / "lock.json").read_text() == others
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOSPC], ids=os.strerror)
 def test_a_run_directory_that_cannot_be_written_is_a_config_error(tiny, monkeypatch, number):
     def refuse(path, *_):

@@ -67,11 +67,20 @@ class Saved:
 class Saver:
     """Asynchronous saves, one at a time. A step is on disk when it is committed, see `commit.py`."""
 
-    def __init__(self, root: Place, settings: Checkpoint, need: Need, identity: Identity):
+    def __init__(
+        self,
+        root: Place,
+        settings: Checkpoint,
+        need: Need,
+        identity: Identity,
+        confirm: Callable[[], None] = lambda: None,
+    ):
+        """`confirm` raises `UserError` if this job may not write there any more. Called by process 0."""
         self._root = root.absolute()
         self._settings = settings
         self._need = need
         self._identity = identity
+        self._confirm = confirm
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._lost: BaseException | None = None
@@ -142,6 +151,7 @@ class Saver:
         if self._identity.process_id != 0:
             return None
         try:
+            self._confirm()
             self._root.mkdir(parents=True, exist_ok=True)
             if short := shortage(self._root, self._need):
                 remove_cut_off(self._root)
@@ -149,7 +159,7 @@ class Saver:
             if not short:
                 begin(self._root / str(step))
             return short or ""
-        except OSError as error:
+        except (OSError, UserError) as error:
             return _in_words(error)
 
     def _commit(self, step: int, manifest: Manifest) -> str:
@@ -157,6 +167,7 @@ class Saver:
         path = self._root / str(step)
         try:
             Reader(Committed(path, manifest)).open_all()  # Orbax may leave some out with no more than a warning
+            self._confirm()
             commit(path, manifest)
         except (OSError, UserError) as error:
             return _in_words(error)

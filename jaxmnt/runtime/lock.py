@@ -39,6 +39,8 @@ class RunLock:
         self._me = _describe_me()
         self._held = False
         self._lost = False
+        self._holder: str | None = None
+        """Who has it instead, once it is lost."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._give_signs, name="run lock", daemon=True)
 
@@ -68,11 +70,15 @@ class RunLock:
         raise ConfigError(f"run.dir: several jobs want {self._directory}; start one of them")
 
     def check(self) -> None:
-        """Raises `UserError` if another job has taken the lock, as it may when this one was suspended."""
+        """Raises `UserError` if another job is known to have taken the lock, as it may when this one was suspended."""
         if self._lost:
-            raise UserError(
-                f"run.dir: another job has taken over {self._directory}, {_who(_read(self._path))}; this one stops"
-            )
+            raise UserError(f"another job has taken over {self._directory}, {_who(self._holder)}; this one stops")
+
+    def confirm(self) -> None:
+        """Looks whether the lock is still this job's, then checks: before something that no other job may do, too."""
+        if self._held and (found := _read(self._path)) not in (None, self._me):
+            self._holder, self._lost = found, True
+        self.check()
 
     def __enter__(self) -> Self:
         return self
@@ -108,8 +114,8 @@ class RunLock:
             number += 1
             with contextlib.suppress(OSError, ValueError):  # files that are away or torn are no sign of anything
                 found = _read(self._path)
-                if found is not None and found != self._me:
-                    self._lost = True
+                if found not in (None, self._me):
+                    self._holder, self._lost = found, True
                     return
                 self._beat.write_text(f"{secrets.token_hex(4)} {number}", encoding="utf-8")
 

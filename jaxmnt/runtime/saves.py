@@ -1,6 +1,7 @@
 """When a run saves, and what becomes of a save: reported, tried again, or too often failed."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.errors import UserError
 from jaxmnt.program.compiled import Program
 from jaxmnt.program.state import stored_bytes
+from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.rundir import Start, home, plain_config
 from jaxmnt.telemetry.events import Events, history
 from jaxmnt.telemetry.progress import StatusLine
@@ -40,6 +42,7 @@ class Saves:
         identity: Identity,
         events: Events,
         status: StatusLine,
+        locks: Sequence[RunLock] = (),
     ):
         self._settings = config.checkpoint
         self._program = program
@@ -49,7 +52,7 @@ class Saves:
         self._root = home(config) / FOLDER
         needed = need(stored_bytes(program.canonical_abstract_state), 3, identity.processes)
         self._needed = needed
-        self._saver = Saver(self._root, config.checkpoint, needed, identity)
+        self._saver = Saver(self._root, config.checkpoint, needed, identity, lambda: _confirm(locks))
         self._manifest = Manifest(
             run=start.run,
             step=0,
@@ -175,3 +178,8 @@ class Saves:
         if self._settings.every_minutes == "auto" and self._identity.process_id == 0:
             self._status.line(f"note    saves are timed for a failure every {mean / 3600:.1f} hours ({how})")
         return Clock(self._settings.every_minutes, mean, time.monotonic())
+
+
+def _confirm(locks: Sequence[RunLock]) -> None:
+    for lock in locks:
+        lock.confirm()

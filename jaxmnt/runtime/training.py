@@ -80,7 +80,7 @@ def prepare(
         write_config(start.directory, config)
         for change in start.changes:
             events.write("config_change", **change._asdict())
-    saves = Saves(config, start, program, data, identity, events, status)
+    saves = Saves(config, start, program, data, identity, events, status, locks)
     saves.check_room()
     saves.prepare(state)
     log = announce.train_log(config, program, start, training, status, writer=identity.process_id == 0)
