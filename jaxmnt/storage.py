@@ -230,13 +230,15 @@ def move(path: Place, target: Place) -> None:
         path.rename(target)
         return
     assert isinstance(target, Address)
+    from google.api_core.exceptions import PreconditionFailed
+
     bucket = _client().bucket(target._bucket)
 
     def copy(blob: Any) -> None:
-        made = bucket.blob(target._key + blob.name.removeprefix(path._key))
-        token, *_ = made.rewrite(blob, if_generation_match=0)  # with a condition it is safe to try again
-        while token is not None:
-            token, *_ = made.rewrite(blob, token=token, if_generation_match=0)
+        made, token = bucket.blob(target._key + blob.name.removeprefix(path._key)), ""
+        with suppress(PreconditionFailed):  # it is there: the answer to an earlier try was lost
+            while token is not None:
+                token, *_ = made.rewrite(blob, token=token or None, if_generation_match=0)
 
     with _in_words(path):
         blobs = path._blobs()

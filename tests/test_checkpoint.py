@@ -37,6 +37,7 @@ from jaxmnt.config.schema import Checkpoint
 from jaxmnt.data.feed import Feed
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.runtime import compile_cache, lock
+from jaxmnt.runtime.saves import Saves
 from jaxmnt.telemetry.events import history
 from jaxmnt.train import train
 
@@ -513,6 +514,41 @@ def test_a_job_that_has_lost_its_lock_commits_nothing(tiny, tmp_path, monkeypatc
     assert (tmp_path / "run" / "lock.json").read_text() == others
 
 
+def test_a_lock_that_is_gone_is_lost(tmp_path, quick_lock):
+    """A job that was suspended while another came, trained and left must not go on where it was."""
+    with lock.RunLock(tmp_path) as ours:
+        ours.acquire()
+        ours.confirm()
+        (tmp_path / "lock.json").unlink()
+        with pytest.raises(UserError, match=r"another job has taken over .* and left it"):
+            ours.confirm()
+
+
+def test_a_whole_checkpoint_is_not_saved_over(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "root")
+    result = save(tmp_path / "root", 2, saved[1][1])
+    assert result.failure is not None and "is a whole checkpoint already, of another job" in result.failure
+    assert [found.step for found in commit.whole(tmp_path / "root")] == [1, 2]
+
+
+def test_a_commit_whose_answer_was_lost_stands(saved, tmp_path, monkeypatch):
+    original = saver.commit
+
+    def lose_the_answer(path, manifest):
+        original(path, manifest)
+        raise OSError(errno.EIO, "the answer was lost", str(path))
+
+    monkeypatch.setattr(saver, "commit", lose_the_answer)
+    assert save(tmp_path, 1, saved[1][1]).failure is None
+    assert [found.step for found in commit.whole(tmp_path)] == [1]
+
+
+def test_a_run_directory_in_other_words_is_the_same(tiny, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    config = tiny(f"checkpoint.dir={tmp_path / 'link' / 'run'}", "train.stop_after=5")
+    assert train(config, devices=one_device()) == ExitCode.STOPPED
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOSPC], ids=os.strerror)
 def test_a_run_directory_that_cannot_be_written_is_a_config_error(tiny, monkeypatch, number):
     def refuse(path, *_):
@@ -631,7 +667,14 @@ def test_a_file_that_may_not_grow_is_reported_in_words(tiny, finished, capfd):
     assert "Traceback" not in shown.err, "Orbax's account of it is not a user's"
 
 
-def test_saves_by_the_clock(tiny):
+@pytest.fixture
+def prompt_saves(monkeypatch):
+    """Each save is waited for, so that the next can be due however few steps there are."""
+    poll = Saves.poll
+    monkeypatch.setattr(Saves, "poll", lambda saves, wait=True: poll(saves, wait=True))
+
+
+def test_saves_by_the_clock(tiny, prompt_saves):
     config = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0001", "checkpoint.keep=20")
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     assert len(events(config.run.dir, "checkpoint_commit")) >= 3
@@ -641,7 +684,7 @@ def test_saves_by_the_clock(tiny):
     assert len(commits) == 2 and commits[0]["next_seconds"] >= 60, "one that tells the cost, and the last"
 
 
-def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, monkeypatch):
+def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, monkeypatch, prompt_saves):
     """Each look at the time of day is an hour before the last."""
     hours = itertools.count()
     monkeypatch.setattr(time, "time", lambda: 1.8e9 - 3600 * next(hours))

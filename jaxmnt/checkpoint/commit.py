@@ -18,6 +18,7 @@ from typing import Any
 from jaxmnt import storage
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
+from jaxmnt.errors import UserError
 from jaxmnt.storage import Place
 
 ORBAX_MARKER = "commit_success.txt"
@@ -131,9 +132,14 @@ def clear_up(root: Place, run: str | None) -> list[str]:
 
 
 def begin(path: Place) -> None:
-    """Makes room for a step about to be saved, and notes that it is unfinished."""
-    remove_cut_off(path.parent)
+    """Makes room for a step about to be saved, and notes that it is unfinished.
+
+    Raises `UserError` if it is there already and whole, which only another job can have done.
+    """
+    remove_cut_off(path.parent, keep_notes=True)  # an earlier save of this job may go on writing for a while
     if path.exists():
+        if why_not_whole(path) is None:
+            raise UserError(f"{path} is a whole checkpoint already, of another job; stop one of the jobs")
         set_aside(path)
     storage.publish(_note(path), "being written\n")
 
@@ -159,17 +165,20 @@ def unfinished(path: Place) -> str | None:
         return None
 
 
-def remove_cut_off(root: Place) -> list[str]:
+def remove_cut_off(root: Place, *, keep_notes: bool = False) -> list[str]:
     """Removes the steps whose writing or removal came to no end. Returns a line for people about each."""
     lines: list[str] = []
     if not root.is_dir():
         return lines
     for note in [path for path in root.iterdir() if path.name.endswith(NOTE)]:
         path = note.with_name(note.name.removesuffix(NOTE))
-        if path.exists() and not (path / manifests.FILE).exists():
+        present = storage.files(path)  # which raises what keeps it from looking: nothing is removed on a guess
+        if manifests.FILE not in present:
             storage.remove(path)
-            lines.append(f"removed {path}, which was cut off while it was {unfinished(path)}")
-        note.unlink(missing_ok=True)
+            if present:
+                lines.append(f"removed {path}, which was cut off while it was {unfinished(path)}")
+        if manifests.FILE in present or not keep_notes:
+            note.unlink(missing_ok=True)
     if isinstance(root, Path):
         for path in sorted(root.glob("*.orbax-checkpoint-tmp*")):
             shutil.rmtree(path)

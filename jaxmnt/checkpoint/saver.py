@@ -6,6 +6,7 @@ for Orbax; then all processes tell process 0 how it went for them, and only if i
 commit, prune what is not to be kept, and tell the others.
 """
 
+import contextlib
 import logging
 import re
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxmnt.checkpoint.commit import Committed, begin, commit, prune, remove_cut_off, whole
+from jaxmnt.checkpoint.commit import Committed, begin, commit, open_checkpoint, prune, remove_cut_off, whole
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
@@ -30,13 +31,15 @@ from jaxmnt.cluster.rounds import Round
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.errors import PeerError, UserError
-from jaxmnt.storage import Place
+from jaxmnt.storage import Address, Place
 
 State = dict[str, Any]
 
 _SECONDS = 1800.0
 """How long processes wait for each other's writing."""
 _GLANCE_SECONDS = 1.0
+_STRAY_SECONDS = 30.0
+"""How long a save waits for the writing of one that failed, where that would write into its own files."""
 _CHUNK_BYTES = 16 << 20
 
 
@@ -85,6 +88,8 @@ class Saver:
         self._saved: Saved | None = None
         self._lost: BaseException | None = None
         self._not_removed: str | None = None
+        self._stray: Any = None
+        """Orbax's part of a save that has failed elsewhere: it may still be writing."""
 
     @property
     def busy(self) -> bool:
@@ -99,6 +104,7 @@ class Saver:
         """
         assert self._thread is None and self._saved is None, "the result of the save before was not taken"
         started = time.perf_counter()
+        self._wait_for_strays()
         refusal = share("a save may begin", self._prepare(step), self._identity)
         if refusal:
             blocked = time.perf_counter() - started
@@ -120,6 +126,8 @@ class Saver:
             try:
                 if response is not None and _written(response, round):
                     round.answer(encode(digests.wait()))
+                else:
+                    self._stray = response
                 failure = round.conclude(lambda answers: self._commit(step, describe(_described(shapes, answers))))
                 size = sum(Array(*described, "").bytes for described in shapes.values())
                 self._saved = Saved(step, failure, self._not_removed, time.perf_counter() - started, size)
@@ -146,6 +154,13 @@ class Saver:
         saved, self._saved = self._saved, None
         return saved
 
+    def _wait_for_strays(self) -> None:
+        """In a bucket Orbax writes in place, so what it still writes of a failed try would get into the next."""
+        if self._stray is not None and isinstance(self._root, Address):
+            with contextlib.suppress(Exception):  # that it failed is known
+                self._stray.result(timeout=_STRAY_SECONDS)
+        self._stray = None
+
     def _prepare(self, step: int) -> str | None:
         """Clears the way, on process 0: what stands in it (empty: nothing)."""
         if self._identity.process_id != 0:
@@ -170,7 +185,8 @@ class Saver:
             self._confirm()
             commit(path, manifest)
         except (OSError, UserError) as error:
-            return _in_words(error)
+            if not _stands(path, manifest):  # or only the answer to the last write was lost
+                return _in_words(error)
         self._not_removed = None
         try:
             present = whole(self._root, manifest.run)
@@ -193,6 +209,13 @@ def _written(response: Any, round: Round) -> bool:
         except Exception as error:
             round.fail(_in_words(error))
             return False
+
+
+def _stands(path: Place, manifest: Manifest) -> bool:
+    try:
+        return open_checkpoint(path, manifest.run).manifest == manifest
+    except (OSError, UserError):
+        return False
 
 
 def _described(shapes: dict[str, tuple[tuple[int, ...], str]], answers: list[str]) -> dict[str, Array]:

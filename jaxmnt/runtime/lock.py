@@ -24,6 +24,7 @@ _SILENCE_SECONDS = 20.0
 _LEAVING_SECONDS = 10.0
 """A job that has just been replaced may still be on its way out."""
 _LOOK_SECONDS = 0.5
+_PROMPT_SECONDS = 2.0
 
 
 class RunLock:
@@ -72,19 +73,31 @@ class RunLock:
     def check(self) -> None:
         """Raises `UserError` if another job is known to have taken the lock, as it may when this one was suspended."""
         if self._lost:
-            raise UserError(f"another job has taken over {self._directory}, {_who(self._holder)}; this one stops")
+            who = f", {_who(self._holder)}" if self._holder else " and left it"
+            raise UserError(f"another job has taken over {self._directory}{who}; this one stops")
 
     def confirm(self) -> None:
         """Looks whether the lock is still this job's, then checks: before something that no other job may do, too."""
-        if self._held and (found := _read(self._path)) not in (None, self._me):
-            self._holder, self._lost = found, True
+        if self._held:
+            self._look()
         self.check()
+
+    def _look(self) -> None:
+        """Notes if the lock is not this job's any more. One that is gone was another job's last."""
+        found = _read(self._path)
+        if found is None:
+            time.sleep(_LOOK_SECONDS)
+            found = _read(self._path)
+        if found != self._me:
+            self._holder, self._lost = found, True
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
+        if self._held:
+            self._thread.join(_BEAT_SECONDS)  # or it might give a sign after the last
         if self._held and not self._lost:
             with contextlib.suppress(OSError):  # what is left behind is a dead job's lock
                 if remove_if(self._path, self._me):
@@ -97,8 +110,9 @@ class RunLock:
             return None
         tell(f"{self._directory} is locked by {_who(holder)}; waiting to see whether that job is alive")
         patience = _LEAVING_SECONDS if alive else _SILENCE_SECONDS
-        deadline, beat = time.monotonic() + patience, _read(self._beat)
-        while time.monotonic() < deadline:
+        beat, silence = _read(self._beat), 0.0
+        while silence < patience:
+            before = time.monotonic()
             time.sleep(_LOOK_SECONDS)
             if _read(self._path) != holder:
                 return False
@@ -106,6 +120,9 @@ class RunLock:
                 return None
             if not alive and _read(self._beat) != beat:
                 return True
+            took = time.monotonic() - before
+            # Where looking takes long, giving signs does, too: such silence says nothing.
+            silence = silence + took if took < _LOOK_SECONDS + _PROMPT_SECONDS else 0.0
         return True if alive else None
 
     def _give_signs(self) -> None:
@@ -113,9 +130,8 @@ class RunLock:
         while not self._end.wait(_BEAT_SECONDS if number else 0):
             number += 1
             with contextlib.suppress(OSError, ValueError):  # files that are away or torn are no sign of anything
-                found = _read(self._path)
-                if found not in (None, self._me):
-                    self._holder, self._lost = found, True
+                self._look()
+                if self._lost:
                     return
                 self._beat.write_text(f"{secrets.token_hex(4)} {number}", encoding="utf-8")
 

@@ -64,7 +64,14 @@ def places(config: Config) -> list[Place]:
     """The run's directory, and where its checkpoints are if that is elsewhere. Each has the run's id, and a lock."""
     assert config.run.dir is not None
     directory, elsewhere = Path(config.run.dir), home(config)
-    return [directory] if elsewhere == directory else [directory, elsewhere]
+    return [directory] if _same(directory, elsewhere) else [directory, elsewhere]
+
+
+def _same(one: Place, other: Place) -> bool:
+    """Whether two places are one, however they are written."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        return one.resolve() == other.resolve()
+    return one == other
 
 
 def open_run(
@@ -171,6 +178,8 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) 
     known = _known(config)
     remarks = remarks + clear_up(root, None if known is None else known["run"])
     checkpoint = newest_whole(root, None if known is None else known["run"])
+    if known is not None:
+        _refuse_to_forget(config, directory, known["run"], 0 if checkpoint is None else checkpoint.step)
     if checkpoint is not None:
         start = _resume(config, data, directory, known, checkpoint)
     elif root.is_dir() and any(".damaged" in path.name for path in root.iterdir()):
@@ -201,7 +210,6 @@ def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Sta
     """A run that has no checkpoint of its own yet."""
     run = secrets.token_hex(6) if known is None else known["run"]
     source = config.run.fork_from or config.run.init_from
-    _refuse_to_forget(config, directory)
     if source is None:
         return Start(directory, run, [], None)
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
@@ -218,16 +226,20 @@ def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Sta
     return Start(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
 
 
-def _refuse_to_forget(config: Config, directory: Path) -> None:
-    """Raises `ConfigError` if this run has had its checkpoints elsewhere: it would silently begin anew."""
-    if (directory / "config.yaml").exists():
-        earlier, now = read_config(directory), home(config)
-        before = home(earlier) if earlier.checkpoint.dir else directory
-        if before != now:
-            raise ConfigError(
-                f"checkpoint.dir: the checkpoints of {directory} are in {before}, and there are none in {now}; "
-                "undo the change, move them, or choose another run.dir"
-            )
+def _refuse_to_forget(config: Config, directory: Path, run: str, step: int) -> None:
+    """Raises `ConfigError` if the run has come further than `step` where its checkpoints were the last time."""
+    if not (directory / "config.yaml").exists():
+        return
+    earlier, now = read_config(directory), home(config)
+    before = home(earlier) if earlier.checkpoint.dir else directory
+    if _same(before, now):
+        return
+    newest = newest_whole(before / FOLDER, run)
+    if newest is not None and newest.step > step:
+        raise ConfigError(
+            f"checkpoint.dir: {before} has the checkpoint of step {newest.step} of {directory}, and the newest in "
+            f"{now} is of step {step}; undo the change, move the checkpoints, or choose another run.dir"
+        )
 
 
 def _resume(
