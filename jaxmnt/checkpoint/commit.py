@@ -141,7 +141,7 @@ def begin(path: Place) -> None:
         if why_not_whole(path) is None:
             raise UserError(f"{path} is a whole checkpoint already, of another job; stop one of the jobs")
         set_aside(path)
-    storage.publish(_note(path), "being written\n")
+    storage.create(_note(path), "being written\n")
 
 
 def prune(checkpoints: list[Committed], keep: set[int]) -> None:
@@ -149,7 +149,7 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
     for checkpoint in checkpoints:
         if checkpoint.step not in keep:
             note = _note(checkpoint.path)
-            storage.publish(note, "being removed\n")
+            storage.create(note, "being removed\n")
             (checkpoint.path / manifests.FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
             storage.remove(checkpoint.path)
             note.unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def unfinished(path: Place) -> str | None:
     if (path / manifests.FILE).exists():
         return None
     try:
-        return _note(path).read_text(encoding="utf-8").strip()
+        return _note(path).read_text(encoding="utf-8").strip() or "being begun"
     except FileNotFoundError:
         return None
 
