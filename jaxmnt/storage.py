@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,9 +27,9 @@ _CONNECTIONS = 10
 class UnreachableError(OSError, UserError):
     """The bucket is not there, refuses access or does not answer. Only the last may pass by itself."""
 
-    @property
-    def exit_code(self) -> ExitCode:  # type: ignore[override]
-        return ExitCode.FAILURE if self.errno == errno.EIO else ExitCode.CONFIG
+    def __init__(self, number: int, words: str, where: str):
+        super().__init__(number, words, where)
+        self.exit_code = ExitCode.FAILURE if number == errno.EIO else ExitCode.CONFIG
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}; mend that and try again"
@@ -174,7 +175,7 @@ def publish(path: Place, text: str) -> None:
     """Writes a file whole or not at all."""
     if isinstance(path, Address):
         return path.write_text(text)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that kills leave no more than one
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -271,8 +272,9 @@ def _each(action: Callable[[Any], None], blobs: list[Any]) -> None:
 def _client() -> Any:
     try:
         import fsspec.config
-        import gcsfs  # noqa: F401  # Orbax writes its own files through it
         from google.cloud import storage
+
+        import_module("gcsfs")  # Orbax writes its own files through it
     except ImportError as error:
         raise ConfigError(f"gs:// needs {error.name}, which is not installed; pip install 'jaxmnt[gs]'") from error
     # It would not see what other processes, or TensorStore in this one, have written since.

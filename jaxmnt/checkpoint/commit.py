@@ -136,7 +136,6 @@ def begin(path: Place) -> None:
 
     Raises `UserError` if it is there already and whole, which only another job can have done.
     """
-    remove_cut_off(path.parent, keep_notes=True)  # an earlier save of this job may go on writing for a while
     if path.exists():
         if why_not_whole(path) is None:
             raise UserError(f"{path} is a whole checkpoint already, of another job; stop one of the jobs")
@@ -166,7 +165,10 @@ def unfinished(path: Place) -> str | None:
 
 
 def remove_cut_off(root: Place, *, keep_notes: bool = False) -> list[str]:
-    """Removes the steps whose writing or removal came to no end. Returns a line for people about each."""
+    """Removes the steps whose writing or removal came to no end. Returns a line for people about each.
+
+    With `keep_notes` what appears of them later will be removed, too: a save that failed may go on writing for a while.
+    """
     lines: list[str] = []
     if not root.is_dir():
         return lines

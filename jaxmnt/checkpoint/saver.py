@@ -168,9 +168,8 @@ class Saver:
         try:
             self._confirm()
             self._root.mkdir(parents=True, exist_ok=True)
-            if short := shortage(self._root, self._need):
-                remove_cut_off(self._root)
-                short = shortage(self._root, self._need)
+            remove_cut_off(self._root, keep_notes=True)
+            short = shortage(self._root, self._need)
             if not short:
                 begin(self._root / str(step))
             return short or ""

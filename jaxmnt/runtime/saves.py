@@ -42,7 +42,7 @@ class Saves:
         identity: Identity,
         events: Events,
         status: StatusLine,
-        locks: Sequence[RunLock] = (),
+        locks: Sequence[RunLock],
     ):
         self._settings = config.checkpoint
         self._program = program

@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxmnt.data.preparation.inputs import Part
 from jaxmnt.data.preparation.part import Job, counts_path, record_path
-from jaxmnt.data.preparation.shards import origins_name, save_array, write_json, write_text
+from jaxmnt.data.preparation.shards import origins_name, save_array, write_json
 from jaxmnt.data.store import FORMAT, MANIFEST, SOURCES, SPLITS, VERSION, file_digest
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from jaxmnt.errors import ConfigError
+from jaxmnt.storage import publish
 
 
 @dataclass
@@ -47,7 +48,7 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
         raise ConfigError(
             "--input: nothing was found for training; give more text, or remove the output and lower --eval-fraction"
         )
-    write_text(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
+    publish(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
     counts = sum(np.load(counts_path(job.work, part.number)) for part in parts)
     manifest = {

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxmnt.data.store import file_digest
 from jaxmnt.errors import UserError
+from jaxmnt.storage import publish
 
 SHARD_TOKENS = 2**26
 _HEADER_BYTES = 128
@@ -129,18 +130,8 @@ def save_array(path: Path, array: np.ndarray) -> None:
     temporary.replace(path)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Publishes a small file whole and durably."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-
-
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+    publish(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def cannot_write(output: Path, error: OSError) -> UserError:

@@ -6,9 +6,9 @@ from pathlib import Path
 from jaxmnt.data.preparation.inputs import Input, Part
 from jaxmnt.data.preparation.part import Job, held_out_documents
 from jaxmnt.data.preparation.settings import Settings
-from jaxmnt.data.preparation.shards import write_text
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, choose_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError
+from jaxmnt.storage import publish
 
 _TRAINING_BYTES = 2**28
 """Text that a tokenizer is trained on at most, taken evenly from all parts."""
@@ -26,13 +26,13 @@ def prepare_tokenizer(
     target = output / TOKENIZER_FILE
     if settings.train_tokenizer is not None:
         if not target.exists():
-            write_text(target, _train(inputs, parts, output, work, settings, progress))
+            publish(target, _train(inputs, parts, output, work, settings, progress))
         return choose_tokenizer(str(target), settings.end_token)
     assert settings.tokenizer is not None
     tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token)
     if settings.tokenizer != "bytes" and not target.exists():
         source = Path(settings.tokenizer)
-        write_text(target, (source / TOKENIZER_FILE if source.is_dir() else source).read_text(encoding="utf-8"))
+        publish(target, (source / TOKENIZER_FILE if source.is_dir() else source).read_text(encoding="utf-8"))
     return tokenizer
 
 
