@@ -61,6 +61,22 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     sys.exit(report(lambda: main(given), debug="--debug" in own))
 
 
+def code_of(error: BaseException) -> int:
+    """The exit code of a process that ends with `error`."""
+    return int(error.exit_code if isinstance(error, UserError) else ExitCode.FAILURE)
+
+
+def summary(error: BaseException) -> str:
+    """An error in one line: a user's in its own words, another with its type."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    if isinstance(error, UserError):
+        return text
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def report(action: Callable[[], int], *, debug: bool = False, where: str = "") -> int:
     """Runs `action` and returns its exit code; an error is printed to stderr and becomes an exit code.
 
@@ -79,10 +95,5 @@ def report(action: Callable[[], int], *, debug: bool = False, where: str = "") -
         return int(ExitCode.FAILURE)
     except Exception as error:
         traceback.print_exc()
-        summary = str(error).strip().splitlines()
-        print(
-            f"{prefix}error: {type(error).__name__}: {summary[0] if summary else ''}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"{prefix}error: {summary(error)}", file=sys.stderr, flush=True)
         return int(ExitCode.FAILURE)

@@ -4,9 +4,11 @@ Trains a language model, from the start or from where it stopped. One such proce
 """
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.cluster.environment import Identity, identify
@@ -17,6 +19,8 @@ from jaxmnt.plan.command import add_arguments, check_arguments, dry_run
 if TYPE_CHECKING:
     import jax
 
+    from jaxmnt.cluster.lifeline import Lifeline
+
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
@@ -26,37 +30,57 @@ def main(arguments: list[str]) -> int:
         return report(lambda: dry_run(config, options), debug=options.debug)
     identity = identify(config.cluster)
 
-    from jaxmnt.cluster.runtime import joined, leave
+    from jaxmnt.cluster.ending import Ending
+    from jaxmnt.cluster.lifeline import end_on_exceptions_in_threads
+    from jaxmnt.cluster.runtime import joined
     from jaxmnt.data.sources import open_sources
 
+    ending = Ending(identity.label)
+
     def run() -> int:
-        with joined(identity, config, lambda: open_sources(config.data).digest):
-            return train(config, identity)
+        with joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline:
+            end_on_exceptions_in_threads(lifeline)
+            return train(config, identity, lifeline=lifeline)
 
-    return leave(identity, report(run, debug=options.debug, where=identity.label))
+    return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
 
 
-def train(config: Config, identity: Identity | None = None, devices: "Sequence[jax.Device] | None" = None) -> int:
+def train(
+    config: Config,
+    identity: Identity | None = None,
+    devices: "Sequence[jax.Device] | None" = None,
+    lifeline: "Lifeline | None" = None,
+) -> int:
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
+    from jaxmnt.cluster.lifeline import lifeline_alone
     from jaxmnt.runtime.lock import RunLock
     from jaxmnt.runtime.rundir import places
-    from jaxmnt.runtime.stop import stop_request
+    from jaxmnt.runtime.stop import StopRequest, end_of_allocation
     from jaxmnt.runtime.training import conclude, prepare, run_steps
+    from jaxmnt.runtime.watchdog import Watchdog
     from jaxmnt.telemetry.progress import status_line
 
     started = time.perf_counter()
-    identity = identity or Identity()
+    assert config.run.dir is not None
+    identity, run_dir = identity or Identity(), Path(config.run.dir)
+    lifeline = lifeline or lifeline_alone(identity)
+    first = identity.process_id == 0
+    ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ) if first else None
+    at_once = lambda reason: lifeline.end(reason, ExitCode.FAILURE)
     with (
-        stop_request() as stop,
-        status_line(quiet=identity.process_id != 0) as status,
+        StopRequest(run_dir if first else None, at_once, ends_at) as stop,
+        Watchdog(config.watchdog, run_dir, identity.process_id, lifeline) as watchdog,
+        status_line(quiet=not first) as status,
         ExitStack() as held,
     ):
         locks = [held.enter_context(RunLock(where)) for where in places(config)]
-        run = prepare(config, identity, devices, locks, status)
+        for lock in locks:
+            held.enter_context(lifeline.ending.with_last(lock.let_go))
+        run = prepare(config, identity, devices, locks, status, watchdog, lifeline.ending, held)
         if run is None:
             return ExitCode.FINISHED
         run_steps(run, stop, locks)
-        return ExitCode.FINISHED if conclude(run, started) else ExitCode.STOPPED
+        return ExitCode.FINISHED if conclude(run, stop, started) else ExitCode.STOPPED
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

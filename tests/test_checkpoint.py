@@ -780,7 +780,7 @@ def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_pat
     listed = capsys.readouterr().out
     assert [line.split()[:2] for line in listed.splitlines()[2:]] == [["10", "whole"], ["15", "whole"], ["20", "whole"]]
     assert checkpoint_command(["verify", run]) == 0
-    assert capsys.readouterr().out.count(": whole, 39 arrays") == 3
+    assert capsys.readouterr().out.count(": whole, 41 arrays") == 3
     assert checkpoint_command(["show", f"{run}@15"]) == 0
     shown = capsys.readouterr().out
     assert "step 15 of run" in shown and "params/layers/attention/query" in shown

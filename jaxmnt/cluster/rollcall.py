@@ -2,7 +2,8 @@
 
 `jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens
 on the coordinator's own port, each other process says who it is in one line of JSON, and when all are there (or
-time is up) process 0 tells everyone the outcome and frees the port for JAX.
+time is up) process 0 tells everyone the outcome and stops listening, so that JAX can. The connections stay open: a
+`Lifeline` goes on with them.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import json
 import selectors
 import socket
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.cluster.environment import Identity
@@ -26,8 +28,20 @@ Hello = dict[str, Any]
 """process, processes, host, facts and trouble of one process."""
 
 
-def hold(identity: Identity, facts: dict[str, str], timeout_seconds: float, trouble: ConfigError | None = None) -> None:
+@dataclass(frozen=True)
+class Peer:
+    """Another process that took part, and the open connection to it."""
+
+    host: str
+    connection: socket.socket
+
+
+def hold(
+    identity: Identity, facts: dict[str, str], timeout_seconds: float, trouble: ConfigError | None = None
+) -> dict[int, Peer]:
     """Returns once every process has arrived with the same `facts` (versions, config digest).
+
+    Process 0 gets all others by their numbers, the others get process 0.
 
     `trouble` is why this process cannot take part; everyone is told. Raises `PeerError` (exit 4) naming the processes
     that are missing when time is up, and `ConfigError` (exit 2) naming the process that is in trouble or whose id,
@@ -36,7 +50,7 @@ def hold(identity: Identity, facts: dict[str, str], timeout_seconds: float, trou
     if identity.alone:
         if trouble is not None:
             raise trouble
-        return
+        return {}
     deadline = time.monotonic() + timeout_seconds
     hello = {
         "process": identity.process_id,
@@ -46,27 +60,30 @@ def hold(identity: Identity, facts: dict[str, str], timeout_seconds: float, trou
         "trouble": None if trouble is None else str(trouble)[:_LONGEST_TROUBLE],
     }
     if identity.process_id == 0:
-        _listen(identity, hello, deadline, timeout_seconds)
-    else:
-        try:
-            _report(identity, hello, deadline, timeout_seconds)
-        except PeerError:
-            if trouble is not None:  # what is wrong here matters more than that nobody heard of it
-                raise trouble from None
-            raise
+        return _listen(identity, hello, deadline, timeout_seconds)
+    try:
+        return {0: _report(identity, hello, deadline, timeout_seconds)}
+    except PeerError:
+        if trouble is not None:  # what is wrong here matters more than that nobody heard of it
+            raise trouble from None
+        raise
 
 
-def _listen(identity: Identity, own: Hello, deadline: float, timeout: float) -> None:
+def _listen(identity: Identity, own: Hello, deadline: float, timeout: float) -> dict[int, Peer]:
     """Process 0: collects hellos until all are there, then answers everyone alike."""
     with _open_port(identity) as server, selectors.DefaultSelector() as selector:
         desk = _Desk(identity, own, selector)
+        outcome: UserError | None = None
         try:
             outcome = desk.collect(server, deadline, timeout)
             desk.answer(outcome)
-        finally:
+        except BaseException:
             desk.close()
-    if outcome is not None:
-        raise outcome
+            raise
+        if outcome is not None:
+            desk.close()
+            raise outcome
+        return desk.peers()
 
 
 def _open_port(identity: Identity) -> socket.socket:
@@ -116,15 +133,29 @@ class _Desk:
         return wrong
 
     def answer(self, outcome: UserError | None) -> None:
-        """Tells everyone, and lets them close first, so that no connection of ours keeps the port from JAX."""
-        body = {"error": None if outcome is None else str(outcome), "code": int(outcome.exit_code if outcome else 0)}
+        """Tells everyone. After a failure they close first, so that no connection of ours keeps the port from JAX."""
+        body = {
+            "error": None if outcome is None else str(outcome),
+            "code": int(outcome.exit_code if outcome else 0),
+            "host": self._hello[0]["host"],
+        }
         for connection in self._received:
             with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
                 connection.settimeout(5)
                 connection.sendall(json.dumps(body).encode() + b"\n")
-        for connection in self._connection_of.values():
-            with contextlib.suppress(OSError):
-                connection.recv(1)
+        if outcome is not None:
+            for connection in self._connection_of.values():
+                with contextlib.suppress(OSError):
+                    connection.recv(1)
+
+    def peers(self) -> dict[int, Peer]:
+        """All others, in order. Connections that are nobody's are closed."""
+        for connection in set(self._received) - set(self._connection_of.values()):
+            connection.close()
+        return {
+            process: Peer(str(self._hello[process]["host"]), connection)
+            for process, connection in sorted(self._connection_of.items())
+        }
 
     def close(self) -> None:
         for connection in self._received:
@@ -223,22 +254,17 @@ def _hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def _report(identity: Identity, hello: Hello, deadline: float, timeout: float) -> None:
+def _report(identity: Identity, hello: Hello, deadline: float, timeout: float) -> Peer:
     """Any other process: says hello, retrying until process 0 listens, and waits for the outcome."""
     reason = "no connection was tried"
     while time.monotonic() < deadline:
         try:
             # Process 0 may have started later than this process: its own time limit decides.
-            outcome = _ask(identity.address, hello, deadline - time.monotonic(), timeout + 10)
+            return _ask(identity.address, hello, deadline - time.monotonic(), timeout + 10)
         except OSError as error:
             reason = error.strerror or str(error)
         except (ValueError, KeyError, TypeError):
             reason = "something else answers on that port"
-        else:
-            if outcome["error"] is not None:
-                kind = ConfigError if outcome["code"] == ExitCode.CONFIG else PeerError
-                raise kind(outcome["error"])
-            return
         time.sleep(_RETRY_SECONDS)
     raise PeerError(
         f"process 0 did not answer at {identity.coordinator} within {timeout:g} s ({reason}); "
@@ -246,14 +272,31 @@ def _report(identity: Identity, hello: Hello, deadline: float, timeout: float) -
     )
 
 
-def _ask(address: tuple[str, int], hello: Hello, connect_seconds: float, answer_seconds: float) -> dict[str, Any]:
-    """One try: says hello and returns the outcome. Raises `OSError`, or `ValueError` and its like for a stranger."""
-    with socket.create_connection(address, timeout=max(0.1, connect_seconds)) as connection:
+def _ask(address: tuple[str, int], hello: Hello, connect_seconds: float, answer_seconds: float) -> Peer:
+    """One try: says hello and hears the outcome. Raises `OSError`, or `ValueError` and its like for a stranger."""
+    connection = socket.create_connection(address, timeout=max(0.1, connect_seconds))
+    try:
         connection.sendall(json.dumps(hello).encode() + b"\n")
         connection.settimeout(answer_seconds)
-        with connection.makefile("rb") as stream:
-            reply = stream.readline(_LONGEST_LINE * 4)
-    if not reply:
-        raise ConnectionResetError("it closed the connection without an answer")
-    outcome = json.loads(reply)
-    return {"error": outcome["error"], "code": outcome["code"]}
+        outcome = json.loads(_line(connection))
+        error, code, peer = outcome["error"], outcome["code"], Peer(str(outcome["host"]), connection)
+    except BaseException:
+        connection.close()
+        raise
+    if error is not None:
+        connection.close()
+        raise (ConfigError if code == ExitCode.CONFIG else PeerError)(error)
+    return peer
+
+
+def _line(connection: socket.socket) -> bytes:
+    """One line and nothing of what may follow it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise ConnectionResetError("it closed the connection without an answer")
+        line += byte
+        if len(line) > _LONGEST_LINE * 4:
+            raise ValueError("a line without an end")
+    return line

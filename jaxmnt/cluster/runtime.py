@@ -19,10 +19,12 @@ from typing import Any
 
 from jaxmnt import __version__
 from jaxmnt.cluster import rollcall
+from jaxmnt.cluster.ending import Ending
 from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.lifeline import Lifeline
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError, code_of, summary
 
 BARRIER_SECONDS = 300.0
 _HEARING_SECONDS = 10.0
@@ -41,15 +43,20 @@ _SIGNS_OF_A_LOST_PEER = (
 
 
 @contextmanager
-def joined(identity: Identity, config: Config, find_data: Callable[[], str]) -> Iterator[None]:
+def joined(identity: Identity, config: Config, ending: Ending, find_data: Callable[[], str]) -> Iterator[Lifeline]:
     """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
 
     Holds the roll call first, whose errors are those of `rollcall.hold`. `find_data` returns the digest of the data; if
-    it raises a `ConfigError`, every process hears of it. Afterwards a failure that JAX reports because another process
-    is gone becomes a `PeerError`. A single process does nothing of this.
+    it raises a `ConfigError`, every process hears of it. Afterwards the lifeline ends this process when another fails;
+    what is raised here is told to the others, and all leave together when nothing is. A single process has nobody to
+    join and gets a lifeline without connections.
     """
+    cluster = config.cluster
+    silence, patience = cluster.silence_timeout_seconds, 0.9 * cluster.heartbeat_timeout_seconds
     if identity.alone:
-        yield
+        lifeline = Lifeline(identity, {}, ending, silence, patience)
+        with _told_to_others(lifeline):
+            yield lifeline
         return
     assert config.run.dir is not None
     with _native_output_to(Path(config.run.dir) / "native" / f"{identity.process_id}.log"):
@@ -58,28 +65,70 @@ def joined(identity: Identity, config: Config, find_data: Callable[[], str]) -> 
             digest = find_data()
         except ConfigError as error:
             trouble = error
-        rollcall.hold(identity, _facts(config, digest), config.cluster.start_timeout_seconds, trouble)
-        import jax
+        peers = rollcall.hold(identity, _facts(config, digest), cluster.start_timeout_seconds, trouble)
+        lifeline = Lifeline(identity, peers, ending, silence, patience)
+        lifeline.start()
+        with _told_to_others(lifeline):
+            _initialize(identity, config)
+            yield lifeline
+            _shut_down(lifeline)
 
-        # JAX's own handler would swallow SIGTERM; the wish to stop travels with the batches instead.
-        jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            identity.coordinator,
-            identity.processes,
-            identity.process_id,
-            # Detection would take "which device is mine" from Slurm: one GPU a task, however many there are.
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=_bind_address(identity),
-            initialization_timeout=int(max(10, config.cluster.start_timeout_seconds)),
-            heartbeat_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
-        )
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
-                raise PeerError(f"another process is gone: {str(error).splitlines()[0]}") from error
+
+def _initialize(identity: Identity, config: Config) -> None:
+    import jax
+
+    # JAX's own handler would swallow SIGTERM; the wish to stop travels with the batches instead.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        identity.coordinator,
+        identity.processes,
+        identity.process_id,
+        # Detection would take "which device is mine" from Slurm: one GPU a task, however many there are.
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=_bind_address(identity),
+        initialization_timeout=int(max(10, config.cluster.start_timeout_seconds)),
+        heartbeat_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
+        shutdown_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
+    )
+
+
+def _shut_down(lifeline: Lifeline) -> None:
+    """All together: JAX waits for everyone."""
+    import jax
+
+    jax.distributed.shutdown()
+    lifeline.leave()
+
+
+@contextmanager
+def _told_to_others(lifeline: Lifeline) -> Iterator[None]:
+    """What is raised inside ends the run: the others hear why.
+
+    Where JAX or a wait of ours reports that somebody is gone, the lifeline mostly knows who, and ends this process
+    with that; else it is a `PeerError`.
+    """
+    try:
+        yield
+    except BaseException as raised:
+        error: BaseException = raised
+        if isinstance(raised, SystemExit):
+            error = RuntimeError(f"something called exit({raised.code}) in the middle of the run")
+        elif _tells_of_a_lost_peer(raised):
+            lifeline.miss()
+            if not isinstance(raised, PeerError):
+                error = PeerError(f"another process is gone: {str(raised).splitlines()[0]}")
+        lifeline.fail(summary(error), code_of(error))
+        if error is raised:
             raise
+        raise error from raised
+
+
+def _tells_of_a_lost_peer(error: BaseException) -> bool:
+    if isinstance(error, PeerError):
+        return True
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 def _bind_address(identity: Identity) -> str | None:
@@ -220,23 +269,6 @@ def coordination() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
-
-
-def leave(identity: Identity, code: int) -> int:
-    """Leaves the runtime. After success all shut down together; after a failure this process ends at once.
-
-    A failed process that waited in JAX's shutdown barrier would keep its peers waiting, too. And no thread that a
-    library has left behind, such as one of Orbax in the barrier of a save that failed, may keep a process from ending.
-    """
-    if identity.alone:
-        return code
-    if code in (ExitCode.FINISHED, ExitCode.STOPPED):
-        import jax
-
-        jax.distributed.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @contextmanager

@@ -39,6 +39,12 @@ class Run(Section):
     dir: str | None = key(None, "Run directory; default runs/<config file's name>.")
     init_from: str | None = key(None, "Start with the parameters of RUN or RUN@STEP, and nothing else of it.")
     fork_from: str | None = key(None, "Start as a branch of RUN or RUN@STEP: its whole state, its step.")
+    max_minutes: float | None = key(
+        None, "Stop, with a checkpoint and exit code 75, before so many minutes of this start are over.", gt=0
+    )
+    stop_margin_seconds: float = key(
+        120.0, "How long before max_minutes, or the end of a Slurm allocation, to stop.", ge=0
+    )
     compile_cache: str | None = key(
         None, "Folder that keeps compiled programs for the next start; private to its owner."
     )
@@ -68,6 +74,9 @@ class Train(Section):
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
     z_loss: float = key(0.0, "Weight of the squared log-partition penalty on the logits.", resume="maths", ge=0)
     eval_every: int = key(0, "Evaluate after every so many steps; 0 is at the end only.", ge=0)
+    max_bad_steps: int = key(
+        10, "Steps in a row whose loss or gradient may be infinite or no number; they change nothing.", ge=0
+    )
     stop_after: int | None = key(None, "Stop with a checkpoint and exit code 75 after this step.", ge=1)
 
 
@@ -82,6 +91,11 @@ class WeightChange(Section):
     weights: dict[str, float] = key(..., "New weights by source; sources left out keep theirs.", resume="maths")
 
 
+class Skip(Section):
+    from_row: int = key(..., "Number in the run of the first row to pass over: step times global_batch_size.", ge=0)
+    rows: int = key(..., "How many rows.", ge=1)
+
+
 class Data(Section):
     path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.")
     sources: dict[str, Source] = key({}, "Instead of path: several sources by name, each with path and weight.")
@@ -89,6 +103,7 @@ class Data(Section):
     synthetic: int | None = key(
         None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
     )
+    skip: list[Skip] = key([], "Rows of the run to pass over; those after them move up.", resume="maths")
     global_batch_size: int = key(64, "Rows a step over all hosts.", resume="breaks", ge=1)
     sequence_length: int = key(1024, "Tokens a row.", resume="breaks", ge=2)
     rows: Literal["windows", "packed"] = key(
@@ -199,12 +214,40 @@ class Pipeline(Section):
     layers: list[int] | None = key(None, "Layers of each piece in order of the model; default as even as possible.")
 
 
+class Watchdog(Section):
+    step_seconds: float | None = key(
+        45.0, "A step may take so long before the run counts as hanging; null turns that off.", gt=0
+    )
+    factor: float = key(10.0, "Or so many times the median step, whichever is longer.", ge=1)
+    first_step_seconds: float | None = key(900.0, "The first step, which opens connections; null is no limit.", gt=0)
+    compile_seconds: float | None = key(7200.0, "Compiling.", gt=0)
+    restore_seconds: float | None = key(3600.0, "Restoring a checkpoint, and waiting for data at the start.", gt=0)
+    evaluate_seconds: float | None = key(900.0, "A batch of an evaluation.", gt=0)
+    save_seconds: float | None = key(3600.0, "What of a save blocks training, and the last one altogether.", gt=0)
+
+
 class Cluster(Section):
     coordinator: str | None = key(None, "HOST:PORT of process 0; default from JAX_COORDINATOR_ADDRESS.")
     processes: int | None = key(None, "Processes in all; default from JAX_NUM_PROCESSES, else 1.", ge=1)
     process_id: int | None = key(None, "This process, from 0; default from JAX_PROCESS_ID.", ge=0)
     start_timeout_seconds: float = key(300.0, "How long to wait for all processes at the start.", gt=0)
-    heartbeat_timeout_seconds: int = key(100, "A silent process is taken for dead after this time.", ge=2)
+    silence_timeout_seconds: float = key(
+        30.0, "A process that says nothing for so long is given up, once it has finished a step.", gt=1
+    )
+    heartbeat_timeout_seconds: int = key(
+        100, "JAX's own limit for a silent process, which aborts the others; in this time ours is 90 % before a step.",
+        ge=2,
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _ours_before_jax(self) -> Self:
+        if self.silence_timeout_seconds >= self.heartbeat_timeout_seconds:
+            raise ValueError(
+                f"cluster.silence_timeout_seconds: {self.silence_timeout_seconds:g} is not below "
+                f"cluster.heartbeat_timeout_seconds ({self.heartbeat_timeout_seconds}), at which JAX aborts without a "
+                "name; lower it"
+            )
+        return self
 
 
 class Config(Section):
@@ -219,6 +262,7 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     mesh: Mesh = Mesh()
     pipeline: Pipeline = Pipeline()
+    watchdog: Watchdog = Watchdog()
     cluster: Cluster = Cluster()
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""Batches as a pure function of (data config, seed, step): no iterator state to save or lose.
+"""Batches as a pure function of (data config with its skip list, seed, step): no iterator state to save or lose.
 
 Shapes: G rows of a global batch, R of them of this process, L length.
 
@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxmnt.config.schema import Config
+from jaxmnt.config.schema import Config, Data
 from jaxmnt.data.order import BLOCK, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import Packed, RowReader, Rows, make_reader
 from jaxmnt.data.sources import Sources, on_end, phases
@@ -32,7 +32,12 @@ class TrainingData:
         check_shares(list(rows), weights)
         _check_rows_exist(sources, rows, settings.sequence_length)
         self.order = Order(
-            rows, weights, seed=config.seed, shuffle=settings.shuffle, global_rows=settings.global_batch_size
+            rows,
+            weights,
+            seed=config.seed,
+            shuffle=settings.shuffle,
+            global_rows=settings.global_batch_size,
+            skip=skipped_ranges(settings),
         )
         _check_enough_rows(self.order, rows, config)
         self.names = list(rows)
@@ -69,6 +74,11 @@ class TrainingData:
                     merged[field] = np.empty((len(located.source), *values.shape[1:]), values.dtype)
                 merged[field][mine] = values
         return merged
+
+
+def skipped_ranges(settings: Data) -> list[tuple[int, int]]:
+    """The ranges of `data.skip`: first row, and first after."""
+    return [(skip.from_row, skip.from_row + skip.rows) for skip in settings.skip]
 
 
 def training_rows(

@@ -4,6 +4,8 @@ Rows of the run are numbered g = step · G + r. Row g belongs to a *phase*, a st
 in it to a block of 1,000 rows. Every block of a phase holds the same number of rows of each source (its weight, by
 largest remainder), spread evenly over the block. So the number of rows that a source has given before row g is
 arithmetic, and that number is the row's place in the source's own endless, shuffled sequence of epochs.
+
+Rows can be passed over. Row r of step s is then the one that is number s · G + r among those that are not.
 """
 
 import functools
@@ -41,14 +43,24 @@ class Located(NamedTuple):
 class Order:
     """The global order of rows over sources with `rows[name]` rows an epoch. Thread-safe."""
 
-    def __init__(self, rows: Mapping[str, int], phases: Sequence[Phase], *, seed: int, shuffle: bool, global_rows: int):
+    def __init__(
+        self,
+        rows: Mapping[str, int],
+        phases: Sequence[Phase],
+        *,
+        seed: int,
+        shuffle: bool,
+        global_rows: int,
+        skip: Sequence[tuple[int, int]] = (),
+    ):
+        """`skip` are ranges of rows of the run that are passed over: first, and first after."""
         assert list(rows) == sorted(rows) and phases[0].from_step == 0
         self.names = list(rows)
         self._rows = np.array([rows[name] for name in self.names], np.int64)
         self._keys = [_key(f"{seed}/{name}") for name in self.names]
         self._shuffle = shuffle
         self._global_rows = global_rows
-        self._phases = list(phases)
+        self._skipped = Skipped(skip)
         self._first_rows = np.array([phase.from_step * global_rows for phase in phases], np.int64)
         self._shares = [block_shares(phase.weights) for phase in phases]
         self._layouts = [_spread(shares) for shares in self._shares]
@@ -61,22 +73,43 @@ class Order:
 
     def locate(self, step: int, rows: Sequence[int] | np.ndarray) -> Located:
         """The given rows (0 … G-1) of the batch of `step` (0 is the first)."""
-        phase = self._phase(step)
-        offsets = np.asarray(rows, np.int64) + (step * self._global_rows - int(self._first_rows[phase]))
+        numbers = self.numbers(step, rows)
+        phase = self._phase(int(numbers[0]))
+        if phase == self._phase(int(numbers[-1])):
+            return Located(*self._locate(phase, numbers))
+        phases = np.searchsorted(self._first_rows, numbers, side="right") - 1
+        out = np.empty((3, len(numbers)), np.int64)
+        for phase in np.unique(phases).tolist():
+            out[:, phases == phase] = self._locate(phase, numbers[phases == phase])
+        return Located(*out)
+
+    def numbers(self, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The numbers in the run of the given rows of the batch of `step`, counting those that are passed over."""
+        return self._skipped.nth(np.asarray(rows, np.int64) + step * self._global_rows)
+
+    def passed_over(self, step: int) -> int:
+        """Rows that are passed over before the last one of the batch of `step`."""
+        last = (step + 1) * self._global_rows - 1
+        return int(self._skipped.nth(np.array([last]))[0]) - last
+
+    def _locate(self, phase: int, numbers: np.ndarray) -> np.ndarray:
+        """[3, rows]: source, epoch and row of rows of one phase, in ascending order."""
+        offsets = numbers - int(self._first_rows[phase])
         block = int(offsets[0]) // BLOCK
         if offsets[-1] < (block + 1) * BLOCK and (np.diff(offsets) == 1).all():  # as they mostly are
-            return Located(*self._block(phase, block)[:, offsets[0] - block * BLOCK : offsets[-1] + 1 - block * BLOCK])
+            return self._block(phase, block)[:, offsets[0] - block * BLOCK : offsets[-1] + 1 - block * BLOCK]
         blocks, places = np.divmod(offsets, BLOCK)
         out = np.empty((3, len(offsets)), np.int64)
         for block in np.unique(blocks):
             here = blocks == block
             out[:, here] = self._block(phase, int(block))[:, places[here]]
-        return Located(*out)
+        return out
 
     def used(self, step: int) -> dict[str, int]:
-        """Rows that each source has given in all batches before that of `step`."""
-        phase = self._phase(step)
-        counts = self._used_in_phase(phase, step * self._global_rows - int(self._first_rows[phase]))
+        """Rows that each source has given, or that were passed over, before the batch of `step`."""
+        number = int(self.numbers(step, [0])[0])
+        phase = self._phase(number)
+        counts = self._used_in_phase(phase, number - int(self._first_rows[phase]))
         return dict(zip(self.names, (self._before[phase] + counts).tolist(), strict=True))
 
     def epochs(self, step: int) -> dict[str, float]:
@@ -93,9 +126,8 @@ class Order:
             low, high = (middle, high) if self.used(middle)[name] <= rows else (low, middle - 1)
         return low
 
-    def _phase(self, step: int) -> int:
-        starts = [phase.from_step for phase in self._phases]
-        return int(np.searchsorted(starts, step, side="right")) - 1
+    def _phase(self, number: int) -> int:
+        return int(np.searchsorted(self._first_rows, number, side="right")) - 1
 
     def _used_in_phase(self, phase: int, rows: int) -> np.ndarray:
         blocks, rest = divmod(rows, BLOCK)
@@ -112,6 +144,30 @@ class Order:
                 mine = source == number
                 row[mine] = permute(row[mine], size, _mix(key + epoch[mine].astype(np.uint64) * _GOLDEN))
         return np.stack([source, epoch, row])
+
+
+class Skipped:
+    """Ranges of rows that are passed over."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]):
+        merged: list[list[int]] = []
+        for first, after in sorted(ranges):
+            if merged and first <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], after)
+            else:
+                merged.append([first, after])
+        self.ranges = [(first, after) for first, after in merged]
+        lengths = np.array([after - first for first, after in self.ranges], np.int64)
+        self._passed = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self._begins = np.array([first for first, _ in self.ranges], np.int64) - self._passed[:-1]
+
+    def nth(self, index: np.ndarray) -> np.ndarray:
+        """The number of the row that is at this place (0 is the first) among those that are not passed over; int64."""
+        return index + self._passed[np.searchsorted(self._begins, index, side="right")]
+
+    def below(self, number: int) -> list[tuple[int, int]]:
+        """What is passed over of the rows before that of this number."""
+        return [(first, min(after, number)) for first, after in self.ranges if first < number]
 
 
 def block_shares(weights: Sequence[float]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine: output prefixed, logs kept, all stopped when one fails."""
+"""Several processes of one run on this machine: output prefixed, logs kept, stopped when one fails, started again."""
 
 import os
 import signal
@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
 from jaxmnt.cluster.environment import VARIABLES
+from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.launch.restarts import Restarts, last_commit
 from jaxmnt.runtime.stop import on_stop_signals
 
 _GRACE_SECONDS = 10.0
@@ -28,34 +31,88 @@ _ENDED_WELL = (None, ExitCode.FINISHED, ExitCode.STOPPED)
 _ENDED_BY_A_PEER = (ExitCode.PEER, -signal.SIGABRT)
 
 
-def launch(processes: int, devices_per_process: int | None, train_arguments: list[str]) -> int:
-    """Runs `jaxmnt.train` in `processes` processes and returns the exit code of the run.
+@dataclass(frozen=True)
+class Outcome:
+    """How a set of processes ended."""
 
-    That is the code of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped
-    early, or 0. SIGINT, SIGTERM and SIGHUP are passed on. Raises `ConfigError` for arguments that no process could use.
+    code: int
+    """The exit code of the run."""
+    why: str
+    """Which process ended it, and how, in words; empty if none failed."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """What is started, and where."""
+
+    arguments: list[str]
+    """Of jaxmnt.train."""
+    config: Config
+    devices: int | None
+    """Virtual CPU devices of each process; None for what it has."""
+    module: tuple[str, ...] = ("jaxmnt.train",)
+    """What each process runs, with arguments that come before those of jaxmnt.train."""
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.config.run.dir is not None
+        return Path(self.config.run.dir)
+
+
+def launch(local: Local, processes: int, restarts: Restarts) -> int:
+    """Runs a config in `processes` processes, again after failures as `restarts` has it; returns the exit code.
+
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on; after one nothing is started again. Raises `ConfigError` for
+    arguments that no process could use.
     """
-    log_dir = _log_dir(train_arguments)
-    coordinator = f"127.0.0.1:{_free_port()}"
+    log_dir = _log_dir(local)
     children: list[_Child] = []
-    with on_stop_signals(lambda number, _: _send(children, number)):
-        try:
-            for number in range(processes):
-                environment = _environment(number, processes, coordinator, devices_per_process)
-                children.append(_Child(number, train_arguments, log_dir, environment))
-            failed = _watch(children)
-        except BaseException:
-            _end(children)
-            raise
-        if failed is not None:
-            _end(children)
+    asked = threading.Event()
+
+    def hear(number: int, _: object) -> None:
+        asked.set()
+        _send(children, number)
+
+    with on_stop_signals(hear):
+        while True:
+            outcome = _run(local, processes, log_dir, children)
+            if outcome.why:
+                print(f"jaxmnt: {outcome.why}", file=sys.stderr, flush=True)
+            if asked.is_set():
+                return outcome.code
+            verdict = restarts.after(outcome.code, processes, last_commit(local.run_dir))
+            if verdict.why:
+                print(f"jaxmnt: {verdict.why}", file=sys.stderr, flush=True)
+            if verdict.processes is None or asked.wait(verdict.wait_seconds):
+                return outcome.code
+            processes = verdict.processes
+
+
+def _run(local: Local, processes: int, log_dir: Path, children: "list[_Child]") -> Outcome:
+    """One start of all processes, to the end of the last. `children` holds them meanwhile.
+
+    The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
+    """
+    coordinator = f"127.0.0.1:{_free_port()}"
+    children.clear()
+    try:
+        for number in range(processes):
+            environment = _environment(number, processes, coordinator, local.devices)
+            children.append(_Child(number, [*local.module, *local.arguments], log_dir, environment))
+        failed = _watch(children)
+    except BaseException:
+        _end(children)
+        raise
+    if failed is not None:
+        _end(children)
     for child in children:
         child.finish()
     if failed is None:
         codes = {child.code for child in children}
-        return int(ExitCode.STOPPED if ExitCode.STOPPED in codes else ExitCode.FINISHED)
-    print(f"jaxmnt: process {failed.number} {failed.fate}; its log is {failed.log_path}", file=sys.stderr)
+        return Outcome(int(ExitCode.STOPPED if ExitCode.STOPPED in codes else ExitCode.FINISHED), "")
     assert failed.code is not None
-    return failed.code if failed.code > 0 else int(ExitCode.FAILURE)
+    code = failed.code if failed.code > 0 else int(ExitCode.FAILURE)
+    return Outcome(code, f"process {failed.number} {failed.fate}; its log is {failed.log_path}")
 
 
 class _Child:
@@ -67,7 +124,7 @@ class _Child:
         self._log = self.log_path.open("a", encoding="utf-8")
         # A session of its own: the terminal's Ctrl-C reaches it once, through us.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxmnt.train", *arguments],
+            [sys.executable, "-m", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -93,6 +150,8 @@ class _Child:
         assert self.code is not None
         if self.code < 0:
             return f"was ended by {signal.Signals(-self.code).name}"
+        if self.code == ExitCode.PEER:
+            return f"ended with exit code {self.code}, because of the one that its last lines name"
         return f"failed with exit code {self.code}"
 
     def finish(self) -> None:
@@ -170,8 +229,8 @@ def _environment(number: int, processes: int, coordinator: str, devices: int | N
     return environment
 
 
-def _log_dir(train_arguments: list[str]) -> Path:
-    """Makes the run's folder of logs. Reading the config here also finds mistakes once instead of once a process."""
+def local_run(train_arguments: list[str], devices: int | None, module: tuple[str, ...] = ("jaxmnt.train",)) -> Local:
+    """What is to be started. Reading the config here also finds mistakes once instead of once a process."""
     from jaxmnt.config import load_config
     from jaxmnt.train import parse_arguments
 
@@ -182,8 +241,12 @@ def _log_dir(train_arguments: list[str]) -> Path:
     for key in VARIABLES:
         if getattr(config.cluster, key) is not None:
             raise ConfigError(f"cluster.{key}: the launcher sets it for each process; take it out of the config")
-    assert config.run.dir is not None
-    log_dir = Path(config.run.dir) / "logs"
+    return Local(train_arguments, config, devices, module)
+
+
+def _log_dir(local: Local) -> Path:
+    """Makes the run's folder of logs."""
+    log_dir = local.run_dir / "logs"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

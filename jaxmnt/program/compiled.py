@@ -213,19 +213,21 @@ def _check_levers(config: Config, placement: Placement) -> None:
         )
 
 
-def _abstract_batch(setting: Setting, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = (rows, setting.config.data.sequence_length)
-    return {
-        name: jax.ShapeDtypeStruct(shape, BATCH_DTYPES[name], sharding=setting.placement.sharding(axes))
+def _abstract_batch(setting: Setting) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of training, and of evaluation: the wishes travel with both."""
+    data, place = setting.config.data, setting.placement.sharding
+    shape = (data.global_batch_size, data.sequence_length)
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, BATCH_DTYPES[name], sharding=place(axes))
         for name, axes in BATCH_LOGICAL_AXES.items()
     }
+    flags = (setting.placement.mesh.size, 2)
+    return batch | {"wishes": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=place(WISH_AXES))}
 
 
 def compile_step(setting: Setting, state: State) -> Any:
     """The compiled step, also for devices that are not there."""
-    batch = _abstract_batch(setting, setting.config.data.global_batch_size)
-    flags = (setting.placement.mesh.size, 2)
-    batch["wishes"] = jax.ShapeDtypeStruct(flags, jnp.int32, sharding=setting.placement.sharding(WISH_AXES))
+    batch = _abstract_batch(setting)
     shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
 
     def on_devices(state: State, batch: Any) -> Any:
@@ -248,7 +250,7 @@ def compile_step(setting: Setting, state: State) -> Any:
 
 
 def _compile_eval(setting: Setting, state: State) -> Any:
-    batch = _abstract_batch(setting, setting.config.data.global_batch_size)
+    batch = _abstract_batch(setting)
     evaluate = jax.jit(
         lambda params, batch: eval_step(setting, params, batch),
         out_shardings=NamedSharding(setting.placement.mesh, P()),

@@ -1,7 +1,7 @@
 """The train state: what is in it, and the shapes, dtypes and shardings of it as it is placed and as it is stored.
 
-Its parts have names (params, optimizer, counters). A later part is one more name: checkpoints that lack it are still
-read, and what it holds begins as in a new run.
+Its parts have names (params, optimizer, counters, bad_steps). A later part is one more name: checkpoints that lack it
+are still read, and what it holds begins as in a new run.
 """
 
 import math
@@ -36,6 +36,7 @@ def initial_state(setting: Setting) -> State:
         "params": params,
         "optimizer": setting.optimizer.init(params),
         "counters": {"step": jnp.int32(0)},
+        "bad_steps": {"total": jnp.int32(0), "in_a_row": jnp.int32(0)},
     }
 
 
@@ -81,10 +82,11 @@ def with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], An
         axes,
         transform_non_params=lambda leaf: function(leaf, ()),
     )
+    single = {part: jax.tree.map(lambda leaf: function(leaf, ()), state[part]) for part in ("counters", "bad_steps")}
     return {
         "params": map_with_axes(function, state["params"], setting.definition.axes),
         "optimizer": optimizer,
-        "counters": jax.tree.map(lambda leaf: function(leaf, ()), state["counters"]),
+        **single,
     }
 
 

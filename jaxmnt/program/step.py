@@ -1,6 +1,6 @@
 """The training step and the evaluation step, as pure functions of (state, batch).
 
-state = {"params": …, "optimizer": …, "counters": {"step": int32}}
+state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}}
 batch = {"tokens", "targets", "weights", "segments", "positions": [global rows, length], "wishes": [devices, 2]}
 """
 
@@ -26,26 +26,36 @@ def train_step(setting: Setting, state: State, batch: Batch) -> tuple[State, Met
     """One optimizer update from one global batch. To be jitted with the state donated.
 
     The loss is the mean over all real targets of the global batch, whatever the mesh and the number of passes:
-    sums travel to the end and are divided once.
+    sums travel to the end and are divided once. If the loss or the gradient is not finite, the batch counts as taken
+    but nothing else changes: neither parameters nor the optimizer, whose schedule therefore goes by updates.
     """
-    step = state["counters"]["step"]
+    step, bad = state["counters"]["step"], state["bad_steps"]
     sums, tokens, scale, gradients = mean_gradients(setting, state["params"], batch, step)
-    norm = optax.tree.norm(gradients)
+    loss, norm = sums.cross_entropy * scale, optax.tree.norm(gradients)
+    # Both are sums over all devices: what one of them decides, all do.
+    good = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = setting.config.optimizer.clip_norm
     if clip is not None:
         factor = jnp.minimum(1, clip / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * factor, gradients)
     updates, optimizer = setting.optimizer.update(gradients, state["optimizer"], state["params"])
+    keep_good = lambda new, old: jnp.where(good, new, old)
     new_state = {
-        "params": optax.apply_updates(state["params"], updates),
-        "optimizer": optimizer,
+        "params": jax.tree.map(keep_good, optax.apply_updates(state["params"], updates), state["params"]),
+        "optimizer": jax.tree.map(keep_good, optimizer, state["optimizer"]),
         "counters": {"step": step + 1},
+        "bad_steps": {
+            "total": bad["total"] + jnp.where(good, 0, 1),
+            "in_a_row": jnp.where(good, 0, bad["in_a_row"] + 1),
+        },
     }
     metrics = {
-        "loss": sums.cross_entropy * scale,
+        "loss": loss,
         "grad_norm": norm,
-        "learning_rate": jnp.asarray(setting.learning_rate(step), jnp.float32),
+        "learning_rate": jnp.asarray(setting.learning_rate(step - bad["total"]), jnp.float32),
         "tokens": tokens,
+        "bad_steps": new_state["bad_steps"]["total"],
+        "bad_in_a_row": new_state["bad_steps"]["in_a_row"],
         # Over all devices, so that no process misses another's wish.
         "stop": jnp.sum(batch["wishes"][:, 0]),
         "save": jnp.sum(batch["wishes"][:, 1]),
@@ -65,9 +75,10 @@ def mean_gradients(
 
 
 def eval_step(setting: Setting, params: Params, batch: Batch) -> Metrics:
-    """Sums of cross-entropy and of real targets over one global evaluation batch."""
-    sums, tokens = _sharded(setting, _local_evaluation, with_gradients=False)(params, batch)
-    return {"loss_sum": sums.cross_entropy, "tokens": tokens}
+    """Sums of cross-entropy and of real targets over one global evaluation batch, and whether anybody wants to stop."""
+    rows = {name: batch[name] for name in BATCH_LOGICAL_AXES}
+    sums, tokens = _sharded(setting, _local_evaluation, with_gradients=False)(params, rows)
+    return {"loss_sum": sums.cross_entropy, "tokens": tokens, "stop": jnp.sum(batch["wishes"][:, 0])}
 
 
 def _sharded(setting: Setting, function: Callable[..., Any], *, with_gradients: bool) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from jaxmnt.runtime.rundir import Start, home
 from jaxmnt.runtime.saves import Saves
 from jaxmnt.telemetry.events import rewind_metrics
 from jaxmnt.telemetry.flops import flops_per_token, peak_flops
-from jaxmnt.telemetry.metrics import TrainLog
+from jaxmnt.telemetry.metrics import Finished, TrainLog
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 
 _BYTES_A_TOKEN = 20
@@ -99,9 +99,19 @@ def program(status: StatusLine, program: Program) -> None:
 
 
 def train_log(
-    config: Config, program: Program, start: Start, training: TrainingData, status: StatusLine, *, writer: bool
+    config: Config,
+    program: Program,
+    start: Start,
+    training: TrainingData,
+    status: StatusLine,
+    *,
+    writer: bool,
+    finished: Finished,
 ) -> TrainLog:
-    """The log of a run that goes on from `start`, without lines of steps that will be taken again."""
+    """The log of a run that goes on from `start`, without lines of steps that will be taken again.
+
+    `finished` is called with each step when it is finished.
+    """
     if writer:
         rewind_metrics(start.directory / "metrics.jsonl", start.step)
     setting = program.setting
@@ -115,6 +125,7 @@ def train_log(
         flops_per_token=flops_per_token(config.model, setting.definition.vocab_size, config.data.sequence_length),
         peak_flops=None if device_peak is None else device_peak * program.placement.mesh.size,
         epochs=training.order.epochs,
+        finished=finished,
     )
 
 

@@ -103,6 +103,13 @@ class RunLock:
                 if remove_if(self._path, self._me):
                     self._beat.unlink(missing_ok=True)
 
+    def let_go(self, *_: object) -> None:
+        """Releases the lock in the last moment of a process, from any thread."""
+        if self._held and not self._lost:
+            self._end.set()
+            with contextlib.suppress(OSError):
+                remove_if(self._path, self._me)
+
     def _watch(self, holder: str, tell: Callable[[str], None]) -> bool | None:
         """True: the holder is alive. None: it is dead. False: the lock has changed, look again."""
         alive = _is_alive_here(holder)

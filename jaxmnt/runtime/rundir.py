@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, set_aside
@@ -19,6 +20,8 @@ from jaxmnt.cluster.runtime import share
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import skipped_ranges
+from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.runtime.lock import RunLock
@@ -222,7 +225,10 @@ def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Sta
             f"train.steps: {config.train.steps} leaves nothing to do after step {manifest.step} of {key}; raise it"
         )
     parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
-    different = changes(_config_of(checkpoint), config)
+    earlier = _config_of(checkpoint)
+    if _rows_of(earlier) == _rows_of(config) and (refusal := _skip_refusal(config, checkpoint)):
+        raise ConfigError(refusal)
+    different = changes(earlier, config)
     return Start(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
 
 
@@ -280,6 +286,8 @@ def _refusal(config: Config, data: Sources, checkpoint: Committed, different: li
             f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with other "
             f"data: {different_data}; give the same data, choose another run.dir, or branch off with run.fork_from"
         )
+    if refusal := _skip_refusal(config, checkpoint):
+        return refusal
     stop = config.train.stop_after
     if stop is not None and stop <= checkpoint.step < config.train.steps:
         return (
@@ -292,6 +300,25 @@ def _refusal(config: Config, data: Sources, checkpoint: Committed, different: li
             "raise it or choose another run.dir"
         )
     return None
+
+
+def _skip_refusal(config: Config, checkpoint: Committed) -> str | None:
+    """Rows that were trained on cannot be passed over any more, nor those passed over be taken in."""
+    earlier, step = _config_of(checkpoint), checkpoint.manifest.step
+    before, now = (Skipped(skipped_ranges(one.data)) for one in (earlier, config))
+    reached = int(before.nth(np.array([step * config.data.global_batch_size - 1]))[0]) + 1
+    if before.below(reached) == now.below(reached):
+        return None
+    return (
+        f"data.skip: at step {step} of {checkpoint.path} all rows before {reached} are trained on or passed over, and "
+        "that cannot be changed any more; name later rows, or branch off at an earlier checkpoint with run.fork_from"
+    )
+
+
+def _rows_of(config: Config) -> Any:
+    """What the numbers of rows depend on."""
+    data = config.data
+    return config.seed, data.path, data.sources, data.global_batch_size
 
 
 def _read_run(directory: Place) -> dict[str, Any] | None:

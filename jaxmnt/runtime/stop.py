@@ -1,21 +1,35 @@
-"""The wish to stop: SIGINT, SIGTERM and SIGHUP end the run after a step, with a checkpoint."""
+"""The wish to stop: by signal, by a file STOP in the run directory, or because the allocation ends.
+
+The run then ends after a step, with a checkpoint. A second signal ends it at once, whatever the main thread is in.
+"""
 
 import contextlib
 import os
+import select
 import signal
-from collections.abc import Callable, Iterator
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WARNING = signal.SIGUSR1
+"""What a scheduler sends ahead of the end (Slurm: --signal=USR1@SECONDS). What follows it is a first signal."""
+FILE = "STOP"
+
+_LOOK_SECONDS = 2.0
+
 
 @contextmanager
 def on_stop_signals(handler: Handler) -> Iterator[None]:
     """While entered, `handler` gets the signals that ask a program to stop; those ignored (as by nohup) stay so."""
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in asked if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in (*ASKING, WARNING) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
@@ -25,26 +39,95 @@ def on_stop_signals(handler: Handler) -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether this process was asked to stop. The first signal sets `wanted`; the second interrupts at once."""
+    """Whether this process was asked to stop. Used as a context manager, in the main thread.
 
-    def __init__(self) -> None:
-        self.wanted = False
+    Signals are heard by a thread, because Python's own handlers wait while the main thread is in a library.
+    """
 
-    def hear(self, number: int, _: FrameType | None) -> None:
-        """A signal handler."""
-        if self.wanted:
-            raise KeyboardInterrupt
-        self.wanted = True
-        name = signal.Signals(number).name
-        line = f"\n{name}: saving a checkpoint after this step, then stopping (again: stop at once)\n"
-        # Not print: the signal may have come in the middle of one. A closed terminal must not keep us from saving.
+    def __init__(self, run_dir: Path | None, at_once: Callable[[str], Any], ends_at: float | None = None):
+        """`run_dir` is watched for the file STOP, and `ends_at` (Unix seconds) obeyed, if given: by process 0.
+
+        `at_once` is called with the reason when a second signal comes.
+        """
+        self.reason: str | None = None
+        """What asked for it, in a word; None if nothing did."""
+        self._file = None if run_dir is None else run_dir / FILE
+        self._at_once = at_once
+        self._ends_at = ends_at
+        self._asked = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
+        self._scope = contextlib.ExitStack()
+
+    @property
+    def wanted(self) -> bool:
+        return self.reason is not None
+
+    def obeyed(self) -> None:
+        """Removes the file that asked for it: else the next start would stop as well."""
+        if self._file is not None and self.reason == FILE:
+            self._file.unlink(missing_ok=True)
+
+    def __enter__(self) -> "StopRequest":
+        ear, bell = socket.socketpair()
+        bell.setblocking(False)
+        self._ear, self._bell = ear, bell
+        self._scope.enter_context(on_stop_signals(lambda *_: None))
+        before = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        self._scope.callback(signal.set_wakeup_fd, before)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._scope.close()
+        self._end.set()
         with contextlib.suppress(OSError):
+            self._bell.send(b"\0")
+        self._thread.join()
+        self._ear.close()
+        self._bell.close()
+
+    def _listen(self) -> None:
+        while not self._end.is_set():
+            if select.select([self._ear], [], [], _LOOK_SECONDS)[0]:
+                for number in self._ear.recv(64):
+                    self._hear(number)
+            if not self.wanted:
+                self._look()
+
+    def _hear(self, number: int) -> None:
+        if number == WARNING:
+            self._want(signal.Signals(number).name)
+        elif number in ASKING:
+            name = signal.Signals(number).name
+            if self._asked:
+                self._at_once(f"stopped at once by a second signal, {name}")
+            self._asked = True
+            self._want(name)
+
+    def _look(self) -> None:
+        """For what asks without a signal."""
+        if self._file is not None and self._file.exists():
+            self._want(FILE)
+        elif self._ends_at is not None and time.time() >= self._ends_at:
+            self._want("the allocation ends")
+
+    def _want(self, reason: str) -> None:
+        if self.reason is not None:
+            return
+        self.reason = reason
+        line = f"\n{reason}: saving a checkpoint after this step, then stopping (by a second signal: at once)\n"
+        with contextlib.suppress(OSError):  # a closed terminal must not keep us from saving
             os.write(2, line.encode())
 
 
-@contextmanager
-def stop_request() -> Iterator[StopRequest]:
-    """A stop request that hears the stop signals while entered."""
-    request = StopRequest()
-    with on_stop_signals(request.hear):
-        yield request
+def end_of_allocation(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:
+    """When to stop (Unix seconds), `margin` seconds before the allocation ends; None if no end is known.
+
+    It ends `minutes` after now, or when Slurm says so (SLURM_JOB_END_TIME, in Unix seconds), whichever is sooner.
+    """
+    ends = [time.time() + 60 * minutes] if minutes is not None else []
+    told = environment.get("SLURM_JOB_END_TIME", "")
+    if told.isdigit() and int(told) > time.time():
+        ends.append(float(told))
+    return min(ends) - margin if ends else None

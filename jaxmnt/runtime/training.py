@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import jax
 
+from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.runtime import barrier, hosts
+from jaxmnt.cluster.runtime import barrier, hosts, share
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import Feed, Wishes
@@ -20,10 +22,12 @@ from jaxmnt.runtime.evaluate import Evaluator
 from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
 from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.resume import starting_state
+from jaxmnt.runtime.row_watch import RowWatch
 from jaxmnt.runtime.rundir import Start, open_run, write_config
 from jaxmnt.runtime.saves import Saves
 from jaxmnt.runtime.stop import StopRequest
-from jaxmnt.telemetry.events import Events, peak_host_bytes
+from jaxmnt.runtime.watchdog import Watchdog
+from jaxmnt.telemetry.events import Events, peak_host_bytes, read_lines
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.progress import StatusLine
 
@@ -44,6 +48,7 @@ class Training:
     log: TrainLog
     events: Events
     status: StatusLine
+    watchdog: Watchdog
     step: int
     """Steps that are done."""
     loss: float | None = None
@@ -57,8 +62,15 @@ def prepare(
     devices: Sequence[jax.Device] | None,
     locks: Sequence[RunLock],
     status: StatusLine,
+    watchdog: Watchdog,
+    ending: Ending,
+    held: ExitStack,
 ) -> Training | None:
-    """Everything that a run needs, up to the first batch; None if it has finished already."""
+    """Everything that a run needs, up to the first batch; None if it has finished already.
+
+    What must be let go of when the run is over is entered into `held`.
+    """
+    limits = config.watchdog
     data = ready_data(config, identity, status)
     config = fit_to_data(config, data)
     training = TrainingData(config, data)
@@ -70,25 +82,50 @@ def prepare(
         return None
     use_compile_cache(config.run.compile_cache)
     names = hosts(identity)
-    program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
-    announce.program(status, program)
     events = Events(start.directory, identity.process_id)
-    events.write("start", run=start.run, step=start.step, jax=version("jax"), devices=program.placement.mesh.size)
+    held.enter_context(ending.with_last(lambda fate: _note_fate(events, fate)))
+    events.write("start", run=start.run, step=start.step, jax=version("jax"), devices=len(devices or jax.devices()))
+    with watchdog.during("compiling", limits.compile_seconds):
+        program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
+    announce.program(status, program)
     events.write("compile", seconds=program.compile_seconds)
-    start, state = starting_state(config, data, program, start, identity, events, status)
+    with watchdog.during("restoring", limits.restore_seconds):
+        start, state = starting_state(config, data, program, start, identity, events, status)
     if identity.process_id == 0:
         write_config(start.directory, config)
         for change in start.changes:
             events.write("config_change", **change._asdict())
     saves = Saves(config, start, program, data, identity, events, status, locks)
     saves.check_room()
-    saves.prepare(state)
-    log = announce.train_log(config, program, start, training, status, writer=identity.process_id == 0)
+    with watchdog.during("compiling", limits.compile_seconds):
+        saves.prepare(state)
+    rows = RowWatch(config, training, events, status, writer=identity.process_id == 0)
+
+    def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
+        watchdog.finished_step(seconds)
+        rows.see(step, values)
+
+    log = announce.train_log(
+        config, program, start, training, status, writer=identity.process_id == 0, finished=finished
+    )
     feed = training_feed(config, training, program, start.step)
     events.write("data", digest=data.digest, **announce.input_memory(status, config, training, feed.local_rows))
     evaluator, wishes = Evaluator(program, data), Wishes(program.wishes_sharding)
     return Training(
-        config, identity, start, program, state, feed, wishes, evaluator, saves, log, events, status, start.step
+        config,
+        identity,
+        start,
+        program,
+        state,
+        feed,
+        wishes,
+        evaluator,
+        saves,
+        log,
+        events,
+        status,
+        watchdog,
+        start.step,
     )
 
 
@@ -97,8 +134,12 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
     settings, log, saves = run.config.train, run.log, run.saves
     last = min(settings.stop_after or settings.steps, settings.steps)
     run.feed.stage()
+    if _due(run.step, settings.eval_every) and _was_not_evaluated(run):
+        _evaluate(run, stop)
     log.restart_clock()
+    run.watchdog.steps_begin(run.step + 1)
     while run.step < last and not run.preempted:
+        run.watchdog.begins(run.step + 1)
         batch, digest = run.feed.take()
         wished = run.wishes.array(stop=stop.wanted, save=saves.wished())
         run.state, metrics = run.program.step(run.state, batch | {"wishes": wished})
@@ -108,23 +149,26 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
         log.push(run.step, metrics, run.feed.wait_seconds, digest)  # reads the metrics of the step before
         run.preempted = log.stop_seen  # on all processes after the same step: wishes are part of the metrics
         if _due(run.step, settings.eval_every) or run.step == settings.steps:
-            run.loss = _evaluate(run)
+            run.loss = _evaluate(run, stop)
         if saves.due(run.step, log.save_seen) or run.step == last or run.preempted:
             log.flush()
-            log.pause(saves.save(run.step, run.state, log.tokens, run.loss))
+            with run.watchdog.during("saving", run.config.watchdog.save_seconds):
+                log.pause(saves.save(run.step, run.state, log.tokens, run.loss))
         saves.poll()
         for lock in locks:
             lock.check()
     log.close()
 
 
-def conclude(run: Training, started: float) -> bool:
+def conclude(run: Training, stop: StopRequest, started: float) -> bool:
     """Returns, when the last checkpoint is committed and all processes know, whether the run has finished."""
-    run.saves.finish(run.step, run.state, run.log.tokens, run.loss)
-    barrier("the last checkpoint is committed", run.identity)
+    with run.watchdog.during("waiting for the last checkpoint", run.config.watchdog.save_seconds):
+        run.saves.finish(run.step, run.state, run.log.tokens, run.loss)
+        barrier("the last checkpoint is committed", run.identity)
     finished = run.step == run.config.train.steps
+    stop.obeyed()
     if run.preempted:
-        run.events.write("preempted", step=run.step)
+        run.events.write("preempted", step=run.step, asked_by=stop.reason)
     run.events.write("end", step=run.step, finished=finished, peak_host_bytes=peak_host_bytes())
     announce.end(run.status, run.config, run.start, run.log, run.saves, run.step, time.perf_counter() - started)
     return finished
@@ -134,11 +178,30 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _evaluate(run: Training) -> float | None:
-    """The mean held-out loss, if anything is held out."""
+def _evaluate(run: Training, stop: StopRequest) -> float | None:
+    """The mean held-out loss, if anything is held out. The last one is not cut short: no start would make up for it."""
     run.log.flush()
     started = time.perf_counter()
-    results = run.evaluator(run.state["params"])
+    final = run.step == run.config.train.steps
+    with run.watchdog.during("evaluating", run.config.watchdog.evaluate_seconds):
+        results = run.evaluator(run.state["params"], lambda: stop.wanted and not final, run.watchdog.got_further)
     seconds = time.perf_counter() - started
     run.log.pause(seconds)
+    if results is None:
+        run.preempted = True
     return run.log.write_eval(run.step, results, seconds) if results else None
+
+
+def _was_not_evaluated(run: Training) -> bool:
+    """Whether this run stopped in the middle of the evaluation after the step that it goes on from."""
+    if run.start.kind != "own" or run.step == 0:
+        return False
+    told = None
+    if run.identity.process_id == 0:
+        lines = read_lines(run.start.directory / "metrics.jsonl")
+        told = str(not any(line["kind"] == "eval" and line["step"] == run.step for line in lines))
+    return share("an evaluation to make up for", told, run.identity) == str(True)
+
+
+def _note_fate(events: Events, fate: Fate) -> None:
+    events.write(fate.kind, why=fate.why, code=fate.code, at_fault=fate.process, at_fault_host=fate.host)

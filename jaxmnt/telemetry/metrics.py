@@ -11,6 +11,8 @@ import numpy as np
 from jaxmnt.telemetry.events import JsonLines
 from jaxmnt.telemetry.progress import StatusLine, count, duration
 
+Finished = Callable[[int, float, dict[str, Any]], None]
+
 
 class TrainLog:
     """Takes each step's metrics as device arrays and reads them when the next step has been dispatched.
@@ -29,7 +31,9 @@ class TrainLog:
         flops_per_token: int,
         peak_flops: float | None,
         epochs: Callable[[int], dict[str, float]],
+        finished: Finished = lambda step, seconds, values: None,
     ):
+        """`finished` is called with each step that is found finished on the devices, its seconds and its metrics."""
         self.tokens = tokens
         """Real targets trained on so far."""
         self.stop_seen = False
@@ -42,6 +46,7 @@ class TrainLog:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._epochs = epochs
+        self._finished = finished
         self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
         self._paused = 0.0
@@ -68,6 +73,7 @@ class TrainLog:
             self.save_seen = step
         if self._lines is not None:
             self._write(step, values, step_seconds, wait_seconds, digest)
+        self._finished(step, step_seconds, values)
 
     def pause(self, seconds: float) -> None:
         """Time spent on something else than steps (evaluation, a blocking save): not part of a step's time."""
@@ -127,6 +133,7 @@ class TrainLog:
             "data_wait_seconds": wait_seconds,
             "mfu": mfu,
             "epochs": self._epochs(step),
+            "bad_steps": values["bad_steps"],
         }
         self._lines.write(record | ({"batch_digest": digest} if digest is not None else {}))
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds

@@ -1,0 +1,92 @@
+"""How a process ends at once, from whatever thread, and what it still does: say why, note it, let go of the lock."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+from jaxmnt.errors import ExitCode
+
+_ACTS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Fate:
+    """Why a run ends in this process."""
+
+    kind: str
+    """failed (by itself), peer_lost (another process failed or is missing), hang, or interrupted."""
+    why: str
+    code: int
+    process: int | None = None
+    """The process at fault, if one is known."""
+    host: str | None = None
+
+
+Act = Callable[[Fate], None]
+
+
+class Ending:
+    """The last acts of this process. Whoever ends it first decides why; the others wait for the end."""
+
+    def __init__(self, label: str = ""):
+        self.fate: Fate | None = None
+        """Why the main thread is about to end, if it is."""
+        self._prefix = f"jaxmnt: {label}: " if label else "jaxmnt: "
+        self._acts: list[Act] = []
+        self._begun = threading.Lock()
+
+    @contextmanager
+    def with_last(self, act: Act) -> Iterator[None]:
+        """Inside, and after an exception from there on, `act` is among the last acts.
+
+        They have two seconds in all, and come in order of entering.
+        """
+        self._acts.append(act)
+        yield
+        self._acts.remove(act)
+
+    def now(self, fate: Fate) -> NoReturn:
+        """Ends the process. Its exit code is the fate's."""
+        self._begin()
+        print(f"{self._prefix}error: {fate.why}", file=sys.stderr, flush=True)
+        self._exit(fate, fate.code)
+
+    def leave(self, code: int, *, at_once: bool) -> int:
+        """Ends the main thread's way: returns `code`, or after a failure ends the process, as it does if `at_once`.
+
+        No thread that a library has left behind, such as one of Orbax in the barrier of a save that failed, may keep a
+        process from ending, and no shutdown barrier of JAX its peers.
+        """
+        if not at_once and code in (ExitCode.FINISHED, ExitCode.STOPPED):
+            return code
+        self._begin()
+        self._exit(self.fate, code)
+
+    def _begin(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            threading.Event().wait()
+
+    def _exit(self, fate: Fate | None, code: int) -> NoReturn:
+        if fate is not None:
+            acting = threading.Thread(target=self._act, args=(fate,), daemon=True)
+            acting.start()
+            acting.join(_ACTS_SECONDS)  # a file system that hangs must not keep us
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
+
+    def _act(self, fate: Fate) -> None:
+        for act in tuple(self._acts):
+            try:
+                act(fate)
+            except Exception as error:  # the end comes anyway, and the other acts may still work
+                print(f"{self._prefix}note: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def code_for_peers(code: int) -> ExitCode:
+    """What the others end with when a process ends with `code`: a wrong config is wrong for all."""
+    return ExitCode.CONFIG if code == ExitCode.CONFIG else ExitCode.PEER

@@ -1,0 +1,107 @@
+"""Whether a run that has failed is started again, when, and with how many processes."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.telemetry.events import read_lines
+
+_TRIES = 3
+"""Starts in a row that may fail without a new checkpoint."""
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 60.0
+
+_NOT_AGAIN = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.CONFIG)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens after a start has ended."""
+
+    processes: int | None
+    """With how many it is started again; None if it is not."""
+    wait_seconds: float
+    why: str
+    """A line for people; empty if there is nothing to say."""
+
+
+class Restarts:
+    """The restarts of one run: so many at most, with a back-off that begins anew with each new checkpoint."""
+
+    def __init__(self, most: int, counts: list[int] | None = None):
+        """`counts` are the numbers of processes that it may go on with."""
+        self._most, self._counts = most, sorted(counts or [])
+        self._done = self._in_vain = 0
+        self._newest: int | None = None
+
+    def after(self, code: int, processes: int, newest: int) -> Verdict:
+        """`newest` is the step of the newest checkpoint of the run, 0 if it has none."""
+        if code in _NOT_AGAIN or self._most == 0:
+            return Verdict(None, 0.0, "")
+        gained = self._newest is None or newest > self._newest
+        self._newest = newest
+        self._in_vain = 1 if gained else self._in_vain + 1
+        if self._in_vain >= _TRIES:
+            return Verdict(None, 0.0, f"given up: {_TRIES} starts failed without a checkpoint after step {newest}")
+        if self._done >= self._most:
+            return Verdict(None, 0.0, f"given up after {self._done} restarts (--max-restarts)")
+        self._done += 1
+        wait = min(_FIRST_WAIT_SECONDS * 2 ** (self._in_vain - 1), _LONGEST_WAIT_SECONDS)
+        fewer = [count for count in self._counts if count < processes]
+        chosen = fewer[-1] if not gained and fewer else processes
+        how = f" with {chosen} processes instead of {processes}" if chosen != processes else ""
+        return Verdict(
+            chosen,
+            wait,
+            f"restart {self._done} of {self._most} in {wait:g} s{how}, from the checkpoint of step {newest}",
+        )
+
+
+def last_commit(run_dir: Path) -> int:
+    """The step of the newest checkpoint that the run's events tell of; 0 if there is none."""
+    steps = [event["step"] for event in read_lines(run_dir / "events" / "0.jsonl") if event["kind"] == _COMMIT]
+    return max(steps, default=0)
+
+
+_COMMIT = "checkpoint_commit"
+
+
+def fitting_counts(elastic: str | None, processes: int, devices: int | None, config: Config) -> list[int]:
+    """The numbers of processes within `--elastic MIN:MAX` that the mesh and the global batch divide over.
+
+    Raises `ConfigError` if the range makes no sense, or if its largest is not possible.
+    """
+    if elastic is None:
+        return []
+    found = re.fullmatch(r"(\d+):(\d+)", elastic)
+    if not found or not 1 <= int(found[1]) <= processes <= int(found[2]):
+        raise ConfigError(
+            f"--elastic: {elastic!r} is not MIN:MAX around --processes {processes}, such as 2:{processes}"
+        )
+    if devices is None:
+        raise ConfigError("--elastic: needs --devices-per-process, to know what divides; give it")
+    counts = [count for count in range(int(found[1]), processes + 1) if _fits(count * devices, config)]
+    if counts[-1:] != [processes]:
+        raise ConfigError(
+            f"--elastic: {processes} processes of {devices} devices do not fit the mesh and a global batch of "
+            f"{config.data.global_batch_size} rows; change one of them"
+        )
+    return counts
+
+
+def _fits(devices: int, config: Config) -> bool:
+    """Whether the axis that takes the rest of the devices, and the batch, come out whole."""
+    sizes = config.mesh.sizes()
+    fixed = 1
+    for size in sizes.values():
+        fixed *= size if size and size > 0 else 1
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if devices % fixed or (not rest and devices != fixed):
+        return False
+    shards = 1
+    for axis in ("data", "fsdp"):
+        size = sizes[axis]
+        shards *= devices // fixed if axis in rest else size or 1
+    rows, left = divmod(config.data.global_batch_size, shards)
+    return left == 0 and rows % (config.train.microbatch_size or 1) == 0
