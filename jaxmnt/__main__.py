@@ -10,6 +10,7 @@ COMMANDS = {
     "data": ("jaxmnt.data.__main__", "show what a config feeds, and what was in a step's batch"),
     "checkpoint": ("jaxmnt.checkpoint.__main__", "list, verify, show, compare and export checkpoints"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
+    "drill": ("jaxmnt.drill.__main__", "force the failures of a long run on the same config made small"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
     "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),
 }

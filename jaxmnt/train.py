@@ -15,6 +15,7 @@ from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ExitCode, report, run_command
 from jaxmnt.plan.command import add_arguments, check_arguments, dry_run
+from jaxmnt.telemetry.startup import StartClock
 
 if TYPE_CHECKING:
     import jax
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
+    clock = StartClock()
     options = parse_arguments(arguments)
     check_arguments(options)
     config = load_config(options.config, options.overrides)
@@ -38,9 +40,13 @@ def main(arguments: list[str]) -> int:
     ending = Ending(identity.label)
 
     def run() -> int:
+        from jaxmnt.runtime import training  # noqa: F401  so that importing is not part of meeting the others
+
+        clock.lap("import")
         with joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline:
             end_on_exceptions_in_threads(lifeline)
-            return train(config, identity, lifeline=lifeline)
+            clock.lap("rendezvous")
+            return train(config, identity, lifeline=lifeline, clock=clock)
 
     return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
 
@@ -50,6 +56,7 @@ def train(
     identity: Identity | None = None,
     devices: "Sequence[jax.Device] | None" = None,
     lifeline: "Lifeline | None" = None,
+    clock: StartClock | None = None,
 ) -> int:
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
     from jaxmnt.cluster.lifeline import lifeline_alone
@@ -76,7 +83,9 @@ def train(
         locks = [held.enter_context(RunLock(where)) for where in places(config)]
         for lock in locks:
             held.enter_context(lifeline.ending.with_last(lock.let_go))
-        run = prepare(config, identity, devices, locks, status, watchdog, lifeline.ending, held)
+        clock = clock or StartClock()
+        clock.watch_compile_cache()
+        run = prepare(config, identity, devices, locks, status, watchdog, lifeline.ending, held, clock)
         if run is None:
             return ExitCode.FINISHED
         run_steps(run, stop, locks)

@@ -334,8 +334,12 @@ def test_what_is_not_whole_has_a_reason(saved, tmp_path):
     (root / "4").mkdir()
     assert commit.why_not_whole(root / "4") == "it has no commit marker commit_success.txt"
     assert [found.step for found in commit.whole(root)] == [2]
-    lines = commit.clear_up(root, "run")
-    assert len(lines) == 2 and sorted(path.name for path in root.iterdir()) == ["2", "3.damaged", "4.damaged"]
+    cut_off, damaged = commit.clear_up(root, "run")
+    assert (
+        not cut_off
+        and len(damaged) == 2
+        and sorted(path.name for path in root.iterdir()) == ["2", "3.damaged", "4.damaged"]
+    )
 
 
 def test_damage_is_found(tmp_path):
@@ -584,9 +588,9 @@ def test_what_was_cut_off_is_removed_and_what_was_lost_is_kept(tiny, finished):
         (root / str(step) / manifest.FILE).unlink()
     (root / "15.unfinished").write_text("being written\n")
     (root / "12.unfinished").write_text("being removed\n")
-    lines = commit.clear_up(root, None)
-    assert lines[0] == f"removed {root / '15'}, which was cut off while it was being written"
-    assert ["it has no commit marker" in line and "kept as" in line for line in lines[1:]] == [True, True]
+    cut_off, damaged = commit.clear_up(root, None)
+    assert cut_off == [f"removed {root / '15'}, which was cut off while it was being written"]
+    assert ["it has no commit marker" in line and "kept as" in line for line in damaged] == [True, True]
     assert sorted(path.name for path in root.iterdir()) == ["10.damaged", "20.damaged"]
 
 

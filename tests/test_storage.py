@@ -82,7 +82,8 @@ def test_a_removal_that_was_cut_off_is_finished(address):
         patch.setattr(storage, "remove", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         commit.prune([commit.Committed(path, whole_manifest())], set())
     assert set(storage.files(path)) == {"params/d/x", commit.ORBAX_MARKER}
-    assert commit.clear_up(path.parent, None) == [f"removed {path}, which was cut off while it was being removed"]
+    removed = f"removed {path}, which was cut off while it was being removed"
+    assert commit.clear_up(path.parent, None) == ([removed], [])
     assert list(path.parent.iterdir()) == []
 
 

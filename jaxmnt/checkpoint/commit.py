@@ -118,17 +118,17 @@ def set_aside(path: Place) -> Place:
     return aside
 
 
-def clear_up(root: Place, run: str | None) -> list[str]:
-    """Sets aside what is not whole and removes what was cut off. Returns a line for people about each.
+def clear_up(root: Place, run: str | None) -> tuple[list[str], list[str]]:
+    """Removes what was cut off and sets aside what is damaged. Returns a line for people about each, in two lists.
 
     Only to be called by the one job that the run directory belongs to. Raises `OtherFormatError`.
     """
-    lines = remove_cut_off(root)
+    cut_off, damaged = remove_cut_off(root), []
     for step, path in step_directories(root):
         reason = why_not_whole(path, run)
         if reason is not None:
-            lines.append(f"checkpoint {step} is not used: {reason}; kept as {set_aside(path)}")
-    return lines
+            damaged.append(f"checkpoint {step} is not used: {reason}; kept as {set_aside(path)}")
+    return cut_off, damaged
 
 
 def begin(path: Place) -> None:

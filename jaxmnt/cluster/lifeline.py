@@ -39,6 +39,8 @@ class Position:
     phase: str
     settled: bool = False
     """Whether a step is finished: what takes long the first time is behind it."""
+    own: bool = False
+    """Whether it waits for something of its own, such as input, and not for the devices or another process."""
 
     def __str__(self) -> str:
         return f"in step {self.step}, {self.phase}" if self.step else self.phase
@@ -155,8 +157,7 @@ class Lifeline:
         for process in tuple(self._wires):
             # Counted, not timed: a machine that was suspended does not blame the others for its own absence.
             self._unheard[process] += 1
-            settled = self._positions[process].settled and position.settled
-            limit = self._silence if settled else self._patience
+            limit = self._silence if position.settled else self._patience
             if self._unheard[process] * _BEAT_SECONDS > limit:
                 where = f", last known {self._positions[process]}" if self._identity.process_id == 0 else ""
                 self._lost(process, f"has been silent for {limit:g} s: stopped, or cut off{where}")
@@ -274,7 +275,8 @@ class _Inquiry:
 def account_of(
     positions: dict[int, Position], silent: list[int], label: Callable[[int], str]
 ) -> tuple[str, int | None]:
-    """Which process is where, in words, and the one at fault if that can be told: who is silent, or alone behind."""
+    """Which process is where, in words, and the one at fault if that can be told: who is silent, behind, or
+    waits for something of its own, if that is one."""
     sentences = []
     if silent:
         sentences.append(f"No answer from {_listed([label(process) for process in silent])}")
@@ -285,11 +287,12 @@ def account_of(
     for (_, words), processes in sorted(places.items()):
         who = label(processes[0]) if len(processes) == 1 else f"processes {_listed([str(i) for i in processes])}"
         sentences.append(f"{who}: {words}")
-    if len(places) == 1 and not silent:
+    if len(places) == 1 and len(positions) > 1 and not silent:
         sentences.append("All are at the same place: look at the network between them, and at the slowest device")
     first = min(places)[0] if places else 0
     behind = [process for (step, _), processes in places.items() if step == first for process in processes]
-    suspects = silent or (behind if len({step for step, _ in places}) > 1 else [])
+    apart = [process for process, position in sorted(positions.items()) if position.own and process not in silent]
+    suspects = silent or (behind if len({step for step, _ in places}) > 1 else apart)
     return ". ".join(sentences), suspects[0] if len(suspects) == 1 else None
 
 

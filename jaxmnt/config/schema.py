@@ -232,7 +232,7 @@ class Cluster(Section):
     process_id: int | None = key(None, "This process, from 0; default from JAX_PROCESS_ID.", ge=0)
     start_timeout_seconds: float = key(300.0, "How long to wait for all processes at the start.", gt=0)
     silence_timeout_seconds: float = key(
-        30.0, "A process that says nothing for so long is given up, once it has finished a step.", gt=1
+        30.0, "A process that says nothing for so long is given up, once it has finished a step.", ge=5
     )
     heartbeat_timeout_seconds: int = key(
         100, "JAX's own limit for a silent process, which aborts the others; in this time ours is 90 % before a step.",

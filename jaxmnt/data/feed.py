@@ -60,13 +60,17 @@ class Feed:
         self._staged: tuple[Batch, str | None] | None = None
         self.local_rows = len(rows)
         """Rows of a batch that this process reads."""
+        self.reading = False
+        """Whether `stage` waits for input just now. For other threads to see."""
         self.wait_seconds = 0.0
         """How long the last `stage` waited for input to be read."""
 
     def stage(self) -> None:
         """Reads the next batch and starts its copy. Call it while the devices are busy with a step."""
         started = time.perf_counter()
+        self.reading = True
         local = next(self._source)
+        self.reading = False
         self.wait_seconds = time.perf_counter() - started
         digest = self._batch_digest(local["tokens"]) if self._digest else None
         self._staged = to_devices(local, self._rows, self._global_rows, self._sharding), digest

@@ -46,7 +46,9 @@ class Start:
     """Whose checkpoint it is: own, fork (another run's, all of it) or init (another run's, its parameters)."""
     changes: list[Change] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Lines for people: what was set aside or taken over."""
+    """Lines for people: what was taken over or set aside."""
+    damaged: list[str] = field(default_factory=list)
+    """Of these, what tells of checkpoints that are not used."""
 
     @property
     def step(self) -> int:
@@ -179,7 +181,8 @@ def _in_words(error: OSError, config: Config) -> UserError:
 def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) -> Start:
     root = home(config) / FOLDER
     known = _known(config)
-    remarks = remarks + clear_up(root, None if known is None else known["run"])
+    cut_off, damaged = clear_up(root, None if known is None else known["run"])
+    remarks = remarks + cut_off + damaged
     checkpoint = newest_whole(root, None if known is None else known["run"])
     if known is not None:
         _refuse_to_forget(config, directory, known["run"], 0 if checkpoint is None else checkpoint.step)
@@ -197,7 +200,7 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) 
         if not (where / RUN_FILE).exists():
             about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
             publish(where / RUN_FILE, json.dumps(about, indent=1) + "\n")
-    return replace(start, remarks=remarks + start.remarks)
+    return replace(start, remarks=remarks + start.remarks, damaged=damaged)
 
 
 def _known(config: Config) -> dict[str, Any] | None:
@@ -346,6 +349,7 @@ def _to_plain(start: Start) -> dict[str, Any]:
         "kind": start.kind,
         "changes": start.changes,
         "remarks": start.remarks,
+        "damaged": start.damaged,
     }
 
 
@@ -361,4 +365,5 @@ def _from_plain(plain: dict[str, Any]) -> Start:
         plain["kind"],
         [Change(*change) for change in plain["changes"]],
         plain["remarks"],
+        plain["damaged"],
     )

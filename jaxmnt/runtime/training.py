@@ -30,6 +30,7 @@ from jaxmnt.runtime.watchdog import Watchdog
 from jaxmnt.telemetry.events import Events, peak_host_bytes, read_lines
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.startup import StartClock
 
 
 @dataclass
@@ -65,6 +66,7 @@ def prepare(
     watchdog: Watchdog,
     ending: Ending,
     held: ExitStack,
+    clock: StartClock,
 ) -> Training | None:
     """Everything that a run needs, up to the first batch; None if it has finished already.
 
@@ -82,15 +84,20 @@ def prepare(
         return None
     use_compile_cache(config.run.compile_cache)
     names = hosts(identity)
+    clock.lap("data")
     events = Events(start.directory, identity.process_id)
     held.enter_context(ending.with_last(lambda fate: _note_fate(events, fate)))
+    for trouble in start.damaged if identity.process_id == 0 else []:
+        events.write("checkpoint_damaged", why=trouble)
     events.write("start", run=start.run, step=start.step, jax=version("jax"), devices=len(devices or jax.devices()))
     with watchdog.during("compiling", limits.compile_seconds):
         program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
+    clock.lap("compile")
     announce.program(status, program)
     events.write("compile", seconds=program.compile_seconds)
     with watchdog.during("restoring", limits.restore_seconds):
         start, state = starting_state(config, data, program, start, identity, events, status)
+    clock.lap("restore")
     if identity.process_id == 0:
         write_config(start.directory, config)
         for change in start.changes:
@@ -99,16 +106,21 @@ def prepare(
     saves.check_room()
     with watchdog.during("compiling", limits.compile_seconds):
         saves.prepare(state)
+    clock.lap("compile")
     rows = RowWatch(config, training, events, status, writer=identity.process_id == 0)
 
     def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
         watchdog.finished_step(seconds)
         rows.see(step, values)
+        if step == start.step + 1:
+            clock.lap("first_step")
+            events.write("started", step=step, seconds=clock.seconds, compile_cache=clock.compile_cache)
 
     log = announce.train_log(
         config, program, start, training, status, writer=identity.process_id == 0, finished=finished
     )
     feed = training_feed(config, training, program, start.step)
+    watchdog.reads = lambda: feed.reading
     events.write("data", digest=data.digest, **announce.input_memory(status, config, training, feed.local_rows))
     evaluator, wishes = Evaluator(program, data), Wishes(program.wishes_sharding)
     return Training(

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class Watchdog:
         self._stacks = run_dir / "hangs" / f"{process}.txt"
         self._lifeline = lifeline
         self._main = threading.current_thread().ident
+        self.reads: Callable[[], bool] = lambda: False
+        """Whether the main thread waits for input."""
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._settled = False
@@ -85,7 +87,9 @@ class Watchdog:
 
     def position(self) -> Position:
         """From any thread."""
-        return Position(self._step, f"{self._phase}{self._main_thread()}", self._settled)
+        reads = self.reads()
+        phase = "waiting for input" if reads else self._phase
+        return Position(self._step, f"{phase}{self._main_thread()}", self._settled, own=reads)
 
     def note_stacks(self) -> None:
         """Appends the stacks of all threads to `run.dir/hangs/PROCESS.txt`."""
@@ -102,8 +106,12 @@ class Watchdog:
         self._phase, self._limit = phase, limit
         self.got_further()
 
+    def _pause(self) -> bool:
+        """Until the next look; whether there is none."""
+        return self._end.wait(_LOOK_SECONDS)
+
     def _watch(self) -> None:
-        while not self._end.wait(_LOOK_SECONDS):
+        while not self._pause():
             self._looks += 1
             limit, phase = self._limit, self._phase
             if limit is not None and self._looks * _LOOK_SECONDS > limit:

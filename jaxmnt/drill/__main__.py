@@ -1,0 +1,127 @@
+"""python -m jaxmnt.drill --config FILE [--processes 2,4] [--faults NAME,NAME] [key=value …]
+
+Forces the failures of a long run on the same config made small, and shows whether each was noticed, named and made
+good: whether the run came back and ended with the losses and parameters of one that nobody disturbed, bit for bit.
+"""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from jaxmnt.config import load_config
+from jaxmnt.errors import ConfigError, ExitCode, run_command
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    from jaxmnt.drill.course import prepared
+    from jaxmnt.drill.faults import WITH_MORE, chosen, starts
+    from jaxmnt.drill.findings import findings, table, to_json
+
+    if options.list:
+        print("\n".join(fault.name for fault in chosen(None)))
+        return ExitCode.FINISHED
+    config = load_config(options.config, options.overrides)
+    counts = _counts(options.processes)
+    assert config.run.dir is not None
+    folder = _fresh(Path(options.dir or f"{config.run.dir}.drill").absolute())
+    found = []
+    for number, processes in enumerate(counts):
+        faults = chosen(options.faults)
+        if number and options.faults is None:
+            faults = [fault for fault in faults if fault.name in WITH_MORE]
+        if not _may_cut(options.start):
+            faults = [fault for fault in faults if not fault.namespace]
+            print("note    no link is cut: this needs unshare, ip and the right to make a network namespace")
+        place = folder / f"{processes}-processes"
+        drill = prepared(
+            config, place, processes, options.devices_per_process, shlex.split(options.start), starts(faults)
+        )
+        print(f"drill   {processes} processes, {len(faults)} faults, in {place}", flush=True)
+        undisturbed = drill.undisturbed()
+        drill.run(lambda line: print(line, flush=True))
+        found += findings(drill, undisturbed)
+    print(to_json(found) if options.json else table(found))
+    bad = [one for one in found if not one.well]
+    if bad:
+        print(f"{len(bad)} of {len(found)} faults did not go well; everything is kept in {folder}")
+        return ExitCode.FAILURE
+    if not options.keep:
+        shutil.rmtree(folder)
+    return ExitCode.FINISHED
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 2:
+        raise ConfigError(f"--processes: {text!r} is not a list of numbers from 2 up, such as 2,4")
+    return counts
+
+
+_MARK = "drill.txt"
+
+
+def _fresh(folder: Path) -> Path:
+    """An empty folder. One that an earlier drill has left is emptied; anything else is not touched."""
+    if folder.exists():
+        if not (folder / _MARK).exists():
+            raise ConfigError(f"--dir: {folder} is there and is no drill's; choose another")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / _MARK).write_text("made by jaxmnt.drill, and removed by it\n", encoding="utf-8")
+    return folder
+
+
+def _may_cut(start: str) -> bool:
+    """Whether processes can be put into a network of their own: on this machine, where the kernel lets us."""
+    if start or not shutil.which("unshare") or not shutil.which("ip"):
+        return False
+    try_it = [
+        "unshare",
+        "--map-root-user",
+        "--net",
+        "ip",
+        "rule",
+        "add",
+        "pref",
+        "9",
+        "ipproto",
+        "tcp",
+        "sport",
+        "9",
+        "blackhole",
+    ]
+    return subprocess.run(try_it, capture_output=True).returncode == 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m jaxmnt.drill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", required="--list" not in arguments, help="the config of the run")
+    parser.add_argument("--processes", default="2", metavar="N,N", help="with how many processes; default 2")
+    parser.add_argument("--devices-per-process", type=int, default=1, help="virtual CPU devices of each; default 1")
+    parser.add_argument("--faults", metavar="NAME,NAME", help="which faults; default all (--list shows them)")
+    parser.add_argument("--list", action="store_true", help="show the faults")
+    parser.add_argument("--dir", help="folder for the drill, which all hosts share; default RUN.DIR.drill")
+    parser.add_argument(
+        "--start", default="", metavar="COMMAND",
+        help="what starts the processes elsewhere, such as 'srun --ntasks {processes} --kill-on-bad-exit=1'",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--keep", action="store_true", help="keep the folder also if all went well")
+    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,148 @@
+"""The course of a drill: a run that is started over and over, each time into a fault, and one that is not disturbed."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.config.load import dump_config
+from jaxmnt.config.schema import Config
+from jaxmnt.drill.faults import Fault
+from jaxmnt.drill.shrink import shrunk
+from jaxmnt.errors import ExitCode, UserError
+from jaxmnt.telemetry.events import read_lines
+
+STEPS_A_START = 12
+"""So many at most are taken before a fault ends a start."""
+
+_PATIENCE_SECONDS = 600.0
+_OWN_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Attempt:
+    """One start of the processes, and what was seen of it."""
+
+    faults: list[Fault]
+    began: float
+    ended: float
+    code: int
+    resumed: int
+    """The step after which it went on."""
+    reached: int
+    """The last step whose metrics were written."""
+    first_step: float | None
+    """When they were written for its first step."""
+    committed: int
+    """The step of the newest checkpoint when it ended."""
+    events: dict[int, list[dict[str, Any]]]
+    """Of each process, since it began."""
+    journal: list[dict[str, Any]]
+    """When which fault was caused in which process."""
+    losses: dict[int, float | None]
+    """By step, of the whole run so far."""
+    log: Path
+
+
+@dataclass
+class Drill:
+    """A drill with one number of processes, in a folder of its own."""
+
+    config: Config
+    config_file: Path
+    folder: Path
+    processes: int
+    devices: int
+    prefix: list[str]
+    """What starts all processes, such as srun; empty for this machine alone."""
+    plan: list[list[Fault]]
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def undisturbed(self) -> Path:
+        """Runs what the drill is compared with; its directory."""
+        run_dir = self.folder / "undisturbed"
+        attempt = self._attempt([], run_dir, "undisturbed")
+        if attempt.code != ExitCode.FINISHED:
+            raise UserError(f"the run that nothing disturbs ended with {attempt.code}; its output is {attempt.log}")
+        return run_dir
+
+    def run(self, tell: Tell) -> None:
+        """All starts, the last of which has to finish."""
+        for number, faults in enumerate(self.plan, 1):
+            attempt = self._attempt(faults, self.run_dir, f"start-{number}")
+            self.attempts.append(attempt)
+            names = ", ".join(fault.name for fault in faults) or "nothing"
+            tell(
+                f"start {number} of {len(self.plan)}: {names}; from step {attempt.resumed} to {attempt.reached}, "
+                f"exit code {attempt.code}, {attempt.ended - attempt.began:.0f} s"
+            )
+
+    def _attempt(self, faults: list[Fault], run_dir: Path, name: str) -> Attempt:
+        plan, journal, log = (self.folder / f"{name}{end}" for end in (".json", ".journal", ".log"))
+        in_data = [fault for start in self.plan for fault in start if fault.act == "poison"]
+        planned = [fault.plain() for fault in dict.fromkeys([*faults, *in_data])]
+        plan.write_text(json.dumps({"faults": planned, "journal": str(journal)}))
+        own_network = _OWN_NETWORK if any(fault.namespace for fault in faults) else []
+        began, before = time.time(), _newest(run_dir)
+        with log.open("w") as output:
+            try:
+                done = subprocess.run(
+                    [*own_network, *self._command(plan, run_dir)],
+                    stdout=output, stderr=subprocess.STDOUT, timeout=_PATIENCE_SECONDS,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise UserError(f"the drill's {name} hangs: nothing ended it; its output is {log}") from None
+        ended = time.time()
+        lines = read_lines(run_dir / "metrics.jsonl")
+        new = [line for line in lines if line["time"] >= began]
+        events = {
+            int(path.stem): [event for event in read_lines(path) if event["time"] >= began]
+            for path in sorted((run_dir / "events").glob("*.jsonl"))
+        }
+        resumed = next((event["step"] for event in events.get(0, []) if event["kind"] == "start"), before)
+        return Attempt(
+            faults, began, ended, done.returncode, resumed,
+            reached=max((line["step"] for line in new), default=resumed),
+            first_step=min((line["time"] for line in new), default=None),
+            committed=_newest(run_dir),
+            events=events,
+            journal=read_lines(journal),
+            losses={line["step"]: line["loss"] for line in lines if line["kind"] == "train"},
+            log=log,
+        )  # fmt: skip
+
+    def _command(self, plan: Path, run_dir: Path) -> list[str]:
+        python = [sys.executable, "-m"]
+        arguments = ["--config", str(self.config_file), f"run.dir={run_dir}"]
+        if self.prefix:
+            filled = [part.format(processes=self.processes) for part in self.prefix]
+            return [*filled, *python, "jaxmnt.drill.inject", str(plan), "--", *arguments]
+        counts = [str(self.processes), str(self.devices)]
+        return [*python, "jaxmnt.drill.start", *counts, str(plan), "--", *arguments]
+
+
+def prepared(
+    config: Config, folder: Path, processes: int, devices: int, prefix: list[str], plan: list[list[Fault]]
+) -> Drill:
+    """A drill in a new folder, with the small config written down."""
+    folder.mkdir(parents=True)
+    small = shrunk(config, processes * devices, STEPS_A_START * len(plan), folder / "compiled")
+    config_file = folder / "small.yaml"
+    config_file.write_text(dump_config(small), encoding="utf-8")
+    return Drill(small, config_file, folder, processes, devices, prefix, plan)
+
+
+def _newest(run_dir: Path) -> int:
+    checkpoint = newest_whole(run_dir / "checkpoints")
+    return 0 if checkpoint is None else checkpoint.step

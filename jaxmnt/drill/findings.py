@@ -1,0 +1,158 @@
+"""What a drill found: for each fault whether it was heard of, named rightly, and made good."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.drill.course import Attempt, Drill
+from jaxmnt.drill.faults import Fault
+from jaxmnt.errors import ExitCode
+from jaxmnt.telemetry.events import read_lines
+
+_CODES = {"preempted": (ExitCode.STOPPED,), "hang": (ExitCode.PEER,)}
+"""With which exit codes a start may end over a fault; others by the process that failed, or for another."""
+_KINDS = {"peer_lost": ("peer_lost", "hang")}
+_OTHER_CODES = (ExitCode.FAILURE, ExitCode.PEER)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table."""
+
+    fault: str
+    processes: int
+    noticed_seconds: float | None
+    """From the fault until the last of those who should hear of it did."""
+    named: bool
+    """Whether all of them named the right process, and the start ended with the right exit code."""
+    gone_seconds: float | None
+    """From the fault until the last process had ended, where it ends them."""
+    steps_lost: int
+    """Steps to be taken again: none that was committed."""
+    committed_lost: int
+    """Steps of whole checkpoints that the next start did not go on from."""
+    back_seconds: float | None
+    """From the fault to the first new step."""
+    identical: bool
+    """Whether all steps up to the next fault, and the final state, are those of the undisturbed run."""
+
+    @property
+    def well(self) -> bool:
+        return self.noticed_seconds is not None and self.named and self.committed_lost == 0 and self.identical
+
+
+def findings(drill: Drill, undisturbed: Path) -> list[Finding]:
+    """One for each fault of a drill that is over."""
+    expected = {line["step"]: line["loss"] for line in read_lines(undisturbed / "metrics.jsonl") if _is_step(line)}
+    found = []
+    for attempt, following in zip(drill.attempts, [*drill.attempts[1:], None], strict=True):
+        for fault in attempt.faults:
+            after = following if fault.ends and following is not None else attempt
+            same = all(expected.get(step) == loss for step, loss in after.losses.items())
+            found.append(_finding(drill, fault, attempt, following, identical=same and after.code in _GOOD_OR_FAULT))
+    ending = _final(drill.run_dir) == _final(undisturbed) and drill.attempts[-1].losses == expected
+    return found if ending else [Finding(**{**vars(one), "identical": False}) for one in found]
+
+
+_GOOD_OR_FAULT = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.FAILURE, ExitCode.PEER)
+
+
+def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | None, *, identical: bool) -> Finding:
+    caused = [entry["time"] for entry in attempt.journal if entry["fault"] == fault.name]
+    if not caused:
+        return Finding(fault.name, drill.processes, None, False, None, 0, 0, None, False)
+    when = min(caused)
+    heard = _heard(drill, fault, attempt)
+    named = None not in heard.values()
+    ended_rightly = not fault.ends or attempt.code in _CODES.get(fault.heard, _OTHER_CODES)
+    times = [time for time in heard.values() if time is not None]
+    back = lost = committed_lost = None
+    if fault.ends and following is not None:
+        back = None if following.first_step is None else following.first_step - when
+        lost, committed_lost = attempt.reached - following.resumed, max(0, attempt.committed - following.resumed)
+        if any(other.act == "damage" for other in following.faults):
+            committed_lost = 0  # what was damaged in between was not lost by this fault
+    return Finding(
+        fault.name,
+        drill.processes,
+        max(times) - when if times else None,
+        named and ended_rightly,
+        attempt.ended - when if fault.ends else None,
+        lost or 0,
+        committed_lost or 0,
+        back,
+        identical,
+    )
+
+
+def _heard(drill: Drill, fault: Fault, attempt: Attempt) -> dict[int, float | None]:
+    """When each process that should hear of a fault did, and named it rightly; None if it did not."""
+    everyone = range(drill.processes)
+    if fault.heard in ("bad_step", "checkpoint_damaged"):
+        listeners = [0]
+    elif fault.heard == "peer_lost":
+        listeners = [process for process in everyone if process != fault.victim]
+    else:
+        listeners = list(everyone)
+    return {process: _when(drill, fault, attempt, process) for process in listeners}
+
+
+def _when(drill: Drill, fault: Fault, attempt: Attempt, process: int) -> float | None:
+    for event in attempt.events.get(process, []):
+        if event["kind"] not in _KINDS.get(fault.heard, (fault.heard,)):
+            continue
+        if fault.heard == "peer_lost" and event["at_fault"] != fault.victim:
+            continue
+        if fault.act == "hang" and event["at_fault"] != fault.victim:
+            continue
+        if fault.heard == "checkpoint_failed" and f"process {fault.victim} of" not in event["why"]:
+            continue
+        return float(event["time"])
+    return None
+
+
+def _is_step(line: dict[str, object]) -> bool:
+    return line["kind"] == "train"
+
+
+def _final(run_dir: Path) -> object:
+    """What the last checkpoint holds, by digest; None if there is none."""
+    checkpoint = newest_whole(run_dir / "checkpoints")
+    return None if checkpoint is None else (checkpoint.step, checkpoint.manifest.arrays)
+
+
+HEADINGS = (
+    "fault", "processes", "noticed after", "named rightly", "all gone after", "steps again", "committed lost",
+    "back after", "identical",
+)  # fmt: skip
+
+
+def table(found: list[Finding]) -> str:
+    """As Markdown, aligned."""
+    rows = [list(HEADINGS)] + [_row(one) for one in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    rule = "| " + " | ".join("-" * width for width in widths) + " |"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _row(one: Finding) -> list[str]:
+    return [
+        one.fault, str(one.processes), _seconds(one.noticed_seconds), _yes(one.named), _seconds(one.gone_seconds),
+        str(one.steps_lost), str(one.committed_lost), _seconds(one.back_seconds), _yes(one.identical),
+    ]  # fmt: skip
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} s"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
+def to_json(found: list[Finding]) -> str:
+    return json.dumps([vars(one) | {"well": one.well} for one in found], indent=1)

@@ -1,0 +1,242 @@
+"""python -m jaxmnt.drill.inject PLAN -- [arguments of jaxmnt.train]
+
+Trains as jaxmnt.train does, and causes the faults of a plan in this process at their moments. A plan is written by the
+drill, and says in which process what happens.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmnt import train
+from jaxmnt.cluster.environment import Identity, identify
+from jaxmnt.config import load_config
+from jaxmnt.drill.faults import Fault
+from jaxmnt.errors import run_command
+
+_FILE_BYTES = 100_000
+"""With a full disk a file can be no larger: events still fit, the state does not."""
+_IDLE_SECONDS = 1.0
+_STEP_SECONDS = 0.1
+"""A tiny model's steps are slowed down to this, so that between two checkpoints there is time to write one."""
+_FOR_EVER_SECONDS = 1e6
+
+
+class DrillError(RuntimeError):
+    """Raised on purpose."""
+
+
+def main(arguments: list[str]) -> int:
+    plan, _, *train_arguments = arguments
+    options = train.parse_arguments(train_arguments)
+    config = load_config(options.config, options.overrides)
+    assert config.run.dir is not None
+    identity = identify(config.cluster)
+    told = json.loads(Path(plan).read_text(encoding="utf-8"))
+    faults = [Fault(**fault) for fault in told["faults"]]
+    saboteur = Saboteur(identity, Path(told["journal"]), Path(config.run.dir))
+    saboteur.pace([fault.offset for fault in faults if fault.moment == "idle"])
+    for fault in faults:
+        if fault.victim in (None, identity.process_id):
+            saboteur.arm(fault)
+    return train.main(train_arguments)
+
+
+class Saboteur:
+    """Causes faults in this process. Everything it touches it wraps: what is wrapped goes on as before."""
+
+    def __init__(self, identity: Identity, journal: Path, run_dir: Path):
+        self._identity, self._journal, self._run_dir = identity, journal, run_dir
+        self._staged_step = 0
+
+    def arm(self, fault: Fault) -> None:
+        """Prepares a fault for its moment."""
+        from jaxmnt.checkpoint import saver
+        from jaxmnt.data.batches import TrainingData
+        from jaxmnt.data.feed import Feed
+        from jaxmnt.runtime import resume, training
+
+        act = lambda *_: self._act(fault)
+        soon = lambda *_: threading.Timer(0.02, act).start()
+        if fault.moment == "start":
+            act()
+        elif fault.moment == "step":
+            _before(Feed, "take", _nth(fault.offset, act))
+        elif fault.moment == "mid-step":  # the devices are busy with a step when the next batch is staged
+            _before(Feed, "stage", _nth(fault.offset + 1, act))
+        elif fault.moment == "batch":
+            _before(training, "training_feed", self._note_first_step)
+            _after(Feed, "stage", lambda feed: self._poison(fault, feed))
+        elif fault.moment == "idle":
+            _before(Feed, "take", _nth(fault.offset, lambda *_: threading.Timer(_IDLE_SECONDS / 2, act).start()))
+        elif fault.moment == "save":
+            _before(saver, "_written", _nth(fault.offset, act))
+        elif fault.moment == "restore":
+            _before(resume, "restore", soon)
+        elif fault.moment == "compile":
+            _before(training, "compile_program", soon)
+        elif fault.moment == "prefetch":
+            _before(TrainingData, "batch", _nth(fault.offset, act))
+        else:
+            raise AssertionError(fault.moment)
+
+    def pace(self, idle_steps: list[int]) -> None:
+        """Slows steps down, and some of them by more. In all processes."""
+        from jaxmnt.data.feed import Feed
+
+        _before(Feed, "take", lambda *_: time.sleep(_STEP_SECONDS))
+        for step in idle_steps:
+            _before(Feed, "take", _nth(step, lambda *_: time.sleep(_IDLE_SECONDS)))
+
+    def _act(self, fault: Fault) -> None:
+        if fault.act == "fill":
+            self._fill_disk(fault)
+            return
+        self._note(fault)
+        if fault.act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.act == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.act == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif fault.act == "exit":
+            os._exit(0)
+        elif fault.act == "hang":
+            time.sleep(_FOR_EVER_SECONDS)
+        elif fault.act == "raise":
+            raise DrillError("raised by the drill")
+        elif fault.act == "raise in a thread":
+            threading.Thread(target=_raise, name="drill").start()
+            time.sleep(_IDLE_SECONDS)
+        elif fault.act == "damage":
+            damage_newest(self._run_dir)
+        elif fault.act == "cut":
+            cut_connections(self._identity)
+        else:
+            raise AssertionError(fault.act)
+
+    def _note(self, fault: Fault) -> None:
+        """Into the journal, before it happens."""
+        line = json.dumps({"fault": fault.name, "process": self._identity.process_id, "time": time.time()})
+        with self._journal.open("a", encoding="utf-8") as journal:
+            journal.write(line + "\n")
+
+    def _note_first_step(self, config: Any, data: Any, program: Any, start_step: int) -> None:
+        self._staged_step = start_step
+
+    def _poison(self, fault: Fault, feed: Any) -> None:
+        """Makes the weights of the batch just staged no numbers, if it is that step's. In all processes: it is one
+        array. It is the data that is bad, so whoever takes that step finds it so."""
+        self._staged_step += 1
+        if self._staged_step != fault.offset:
+            return
+        self._note(fault)
+        batch, digest = feed._staged
+        feed._staged = batch | {"weights": batch["weights"] * float("nan")}, digest
+
+    def _fill_disk(self, fault: Fault) -> None:
+        """Lets no file of this process grow, until a save has failed over it."""
+        from jaxmnt.runtime.saves import Saves
+
+        self._note(fault)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, most))
+        _before(Saves, "_report_failure", lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+
+
+def damage_newest(run_dir: Path) -> None:
+    """Flips a bit in the middle of the largest file of the newest checkpoint."""
+    steps = [path for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()]
+    newest = max(steps, key=lambda path: int(path.name))
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    raw = bytearray(largest.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    largest.write_bytes(raw)
+
+
+def cut_connections(identity: Identity) -> None:
+    """Drops, without a word to either side, what this process exchanges with others but not with the coordinator.
+
+    By routing rules, in a network of our own only.
+    """
+    _, coordinator = identity.address
+    _ip("rule", "add", "pref", "100", "lookup", "local")
+    _ip("rule", "del", "pref", "0")
+    for here, there in _connections():
+        if coordinator not in (here, there):
+            for source, target in ((here, there), (there, here)):
+                ports = ("sport", str(source), "dport", str(target))
+                _ip("rule", "add", "pref", "10", "ipproto", "tcp", *ports, "blackhole")
+
+
+def _connections() -> list[tuple[int, int]]:
+    """The ports, here and there, of the established TCP connections of this process."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            found = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
+        except OSError:  # closed meanwhile
+            continue
+        if found:
+            inodes.add(found[1])
+    established, pairs = "01", []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == established and fields[9] in inodes:
+                here, there = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
+                pairs.append((here, there))
+    return pairs
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _raise() -> None:
+    raise DrillError("raised by the drill")
+
+
+def _nth(number: int, act: Callable[..., None]) -> Callable[..., None]:
+    """Acts at one call of many, counted from 1."""
+    calls = iter(range(1, sys.maxsize))
+
+    def count(*arguments: Any) -> None:
+        if next(calls) == number:
+            act(*arguments)
+
+    return count
+
+
+def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        act(*arguments)
+        return original(*arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def _after(owner: Any, name: str, act: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
+        act(*arguments)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,246 @@
+"""The processes hear of each other's failures: lifelines over real connections, in threads of one process."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxmnt.cluster.ending import Ending
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.lifeline import STARTING, Lifeline, Position, account_of
+from jaxmnt.cluster.rollcall import Peer
+from jaxmnt.cluster.wire import Wire
+from jaxmnt.config.schema import Watchdog as Limits
+from jaxmnt.runtime.watchdog import Watchdog
+
+COUNT = 3
+
+
+class Noted(Ending):
+    """Notes the fate, and lets the thread go no further."""
+
+    def __init__(self):
+        super().__init__()
+        self.fates = []
+        self.ended = threading.Event()
+
+    def now(self, fate):
+        self.fates.append(fate)
+        self.ended.set()
+        threading.Event().wait()
+
+
+class Cluster:
+    """Three lifelines that hear each other."""
+
+    def __init__(self, silence=30.0, patience=60.0):
+        pairs = {process: socket.socketpair() for process in range(1, COUNT)}
+        self.endings = [Noted() for _ in range(COUNT)]
+        identity = lambda process: Identity(process, COUNT, "localhost:1")
+        first = {process: Peer(f"host{process}", pair[0]) for process, pair in pairs.items()}
+        make = lambda process, peers: Lifeline(identity(process), peers, self.endings[process], silence, patience)
+        self.lifelines = [make(0, first)]
+        self.lifelines += [make(process, {0: Peer("host0", pair[1])}) for process, pair in pairs.items()]
+        self.sockets = {process: pair[1] for process, pair in pairs.items()}
+
+    def start(self, *but):
+        for process, lifeline in enumerate(self.lifelines):
+            if process not in but:
+                lifeline.start()
+        return self
+
+    def fates(self, *processes, seconds=8.0):
+        """What became of these processes."""
+        deadline = time.monotonic() + seconds
+        for process in processes:
+            assert self.endings[process].ended.wait(max(0.0, deadline - time.monotonic())), f"{process} goes on"
+        return [self.endings[process].fates[0] for process in processes]
+
+    def close(self):
+        for lifeline, ending in zip(self.lifelines, self.endings, strict=True):
+            if not ending.fates:
+                lifeline.leave()
+
+
+@pytest.fixture
+def cluster():
+    with contextlib.ExitStack() as scope:
+
+        def make(**limits):
+            made = Cluster(**limits)
+            scope.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize("culprit", range(COUNT))
+@pytest.mark.parametrize(("code", "others"), [(1, 4), (2, 2), (4, 4)])
+def test_all_hear_who_failed_and_why(cluster, culprit, code, others):
+    made = cluster().start()
+    began = time.monotonic()
+    fate = made.lifelines[culprit].fail("ValueError: boom", code)
+    assert (fate.kind, fate.process, fate.code) == ("failed", culprit, code)
+    for heard in made.fates(*(process for process in range(COUNT) if process != culprit)):
+        assert (heard.kind, heard.process, heard.code) == ("peer_lost", culprit, others)
+        assert heard.why.endswith("failed: ValueError: boom") and f"process {culprit} of 3 on" in heard.why
+    assert time.monotonic() - began < 2
+    assert not made.endings[culprit].fates, "it ends by itself, with its own code"
+
+
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_one_who_goes_without_a_word_is_missed_at_once(cluster, culprit):
+    made = cluster().start(culprit)
+    made.sockets[culprit].close()
+    others = [process for process in range(COUNT) if process != culprit]
+    for heard in made.fates(*others, seconds=2):
+        assert heard.process == culprit and "went away without a word" in heard.why and heard.code == 4
+
+
+def test_process_0_is_missed_by_all(cluster):
+    made = cluster().start(0)
+    for wire in made.lifelines[0]._wires.values():
+        wire.close()
+    for heard in made.fates(1, 2, seconds=2):
+        assert heard.process == 0 and "process 0 of 3 on host0 went away without a word" in heard.why
+
+
+def test_silence_counts_less_before_the_first_step(cluster):
+    """Process 2 is there, but says nothing, as one that is stopped."""
+    made = cluster(silence=4.0, patience=60.0)
+    settled = threading.Event()
+    for lifeline in made.lifelines:
+        lifeline.position = lambda: Position(7, "taking steps", settled=settled.is_set())
+    made.start(2)
+    time.sleep(6)
+    assert not any(ending.fates for ending in made.endings)
+    settled.set()
+    for heard in made.fates(0, 1):
+        assert heard.process == 2 and "has been silent for 4 s" in heard.why
+    assert "last known starting" in made.endings[0].fates[0].why
+
+
+def test_a_halt_is_told_with_everyones_place(cluster):
+    made = cluster().start()
+    noted = []
+    for process, lifeline in enumerate(made.lifelines):
+        step = 42 if process == 1 else 43
+        lifeline.position = lambda step=step: Position(step, "taking steps", settled=True)
+        lifeline.note_stacks = lambda process=process: noted.append(process)
+    threading.Thread(target=made.lifelines[2].halt, args=("no progress for 45 s",), daemon=True).start()
+    for heard in made.fates(0, 1, 2):
+        assert (heard.kind, heard.code, heard.process) == ("hang", 4, 1)
+        assert "process 2 of 3 on host2: no progress for 45 s" in heard.why
+        assert "process 1 of 3 on host1: in step 42" in heard.why and "processes 0, 2: in step 43" in heard.why
+    assert sorted(noted) == [0, 1, 2], "all wrote their stacks, once"
+
+
+def test_one_who_does_not_answer_is_at_fault(cluster):
+    made = cluster().start(1)
+    threading.Thread(target=made.lifelines[0].halt, args=("no progress",), daemon=True).start()
+    for heard in made.fates(0, 2):
+        assert heard.process == 1 and "No answer from process 1 of 3 on host1" in heard.why
+
+
+def test_those_who_say_good_bye_are_not_missed(cluster):
+    made = cluster().start()
+    made.lifelines[1].leave()
+    made.sockets[1].close()
+    time.sleep(1.5)
+    assert not any(ending.fates for ending in made.endings)
+
+
+def test_accounts():
+    label = lambda process: f"p{process}"
+    step = lambda number, **more: Position(number, "taking steps", settled=True, **more)
+    same = {0: step(5), 1: step(5), 2: step(5)}
+    text, suspect = account_of(same, [], label)
+    assert suspect is None and "processes 0, 1, 2: in step 5" in text and "the network between them" in text
+    assert account_of(same | {1: step(4)}, [], label)[1] == 1
+    assert account_of(same | {1: step(4), 2: step(4)}, [], label)[1] is None, "two are behind"
+    assert account_of(same | {2: step(5, own=True)}, [], label)[1] == 2
+    text, suspect = account_of(same | {1: STARTING}, [2], label)
+    assert suspect == 2 and text.startswith("No answer from p2. p1: starting")
+
+
+def test_a_wire_takes_lines_apart_and_knows_the_end():
+    one, other = socket.socketpair()
+    wire = Wire(other)
+    one.sendall(b'{"kind": "a"}\n{"kind"')
+    assert wire.receive() == [{"kind": "a"}]
+    one.sendall(b': "b"}\n')
+    assert wire.receive() == [{"kind": "b"}]
+    one.sendall(b"GET / HTTP/1.1\n")
+    assert wire.receive() is None
+    one.close()
+    assert wire.receive() is None and not wire.send({"kind": "beat"})
+    wire.close()
+
+
+# The watchdog.
+
+
+class Halts:
+    """Stands for a lifeline, and notes what is said of a halt."""
+
+    def __init__(self):
+        self.said = []
+
+    def halt(self, why):
+        self.said.append(why)
+
+
+@pytest.fixture
+def watchdog(tmp_path, monkeypatch):
+    """One that looks a hundred times a second, each time as if a second were over."""
+    monkeypatch.setattr(Watchdog, "_pause", lambda self: self._end.wait(0.01))
+    with contextlib.ExitStack() as scope:
+
+        def make(**limits):
+            lifeline = Halts()
+            made = Watchdog(Limits(**limits), tmp_path, 3, lifeline)
+            scope.enter_context(made)
+            return made, lifeline
+
+        yield make
+
+
+def test_each_phase_has_its_own_limit(watchdog):
+    made, lifeline = watchdog(step_seconds=10.0, factor=10.0, first_step_seconds=100.0)
+    with made.during("compiling", None):
+        time.sleep(0.5)
+    made.steps_begin(1)
+    time.sleep(0.4)
+    for _ in range(3):
+        made.finished_step(4.0)
+    time.sleep(0.25)  # 25 looks, and ten times the median step are 40 seconds
+    with made.during("evaluating", 60.0):
+        time.sleep(0.4)
+    assert not lifeline.said
+    time.sleep(0.6)
+    assert lifeline.said and lifeline.said[0].startswith("no progress for 40 s while taking steps")
+
+
+def test_a_phase_that_gets_further_is_alive_and_one_that_does_not_is_named(watchdog, tmp_path):
+    made, lifeline = watchdog()
+    with made.during("evaluating", 20.0):
+        for _ in range(6):
+            time.sleep(0.1)
+            made.got_further()
+        assert not lifeline.said
+        time.sleep(0.4)
+    assert lifeline.said[0].startswith("no progress for 20 s while evaluating")
+    assert "test_a_phase" not in str(lifeline.position()), "only our own code says where it is"
+    lifeline.note_stacks()
+    assert "test_a_phase_that_gets_further" in (tmp_path / "hangs" / "3.txt").read_text()
+
+
+def test_the_watchdog_can_be_turned_off(watchdog):
+    made, lifeline = watchdog(step_seconds=None, first_step_seconds=None)
+    made.steps_begin(1)
+    time.sleep(0.1)
+    made.finished_step(1.0)
+    time.sleep(0.5)
+    assert not lifeline.said

@@ -1,0 +1,226 @@
+"""Runs that are asked to stop, in whatever they are, and runs that are started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from conftest import command, events, losses, metrics
+
+from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.runtime import stop
+from jaxmnt.runtime.stop import StopRequest, end_of_allocation
+from jaxmnt.train import train
+
+HERE = str(Path(__file__).parent)
+
+LAUNCH = """
+import sys
+from jaxmnt.launch.local import launch, local_run
+from jaxmnt.launch.restarts import Restarts
+processes, restarts, *counts = map(int, sys.argv[1].split(","))
+sys.exit(launch(local_run(sys.argv[2:], 1, ("sabotage",)), processes, Restarts(restarts, counts)))
+"""
+
+
+@pytest.fixture
+def sabotaged(tiny_file, tmp_path):
+    """Starts processes with parts slowed down; whatever still runs at the end is ended."""
+    started = []
+
+    def start(how: str, *overrides: str, **told) -> subprocess.Popen:
+        marks = tmp_path / "marks"
+        marks.mkdir(exist_ok=True)
+        for mark in marks.iterdir():
+            mark.unlink()
+        environment = {"SABOTAGE": json.dumps(told | {"marks": str(marks)})}
+        path = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, how, "--config", str(tiny_file), *overrides],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=dict(os.environ, PYTHONPATH=path, **environment),
+        )  # fmt: skip
+        started.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in started:
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait(30)
+
+
+def child_of(launcher: subprocess.Popen, number: int) -> int:
+    for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        if f"JAX_PROCESS_ID={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError("no such process")
+
+
+def wait_for(condition, launcher, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate(timeout=30)
+        time.sleep(0.02)
+
+
+def stop_in(sabotaged, part: str, tmp_path: Path, processes: int) -> None:
+    """SIGTERM to one process when the part has begun in all: saved, exit code 75, nothing lost."""
+    run = tmp_path / "run"
+    seconds = {part: 1.0} if part != "step" else {"step": 0.2}
+    launcher = sabotaged(f"{processes},0", "train.steps=1000", "train.eval_every=4", seconds=seconds)
+    marks = tmp_path / "marks"
+    wait_for(lambda: len(list(marks.iterdir())) == processes, launcher)
+    began = time.time()
+    os.kill(child_of(launcher, processes - 1), signal.SIGTERM)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, err
+    stopped = [events(run, "preempted", process)[-1] for process in range(processes)]
+    assert len({event["step"] for event in stopped}) == 1 and stopped[-1]["asked_by"] == "SIGTERM"
+    assert newest_whole(run / "checkpoints").step == stopped[0]["step"] == len(losses(run))
+    assert all(event["time"] >= began for event in stopped)
+
+
+@pytest.mark.alone
+def test_sigterm_in_the_middle_of_an_evaluation_and_of_a_restore(sabotaged, tmp_path):
+    """The evaluation is cut short, and made up for at the first start that has the time."""
+    stop_in(sabotaged, "evaluate", tmp_path, 2)
+    cut_short = len(losses(tmp_path / "run"))
+    assert cut_short % 4 == 0 and cut_short not in [line["step"] for line in metrics(tmp_path / "run", "eval")]
+    stop_in(sabotaged, "restore", tmp_path, 2)
+    assert len(losses(tmp_path / "run")) == cut_short, "asked to stop before it began, it took no step"
+    launcher = sabotaged("2,0", f"train.stop_after={cut_short + 1}", "train.eval_every=4")
+    assert launcher.wait(60) == 75
+    assert cut_short in [line["step"] for line in metrics(tmp_path / "run", "eval")]
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_sigterm_to_one_of_four_wherever_they_are(sabotaged, tmp_path):
+    for part in ("step", "compile", "restore", "evaluate", "save"):
+        stop_in(sabotaged, part, tmp_path, 4)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_what_takes_long_in_good_health_is_no_hang(sabotaged, tmp_path):
+    """A compile of 90 s, evaluations and saves of 20 s, with a watchdog that gives a step 5 s."""
+    launcher = sabotaged(
+        "2,0", "watchdog.step_seconds=5", "train.steps=10", "train.eval_every=5", "cluster.silence_timeout_seconds=5",
+        seconds={"compile": 90.0, "evaluate": 2.0, "save": 20.0},
+    )  # fmt: skip
+    _, err = launcher.communicate(timeout=400)
+    assert launcher.returncode == 0, err
+    assert not (tmp_path / "run" / "hangs").exists()
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_run_that_a_process_is_lost_for_goes_on_with_fewer(sabotaged, tmp_path):
+    """Process 3 of 4 never comes up: after a second try two go on, with the same batches."""
+    launcher = sabotaged("4,5,2,4", "train.steps=8", "cluster.start_timeout_seconds=20", "data.log_digest=true", dies=3)
+    out, err = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, err
+    assert "process 3 failed with exit code 1" in err
+    assert "restart 1 of 5 in 1 s, from the checkpoint of step 0" in err
+    assert "restart 2 of 5 in 2 s with 2 processes instead of 4" in err
+    assert "[0] mesh    data 2" in out and len(losses(tmp_path / "run")) == 8
+
+
+@pytest.mark.alone
+def test_a_run_that_fails_is_started_again_and_given_up(tiny_file, tmp_path):
+    """A learning rate that no restart makes better: three starts, then no more."""
+    run = tmp_path / "run"
+    result = command(
+        "jaxmnt.launch", "local", "--processes", "1", "--devices-per-process", "1", "--max-restarts", "9", "--",
+        "--config", str(tiny_file), "train.max_bad_steps=0", "optimizer.learning_rate=1e30",
+    )  # fmt: skip
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("jaxmnt: ")]
+    assert [line[:30] for line in lines] == [
+        "jaxmnt: process 0 failed with ", "jaxmnt: restart 1 of 9 in 1 s,",
+        "jaxmnt: process 0 failed with ", "jaxmnt: restart 2 of 9 in 2 s,",
+        "jaxmnt: process 0 failed with ", "jaxmnt: given up: 3 starts fai",
+    ]  # fmt: skip
+    assert "steps in a row" in result.stderr and "optimizer.learning_rate" in result.stderr
+    assert [event["code"] for event in events(run, "failed")] == [1, 1, 1]
+    assert all(event["at_fault"] == 0 and "steps in a row" in event["why"] for event in events(run, "failed"))
+
+
+def test_a_file_asks_to_stop_once(tiny, monkeypatch):
+    """It is removed when it is obeyed: else a job that is queued again would stop for ever."""
+    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    config = tiny("train.steps=100000", "checkpoint.every_steps=0")
+    run = Path(config.run.dir)
+    run.mkdir()
+    (run / "STOP").touch()
+    assert train(config, devices=jax.devices()[:1]) == 75
+    assert not (run / "STOP").exists()
+    assert events(run, "preempted")[0]["asked_by"] == "STOP"
+    assert newest_whole(run / "checkpoints").step == len(losses(run))
+
+
+def test_the_end_of_the_allocation_is_respected(tiny, monkeypatch):
+    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
+    config = tiny("train.steps=100000", "checkpoint.every_steps=0", "run.stop_margin_seconds=120")
+    assert train(config, devices=jax.devices()[:1]) == 75
+    assert events(config.run.dir, "preempted")[0]["asked_by"] == "the allocation ends"
+
+
+def test_the_sooner_end_counts():
+    now = time.time()
+    assert end_of_allocation(None, 60, {}) is None
+    assert end_of_allocation(10, 60, {}) == pytest.approx(now + 540, abs=5)
+    assert end_of_allocation(10, 60, {"SLURM_JOB_END_TIME": str(int(now) + 300)}) == pytest.approx(now + 240, abs=5)
+    assert end_of_allocation(2, 60, {"SLURM_JOB_END_TIME": str(int(now) + 300)}) == pytest.approx(now + 60, abs=5)
+    stale = {"SLURM_JOB_END_TIME": str(int(now) - 5)}
+    assert end_of_allocation(None, 60, stale) is None, "of another job, in an environment that was handed on"
+
+
+def test_a_warning_is_no_first_signal(tmp_path):
+    """Slurm's early SIGUSR1 and the SIGTERM that follows it: the save goes on. A second SIGTERM ends it at once."""
+    at_once = []
+    with StopRequest(tmp_path, at_once.append) as request:
+
+        def send(number):
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+
+        assert not request.wanted
+        send(signal.SIGUSR1)
+        assert request.reason == "SIGUSR1"
+        send(signal.SIGTERM)
+        assert not at_once
+        send(signal.SIGTERM)
+        assert at_once == ["stopped at once by a second signal, SIGTERM"]
+
+
+def test_a_second_signal_ends_a_process_that_does_not_listen(tmp_path):
+    """The main thread is in a call that does not come back to Python."""
+    text = (
+        "import ctypes, sys\n"
+        "from jaxmnt.runtime.stop import StopRequest\n"
+        "from jaxmnt.cluster.environment import Identity\n"
+        "from jaxmnt.cluster.lifeline import lifeline_alone\n"
+        "lifeline = lifeline_alone(Identity())\n"
+        "with StopRequest(None, lambda reason: lifeline.end(reason, 1)):\n"
+        "    print('ready', flush=True)\n"
+        "    while True: ctypes.CDLL(None).sleep(1000)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "jaxmnt: error: stopped at once by a second signal, SIGTERM"
