@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config import Config, load_config
-from jaxmnt.errors import ExitCode, report, run_command
+from jaxmnt.errors import ConfigError, ExitCode, report, run_command
 from jaxmnt.plan.command import add_arguments, check_arguments, dry_run
 from jaxmnt.telemetry.startup import StartClock
 
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
     clock = StartClock()
     options = parse_arguments(arguments)
     check_arguments(options)
+    steps = _replayed(options.replay)
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         return report(lambda: dry_run(config, options), debug=options.debug)
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
         with joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline:
             end_on_exceptions_in_threads(lifeline)
             clock.lap("rendezvous")
+            if steps is not None:
+                return train_again(config, identity, *steps)
             return train(config, identity, lifeline=lifeline, clock=clock)
 
     return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
@@ -92,6 +95,24 @@ def train(
         return ExitCode.FINISHED if conclude(run, stop, started) else ExitCode.STOPPED
 
 
+def train_again(config: Config, identity: Identity, first: int, last: int) -> int:
+    """`--replay`: see `runtime/replay.py`."""
+    from jaxmnt.runtime.replay import replay
+    from jaxmnt.telemetry.progress import status_line
+
+    with status_line(quiet=identity.process_id != 0) as status:
+        return replay(config, identity, first, last, status)
+
+
+def _replayed(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    if not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+        raise ConfigError(f"--replay: {text!r} is not FROM:TO, a checkpoint's step and a later one, such as 500:510")
+    return int(first), int(last)
+
+
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     from jaxmnt.config.describe import help_text
 
@@ -104,6 +125,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the config")
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    parser.add_argument(
+        "--replay", metavar="FROM:TO", help="take these steps of the run again from its checkpoint FROM, and compare"
+    )
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
     return parser.parse_intermixed_args(arguments)

@@ -1,5 +1,6 @@
 """Restoring: from files onto the devices of any mesh, compared with what was digested when it was saved."""
 
+import json
 import os
 import time
 from collections import deque
@@ -147,20 +148,27 @@ def _spread(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, P(*(names or None for names in split)), memory_kind=sharding.memory_kind)
 
 
-def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> None:
-    """Raises `DamagedError`, in all processes, naming the arrays that are not what was saved."""
+def differing(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> list[str]:
+    """The names of those of `arrays` that are not what the manifest says, in all processes.
+
+    `where` is the same in all processes, and new.
+    """
     shares = start_digests(arrays).wait()
     told = gather(f"{where}: digests", digest.encode(shares), identity)
-    trouble = None
+    wrong = None
     if told is not None:
         found = digest.decode(sorted(arrays), told)
-        wrong = [
-            name for name in sorted(arrays) if manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)
-        ]
-        if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            trouble = DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
-    _agree(f"{where}: verified", trouble, identity)
+        wrong = json.dumps(
+            [name for name in sorted(arrays) if manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)]
+        )
+    return [str(name) for name in json.loads(share(f"{where}: differing", wrong, identity, _SECONDS))]
+
+
+def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> None:
+    """Raises `DamagedError`, in all processes, naming the arrays that are not what was saved."""
+    if wrong := differing(where, manifest, arrays, identity):
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
 
 
 def _agree(name: str, trouble: UserError | None, identity: Identity) -> None:

@@ -77,6 +77,10 @@ class Train(Section):
     max_bad_steps: int = key(
         10, "Steps in a row whose loss or gradient may be infinite or no number; they change nothing.", ge=0
     )
+    compare_replicas_every: int = key(
+        0, "Compare what replicas hold after every so many steps, to find devices that compute wrongly; 0 is never.",
+        ge=0,
+    )  # fmt: skip
     stop_after: int | None = key(None, "Stop with a checkpoint and exit code 75 after this step.", ge=1)
 
 

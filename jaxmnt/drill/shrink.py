@@ -11,7 +11,7 @@ _WIDTH, _LENGTH, _ROWS_A_SHARD = 64, 64, 4
 _SILENCE_SECONDS, _HANG_SECONDS = 6.0, 10.0
 
 
-def shrunk(config: Config, devices: int, steps: int, cache: Path) -> Config:
+def shrunk(config: Config, devices: int, steps: int, cache: Path | None) -> Config:
     """The same data, kinds of parallelism and settings, with a tiny model and short rows, for `steps` steps.
 
     Compiled programs are kept in `cache`, unless the config has a folder for them.
@@ -47,7 +47,7 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path) -> Config:
     small["mesh"] = mesh.model_dump()
     small["pipeline"]["layers"] = None
     small["run"] |= {"init_from": None, "fork_from": None, "max_minutes": None}
-    small["run"]["compile_cache"] = config.run.compile_cache or str(cache)
+    small["run"]["compile_cache"] = config.run.compile_cache or (None if cache is None else str(cache))
     small["watchdog"] |= {"step_seconds": _HANG_SECONDS, "factor": 10.0}
     small["cluster"] |= {"silence_timeout_seconds": _SILENCE_SECONDS}
     return Config.model_validate(small)

@@ -21,6 +21,7 @@ from jaxmnt.runtime.compile_cache import use_compile_cache
 from jaxmnt.runtime.evaluate import Evaluator
 from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
 from jaxmnt.runtime.lock import RunLock
+from jaxmnt.runtime.replicas import Replicas
 from jaxmnt.runtime.resume import starting_state
 from jaxmnt.runtime.row_watch import RowWatch
 from jaxmnt.runtime.rundir import Start, open_run, write_config
@@ -50,6 +51,7 @@ class Training:
     events: Events
     status: StatusLine
     watchdog: Watchdog
+    replicas: Replicas
     step: int
     """Steps that are done."""
     loss: float | None = None
@@ -106,6 +108,8 @@ def prepare(
     saves.check_room()
     with watchdog.during("compiling", limits.compile_seconds):
         saves.prepare(state)
+        replicas = Replicas(config.train.compare_replicas_every, names, events)
+        replicas.prepare(state)
     clock.lap("compile")
     rows = RowWatch(config, training, events, status, writer=identity.process_id == 0)
 
@@ -137,6 +141,7 @@ def prepare(
         events,
         status,
         watchdog,
+        replicas,
         start.step,
     )
 
@@ -159,6 +164,8 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
         if run.step < last:
             run.feed.stage()  # reads and copies the next batch while the devices are busy
         log.push(run.step, metrics, run.feed.wait_seconds, digest)  # reads the metrics of the step before
+        run.replicas.check()
+        run.replicas.begin(run.step, run.state)
         run.preempted = log.stop_seen  # on all processes after the same step: wishes are part of the metrics
         if _due(run.step, settings.eval_every) or run.step == settings.steps:
             run.loss = _evaluate(run, stop)
@@ -169,6 +176,7 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
         saves.poll()
         for lock in locks:
             lock.check()
+    run.replicas.check()
     log.close()
 
 

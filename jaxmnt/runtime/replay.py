@@ -1,0 +1,113 @@
+"""Steps of a run taken again from a checkpoint, beside it, and compared with what they were."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmnt.checkpoint.commit import open_checkpoint
+from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.restore import differing, restore
+from jaxmnt.checkpoint.source import FOLDER, locate
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.runtime import hosts, share
+from jaxmnt.config.describe import changes
+from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.feed import Wishes
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.program.compiled import compile_program
+from jaxmnt.runtime import announce
+from jaxmnt.runtime.compile_cache import use_compile_cache
+from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
+from jaxmnt.runtime.rundir import home
+from jaxmnt.telemetry.events import read_lines
+from jaxmnt.telemetry.progress import StatusLine
+
+_COMPARED = ("loss", "grad_norm", "tokens")
+
+
+def replay(
+    config: Config,
+    identity: Identity,
+    first: int,
+    last: int,
+    status: StatusLine,
+    devices: Sequence[jax.Device] | None = None,
+) -> int:
+    """Takes the steps after the checkpoint of step `first` up to `last`, and writes nothing.
+
+    Returns 0 if loss, gradient norm and tokens of each are those in metrics.jsonl, and the state that of the checkpoint
+    of step `last` if there is one; else 1. Raises `ConfigError` for a config that cannot lead to the same.
+    """
+    data = ready_data(config, identity, status)
+    config = fit_to_data(config, data)
+    run_dir = Path(config.run.dir or "")
+    path = locate(f"{home(config)}@{first}", "--replay")
+    assert path is not None
+    try:
+        checkpoint = open_checkpoint(path)
+    except DamagedError as damage:
+        raise ConfigError(f"--replay: checkpoint {path} is not whole: {damage}; begin at another") from damage
+    before = parse_config(checkpoint.manifest.config, f"the config in {path}")
+    different = [change.key for change in changes(before, config) if change.resume != "harmless"]
+    if different:
+        raise ConfigError(f"--replay: {different[0]} is not what it was when these steps were taken; undo the change")
+    use_compile_cache(config.run.compile_cache)
+    names = hosts(identity)
+    program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
+    announce.program(status, program)
+    restored = restore(checkpoint, program.canonical_abstract_state, identity, verify=True)
+    state = program.from_canonical(restored.state)
+    feed = training_feed(config, TrainingData(config, data), program, first)
+    wishes, expected = Wishes(program.wishes_sharding), _steps_of(run_dir, identity)
+    same, tokens = True, checkpoint.manifest.tokens
+    for step in range(first + 1, last + 1):
+        batch, _ = feed.take()
+        state, metrics = program.step(state, batch | {"wishes": wishes.array()})
+        found = {name: jax.device_get(metrics[name]).item() for name in ("loss", "grad_norm", "tokens")}
+        tokens += found["tokens"]
+        same &= _compare(status, step, found | {"tokens": tokens}, expected.get(step))
+    same &= _compare_state(status, config, identity, last, program.to_canonical(state))
+    if not same:
+        status.line("On another mesh or version last digits differ; on the same, a device computes wrongly.")
+    return ExitCode.FINISHED if same else ExitCode.FAILURE
+
+
+def _steps_of(run_dir: Path, identity: Identity) -> dict[int, dict[str, Any]]:
+    """The lines of metrics.jsonl by step, the same in all processes."""
+    told = None
+    if identity.process_id == 0:
+        lines = [line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == "train"]
+        told = json.dumps({line["step"]: {name: line[name] for name in _COMPARED} for line in lines})
+    return {int(step): line for step, line in json.loads(share("what steps were", told, identity)).items()}
+
+
+def _compare(status: StatusLine, step: int, found: dict[str, float], expected: dict[str, Any] | None) -> bool:
+    if expected is None:
+        status.line(f"step {step}  loss {found['loss']:.6f}: metrics.jsonl has no such step")
+        return False
+    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    wrong = [name for name in _COMPARED if finite[name] != expected[name]]
+    told = ", ".join(f"{name} was {expected[name]} and is {finite[name]}" for name in wrong)
+    status.line(f"step {step}  loss {found['loss']:.6f}: {'DIFFERENT, ' + told if wrong else 'the same'}")
+    return not wrong
+
+
+def _compare_state(status: StatusLine, config: Config, identity: Identity, last: int, canonical: Any) -> bool:
+    """With the checkpoint of the last step, if it is there. Whether it is the same, or not there."""
+    path = home(config) / FOLDER / str(last)
+    try:
+        manifest = open_checkpoint(path).manifest
+    except (DamagedError, OSError):
+        status.line(f"There is no whole checkpoint of step {last} to compare the state with.")
+        return True
+    wrong = differing(f"replay to {last}", manifest, named(canonical), identity)
+    listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    status.line(f"state of step {last}: {f'DIFFERENT in {listed}' if wrong else 'the same, bit for bit'}")
+    return not wrong

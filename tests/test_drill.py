@@ -1,0 +1,93 @@
+"""The drill, as a user runs it."""
+
+import json
+
+import pytest
+from conftest import ROOT, command
+
+from jaxmnt.config.load import load_config
+from jaxmnt.drill.__main__ import _may_cut
+from jaxmnt.drill.faults import FAULTS, WITH_MORE, chosen, starts
+from jaxmnt.drill.shrink import shrunk
+from jaxmnt.errors import ConfigError
+
+pytestmark = pytest.mark.alone
+
+
+def drill(config, tmp_path, *arguments, timeout):
+    result = command(
+        "jaxmnt.drill", "--config", str(config), "--dir", str(tmp_path / "drill"), *arguments, timeout=timeout
+    )
+    return result, result.stdout + result.stderr
+
+
+def test_a_short_drill(tiny_file, tmp_path):
+    faults = "NaN in a batch,kill in a save,exception in prefetch"
+    result, out = drill(tiny_file, tmp_path, "--faults", faults, timeout=300)
+    assert result.returncode == 0, out
+    rows = [line for line in out.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 3 and all(row.count(" yes ") == 2 for row in rows), out
+    assert not (tmp_path / "drill").exists(), "nothing is left of a drill that went well"
+
+
+@pytest.mark.slow
+def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
+    """Each is noticed, named rightly and made good, and no committed step is lost."""
+    result, out = drill(tiny_file, tmp_path, "--processes", "2,4", "--json", timeout=1200)
+    assert result.returncode == 0, out
+    found = json.loads(out[out.index("\n[") :])
+    kinds = {count: {row["fault"] for row in found if row["processes"] == count} for count in (2, 4)}
+    assert len(kinds[2]) >= 14 and len(kinds[4]) >= 5
+    assert _may_cut("") == any(row["fault"] == "cut link" for row in found)
+    assert all(row["well"] and row["named"] and row["identical"] and row["committed_lost"] == 0 for row in found)
+    limits = {"cut link": 60, "stopped process": 60, "hang in reading data": 60}
+    for row in found:
+        assert row["gone_seconds"] is None or row["gone_seconds"] < limits.get(row["fault"], 10), row
+
+
+def test_a_config_made_small_keeps_its_kinds_of_parallelism(tiny):
+    config = tiny("mesh.data=1", "mesh.pipeline=4", "mesh.model=8", "mesh.fsdp=16", "model.num_layers=4")
+    mesh = shrunk(config, 8, 100, None).mesh.sizes()
+    assert mesh == {"data": 1, "pipeline": 2, "fsdp": 2, "context": 1, "expert": 1, "model": 2}
+    mesh = shrunk(config, 2, 100, None).mesh.sizes()
+    assert mesh["pipeline"] == 2 and mesh["fsdp"] == mesh["model"] == mesh["data"] == 1
+    for name in ("quickstart", "llama-8b", "qwen-72b"):
+        small = shrunk(load_config(ROOT / "configs" / f"{name}.yaml"), 4, 100, None)
+        assert small.model.hidden_size == 64 and small.train.steps == 100
+
+
+def test_each_start_has_one_fault_that_ends_it():
+    planned = starts(list(FAULTS))
+    assert [fault for start in planned for fault in start] == list(FAULTS)
+    assert all([fault.ends for fault in start] == [False] * (len(start) - 1) + [True] for start in planned[:-1])
+    assert planned[-1] == [] and all(len({fault.namespace for fault in start}) <= 1 for start in planned)
+    assert {fault.name for fault in FAULTS} >= set(WITH_MORE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--faults", "kill in a stp"], "--faults: there is no 'kill in a stp'; did you mean kill in a step?"),
+        (["--processes", "1"], "--processes: '1' is not a list of numbers from 2 up, such as 2,4"),
+        (["--processes", "two"], "--processes: 'two' is not a list"),
+        (["data.global_batch_sise=3"], "global_batch_size"),
+    ],
+)
+def test_wrong_arguments(tiny_file, tmp_path, arguments, words):
+    result, out = drill(tiny_file, tmp_path, *arguments, timeout=60)
+    assert result.returncode == 2 and words in out
+
+
+def test_a_folder_that_is_no_drills_is_not_touched(tiny_file, tmp_path):
+    (tmp_path / "drill").mkdir()
+    (tmp_path / "drill" / "thesis.txt").write_text("all of it")
+    result, out = drill(tiny_file, tmp_path, timeout=60)
+    assert result.returncode == 2 and "is no drill's; choose another" in out
+    assert (tmp_path / "drill" / "thesis.txt").exists()
+
+
+def test_faults_by_name():
+    assert len(chosen(None)) == len(FAULTS)
+    assert [fault.name for fault in chosen("exit 0, kill in a step")] == ["kill in a step", "exit 0"]
+    with pytest.raises(ConfigError, match="there is no"):
+        chosen("rain")
