@@ -6,6 +6,7 @@ The only module that touches JAX's coordination service.
 import contextlib
 import hashlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -27,6 +28,8 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError, code_of, summary
 
 BARRIER_SECONDS = 300.0
+_LATE = "timed out task names"
+"""What JAX's account of a barrier says before those who did not come."""
 _HEARING_SECONDS = 10.0
 _GOING_LAST_SECONDS = 1.0
 
@@ -151,14 +154,16 @@ def _facts(config: Config, data_digest: str) -> dict[str, str]:
 def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
     """Waits until every process has reached the barrier of this name.
 
-    Raises `PeerError` with the runtime's account of who is late when time is up.
+    Raises `PeerError`, naming those who are late, when time is up.
     """
     if identity.alone:
         return
     try:
         coordination().wait_at_barrier(name, int(seconds * 1000))
     except Exception as error:
-        raise PeerError(f"barrier '{name}' was not reached by all within {seconds:g} s: {error}") from error
+        late = sorted({int(number) for number in re.findall(r"task:(\d+)", str(error).partition(_LATE)[2])})
+        who = f"process {', '.join(map(str, late))}" if late else "some process"
+        raise PeerError(f"{who} did not reach '{name}' within {seconds:g} s: {str(error).splitlines()[0]}") from error
 
 
 def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:

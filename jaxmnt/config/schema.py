@@ -96,7 +96,9 @@ class WeightChange(Section):
 
 
 class Skip(Section):
-    from_row: int = key(..., "Number in the run of the first row to pass over: step times global_batch_size.", ge=0)
+    from_row: int = key(
+        ..., "Number in the run of the first row to pass over: steps before it times global_batch_size.", ge=0
+    )
     rows: int = key(..., "How many rows.", ge=1)
 
 

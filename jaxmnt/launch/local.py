@@ -111,7 +111,8 @@ def _run(local: Local, processes: int, log_dir: Path, children: "list[_Child]") 
         codes = {child.code for child in children}
         return Outcome(int(ExitCode.STOPPED if ExitCode.STOPPED in codes else ExitCode.FINISHED), "")
     assert failed.code is not None
-    code = failed.code if failed.code > 0 else int(ExitCode.FAILURE)
+    lost = failed.code in _ENDED_BY_A_PEER
+    code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
     return Outcome(code, f"process {failed.number} {failed.fate}; its log is {failed.log_path}")
 
 
