@@ -73,6 +73,11 @@ run_tests() {
         "$python" -m pytest -m "$marks" "$@"
         return
     fi
-    "$python" -m pytest -m "$marks and not alone" --numprocesses auto --maxprocesses 4 --dist worksteal
+    run_tests_side_by_side "$python" "$marks"
     "$python" -m pytest -m "$marks and alone"
+}
+
+# run_tests_side_by_side PYTHON MARKS: those that need not be alone.
+run_tests_side_by_side() {
+    "$1" -m pytest -m "$2 and not alone" --numprocesses auto --maxprocesses 4 --dist worksteal
 }

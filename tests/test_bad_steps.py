@@ -60,8 +60,9 @@ def same(one, other):
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38], ids=["nan", "inf", "overflow"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "bad"), [*((mesh, np.nan) for mesh in MESHES), (MESHES[-1], np.inf), (MESHES[-1], 1e38)], ids=str
+)
 def test_a_bad_step_changes_nothing_on_any_mesh(mesh, bad):
     """After ten steps, of which number 7 is bad: what nine steps without that batch lead to, bit for bit."""
     program = program_on(*mesh.items())
