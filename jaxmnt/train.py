@@ -6,8 +6,9 @@ Trains a language model, from the start or from where it stopped. One such proce
 import argparse
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import jax
 
     from jaxmnt.cluster.lifeline import Lifeline
+    from jaxmnt.runtime.stop import StopRequest
 
 
 def main(arguments: list[str]) -> int:
@@ -33,23 +35,32 @@ def main(arguments: list[str]) -> int:
         return report(lambda: dry_run(config, options), debug=options.debug)
     identity = identify(config.cluster)
 
-    from jaxmnt.cluster.ending import Ending
+    from jaxmnt.cluster.ending import Ending, Fate
     from jaxmnt.cluster.lifeline import end_on_exceptions_in_threads
     from jaxmnt.cluster.runtime import joined
     from jaxmnt.data.sources import open_sources
 
     ending = Ending(identity.label)
+    heard: list[Lifeline] = []
+
+    def at_once(reason: str) -> None:
+        if heard:
+            heard[0].end(reason, ExitCode.FAILURE)
+        ending.now(Fate("failed", reason, ExitCode.FAILURE, identity.process_id))
 
     def run() -> int:
-        from jaxmnt.runtime import training  # noqa: F401  so that importing is not part of meeting the others
-
+        import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
         clock.lap("import")
-        with joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline:
+        with (
+            stop_request(config, identity, at_once) as stop,
+            joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline,
+        ):
+            heard.append(lifeline)
             end_on_exceptions_in_threads(lifeline)
             clock.lap("rendezvous")
             if steps is not None:
                 return train_again(config, identity, *steps)
-            return train(config, identity, lifeline=lifeline, clock=clock)
+            return train(config, identity, lifeline=lifeline, clock=clock, stop=stop)
 
     return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
 
@@ -60,12 +71,13 @@ def train(
     devices: "Sequence[jax.Device] | None" = None,
     lifeline: "Lifeline | None" = None,
     clock: StartClock | None = None,
+    stop: "StopRequest | None" = None,
 ) -> int:
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
     from jaxmnt.cluster.lifeline import lifeline_alone
+    from jaxmnt.cluster.runtime import telling
     from jaxmnt.runtime.lock import RunLock
     from jaxmnt.runtime.rundir import places
-    from jaxmnt.runtime.stop import StopRequest, end_of_allocation
     from jaxmnt.runtime.training import conclude, prepare, run_steps
     from jaxmnt.runtime.watchdog import Watchdog
     from jaxmnt.telemetry.progress import status_line
@@ -74,14 +86,12 @@ def train(
     assert config.run.dir is not None
     identity, run_dir = identity or Identity(), Path(config.run.dir)
     lifeline = lifeline or lifeline_alone(identity)
-    first = identity.process_id == 0
-    ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ) if first else None
-    at_once = lambda reason: lifeline.end(reason, ExitCode.FAILURE)
     with (
-        StopRequest(run_dir if first else None, at_once, ends_at) as stop,
+        nullcontext(stop) if stop else stop_request(config, identity, lambda why: lifeline.end(why, 1)) as stop,
         Watchdog(config.watchdog, run_dir, identity.process_id, lifeline) as watchdog,
-        status_line(quiet=not first) as status,
+        status_line(quiet=identity.process_id != 0) as status,
         ExitStack() as held,
+        telling(lifeline),
     ):
         locks = [held.enter_context(RunLock(where)) for where in places(config)]
         for lock in locks:
@@ -93,6 +103,17 @@ def train(
             return ExitCode.FINISHED
         run_steps(run, stop, locks)
         return ExitCode.FINISHED if conclude(run, stop, started) else ExitCode.STOPPED
+
+
+def stop_request(config: Config, identity: Identity, at_once: Callable[[str], object]) -> "StopRequest":
+    """What hears of the wish to stop. In process 0 also by the file STOP, and by the end of the allocation."""
+    from jaxmnt.runtime.stop import StopRequest, end_of_allocation
+
+    if identity.process_id != 0:
+        return StopRequest(None, at_once)
+    assert config.run.dir is not None
+    ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
+    return StopRequest(Path(config.run.dir), at_once, ends_at)
 
 
 def train_again(config: Config, identity: Identity, first: int, last: int) -> int:

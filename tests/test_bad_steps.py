@@ -128,7 +128,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_a_diagnosis(tiny, monkeypa
     config = tiny("train.steps=12", "train.max_bad_steps=2")
     words = (
         r"3 steps in a row, to step 7, had the loss infinite or no number \(the last good step was 4, its loss [\d.]+; "
-        r"their rows are 64 to 111\); .* data.skip=\[\{from_row: 64, rows: 48\}\]"
+        r"their rows are 64 to 111\); .* add \{from_row: 64, rows: 48\} to data.skip, branching off before step 5 "
     )
     with pytest.raises(UserError, match=words):
         train(config, devices=jax.devices()[:1])

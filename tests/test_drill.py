@@ -1,6 +1,7 @@
 """The drill, as a user runs it."""
 
 import json
+import socket
 
 import pytest
 from conftest import ROOT, command
@@ -38,21 +39,51 @@ def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
     found = json.loads(out[out.index("\n[") :])
     kinds = {count: {row["fault"] for row in found if row["processes"] == count} for count in (2, 4)}
     assert len(kinds[2]) >= 14 and len(kinds[4]) >= 5
-    assert _may_cut("") == any(row["fault"] == "cut link" for row in found)
+    assert _may_cut([]) == any(row["fault"] == "cut link" for row in found)
     assert all(row["well"] and row["named"] and row["identical"] and row["committed_lost"] == 0 for row in found)
     limits = {"cut link": 60, "stopped process": 60, "hang in reading data": 60}
     for row in found:
         assert row["gone_seconds"] is None or row["gone_seconds"] < limits.get(row["fault"], 10), row
 
 
+ANOTHER_LAUNCHER = """
+count=$1 port=$2 highest=0
+shift 2
+for ((i = 0; i < count; i++)); do
+    JAX_COORDINATOR_ADDRESS=127.0.0.1:$port JAX_NUM_PROCESSES=$count JAX_PROCESS_ID=$i JAX_NUM_CPU_DEVICES=1 "$@" &
+done
+for job in $(jobs -p); do
+    code=0
+    wait "$job" || code=$?
+    ((code > highest)) && highest=$code
+done
+exit $highest
+"""
+
+
+@pytest.mark.slow
+def test_a_drill_of_processes_that_another_launcher_starts(tiny_file, tmp_path):
+    """As srun would: it says by variables which process is which, and ends with the highest exit code."""
+    script = tmp_path / "launcher.sh"
+    script.write_text(ANOTHER_LAUNCHER)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    result, out = drill(
+        tiny_file, tmp_path, "--start", f"bash {script} {{processes}} {port}", "--faults", "kill in a step,preempt one",
+        timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, out
+    assert "| kill in a step | 2 " in out.replace("  ", " ")
+
+
 def test_a_config_made_small_keeps_its_kinds_of_parallelism(tiny):
     config = tiny("mesh.data=1", "mesh.pipeline=4", "mesh.model=8", "mesh.fsdp=16", "model.num_layers=4")
-    mesh = shrunk(config, 8, 100, None).mesh.sizes()
+    mesh = shrunk(config, 8, 100).mesh.sizes()
     assert mesh == {"data": 1, "pipeline": 2, "fsdp": 2, "context": 1, "expert": 1, "model": 2}
-    mesh = shrunk(config, 2, 100, None).mesh.sizes()
+    mesh = shrunk(config, 2, 100).mesh.sizes()
     assert mesh["pipeline"] == 2 and mesh["fsdp"] == mesh["model"] == mesh["data"] == 1
     for name in ("quickstart", "llama-8b", "qwen-72b"):
-        small = shrunk(load_config(ROOT / "configs" / f"{name}.yaml"), 4, 100, None)
+        small = shrunk(load_config(ROOT / "configs" / f"{name}.yaml"), 4, 100)
         assert small.model.hidden_size == 64 and small.train.steps == 100
 
 
@@ -60,6 +91,8 @@ def test_each_start_has_one_fault_that_ends_it():
     planned = starts(list(FAULTS))
     assert [fault for start in planned for fault in start] == list(FAULTS)
     assert all([fault.ends for fault in start] == [False] * (len(start) - 1) + [True] for start in planned[:-1])
+    alone = starts(chosen("damaged checkpoint"))
+    assert [len(start) for start in alone] == [1, 1, 1], "there must be checkpoints to damage"
     assert planned[-1] == [] and all(len({fault.namespace for fault in start}) <= 1 for start in planned)
     assert {fault.name for fault in FAULTS} >= set(WITH_MORE)
 
@@ -68,8 +101,13 @@ def test_each_start_has_one_fault_that_ends_it():
     ("arguments", "words"),
     [
         (["--faults", "kill in a stp"], "--faults: there is no 'kill in a stp'; did you mean kill in a step?"),
-        (["--processes", "1"], "--processes: '1' is not a list of numbers from 2 up, such as 2,4"),
+        (["--processes", "1"], "--processes: '1' is not a list of different numbers from 2 up, such as 2,4"),
         (["--processes", "two"], "--processes: 'two' is not a list"),
+        (["--processes", "2,2"], "is not a list of different numbers"),
+        (["--start", "srun 'x"], '--start: "srun \'x" cannot be taken apart: No closing quotation'),
+        (["--start", "srun", "--faults", "cut link"], "--faults: 'cut link' cannot be caused here"),
+        (["--devices-per-process", "0"], "--devices-per-process: 0 is not a number from 1 up"),
+        (["data.path=nowhere"], "data.path"),
         (["data.global_batch_sise=3"], "global_batch_size"),
     ],
 )

@@ -79,6 +79,7 @@ def stop_in(sabotaged, part: str, tmp_path: Path, processes: int) -> None:
     began = time.time()
     os.kill(child_of(launcher, processes - 1), signal.SIGTERM)
     _, err = launcher.communicate(timeout=60)
+    print(f"SIGTERM to one of {processes} in {part}: all gone after {time.time() - began:.1f} s")
     assert launcher.returncode == 75, err
     stopped = [events(run, "preempted", process)[-1] for process in range(processes)]
     assert len({event["step"] for event in stopped}) == 1 and stopped[-1]["asked_by"] == "SIGTERM"
@@ -196,7 +197,9 @@ def test_a_warning_is_no_first_signal(tmp_path):
         send(signal.SIGUSR1)
         assert request.reason == "SIGUSR1"
         send(signal.SIGTERM)
-        assert not at_once
+        send(signal.SIGTERM)
+        assert not at_once, "so soon after the first it is the same request, handed on by a launcher"
+        time.sleep(1.1)
         send(signal.SIGTERM)
         assert at_once == ["stopped at once by a second signal, SIGTERM"]
 
@@ -218,7 +221,7 @@ def test_a_second_signal_ends_a_process_that_does_not_listen(tmp_path):
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    time.sleep(1.3)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -52,8 +52,7 @@ class Ending:
     def now(self, fate: Fate) -> NoReturn:
         """Ends the process. Its exit code is the fate's."""
         self._begin()
-        print(f"{self._prefix}error: {fate.why}", file=sys.stderr, flush=True)
-        self._exit(fate, fate.code)
+        self._exit(fate, fate.code, told=False)
 
     def leave(self, code: int, *, at_once: bool) -> int:
         """Ends the main thread's way: returns `code`, or after a failure ends the process, as it does if `at_once`.
@@ -64,27 +63,37 @@ class Ending:
         if not at_once and code in (ExitCode.FINISHED, ExitCode.STOPPED):
             return code
         self._begin()
-        self._exit(self.fate, code)
+        self._exit(self.fate, code, told=True)
 
     def _begin(self) -> None:
         if not self._begun.acquire(blocking=False):
             threading.Event().wait()
 
-    def _exit(self, fate: Fate | None, code: int) -> NoReturn:
-        if fate is not None:
-            acting = threading.Thread(target=self._act, args=(fate,), daemon=True)
+    def _exit(self, fate: Fate | None, code: int, *, told: bool) -> NoReturn:
+        """Whatever may hang, a file system or somebody who does not read what we print, has its time and no more."""
+        try:
+            acting = threading.Thread(target=self._act, args=(fate, told), daemon=True)
             acting.start()
-            acting.join(_ACTS_SECONDS)  # a file system that hangs must not keep us
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(code))
+            acting.join(_ACTS_SECONDS)
+        finally:
+            os._exit(int(code))
 
-    def _act(self, fate: Fate) -> None:
-        for act in tuple(self._acts):
-            try:
-                act(fate)
-            except Exception as error:  # the end comes anyway, and the other acts may still work
-                print(f"{self._prefix}note: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    def _act(self, fate: Fate | None, told: bool) -> None:
+        if fate is not None:
+            if not told:
+                self._say(f"error: {fate.why}")
+            for act in tuple(self._acts):
+                try:
+                    act(fate)
+                except Exception as error:  # the end comes anyway, and the other acts may still work
+                    self._say(f"note: {type(error).__name__}: {error}")
+        for stream in (sys.stderr, sys.stdout):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            print(f"{self._prefix}{text}", file=sys.stderr, flush=True)
 
 
 def code_for_peers(code: int) -> ExitCode:

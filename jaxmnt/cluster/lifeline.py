@@ -8,7 +8,6 @@ waits for JAX's heartbeat, whose end is an abort without a name.
 
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from jaxmnt.cluster.ending import Ending, Fate, code_for_peers
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.rollcall import Peer
 from jaxmnt.cluster.wire import Wire
-from jaxmnt.errors import ExitCode
+from jaxmnt.errors import ExitCode, PeerError, code_of, summary
 
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 3.0
@@ -28,6 +27,7 @@ _VERDICT_SECONDS = 10.0
 """How long a process that has come to a halt waits for process 0's account."""
 _GOING_LAST_SECONDS = 1.0
 _MISSED_SECONDS = 3.0
+_NOTE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Lifeline:
         for process, wire in self._wires.items():
             self._selector.register(wire, selectors.EVENT_READ, process)
         self._thread.start()
+
+    @property
+    def failing(self) -> bool:
+        """Whether this process is known to fail by itself."""
+        return self._own is not None
 
     def fail(self, why: str, code: int) -> Fate:
         """Tells the others that this process fails, and why. Returns when they know, or after a few seconds."""
@@ -187,8 +192,11 @@ class Lifeline:
         elif kind == "halted":
             self._inquire(str(message["why"]), process)
         elif kind == "inquiry":
-            self._note_stacks_once()
             self._broadcast({"kind": "here", "position": asdict(self.position())})
+            self._note_stacks_once()
+        elif kind == "gave_up":
+            why = f"was given up by {self._label(process)}: {message['why']}"
+            self._tell_all(self._fate("peer_lost", why, ExitCode.PEER, 0))
         elif kind == "here" and self._inquiry is not None:
             self._inquiry.answered.add(process)
             if self._inquiry.answered >= set(self._wires):
@@ -197,6 +205,8 @@ class Lifeline:
             self._end(Fate(**message["fate"]))
 
     def _lost(self, process: int, why: str) -> None:
+        if process == 0:
+            self._broadcast({"kind": "gave_up", "why": why})  # in case that it is only this process that cannot hear it
         self._tell_all(self._fate("peer_lost", why, ExitCode.PEER, process))
 
     def _inquire(self, why: str, process: int) -> None:
@@ -204,13 +214,16 @@ class Lifeline:
         if self._inquiry is not None:
             return
         self._inquiry = _Inquiry(f"{self._label(process)}: {why}", time.monotonic() + _ANSWER_SECONDS)
-        self._note_stacks_once()
         self._broadcast({"kind": "inquiry"})
+        self._note_stacks_once()
 
     def _note_stacks_once(self) -> None:
+        """In a thread: a file system that hangs must not keep this one from listening for long."""
         if not self._noted:
             self._noted = True
-            self.note_stacks()
+            noting = threading.Thread(target=self.note_stacks, name="stacks", daemon=True)
+            noting.start()
+            noting.join(_NOTE_SECONDS)
 
     def _conclude(self) -> None:
         assert self._inquiry is not None
@@ -310,9 +323,12 @@ def end_on_exceptions_in_threads(lifeline: Lifeline) -> None:
 
     def raised(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
+        error = arguments.exc_value
+        if error is None or isinstance(error, SystemExit):
+            return
+        if isinstance(error, PeerError):
+            lifeline.miss()
         name = arguments.thread.name if arguments.thread else "a thread"
-        why = f"{arguments.exc_type.__name__} in thread {name!r}: {arguments.exc_value}".splitlines()[0]
-        sys.stderr.flush()
-        lifeline.end(why, ExitCode.FAILURE)
+        lifeline.end(f"{summary(error)} (in thread {name!r})", code_of(error))
 
     threading.excepthook = raised

@@ -8,6 +8,7 @@ time is up) process 0 tells everyone the outcome and stops listening, so that JA
 
 import contextlib
 import json
+import resource
 import selectors
 import socket
 import time
@@ -23,6 +24,9 @@ _RETRY_SECONDS = 0.1
 
 _TELLING_SECONDS = 5.0
 """How long process 0, when something is wrong, waits for the others to tell them."""
+
+_OTHER_FILES = 512
+"""Files and connections that process 0 has besides those to the others."""
 
 Hello = dict[str, Any]
 """process, processes, host, facts and trouble of one process."""
@@ -71,6 +75,7 @@ def hold(
 
 def _listen(identity: Identity, own: Hello, deadline: float, timeout: float) -> dict[int, Peer]:
     """Process 0: collects hellos until all are there, then answers everyone alike."""
+    _allow_connections(identity.processes)
     with _open_port(identity) as server, selectors.DefaultSelector() as selector:
         desk = _Desk(identity, own, selector)
         outcome: UserError | None = None
@@ -98,6 +103,23 @@ def _open_port(identity: Identity) -> socket.socket:
             f"cluster.coordinator: process 0 cannot listen on port {port} of {socket.gethostname()}: "
             f"{error.strerror}; choose a free port"
         ) from error
+
+
+def _allow_connections(processes: int) -> None:
+    """Lets this process have a connection to each other, of ours and of JAX's service.
+
+    Raises `ConfigError` if it may not have so many.
+    """
+    needed = 2 * processes + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"process 0 on {socket.gethostname()} may open {hard} files, and {processes} processes need {needed}; "
+            "raise the limit there (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class _Desk:

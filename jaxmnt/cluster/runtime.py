@@ -42,6 +42,9 @@ _SIGNS_OF_A_LOST_PEER = (
     "Connection reset by peer",
     "heartbeat",
     "UNAVAILABLE",
+    "NCCL",
+    "remote process exited",
+    "Connection closed by remote peer",
 )
 
 
@@ -58,20 +61,21 @@ def joined(identity: Identity, config: Config, ending: Ending, find_data: Callab
     silence, patience = cluster.silence_timeout_seconds, 0.9 * cluster.heartbeat_timeout_seconds
     if identity.alone:
         lifeline = Lifeline(identity, {}, ending, silence, patience)
-        with _told_to_others(lifeline):
+        with telling(lifeline):
             yield lifeline
         return
     assert config.run.dir is not None
-    with _native_output_to(Path(config.run.dir) / "native" / f"{identity.process_id}.log"):
-        digest, trouble = "", None
-        try:
-            digest = find_data()
-        except ConfigError as error:
-            trouble = error
+    digest, trouble, log = "", None, os.devnull
+    try:
+        log = str(_native_log(Path(config.run.dir), identity))
+        digest = find_data()
+    except ConfigError as error:
+        trouble = error
+    with _native_output_to(log):
         peers = rollcall.hold(identity, _facts(config, digest), cluster.start_timeout_seconds, trouble)
         lifeline = Lifeline(identity, peers, ending, silence, patience)
         lifeline.start()
-        with _told_to_others(lifeline):
+        with telling(lifeline):
             _initialize(identity, config)
             yield lifeline
             _shut_down(lifeline)
@@ -104,8 +108,8 @@ def _shut_down(lifeline: Lifeline) -> None:
 
 
 @contextmanager
-def _told_to_others(lifeline: Lifeline) -> Iterator[None]:
-    """What is raised inside ends the run: the others hear why.
+def telling(lifeline: Lifeline) -> Iterator[None]:
+    """What is raised inside ends the run: the others hear why, before anything is cleaned up outside.
 
     Where JAX or a wait of ours reports that somebody is gone, the lifeline mostly knows who, and ends this process
     with that; else it is a `PeerError`.
@@ -113,12 +117,14 @@ def _told_to_others(lifeline: Lifeline) -> Iterator[None]:
     try:
         yield
     except BaseException as raised:
+        if lifeline.failing:
+            raise
         error: BaseException = raised
         if isinstance(raised, SystemExit):
             error = RuntimeError(f"something called exit({raised.code}) in the middle of the run")
-        elif _tells_of_a_lost_peer(raised):
+        elif _may_tell_of_a_lost_peer(raised):
             lifeline.miss()
-            if not isinstance(raised, PeerError):
+            if any(sign in str(raised) for sign in _SIGNS_OF_A_LOST_PEER) and not isinstance(raised, PeerError):
                 error = PeerError(f"another process is gone: {str(raised).splitlines()[0]}")
         lifeline.fail(summary(error), code_of(error))
         if error is raised:
@@ -126,12 +132,12 @@ def _told_to_others(lifeline: Lifeline) -> Iterator[None]:
         raise error from raised
 
 
-def _tells_of_a_lost_peer(error: BaseException) -> bool:
+def _may_tell_of_a_lost_peer(error: BaseException) -> bool:
     if isinstance(error, PeerError):
         return True
     import jax
 
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
+    return isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _bind_address(identity: Identity) -> str | None:
@@ -276,23 +282,30 @@ def coordination() -> Any:
     return distributed.global_state.client
 
 
+def _native_log(run_dir: Path, identity: Identity) -> Path:
+    """Where what libraries print below Python goes. Raises `ConfigError` if nothing can be written there."""
+    path = run_dir / "native" / f"{identity.process_id}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"run.dir: {path} cannot be written: {error.strerror}; choose another run.dir") from error
+    return path
+
+
 @contextmanager
-def _native_output_to(path: Path) -> Iterator[None]:
+def _native_output_to(path: str) -> Iterator[None]:
     """Sends what libraries print below Python to `path`, while Python's own stdout goes on as before.
 
     Gloo announces every connection on file descriptor 1, which would spoil progress lines and JSON.
     """
     sys.stdout.flush()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir: {path.parent} cannot be made: {error.strerror}; choose another run.dir") from error
     original = os.dup(1)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.close(log)
     before = sys.stdout
-    sys.stdout = os.fdopen(original, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(original, "w", buffering=1, closefd=False, encoding=before.encoding, errors="replace")
     try:
         yield
     finally:

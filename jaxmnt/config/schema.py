@@ -91,15 +91,15 @@ class Source(Section):
 
 
 class WeightChange(Section):
-    from_step: int = key(..., "Steps done when the weights change.", resume="maths", ge=1)
+    from_step: int = key(..., "Steps done when the weights change, were no rows passed over.", resume="maths", ge=1)
     weights: dict[str, float] = key(..., "New weights by source; sources left out keep theirs.", resume="maths")
 
 
 class Skip(Section):
     from_row: int = key(
-        ..., "Number in the run of the first row to pass over: steps before it times global_batch_size.", ge=0
+        ..., "First row to pass over, by its number: steps before it times global_batch_size.", ge=0, lt=2**53
     )
-    rows: int = key(..., "How many rows.", ge=1)
+    rows: int = key(..., "How many rows.", ge=1, lt=2**53)
 
 
 class Data(Section):

@@ -11,34 +11,31 @@ import subprocess
 from pathlib import Path
 
 from jaxmnt.config import load_config
+from jaxmnt.drill.faults import WITH_MORE, Fault, chosen, starts
 from jaxmnt.errors import ConfigError, ExitCode, run_command
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     from jaxmnt.drill.course import prepared
-    from jaxmnt.drill.faults import WITH_MORE, chosen, starts
     from jaxmnt.drill.findings import findings, table, to_json
 
     if options.list:
         print("\n".join(fault.name for fault in chosen(None)))
         return ExitCode.FINISHED
     config = load_config(options.config, options.overrides)
-    counts = _counts(options.processes)
+    counts, prefix = _counts(options.processes), _prefix(options.start)
+    possible = _possible(chosen(options.faults), prefix, named=options.faults is not None)
+    if options.devices_per_process < 1:
+        raise ConfigError(f"--devices-per-process: {options.devices_per_process} is not a number from 1 up; correct it")
     assert config.run.dir is not None
     folder = _fresh(Path(options.dir or f"{config.run.dir}.drill").absolute())
     found = []
     for number, processes in enumerate(counts):
-        faults = chosen(options.faults)
-        if number and options.faults is None:
-            faults = [fault for fault in faults if fault.name in WITH_MORE]
-        if not _may_cut(options.start):
-            faults = [fault for fault in faults if not fault.namespace]
-            print("note    no link is cut: this needs unshare, ip and the right to make a network namespace")
+        less = number and options.faults is None
+        faults = [fault for fault in possible if not less or fault.name in WITH_MORE]
         place = folder / f"{processes}-processes"
-        drill = prepared(
-            config, place, processes, options.devices_per_process, shlex.split(options.start), starts(faults)
-        )
+        drill = prepared(config, place, processes, options.devices_per_process, prefix, starts(faults))
         print(f"drill   {processes} processes, {len(faults)} faults, in {place}", flush=True)
         undisturbed = drill.undisturbed()
         drill.run(lambda line: print(line, flush=True))
@@ -58,9 +55,29 @@ def _counts(text: str) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = [0]
-    if min(counts) < 2:
-        raise ConfigError(f"--processes: {text!r} is not a list of numbers from 2 up, such as 2,4")
+    if min(counts) < 2 or len(set(counts)) < len(counts):
+        raise ConfigError(f"--processes: {text!r} is not a list of different numbers from 2 up, such as 2,4")
     return counts
+
+
+def _prefix(start: str) -> list[str]:
+    try:
+        return shlex.split(start)
+    except ValueError as error:
+        raise ConfigError(f"--start: {start!r} cannot be taken apart: {error}; mend the quotes") from error
+
+
+def _possible(faults: list[Fault], prefix: list[str], *, named: bool) -> list[Fault]:
+    """Those that can be caused here. Raises `ConfigError` if one that was named cannot."""
+    impossible = [] if _may_cut(prefix) else [fault.name for fault in faults if fault.namespace]
+    if impossible and named:
+        raise ConfigError(f"--faults: {impossible[0]!r} cannot be caused here: {_CUTTING}; leave it out")
+    if impossible:
+        print(f"note    {', '.join(impossible)} is not tried: {_CUTTING}")
+    return [fault for fault in faults if fault.name not in impossible]
+
+
+_CUTTING = "it needs unshare, ip and the right to make a network namespace, and processes on this machine"
 
 
 _MARK = "drill.txt"
@@ -77,9 +94,9 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-def _may_cut(start: str) -> bool:
+def _may_cut(prefix: list[str]) -> bool:
     """Whether processes can be put into a network of their own: on this machine, where the kernel lets us."""
-    if start or not shutil.which("unshare") or not shutil.which("ip"):
+    if prefix or not shutil.which("unshare") or not shutil.which("ip"):
         return False
     try_it = [
         "unshare",
@@ -108,7 +125,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="FILE", required="--list" not in arguments, help="the config of the run")
     parser.add_argument("--processes", default="2", metavar="N,N", help="with how many processes; default 2")
-    parser.add_argument("--devices-per-process", type=int, default=1, help="virtual CPU devices of each; default 1")
+    parser.add_argument(
+        "--devices-per-process",
+        type=int,
+        default=1,
+        help="virtual CPU devices of each, or the GPUs that each sees; default 1",
+    )
     parser.add_argument("--faults", metavar="NAME,NAME", help="which faults; default all (--list shows them)")
     parser.add_argument("--list", action="store_true", help="show the faults")
     parser.add_argument("--dir", help="folder for the drill, which all hosts share; default RUN.DIR.drill")

@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.checkpoint.commit import whole
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
 from jaxmnt.drill.faults import Fault
 from jaxmnt.drill.shrink import shrunk
-from jaxmnt.errors import ExitCode, UserError
+from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.telemetry.events import read_lines
 
-STEPS_A_START = 12
+STEPS_A_START = 16
 """So many at most are taken before a fault ends a start."""
 
 _PATIENCE_SECONDS = 600.0
+_GRACE_SECONDS = 30.0
 _OWN_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 Tell = Callable[[str], None]
@@ -40,8 +41,10 @@ class Attempt:
     """The last step whose metrics were written."""
     first_step: float | None
     """When they were written for its first step."""
-    committed: int
-    """The step of the newest checkpoint when it ended."""
+    before: list[int]
+    """The steps of whole checkpoints when it began."""
+    committed: list[int]
+    """And when it ended."""
     events: dict[int, list[dict[str, Any]]]
     """Of each process, since it began."""
     journal: list[dict[str, Any]]
@@ -74,7 +77,8 @@ class Drill:
         run_dir = self.folder / "undisturbed"
         attempt = self._attempt([], run_dir, "undisturbed")
         if attempt.code != ExitCode.FINISHED:
-            raise UserError(f"the run that nothing disturbs ended with {attempt.code}; its output is {attempt.log}")
+            kind = ConfigError if attempt.code == ExitCode.CONFIG else UserError
+            raise kind(f"the run that nothing disturbs ended with {attempt.code}: {_error_in(attempt.log)}")
         return run_dir
 
     def run(self, tell: Tell) -> None:
@@ -94,15 +98,10 @@ class Drill:
         planned = [fault.plain() for fault in dict.fromkeys([*faults, *in_data])]
         plan.write_text(json.dumps({"faults": planned, "journal": str(journal)}))
         own_network = _OWN_NETWORK if any(fault.namespace for fault in faults) else []
-        began, before = time.time(), _newest(run_dir)
-        with log.open("w") as output:
-            try:
-                done = subprocess.run(
-                    [*own_network, *self._command(plan, run_dir)],
-                    stdout=output, stderr=subprocess.STDOUT, timeout=_PATIENCE_SECONDS,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                raise UserError(f"the drill's {name} hangs: nothing ended it; its output is {log}") from None
+        began, before = time.time(), _whole(run_dir)
+        code = _run([*own_network, *self._command(plan, run_dir)], log)
+        if code is None:
+            raise UserError(f"the drill's {name} hangs: nothing ended it; its output is {log}")
         ended = time.time()
         lines = read_lines(run_dir / "metrics.jsonl")
         new = [line for line in lines if line["time"] >= began]
@@ -110,12 +109,14 @@ class Drill:
             int(path.stem): [event for event in read_lines(path) if event["time"] >= began]
             for path in sorted((run_dir / "events").glob("*.jsonl"))
         }
-        resumed = next((event["step"] for event in events.get(0, []) if event["kind"] == "start"), before)
+        restored = [event["step"] for event in events.get(0, []) if event["kind"] == "restore"]
+        resumed = restored[-1] if restored else max(before, default=0)
         return Attempt(
-            faults, began, ended, done.returncode, resumed,
+            faults, began, ended, code, resumed,
             reached=max((line["step"] for line in new), default=resumed),
             first_step=min((line["time"] for line in new), default=None),
-            committed=_newest(run_dir),
+            before=before,
+            committed=_whole(run_dir),
             events=events,
             journal=read_lines(journal),
             losses={line["step"]: line["loss"] for line in lines if line["kind"] == "train"},
@@ -124,12 +125,19 @@ class Drill:
 
     def _command(self, plan: Path, run_dir: Path) -> list[str]:
         python = [sys.executable, "-m"]
-        arguments = ["--config", str(self.config_file), f"run.dir={run_dir}"]
+        arguments = ["--config", str(self.config_file), f"run.dir={run_dir}", *self._cluster()]
         if self.prefix:
-            filled = [part.format(processes=self.processes) for part in self.prefix]
+            filled = [part.replace("{processes}", str(self.processes)) for part in self.prefix]
             return [*filled, *python, "jaxmnt.drill.inject", str(plan), "--", *arguments]
         counts = [str(self.processes), str(self.devices)]
         return [*python, "jaxmnt.drill.start", *counts, str(plan), "--", *arguments]
+
+    def _cluster(self) -> list[str]:
+        """The settings that a config file of a run does not hold, since they are about processes."""
+        settings = self.config.cluster.model_dump(exclude={"processes", "process_id"})
+        if not self.prefix:
+            settings.pop("coordinator")
+        return [f"cluster.{key}={value}" for key, value in sorted(settings.items()) if value is not None]
 
 
 def prepared(
@@ -143,6 +151,30 @@ def prepared(
     return Drill(small, config_file, folder, processes, devices, prefix, plan)
 
 
-def _newest(run_dir: Path) -> int:
-    checkpoint = newest_whole(run_dir / "checkpoints")
-    return 0 if checkpoint is None else checkpoint.step
+def _run(command: list[str], log: Path) -> int | None:
+    """The exit code of a command, or None if it did not end; nothing of it is left."""
+    with log.open("w") as output:
+        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            return started.wait(_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if started.poll() is None:
+                started.terminate()  # a launcher ends its processes, and those that do not end, after a while
+                try:
+                    started.wait(_GRACE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    started.kill()
+                    started.wait()
+
+
+def _error_in(log: Path) -> str:
+    """The last error that a run has told."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line]
+    return lines[-1].partition("error: ")[2] if lines else f"its output is {log}"
+
+
+def _whole(run_dir: Path) -> list[int]:
+    """The steps of the whole checkpoints, the newest last."""
+    return [checkpoint.step for checkpoint in whole(run_dir / "checkpoints")]

@@ -18,13 +18,15 @@ class Fault:
     victim: int | None
     """A process's number; None is all of them."""
     heard: str
-    """The kind of event by which the others, or all, should know it. A process lost may also be named by a hang."""
+    """The kind of event by which the others, or all, should know it."""
     offset: int = 6
     """At which step or save after the start of the processes it comes."""
     ends: bool = True
     """Whether the processes end over it."""
     namespace: bool = False
     """Whether the processes are put into a network of their own, whose connections may be cut."""
+    resumes: bool = False
+    """Whether it comes in a start that has a checkpoint to go on from."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -34,13 +36,13 @@ FAULTS = (
     # What does not end the processes comes first: it happens in the same start as the next that does.
     Fault("NaN in a batch", "poison", "batch", EVERYONE, "bad_step", offset=3, ends=False),
     Fault("full disk in a save", "fill", "step", 1, "checkpoint_failed", offset=6, ends=False),
-    Fault("kill in a step", "kill", "mid-step", 1, "peer_lost", offset=11),
+    Fault("kill in a step", "kill", "mid-step", 1, "peer_lost", offset=18),
     Fault("kill in a save", "kill", "save", 1, "peer_lost", offset=2),
-    Fault("kill in restore", "kill", "restore", 1, "peer_lost"),
+    Fault("kill in restore", "kill", "restore", 1, "peer_lost", resumes=True),
     Fault("kill while idle", "kill", "idle", 1, "peer_lost"),
     Fault("kill in compilation", "kill", "compile", 1, "peer_lost"),
     Fault("kill the coordinator", "kill", "mid-step", 0, "peer_lost"),
-    Fault("damaged checkpoint", "damage", "start", 0, "checkpoint_damaged", ends=False),
+    Fault("damaged checkpoint", "damage", "start", 0, "checkpoint_damaged", ends=False, resumes=True),
     Fault("preempt one", "terminate", "step", 1, "preempted"),
     Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted"),
     Fault("stopped process", "stop", "mid-step", 1, "peer_lost"),
@@ -58,6 +60,9 @@ WITH_MORE = (
 """What is tried with every number of processes but the first, unless faults are named."""
 
 
+_ORDERLY = Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted")
+
+
 def chosen(names: str | None) -> list[Fault]:
     """The faults named, separated by commas, in the order of the table; None is all.
 
@@ -72,9 +77,14 @@ def chosen(names: str | None) -> list[Fault]:
 
 
 def starts(faults: list[Fault]) -> list[list[Fault]]:
-    """The faults of each start of the processes; the last start is one that nothing ends."""
+    """The faults of each start of the processes; the last start is one that nothing ends.
+
+    The first two are orderly stops, where a fault needs checkpoints that no other leaves before it.
+    """
     found: list[list[Fault]] = [[]]
     for fault in faults:
+        if fault.resumes and len(found) == 1:
+            found = [[*found[0], _ORDERLY], [_ORDERLY], []]
         if any(fault.namespace != other.namespace for other in found[-1]):
             found.append([])
         found[-1].append(fault)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxmnt.checkpoint.commit import newest_whole
 from jaxmnt.drill.course import Attempt, Drill
@@ -12,8 +13,9 @@ from jaxmnt.telemetry.events import read_lines
 
 _CODES = {"preempted": (ExitCode.STOPPED,), "hang": (ExitCode.PEER,)}
 """With which exit codes a start may end over a fault; others by the process that failed, or for another."""
-_KINDS = {"peer_lost": ("peer_lost", "hang")}
 _OTHER_CODES = (ExitCode.FAILURE, ExitCode.PEER)
+_SIGNALLED = 128
+"""What other launchers add to the number of a signal that ended a process."""
 
 
 @dataclass(frozen=True)
@@ -50,40 +52,49 @@ def findings(drill: Drill, undisturbed: Path) -> list[Finding]:
         for fault in attempt.faults:
             after = following if fault.ends and following is not None else attempt
             same = all(expected.get(step) == loss for step, loss in after.losses.items())
-            found.append(_finding(drill, fault, attempt, following, identical=same and after.code in _GOOD_OR_FAULT))
-    ending = _final(drill.run_dir) == _final(undisturbed) and drill.attempts[-1].losses == expected
-    return found if ending else [Finding(**{**vars(one), "identical": False}) for one in found]
-
-
-_GOOD_OR_FAULT = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.FAILURE, ExitCode.PEER)
+            found.append(_finding(drill, fault, attempt, following, identical=same))
+    ending = drill.attempts[-1].code == ExitCode.FINISHED and drill.attempts[-1].losses == expected
+    if ending and _final(drill.run_dir) == _final(undisturbed):
+        return found
+    return [Finding(**{**vars(one), "identical": False}) for one in found]
 
 
 def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | None, *, identical: bool) -> Finding:
     caused = [entry["time"] for entry in attempt.journal if entry["fault"] == fault.name]
     if not caused:
         return Finding(fault.name, drill.processes, None, False, None, 0, 0, None, False)
-    when = min(caused)
+    when, again, lost, back = min(caused), 0, 0, None
     heard = _heard(drill, fault, attempt)
-    named = None not in heard.values()
-    ended_rightly = not fault.ends or attempt.code in _CODES.get(fault.heard, _OTHER_CODES)
     times = [time for time in heard.values() if time is not None]
-    back = lost = committed_lost = None
-    if fault.ends and following is not None:
+    if fault.act == "damage":
+        again = _newest(attempt.before) - attempt.resumed
+        lost = max(0, _newest(attempt.before[:-1]) - attempt.resumed)
+    elif fault.ends and following is not None:
+        again = attempt.reached - _newest(attempt.committed)
         back = None if following.first_step is None else following.first_step - when
-        lost, committed_lost = attempt.reached - following.resumed, max(0, attempt.committed - following.resumed)
-        if any(other.act == "damage" for other in following.faults):
-            committed_lost = 0  # what was damaged in between was not lost by this fault
+        if not any(other.act == "damage" for other in following.faults):
+            lost = max(0, _newest(attempt.committed) - following.resumed)
     return Finding(
         fault.name,
         drill.processes,
         max(times) - when if times else None,
-        named and ended_rightly,
+        None not in heard.values() and _ended_rightly(drill, fault, attempt),
         attempt.ended - when if fault.ends else None,
-        lost or 0,
-        committed_lost or 0,
+        again,
+        lost,
         back,
         identical,
     )
+
+
+def _newest(steps: list[int]) -> int:
+    return steps[-1] if steps else 0
+
+
+def _ended_rightly(drill: Drill, fault: Fault, attempt: Attempt) -> bool:
+    if not fault.ends or attempt.code in _CODES.get(fault.heard, _OTHER_CODES):
+        return True
+    return bool(drill.prefix) and fault.heard != "preempted" and attempt.code > _SIGNALLED
 
 
 def _heard(drill: Drill, fault: Fault, attempt: Attempt) -> dict[int, float | None]:
@@ -95,21 +106,31 @@ def _heard(drill: Drill, fault: Fault, attempt: Attempt) -> dict[int, float | No
         listeners = [process for process in everyone if process != fault.victim]
     else:
         listeners = list(everyone)
-    return {process: _when(drill, fault, attempt, process) for process in listeners}
+    return {process: _when(fault, attempt, process) for process in listeners}
 
 
-def _when(drill: Drill, fault: Fault, attempt: Attempt, process: int) -> float | None:
+def _when(fault: Fault, attempt: Attempt, process: int) -> float | None:
     for event in attempt.events.get(process, []):
-        if event["kind"] not in _KINDS.get(fault.heard, (fault.heard,)):
-            continue
-        if fault.heard == "peer_lost" and event["at_fault"] != fault.victim:
-            continue
-        if fault.act == "hang" and event["at_fault"] != fault.victim:
-            continue
-        if fault.heard == "checkpoint_failed" and f"process {fault.victim} of" not in event["why"]:
-            continue
-        return float(event["time"])
+        if event["kind"] == fault.heard and _names(fault, attempt, process, event):
+            return float(event["time"])
     return None
+
+
+def _names(fault: Fault, attempt: Attempt, process: int, event: dict[str, Any]) -> bool:
+    """Whether an event of the right kind says what happened."""
+    if fault.act == "poison":
+        return bool(event["step"] == fault.offset)
+    if fault.act == "damage":
+        return f"checkpoint {_newest(attempt.before)} " in event["why"] or event.get("step") == _newest(attempt.before)
+    if fault.act == "terminate":
+        return fault.victim not in (None, process) or event["asked_by"] == "SIGTERM"
+    if fault.act == "fill":
+        later = [one for one in attempt.events[process] if one["time"] > event["time"]]
+        made_good = any(one["kind"] == "checkpoint_commit" for one in later)
+        return made_good and f"process {fault.victim} of" in event["why"]
+    if fault.act == "cut":  # nobody can tell which end of a link it was
+        return event["at_fault"] in (None, fault.victim)
+    return bool(event["at_fault"] == fault.victim)
 
 
 def _is_step(line: dict[str, object]) -> bool:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ _IDLE_SECONDS = 1.0
 _STEP_SECONDS = 0.1
 """A tiny model's steps are slowed down to this, so that between two checkpoints there is time to write one."""
 _FOR_EVER_SECONDS = 1e6
+_EVALUATED = 2
+"""Batches of an evaluation."""
 
 
 class DrillError(RuntimeError):
@@ -90,9 +93,13 @@ class Saboteur:
             raise AssertionError(fault.moment)
 
     def pace(self, idle_steps: list[int]) -> None:
-        """Slows steps down, and some of them by more. In all processes."""
+        """Slows steps down, and some of them by more, and makes evaluations short. In all processes."""
+        from jaxmnt.data.batches import EvaluationData
         from jaxmnt.data.feed import Feed
 
+        batches = EvaluationData.batches
+        some = lambda *given, **named: islice(batches(*given, **named), _EVALUATED)
+        _replace(EvaluationData, "batches", some)
         _before(Feed, "take", lambda *_: time.sleep(_STEP_SECONDS))
         for step in idle_steps:
             _before(Feed, "take", _nth(step, lambda *_: time.sleep(_IDLE_SECONDS)))
@@ -217,6 +224,10 @@ def _nth(number: int, act: Callable[..., None]) -> Callable[..., None]:
     return count
 
 
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    setattr(owner, name, function)
+
+
 def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
     original = getattr(owner, name)
 
@@ -224,7 +235,7 @@ def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
         act(*arguments)
         return original(*arguments, **named)
 
-    setattr(owner, name, wrapped)
+    _replace(owner, name, wrapped)
 
 
 def _after(owner: Any, name: str, act: Callable[..., None]) -> None:
@@ -235,7 +246,7 @@ def _after(owner: Any, name: str, act: Callable[..., None]) -> None:
         act(*arguments)
         return result
 
-    setattr(owner, name, wrapped)
+    _replace(owner, name, wrapped)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Checkpoint, Config, Mesh
 
 EVERY = 4
@@ -11,10 +12,11 @@ _WIDTH, _LENGTH, _ROWS_A_SHARD = 64, 64, 4
 _SILENCE_SECONDS, _HANG_SECONDS = 6.0, 10.0
 
 
-def shrunk(config: Config, devices: int, steps: int, cache: Path | None) -> Config:
+def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) -> Config:
     """The same data, kinds of parallelism and settings, with a tiny model and short rows, for `steps` steps.
 
-    Compiled programs are kept in `cache`, unless the config has a folder for them.
+    Compiled programs are kept in `cache`, unless the config has a folder for them. Raises `ConfigError` for what cannot
+    be made small.
     """
     mesh = _mesh(config.mesh, devices)
     sizes = mesh.sizes()
@@ -29,6 +31,7 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None) -> Conf
         "num_kv_heads": 4 if model.num_kv_heads == model.num_heads else 2,
         "head_dim": _WIDTH // 4,
         "intermediate_size": 2 * _WIDTH,
+        "attention": "auto",
     }
     small["data"] |= {
         "sequence_length": min(_LENGTH, data.sequence_length),
@@ -50,7 +53,7 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None) -> Conf
     small["run"]["compile_cache"] = config.run.compile_cache or (None if cache is None else str(cache))
     small["watchdog"] |= {"step_seconds": _HANG_SECONDS, "factor": 10.0}
     small["cluster"] |= {"silence_timeout_seconds": _SILENCE_SECONDS}
-    return Config.model_validate(small)
+    return parse_config(small, "the config made small")
 
 
 def _mesh(mesh: Mesh, devices: int) -> Mesh:

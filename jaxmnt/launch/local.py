@@ -1,5 +1,6 @@
 """Several processes of one run on this machine: output prefixed, logs kept, stopped when one fails, started again."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -67,29 +68,38 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
     """
     log_dir = _log_dir(local)
     children: list[_Child] = []
-    asked = threading.Event()
+    asked: list[int] = []
 
     def hear(number: int, _: object) -> None:
-        asked.set()
+        asked.append(number)
         _send(children, number)
 
     with on_stop_signals(hear):
         while True:
-            outcome = _run(local, processes, log_dir, children)
+            outcome = _run(local, processes, log_dir, children, asked)
             if outcome.why:
                 print(f"jaxmnt: {outcome.why}", file=sys.stderr, flush=True)
-            if asked.is_set():
+            if asked:
                 return outcome.code
             verdict = restarts.after(outcome.code, processes, last_commit(local.run_dir))
             if verdict.why:
                 print(f"jaxmnt: {verdict.why}", file=sys.stderr, flush=True)
-            if verdict.processes is None or asked.wait(verdict.wait_seconds):
+            if verdict.processes is None or _asked_within(verdict.wait_seconds, asked):
                 return outcome.code
             processes = verdict.processes
 
 
-def _run(local: Local, processes: int, log_dir: Path, children: "list[_Child]") -> Outcome:
+def _asked_within(seconds: float, asked: list[int]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not asked and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return bool(asked)
+
+
+def _run(local: Local, processes: int, log_dir: Path, children: "list[_Child]", asked: list[int]) -> Outcome:
     """One start of all processes, to the end of the last. `children` holds them meanwhile.
+
+    A signal that was `asked` for before they were all there is handed on when they are.
 
     The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
     """
@@ -99,6 +109,8 @@ def _run(local: Local, processes: int, log_dir: Path, children: "list[_Child]") 
         for number in range(processes):
             environment = _environment(number, processes, coordinator, local.devices)
             children.append(_Child(number, [*local.module, *local.arguments], log_dir, environment))
+        for signal_number in asked:
+            _send(children, signal_number)
         failed = _watch(children)
     except BaseException:
         _end(children)
@@ -158,21 +170,26 @@ class _Child:
     def finish(self) -> None:
         for thread in self._threads:
             thread.join(timeout=5)
-        self._log.close()
+        with contextlib.suppress(OSError):
+            self._log.close()
 
     def _pass_on(self, source: IO[str], sink: TextIO) -> None:
         shown = True
-        for line in source:  # to the end, whatever becomes of the sink: a full pipe would stop the process
-            self._log.write(line)
-            self._log.flush()
+        for line in source:  # to the end, whatever becomes of log and sink: a full pipe would stop the process
+            self._keep(line)
             if shown:
                 try:
                     sink.write(f"[{self.number}] {line}")
                     sink.flush()
                 except OSError as error:
                     shown = False
-                    self._log.write(f"(the launcher shows no more of this: {error})\n")
+                    self._keep(f"(the launcher shows no more of this: {error})\n")
                     _discard(sink)
+
+    def _keep(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the lines are shown anyway
+            self._log.write(line)
+            self._log.flush()
 
 
 def _discard(sink: TextIO) -> None:

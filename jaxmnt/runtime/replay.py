@@ -25,6 +25,7 @@ from jaxmnt.program.compiled import compile_program
 from jaxmnt.runtime import announce
 from jaxmnt.runtime.compile_cache import use_compile_cache
 from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
+from jaxmnt.runtime.resume import completed, wanted_of
 from jaxmnt.runtime.rundir import home
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.telemetry.progress import StatusLine
@@ -55,15 +56,16 @@ def replay(
     except DamagedError as damage:
         raise ConfigError(f"--replay: checkpoint {path} is not whole: {damage}; begin at another") from damage
     before = parse_config(checkpoint.manifest.config, f"the config in {path}")
-    different = [change.key for change in changes(before, config) if change.resume != "harmless"]
-    if different:
-        raise ConfigError(f"--replay: {different[0]} is not what it was when these steps were taken; undo the change")
+    different = changes(before, config)
+    other_maths = [change.key for change in different if change.resume != "harmless"]
+    if other_maths:
+        raise ConfigError(f"--replay: {other_maths[0]} is not what it was when these steps were taken; undo the change")
     use_compile_cache(config.run.compile_cache)
     names = hosts(identity)
     program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
     announce.program(status, program)
-    restored = restore(checkpoint, program.canonical_abstract_state, identity, verify=True)
-    state = program.from_canonical(restored.state)
+    restored = restore(checkpoint, wanted_of(program, checkpoint), identity, verify=True)
+    state = completed(program, program.from_canonical(restored.state))
     feed = training_feed(config, TrainingData(config, data), program, first)
     wishes, expected = Wishes(program.wishes_sharding), _steps_of(run_dir, identity)
     same, tokens = True, checkpoint.manifest.tokens
@@ -75,7 +77,12 @@ def replay(
         same &= _compare(status, step, found | {"tokens": tokens}, expected.get(step))
     same &= _compare_state(status, config, identity, last, program.to_canonical(state))
     if not same:
-        status.line("On another mesh or version last digits differ; on the same, a device computes wrongly.")
+        changed = f"; changed since are {', '.join(change.key for change in different)}" if different else ""
+        status.line(
+            "Last digits also differ on another mesh, other devices or versions, with other memory settings, and where "
+            f"the config was changed meanwhile (see config.yaml and the events){changed}. If nothing of this is so, a "
+            "device computes wrongly."
+        )
     return ExitCode.FINISHED if same else ExitCode.FAILURE
 
 

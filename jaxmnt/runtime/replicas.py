@@ -19,7 +19,8 @@ from jaxmnt.telemetry.events import Events
 class Replicas:
     """Compares, every so many steps, digests of what devices hold that should hold the same.
 
-    The digests are dispatched behind a step and read one step later, as metrics are: nothing waits for them.
+    The digests are dispatched behind a step and read one step later, as metrics are: nothing waits for them. Before a
+    save they are read first, so that what differs is never saved.
     """
 
     def __init__(self, every: int, hosts: Mapping[int, str], events: Events):
@@ -28,15 +29,20 @@ class Replicas:
         self._equal = 0
         """The last step after which all were equal, as far as is known."""
 
-    def prepare(self, state: Any) -> None:
-        """Compiles what comparing runs on the devices, if it is asked for."""
-        if self._every:
-            self._start(0, state)
-            self.check()
+    def prepare(self, step: int, state: Any) -> float:
+        """Compares the state that a run begins with, which also compiles what that takes, if it is asked for.
 
-    def begin(self, step: int, state: Any) -> None:
-        """Starts a comparison of `state`, which is that after `step`, if one is due."""
-        if self._every and step % self._every == 0:
+        Returns the share of its bytes that more than one device holds.
+        """
+        if self._every:
+            self._start(step, state)
+            self.check()
+        leaves = jax.tree.leaves(state)
+        return sum(leaf.nbytes for leaf in leaves if _copies(leaf) > 1) / sum(leaf.nbytes for leaf in leaves)
+
+    def begin(self, step: int, state: Any, *, saved: bool) -> None:
+        """Starts a comparison of `state`, which is that after `step`, if one is due, or if the state is to be saved."""
+        if self._every and (saved or step % self._every == 0):
             self._start(step, state)
 
     def check(self) -> None:
@@ -66,8 +72,8 @@ class Replicas:
         )
         raise UserError(
             f"after step {step} {len(apart)} arrays, such as {min(apart)}, differ between devices that should hold the "
-            f"same: {who}; leave out what computed wrongly there. All were the same after step {self._equal}: "
-            "checkpoints up to that step are sound"
+            f"same: {who}; leave out what computes wrongly there. They were the same after step {self._equal}, and "
+            "nothing was saved since"
         )
 
     def _start(self, step: int, state: Any) -> None:
@@ -76,6 +82,12 @@ class Replicas:
         names = sorted(pieces)
         shardings = {name: (arrays[name].sharding, arrays[name].shape) for name in names}
         self._pending = step, names, shardings, _everywhere(tuple(pieces[name] for name in names))
+
+
+def _copies(leaf: jax.Array) -> int:
+    """How many devices hold each piece."""
+    pieces = {str(index) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
+    return leaf.sharding.num_devices // len(pieces)
 
 
 def _everywhere(pieces: tuple[jax.Array, ...]) -> jax.Array:

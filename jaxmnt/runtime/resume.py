@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.cluster.environment import Identity
@@ -28,7 +29,7 @@ def starting_state(
 ) -> tuple[Start, Any]:
     """The state to go on from, and where that is: earlier than `start` if its checkpoint turns out to be damaged."""
     while (checkpoint := start.checkpoint) is not None:
-        wanted = _wanted(program, start)
+        wanted = wanted_of(program, checkpoint, parameters_only=start.kind == "init")
         spread = _spreads(config, program, identity)
         try:
             restored = restore(checkpoint, wanted, identity, verify=config.checkpoint.verify, spread=spread)
@@ -48,25 +49,22 @@ def starting_state(
             read_seconds=restored.read_seconds,
             verify_seconds=restored.verify_seconds,
         )
-        return start, _complete(program, program.from_canonical(restored.state))
+        return start, completed(program, program.from_canonical(restored.state))
     return start, program.init()
 
 
-def _wanted(program: Program, start: Start) -> dict[str, Any]:
+def wanted_of(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:
     """The abstract state of what is taken from the checkpoint, by part."""
-    assert start.checkpoint is not None
     abstract = program.canonical_abstract_state
-    if start.kind == "init":
+    if parameters_only:
         return {"params": abstract["params"]}
-    stored = {name.partition("/")[0] for name in start.checkpoint.manifest.arrays}
+    stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
     if missing := sorted(set(REQUIRED_PARTS) - stored):
-        raise ConfigError(
-            f"checkpoint {start.checkpoint.path} lacks {missing[0]}; it was not written by a training run"
-        )
+        raise ConfigError(f"checkpoint {checkpoint.path} lacks {missing[0]}; it was not written by a training run")
     return {part: tree for part, tree in abstract.items() if part in stored}
 
 
-def _complete(program: Program, state: dict[str, Any]) -> dict[str, Any]:
+def completed(program: Program, state: dict[str, Any]) -> dict[str, Any]:
     """The state with the parts that the checkpoint does not have, as at the start of a run."""
     missing = [part for part in program.abstract_state if part not in state]
     if not missing:

@@ -53,12 +53,12 @@ class RowWatch:
 
     def _diagnosis(self, step: int, in_a_row: int, bad: str) -> str:
         first, last = self._range(step - in_a_row + 1, step)
-        good = "none was good"
+        good = "none was good since this start"
         if self._good is not None:
             good = f"the last good step was {self._good[0]}, its loss {self._good[1]:.4f}"
-        skip = f"data.skip=[{{from_row: {first}, rows: {last + 1 - first}}}]"
         return (
             f"{in_a_row} steps in a row, to step {step}, had {bad} infinite or no number ({good}; their rows are "
-            f"{first} to {last}); if it is the rows, pass over them with {skip}; if it is not, lower "
-            "optimizer.learning_rate and go on from an earlier checkpoint"
+            f"{first} to {last}); if it is the rows, add {{from_row: {first}, rows: {last + 1 - first}}} to data.skip, "
+            f"branching off before step {step - in_a_row + 1} with run.fork_from if there is a later checkpoint; if it "
+            "is not, lower optimizer.learning_rate and go on from an earlier checkpoint"
         )

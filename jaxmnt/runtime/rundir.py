@@ -195,7 +195,7 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) 
             "to train again from step 0 choose other directories, or move them away"
         )
     else:
-        start = _begin(config, directory, known)
+        start = _begin(config, data, directory, known)
     for where in places(config):
         if not (where / RUN_FILE).exists():
             about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
@@ -212,7 +212,7 @@ def _known(config: Config) -> dict[str, Any] | None:
     return found[0][1] if found else None
 
 
-def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Start:
+def _begin(config: Config, data: Sources, directory: Path, known: dict[str, Any] | None) -> Start:
     """A run that has no checkpoint of its own yet."""
     run = secrets.token_hex(6) if known is None else known["run"]
     source = config.run.fork_from or config.run.init_from
@@ -229,7 +229,8 @@ def _begin(config: Config, directory: Path, known: dict[str, Any] | None) -> Sta
         )
     parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
     earlier = _config_of(checkpoint)
-    if _rows_of(earlier) == _rows_of(config) and (refusal := _skip_refusal(config, checkpoint)):
+    same_rows = manifest.data == data.digests and _numbering(earlier) == _numbering(config)
+    if same_rows and (refusal := _skip_refusal(config, checkpoint)):
         raise ConfigError(refusal)
     different = changes(earlier, config)
     return Start(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
@@ -318,10 +319,10 @@ def _skip_refusal(config: Config, checkpoint: Committed) -> str | None:
     )
 
 
-def _rows_of(config: Config) -> Any:
-    """What the numbers of rows depend on."""
+def _numbering(config: Config) -> Any:
+    """What the numbers of rows depend on, besides the data."""
     data = config.data
-    return config.seed, data.path, data.sources, data.global_batch_size
+    return config.seed, data.sequence_length, data.rows, data.shuffle, data.global_batch_size
 
 
 def _read_run(directory: Place) -> dict[str, Any] | None:

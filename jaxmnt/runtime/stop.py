@@ -5,7 +5,6 @@ The run then ends after a step, with a checkpoint. A second signal ends it at on
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import threading
@@ -24,6 +23,8 @@ WARNING = signal.SIGUSR1
 FILE = "STOP"
 
 _LOOK_SECONDS = 2.0
+_SAME_SECONDS = 1.0
+"""What comes so soon after a first signal is the same request once more, handed on by a launcher."""
 
 
 @contextmanager
@@ -54,7 +55,8 @@ class StopRequest:
         self._file = None if run_dir is None else run_dir / FILE
         self._at_once = at_once
         self._ends_at = ends_at
-        self._asked = False
+        self._asked: float | None = None
+        self._over = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
         self._scope = contextlib.ExitStack()
@@ -64,13 +66,16 @@ class StopRequest:
         return self.reason is not None
 
     def obeyed(self) -> None:
-        """Removes the file that asked for it: else the next start would stop as well."""
+        """The run is over, and nothing more to be asked of it. Removes the file that asked for it: else the next start
+        would stop as well."""
+        self._over = True
         if self._file is not None and self.reason == FILE:
             self._file.unlink(missing_ok=True)
 
     def __enter__(self) -> "StopRequest":
         ear, bell = socket.socketpair()
         bell.setblocking(False)
+        ear.settimeout(_LOOK_SECONDS)
         self._ear, self._bell = ear, bell
         self._scope.enter_context(on_stop_signals(lambda *_: None))
         before = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
@@ -83,26 +88,30 @@ class StopRequest:
         self._end.set()
         with contextlib.suppress(OSError):
             self._bell.send(b"\0")
-        self._thread.join()
-        self._ear.close()
-        self._bell.close()
+        self._thread.join(_LOOK_SECONDS)
+        if not self._thread.is_alive():  # else it is in a file system that hangs
+            self._ear.close()
+            self._bell.close()
 
     def _listen(self) -> None:
         while not self._end.is_set():
-            if select.select([self._ear], [], [], _LOOK_SECONDS)[0]:
+            with contextlib.suppress(TimeoutError):
                 for number in self._ear.recv(64):
                     self._hear(number)
             if not self.wanted:
-                self._look()
+                with contextlib.suppress(OSError):  # a file system that is away asks for nothing
+                    self._look()
 
     def _hear(self, number: int) -> None:
         if number == WARNING:
             self._want(signal.Signals(number).name)
         elif number in ASKING:
             name = signal.Signals(number).name
-            if self._asked:
+            now = time.monotonic()
+            if self._asked is None:
+                self._asked = now
+            elif now - self._asked > _SAME_SECONDS and not self._over:
                 self._at_once(f"stopped at once by a second signal, {name}")
-            self._asked = True
             self._want(name)
 
     def _look(self) -> None:

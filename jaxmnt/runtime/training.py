@@ -33,6 +33,8 @@ from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.startup import StartClock
 
+_A_DAY_SECONDS = 86400.0
+
 
 @dataclass
 class Training:
@@ -94,6 +96,8 @@ def prepare(
     events.write("start", run=start.run, step=start.step, jax=version("jax"), devices=len(devices or jax.devices()))
     with watchdog.during("compiling", limits.compile_seconds):
         program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
+        # Or those who found it in a cache would count the others' compiling as their own first step.
+        barrier("every process has compiled", identity, limits.compile_seconds or _A_DAY_SECONDS)
     clock.lap("compile")
     announce.program(status, program)
     events.write("compile", seconds=program.compile_seconds)
@@ -109,7 +113,9 @@ def prepare(
     with watchdog.during("compiling", limits.compile_seconds):
         saves.prepare(state)
         replicas = Replicas(config.train.compare_replicas_every, names, events)
-        replicas.prepare(state)
+        replicated = replicas.prepare(start.step, state)
+    if config.train.compare_replicas_every:
+        status.line(f"note    {replicated:.0%} of the state is held by several devices, which are compared")
     clock.lap("compile")
     rows = RowWatch(config, training, events, status, writer=identity.process_id == 0)
 
@@ -165,18 +171,19 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
             run.feed.stage()  # reads and copies the next batch while the devices are busy
         log.push(run.step, metrics, run.feed.wait_seconds, digest)  # reads the metrics of the step before
         run.replicas.check()
-        run.replicas.begin(run.step, run.state)
         run.preempted = log.stop_seen  # on all processes after the same step: wishes are part of the metrics
         if _due(run.step, settings.eval_every) or run.step == settings.steps:
             run.loss = _evaluate(run, stop)
-        if saves.due(run.step, log.save_seen) or run.step == last or run.preempted:
+        saved = saves.due(run.step, log.save_seen) or run.step == last or run.preempted
+        run.replicas.begin(run.step, run.state, saved=saved)
+        if saved:
             log.flush()
+            run.replicas.check()
             with run.watchdog.during("saving", run.config.watchdog.save_seconds):
                 log.pause(saves.save(run.step, run.state, log.tokens, run.loss))
         saves.poll()
         for lock in locks:
             lock.check()
-    run.replicas.check()
     log.close()
 
 

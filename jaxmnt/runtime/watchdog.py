@@ -103,6 +103,7 @@ class Watchdog:
             print(f"jaxmnt: note: no stacks in {self._stacks}: {error.strerror}", file=sys.stderr, flush=True)
 
     def _enter(self, phase: str, limit: float | None) -> None:
+        self.got_further()
         self._phase, self._limit = phase, limit
         self.got_further()
 
