@@ -789,7 +789,7 @@ def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_pat
     shown = capsys.readouterr().out
     assert "step 15 of run" in shown and "params/layers/attention/query" in shown
     assert checkpoint_command(["diff", f"{run}@15", run]) == 0
-    assert "0 arrays are the same bit for bit, 39 are not" in capsys.readouterr().out
+    assert "2 arrays are the same bit for bit, 39 are not" in capsys.readouterr().out
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "15" / "commit_success.txt").unlink()
     assert checkpoint_command(["list", "--json", str(tmp_path / "run")]) == 0
