@@ -137,6 +137,14 @@ def launch(config: Path, *overrides: str, processes: int, devices: int) -> subpr
     )  # fmt: skip
 
 
+def child_of(launcher: subprocess.Popen, number: int) -> int:
+    """The id of the launcher's process with this number, by its environment."""
+    for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        if f"JAX_PROCESS_ID={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError("no such process")
+
+
 def pytest_sessionfinish(session, exitstatus):
     """In CI a skipped test is a failure: nothing may pass by not having run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import command, events, launch, losses, metrics
+from conftest import child_of, command, events, launch, losses, metrics
 
 from jaxmnt.checkpoint.commit import newest_whole, whole
 from jaxmnt.checkpoint.reader import Reader
@@ -154,14 +154,6 @@ def wait_for_steps(run: Path, steps: int, seconds: float = 120) -> None:
     while not path.exists() or path.read_text().count("\n") < steps:
         assert time.monotonic() < deadline, "the run did not get going"
         time.sleep(0.05)
-
-
-def child_of(launcher: subprocess.Popen, number: int) -> int:
-    """The id of the launcher's process with this number, by its environment."""
-    for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        if f"JAX_PROCESS_ID={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return int(pid)
-    raise AssertionError("no such process")
 
 
 def test_a_killed_process_stops_the_rest_with_its_name(tiny_file, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import command, events, losses, metrics
+from conftest import child_of, command, events, losses, metrics
 
 from jaxmnt.checkpoint.commit import newest_whole
 from jaxmnt.runtime import stop
@@ -53,13 +53,6 @@ def sabotaged(tiny_file, tmp_path):
         if launcher.poll() is None:
             launcher.terminate()
             launcher.wait(30)
-
-
-def child_of(launcher: subprocess.Popen, number: int) -> int:
-    for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        if f"JAX_PROCESS_ID={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return int(pid)
-    raise AssertionError("no such process")
 
 
 def wait_for(condition, launcher, seconds=120):

@@ -29,7 +29,7 @@ from jaxmnt.runtime.saves import Saves
 from jaxmnt.runtime.stop import StopRequest
 from jaxmnt.runtime.watchdog import Watchdog
 from jaxmnt.telemetry.events import Events, peak_host_bytes, read_lines
-from jaxmnt.telemetry.metrics import TrainLog
+from jaxmnt.telemetry.metrics import Finished, TrainLog
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.startup import StartClock
 
@@ -89,11 +89,8 @@ def prepare(
     use_compile_cache(config.run.compile_cache)
     names = hosts(identity)
     clock.lap("data")
-    events = Events(start.directory, identity.process_id)
+    events = _begun_events(start, identity, len(devices or jax.devices()))
     held.enter_context(ending.with_last(lambda fate: _note_fate(events, fate)))
-    for trouble in start.damaged if identity.process_id == 0 else []:
-        events.write("checkpoint_damaged", why=trouble)
-    events.write("start", run=start.run, step=start.step, jax=version("jax"), devices=len(devices or jax.devices()))
     with watchdog.during("compiling", limits.compile_seconds):
         program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
         # Or those who found it in a cache would count the others' compiling as their own first step.
@@ -117,18 +114,10 @@ def prepare(
     if config.train.compare_replicas_every:
         status.line(f"note    {replicated:.0%} of the state is held by several devices, which are compared")
     clock.lap("compile")
-    rows = RowWatch(config, training, events, status, writer=identity.process_id == 0)
-
-    def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
-        watchdog.finished_step(seconds)
-        rows.see(step, values)
-        if step == start.step + 1:
-            clock.lap("first_step")
-            events.write("started", step=step, seconds=clock.seconds, compile_cache=clock.compile_cache)
-
-    log = announce.train_log(
-        config, program, start, training, status, writer=identity.process_id == 0, finished=finished
-    )
+    writer = identity.process_id == 0
+    rows = RowWatch(config, training, events, status, writer=writer)
+    finished = _on_finished_steps(start.step, watchdog, rows, events, clock)
+    log = announce.train_log(config, program, start, training, status, writer=writer, finished=finished)
     feed = training_feed(config, training, program, start.step)
     watchdog.reads = lambda: feed.reading
     events.write("data", digest=data.digest, **announce.input_memory(status, config, training, feed.local_rows))
@@ -150,6 +139,30 @@ def prepare(
         replicas,
         start.step,
     )
+
+
+def _begun_events(start: Start, identity: Identity, devices: int) -> Events:
+    """This process's events, with the start in them."""
+    events = Events(start.directory, identity.process_id)
+    for trouble in start.damaged if identity.process_id == 0 else []:
+        events.write("checkpoint_damaged", why=trouble)
+    events.write("start", run=start.run, step=start.step, jax=version("jax"), devices=devices)
+    return events
+
+
+def _on_finished_steps(
+    start_step: int, watchdog: Watchdog, rows: RowWatch, events: Events, clock: StartClock
+) -> Finished:
+    """What is done with each step that is found finished. The first one ends the start."""
+
+    def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
+        watchdog.finished_step(seconds)
+        rows.see(step, values)
+        if step == start_step + 1:
+            clock.lap("first_step")
+            events.write("started", step=step, seconds=clock.seconds, compile_cache=clock.compile_cache)
+
+    return finished
 
 
 def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> None:

@@ -355,32 +355,24 @@ def _sign(bench: Bench, trial: Trial, kill: Kill, step: int) -> Callable[[], boo
 
 def _event(trial: Trial, process: int, kind: str, step: int | None = None) -> bool:
     """Whether a process has noted such an event since the last start."""
-    path = trial.run / "events" / f"{process}.jsonl"
-    if not path.exists():
-        return False
-    for line in reversed(path.read_text().splitlines()):
-        with contextlib.suppress(ValueError):  # half of a line
-            record = json.loads(line)
-            if record["time"] < trial.started:
-                return False
-            if record["kind"] == kind and step in (None, record.get("step")):
-                return True
-    return False
+    new = _new_lines(trial, f"events/{process}.jsonl")
+    return any(record["kind"] == kind and step in (None, record.get("step")) for record in new)
 
 
 def _reached(trial: Trial, step: int) -> bool:
     """Whether the metrics of a step have been written since the last start."""
-    path = trial.run / "metrics.jsonl"
-    if not path.exists():
-        return False
-    for line in reversed(path.read_text().splitlines()):
+    return any(record["step"] >= step for record in _new_lines(trial, "metrics.jsonl"))
+
+
+def _new_lines(trial: Trial, name: str) -> Iterator[dict]:
+    """What a file of the run holds of the time since the last start, newest first."""
+    path = trial.run / name
+    for line in reversed(path.read_text().splitlines() if path.exists() else []):
         with contextlib.suppress(ValueError):  # half of a line
             record = json.loads(line)
             if record["time"] < trial.started:
-                return False
-            if record["step"] >= step:
-                return True
-    return False
+                return
+            yield record
 
 
 def _processes(launcher: subprocess.Popen) -> dict[int, int]:
