@@ -87,7 +87,9 @@ def train(
     identity, run_dir = identity or Identity(), Path(config.run.dir)
     lifeline = lifeline or lifeline_alone(identity)
     with (
-        nullcontext(stop) if stop else stop_request(config, identity, lambda why: lifeline.end(why, 1)) as stop,
+        nullcontext(stop)
+        if stop
+        else stop_request(config, identity, lambda why: lifeline.end(why, ExitCode.FAILURE)) as stop,
         Watchdog(config.watchdog, run_dir, identity.process_id, lifeline) as watchdog,
         status_line(quiet=identity.process_id != 0) as status,
         ExitStack() as held,

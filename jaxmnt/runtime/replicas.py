@@ -1,5 +1,6 @@
 """Replicas that should hold the same state, compared: a device that computes wrongly does not say so."""
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -26,17 +27,18 @@ class Replicas:
     def __init__(self, every: int, hosts: Mapping[int, str], events: Events):
         self._every, self._hosts, self._events = every, hosts, events
         self._pending: tuple[int, list[str], dict[str, Any], jax.Array] | None = None
-        self._equal = 0
-        """The last step after which all were equal, as far as is known."""
+        self._equal: int | None = None
+        """The last step after which all were found equal."""
 
-    def prepare(self, step: int, state: Any) -> float:
-        """Compares the state that a run begins with, which also compiles what that takes, if it is asked for.
+    def prepare(self, step: int, state: Any) -> float | None:
+        """Compares the state that a run begins with, which also compiles what that takes.
 
-        Returns the share of its bytes that more than one device holds.
+        Returns the share of its bytes that more than one device holds; None if nothing is to be compared.
         """
-        if self._every:
-            self._start(step, state)
-            self.check()
+        if not self._every:
+            return None
+        self._start(step, state)
+        self.check()
         leaves = jax.tree.leaves(state)
         return sum(leaf.nbytes for leaf in leaves if _copies(leaf) > 1) / sum(leaf.nbytes for leaf in leaves)
 
@@ -70,10 +72,12 @@ class Replicas:
             f"device {device.id} of process {device.process_index} on {self._hosts[device.process_index]}"
             for device in devices[:8]
         )
+        before = ""
+        if self._equal is not None:
+            before = f". They were the same after step {self._equal}, and nothing was saved since"
         raise UserError(
             f"after step {step} {len(apart)} arrays, such as {min(apart)}, differ between devices that should hold the "
-            f"same: {who}; leave out what computes wrongly there. They were the same after step {self._equal}, and "
-            "nothing was saved since"
+            f"same: {who}; leave out what computes wrongly there{before}"
         )
 
     def _start(self, step: int, state: Any) -> None:
@@ -94,17 +98,14 @@ def _everywhere(pieces: tuple[jax.Array, ...]) -> jax.Array:
     """uint32 [arrays, devices, 2], all of it on each device."""
     sharding = pieces[0].sharding
     assert isinstance(sharding, NamedSharding)
-    return _stack(NamedSharding(sharding.mesh, P()), pieces)
-
-
-def _stack(whole: NamedSharding, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    if whole not in _STACKS:
-        _STACKS[whole] = jax.jit(lambda parts: jnp.stack(parts), out_shardings=whole)
-    stacked: jax.Array = _STACKS[whole](pieces)
+    stacked: jax.Array = _stacking(NamedSharding(sharding.mesh, P()))(pieces)
     return stacked
 
 
-_STACKS: dict[NamedSharding, Any] = {}
+@functools.lru_cache(maxsize=8)
+def _stacking(everywhere: NamedSharding) -> Any:
+    """One program for each mesh."""
+    return jax.jit(lambda pieces: jnp.stack(pieces), out_shardings=everywhere)
 
 
 def odd_ones(sums: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> list[jax.Device]:

@@ -111,7 +111,7 @@ def prepare(
         saves.prepare(state)
         replicas = Replicas(config.train.compare_replicas_every, names, events)
         replicated = replicas.prepare(start.step, state)
-    if config.train.compare_replicas_every:
+    if replicated is not None:
         status.line(f"note    {replicated:.0%} of the state is held by several devices, which are compared")
     clock.lap("compile")
     writer = identity.process_id == 0
