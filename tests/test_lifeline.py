@@ -5,12 +5,14 @@ import socket
 import threading
 import time
 
+import jax
 import pytest
 
 from jaxmnt.cluster.ending import Ending
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.lifeline import STARTING, Lifeline, Position, account_of
 from jaxmnt.cluster.rollcall import Peer
+from jaxmnt.cluster.runtime import telling
 from jaxmnt.cluster.wire import Wire
 from jaxmnt.config.schema import Watchdog as Limits
 from jaxmnt.runtime.watchdog import Watchdog
@@ -97,6 +99,21 @@ def test_one_who_goes_without_a_word_is_missed_at_once(cluster, culprit):
     others = [process for process in range(COUNT) if process != culprit]
     for heard in made.fates(*others, seconds=2):
         assert heard.process == culprit and "went away without a word" in heard.why and heard.code == 4
+
+
+@pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+def test_what_jax_says_of_a_lost_peer_ends_with_the_name_of_who_is_gone(cluster, kind):
+    """JAX's error is faster than the connection's end, and has no name: it waits for one."""
+    made = cluster().start(1)
+
+    def step():
+        with telling(made.lifelines[0]):
+            raise kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:22218")
+
+    threading.Thread(target=step, daemon=True).start()
+    threading.Timer(0.5, made.sockets[1].close).start()
+    for heard in made.fates(0, 2, seconds=4):
+        assert heard.kind == "peer_lost" and heard.process == 1 and "went away without a word" in heard.why
 
 
 def test_process_0_is_missed_by_all(cluster):

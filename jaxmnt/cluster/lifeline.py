@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 from jaxmnt.cluster.ending import Ending, Fate, code_for_peers
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.rollcall import Peer
+from jaxmnt.cluster.signs import may_tell_of_a_lost_peer
 from jaxmnt.cluster.wire import Wire
-from jaxmnt.errors import ExitCode, PeerError, code_of, summary
+from jaxmnt.errors import ExitCode, code_of, summary
 
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 3.0
@@ -326,7 +327,7 @@ def end_on_exceptions_in_threads(lifeline: Lifeline) -> None:
         error = arguments.exc_value
         if error is None or isinstance(error, SystemExit):
             return
-        if isinstance(error, PeerError):
+        if may_tell_of_a_lost_peer(error):
             lifeline.miss()
         name = arguments.thread.name if arguments.thread else "a thread"
         lifeline.end(f"{summary(error)} (in thread {name!r})", code_of(error))

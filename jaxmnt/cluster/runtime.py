@@ -23,6 +23,7 @@ from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.ending import Ending
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.lifeline import Lifeline
+from jaxmnt.cluster.signs import bears_its_sign, may_tell_of_a_lost_peer
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError, code_of, summary
@@ -35,17 +36,6 @@ _GOING_LAST_SECONDS = 1.0
 
 _turns: Counter[str] = Counter()
 _turns_lock = threading.Lock()
-
-_SIGNS_OF_A_LOST_PEER = (
-    "Gloo",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "heartbeat",
-    "UNAVAILABLE",
-    "NCCL",
-    "remote process exited",
-    "Connection closed by remote peer",
-)
 
 
 @contextmanager
@@ -122,22 +112,14 @@ def telling(lifeline: Lifeline) -> Iterator[None]:
         error: BaseException = raised
         if isinstance(raised, SystemExit):
             error = RuntimeError(f"something called exit({raised.code}) in the middle of the run")
-        elif _may_tell_of_a_lost_peer(raised):
+        elif may_tell_of_a_lost_peer(raised):
             lifeline.miss()
-            if any(sign in str(raised) for sign in _SIGNS_OF_A_LOST_PEER) and not isinstance(raised, PeerError):
+            if bears_its_sign(raised) and not isinstance(raised, PeerError):
                 error = PeerError(f"another process is gone: {str(raised).splitlines()[0]}")
         lifeline.fail(summary(error), code_of(error))
         if error is raised:
             raise
         raise error from raised
-
-
-def _may_tell_of_a_lost_peer(error: BaseException) -> bool:
-    if isinstance(error, PeerError):
-        return True
-    import jax
-
-    return isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _bind_address(identity: Identity) -> str | None:

@@ -5,9 +5,11 @@ good: whether the run came back and ended with the losses and parameters of one 
 """
 
 import argparse
+import functools
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from jaxmnt.config import load_config
@@ -30,20 +32,23 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--devices-per-process: {options.devices_per_process} is not a number from 1 up; correct it")
     assert config.run.dir is not None
     folder = _fresh(Path(options.dir or f"{config.run.dir}.drill").absolute())
+    tell = functools.partial(print, flush=True, file=sys.stderr if options.json else sys.stdout)
     found = []
     for number, processes in enumerate(counts):
         less = number and options.faults is None
         faults = [fault for fault in possible if not less or fault.name in WITH_MORE]
         place = folder / f"{processes}-processes"
         drill = prepared(config, place, processes, options.devices_per_process, prefix, starts(faults))
-        print(f"drill   {processes} processes, {len(faults)} faults, in {place}", flush=True)
+        tell(f"drill   {processes} processes, {len(faults)} faults, in {place}")
         undisturbed = drill.undisturbed()
-        drill.run(lambda line: print(line, flush=True))
+        drill.run(tell)
         found += findings(drill, undisturbed)
     print(to_json(found) if options.json else table(found))
     bad = [one for one in found if not one.well]
+    for one in bad:
+        tell(f"{one.fault} with {one.processes} processes did not go well. {one.otherwise}")
     if bad:
-        print(f"{len(bad)} of {len(found)} faults did not go well; everything is kept in {folder}")
+        tell(f"{len(bad)} of {len(found)} faults did not go well; everything is kept in {folder}")
         return ExitCode.FAILURE
     if not options.keep:
         shutil.rmtree(folder)
@@ -73,7 +78,7 @@ def _possible(faults: list[Fault], prefix: list[str], *, named: bool) -> list[Fa
     if impossible and named:
         raise ConfigError(f"--faults: {impossible[0]!r} cannot be caused here: {_CUTTING}; leave it out")
     if impossible:
-        print(f"note    {', '.join(impossible)} is not tried: {_CUTTING}")
+        print(f"note    {', '.join(impossible)} is not tried: {_CUTTING}", file=sys.stderr)
     return [fault for fault in faults if fault.name not in impossible]
 
 
@@ -138,7 +143,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--start", default="", metavar="COMMAND",
         help="what starts the processes elsewhere, such as 'srun --ntasks {processes} --kill-on-bad-exit=1'",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON, and all else to stderr")
     parser.add_argument("--keep", action="store_true", help="keep the folder also if all went well")
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")

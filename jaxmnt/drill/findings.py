@@ -38,6 +38,8 @@ class Finding:
     """From the fault to the first new step."""
     identical: bool
     """Whether all steps up to the next fault, and the final state, are those of the undisturbed run."""
+    otherwise: str = ""
+    """What those said last that should have heard of it and did not, or not rightly; empty if all did."""
 
     @property
     def well(self) -> bool:
@@ -84,6 +86,7 @@ def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | 
         lost,
         back,
         identical,
+        _otherwise(attempt, [process for process, time in heard.items() if time is None]),
     )
 
 
@@ -114,6 +117,16 @@ def _when(fault: Fault, attempt: Attempt, process: int) -> float | None:
         if event["kind"] == fault.heard and _names(fault, attempt, process, event):
             return float(event["time"])
     return None
+
+
+def _otherwise(attempt: Attempt, processes: list[int]) -> str:
+    """The last of each one's events, in words."""
+    said = []
+    for process in processes:
+        events = attempt.events.get(process) or [{"kind": "nothing"}]
+        last = events[-1]
+        said.append(f"process {process}: {last['kind']} {last.get('why', '')}".strip())
+    return "; ".join(said)
 
 
 def _names(fault: Fault, attempt: Attempt, process: int, event: dict[str, Any]) -> bool:
