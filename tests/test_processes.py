@@ -20,8 +20,7 @@ from conftest import child_of, command, events, launch, losses, metrics
 from jaxmnt.checkpoint.commit import newest_whole, whole
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.cluster import rollcall
-from jaxmnt.cluster.environment import Identity, identify
-from jaxmnt.config.schema import Cluster
+from jaxmnt.cluster.environment import Identity
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.launch import local
 
@@ -435,23 +434,3 @@ def test_a_process_that_never_comes_is_exit_4(tiny_file, address):
     last = result.stderr.splitlines()[-1]
     assert "process 0 of 3 on" in last and "processes 1, 2 of 3 did not arrive within 1 s" in last
     assert "Traceback" not in result.stderr
-
-
-def test_identity():
-    names = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
-    assert identify(Cluster(), {}) == Identity()
-    assert identify(Cluster(), names) == Identity(2, 4, "h:1")
-    assert identify(Cluster(process_id=3), names).process_id == 3
-    assert identify(Cluster(coordinator="[::1]:9", processes=2, process_id=0), {}).address == ("::1", 9)
-    for cluster, environment, words in [
-        (Cluster(processes=4), {}, "process_id: missing"),
-        (Cluster(processes=4, process_id=4), {}, "out of range"),
-        (Cluster(processes=4, process_id=1), {}, "coordinator: missing"),
-        (Cluster(processes=4, process_id=1, coordinator="host"), {}, "not HOST:PORT"),
-        (Cluster(process_id=1), {}, "processes: missing"),
-        (Cluster(coordinator="h:1"), {}, "processes: missing"),
-        (Cluster(processes=1, process_id=1), {}, "out of range for 1"),
-        (Cluster(), names | {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID: 'two'"),
-    ]:
-        with pytest.raises(ConfigError, match=words):
-            identify(cluster, environment)

@@ -1,10 +1,12 @@
-"""Which process of how many this is, from the config or the environment."""
+"""Which process of how many this is, and which GPUs are its own: from the config, or from what started it."""
 
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jaxmnt.cluster.gpus import gpus_here, own_gpus
+from jaxmnt.cluster.launchers import LAUNCHERS, Claim, Machine, claims, shown
 from jaxmnt.config.schema import Cluster
 from jaxmnt.errors import ConfigError
 
@@ -23,6 +25,8 @@ class Identity:
     process_id: int = 0
     processes: int = 1
     coordinator: str | None = None
+    local_devices: tuple[int, ...] | None = None
+    """Its GPUs, by their places among those that it sees; None is all of them."""
 
     @property
     def alone(self) -> bool:
@@ -39,7 +43,7 @@ class Identity:
     def bind_host(self) -> str:
         """Where process 0 listens: on this machine only if the others are on it, else on all interfaces."""
         host, _ = self.address
-        return host if host in ("localhost", "::1") or host.startswith("127.") else ""
+        return host if is_loopback(host) else ""
 
     @property
     def label(self) -> str:
@@ -47,48 +51,175 @@ class Identity:
         return "" if self.alone else f"process {self.process_id} of {self.processes} on {socket.gethostname()}"
 
 
-def identify(cluster: Cluster, environment: Mapping[str, str] | None = None) -> Identity:
-    """The identity from `cluster`, each missing setting taken from the environment.
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means the machine that asks."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
-    Raises `ConfigError` when the settings are incomplete or contradict each other.
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that is said about this process's place, and what comes of it."""
+
+    identity: Identity
+    source: str
+    """Whose word it is; empty for a process about which nobody says anything."""
+    read: dict[str, str]
+    """The settings and variables that it came from."""
+    ignored: dict[str, str]
+    """What else was there, by launcher, and why it was not gone by."""
+
+
+def identify(
+    cluster: Cluster,
+    environment: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    gpus: int | None = None,
+) -> Identity:
+    """The identity from `cluster`, each missing setting from JAX's variables, then from the launcher's.
+
+    `gpus` are those of this machine; default is to count them. Raises `ConfigError` when what is said is incomplete or
+    contradicts itself.
     """
+    return survey(cluster, environment, machine, gpus).identity
+
+
+def survey(
+    cluster: Cluster,
+    environment: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    gpus: int | None = None,
+) -> Survey:
+    """`identify`, with how it came about."""
     environment = os.environ if environment is None else environment
-    coordinator = cluster.coordinator or environment.get(VARIABLES["coordinator"])
-    processes = _number(cluster.processes, "processes", environment)
-    process_id = _number(cluster.process_id, "process_id", environment)
-    if processes is None and (coordinator or process_id is not None):
+    chosen = cluster.launcher
+    explicit = _explicit(cluster, environment)
+    said = claims(environment, machine or Machine.this())
+    asked = [claim for claim in said if chosen in ("auto", claim.launcher)]
+    heard = [claim for claim in asked if not claim.trouble]
+    full = [_over(explicit, claim) for claim in heard if _complete(_over(explicit, claim))]
+    if _complete(explicit):
+        full.insert(0, _over(explicit, heard[0]) if heard else explicit)
+    if not full:
+        _refuse_what_is_incomplete(chosen, explicit, heard, asked)
+    winner = full[0] if full else Claim("")
+    _refuse_contradictions([explicit, *heard])
+    if winner.launcher != "explicit":
+        _refuse_to_be_alone(winner, asked)
+    identity = _identity(winner, _devices(cluster, winner, environment, gpus))
+    return Survey(identity, winner.launcher, winner.used, _ignored(said, asked, winner))
+
+
+def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
+    """What people, and `launch local`, say: the config, then JAX's variables."""
+    found, used = {}, {}
+    for name, variable in VARIABLES.items():
+        setting, text = getattr(cluster, name), environment.get(variable)
+        if setting is not None:
+            found[name], used[f"cluster.{name}"] = setting, str(setting)
+        elif text:
+            if name != "coordinator" and not text.isdecimal():
+                raise ConfigError(f"{variable}: {text!r} is not a number; correct the environment variable")
+            found[name], used[variable] = text if name == "coordinator" else int(text), text
+    return Claim("explicit", used=used, **found)
+
+
+def _over(explicit: Claim, claim: Claim) -> Claim:
+    """A launcher's claim, with what was said explicitly in the place of what it says."""
+    given = {name: getattr(explicit, name) for name in VARIABLES if getattr(explicit, name) is not None}
+    launcher = "explicit" if len(given) == len(VARIABLES) else claim.launcher
+    return replace(claim, **given, launcher=launcher, used=explicit.used | claim.used)
+
+
+def _complete(claim: Claim) -> bool:
+    if claim.processes == 1:
+        return True
+    return None not in (claim.processes, claim.process_id, claim.coordinator)
+
+
+def _refuse_what_is_incomplete(chosen: str, explicit: Claim, heard: list[Claim], asked: list[Claim]) -> None:
+    """Raises `ConfigError` unless nothing at all is said."""
+    for claim in asked:
+        if claim.trouble:
+            raise ConfigError(claim.trouble)
+    if chosen in LAUNCHERS and not heard:
+        raise ConfigError(f"cluster.launcher: {chosen}, but no variable of it is set; start with it, or say auto")
+    claim = next((_over(explicit, one) for one in heard if one.process_id is not None), explicit)
+    whose = f" ({shown(claim.used)})" if claim.used else ""
+    if claim.processes is None and (claim.coordinator or claim.process_id is not None):
         raise ConfigError(
-            "cluster.processes: missing, though a coordinator or process id is given; "
-            f"set it or {VARIABLES['processes']} (1 for a run of its own)"
+            "cluster.processes: missing, though a coordinator or process id is given"
+            f"{whose}; set it or {VARIABLES['processes']} (1 for a run of its own)"
         )
-    if processes is None or (processes == 1 and not process_id):
-        return Identity()
-    if process_id is None:
+    if claim.processes is not None and claim.process_id is None:
         raise ConfigError(
-            f"cluster.process_id: missing, with {processes} processes; set it or {VARIABLES['process_id']}"
+            f"cluster.process_id: missing, with {claim.processes} processes{whose}; set it or {VARIABLES['process_id']}"
         )
+    if claim.processes is not None and not claim.coordinator:
+        raise ConfigError(
+            f"cluster.coordinator: missing, with {claim.processes} processes{whose}; "
+            f"set it or {VARIABLES['coordinator']} to HOST:PORT of process 0"
+        )
+
+
+def _refuse_contradictions(said: list[Claim]) -> None:
+    """Raises `ConfigError` if two say different things: the number of this process, or of all."""
+    for name in ("processes", "process_id"):
+        known = [claim for claim in said if getattr(claim, name) is not None]
+        for claim in known[1:]:
+            one, other = getattr(known[0], name), getattr(claim, name)
+            if one != other:
+                raise ConfigError(
+                    f"cluster.{name}: {known[0].launcher} says {_with_source(one, known[0])}, {claim.launcher} says "
+                    f"{_with_source(other, claim)}; unset what is left over, or choose with cluster.launcher="
+                    f"{known[0].launcher} or {claim.launcher}"
+                )
+
+
+def _with_source(value: int, claim: Claim) -> str:
+    return f"{value} ({shown({name: text for name, text in claim.used.items() if text == str(value)})})"
+
+
+def _refuse_to_be_alone(winner: Claim, asked: list[Claim]) -> None:
+    """Raises `ConfigError` if this would be a single process where somebody asked for several."""
+    for claim in asked:
+        if claim.trouble and winner.processes in (None, 1):
+            raise ConfigError(claim.trouble)
+
+
+def _devices(
+    cluster: Cluster, winner: Claim, environment: Mapping[str, str], gpus: int | None
+) -> tuple[int, ...] | None:
+    if cluster.local_devices is not None:
+        return tuple(cluster.local_devices)
+    if environment.get("JAX_PLATFORMS") == "cpu":
+        return None
+    return own_gpus(winner.neighbours, environment, gpus_here() if gpus is None else gpus)
+
+
+def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
+    processes, process_id = winner.processes or 1, winner.process_id or 0
     if process_id >= processes:
         raise ConfigError(
             f"cluster.process_id: {process_id} is out of range for {processes} processes "
             f"(0 to {processes - 1}); correct it or cluster.processes"
         )
-    if not coordinator:
-        raise ConfigError(
-            f"cluster.coordinator: missing, with {processes} processes; "
-            f"set it or {VARIABLES['coordinator']} to HOST:PORT of process 0"
-        )
-    host, _, port = coordinator.rpartition(":")
+    if processes == 1:
+        return Identity(local_devices=devices)
+    assert winner.coordinator is not None
+    host, _, port = winner.coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"cluster.coordinator: {coordinator!r} is not HOST:PORT, such as node0:12355")
-    return Identity(process_id, processes, coordinator)
+        raise ConfigError(f"cluster.coordinator: {winner.coordinator!r} is not HOST:PORT, such as node0:12355")
+    return Identity(process_id, processes, winner.coordinator, devices)
 
 
-def _number(setting: int | None, name: str, environment: Mapping[str, str]) -> int | None:
-    if setting is not None:
-        return setting
-    text = environment.get(VARIABLES[name])
-    if text is None or text == "":
-        return None
-    if not text.isdigit():
-        raise ConfigError(f"{VARIABLES[name]}: {text!r} is not a number; correct the environment variable")
-    return int(text)
+def _ignored(said: list[Claim], asked: list[Claim], winner: Claim) -> dict[str, str]:
+    ignored = {}
+    for claim in said:
+        if claim not in asked:
+            ignored[claim.launcher] = f"another launcher was chosen ({shown(claim.used)})"
+        elif claim.trouble:
+            ignored[claim.launcher] = claim.trouble
+        elif claim.launcher != winner.launcher:
+            what = "says the same" if claim.process_id is not None else "does not say which process this is"
+            ignored[claim.launcher] = f"{what} ({shown(claim.used)})"
+    return ignored

@@ -82,6 +82,7 @@ def _initialize(identity: Identity, config: Config) -> None:
         identity.process_id,
         # Detection would take "which device is mine" from Slurm: one GPU a task, however many there are.
         cluster_detection_method="deactivate",
+        local_device_ids=None if identity.local_devices is None else list(identity.local_devices),
         coordinator_bind_address=_bind_address(identity),
         initialization_timeout=int(max(10, config.cluster.start_timeout_seconds)),
         heartbeat_timeout_seconds=config.cluster.heartbeat_timeout_seconds,

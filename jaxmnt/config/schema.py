@@ -233,9 +233,15 @@ class Watchdog(Section):
 
 
 class Cluster(Section):
-    coordinator: str | None = key(None, "HOST:PORT of process 0; default from JAX_COORDINATOR_ADDRESS.")
-    processes: int | None = key(None, "Processes in all; default from JAX_NUM_PROCESSES, else 1.", ge=1)
-    process_id: int | None = key(None, "This process, from 0; default from JAX_PROCESS_ID.", ge=0)
+    coordinator: str | None = key(None, "HOST:PORT of process 0; default JAX_COORDINATOR_ADDRESS, then the launcher's.")
+    processes: int | None = key(None, "Processes in all; default JAX_NUM_PROCESSES, then the launcher's, else 1.", ge=1)
+    process_id: int | None = key(None, "This process, from 0; default JAX_PROCESS_ID, then the launcher's.", ge=0)
+    launcher: Literal["auto", "explicit", "slurm", "kubernetes", "mpi", "torchrun"] = key(
+        "auto", "Whose variables say which process this is; explicit is none but JAX's own."
+    )
+    local_devices: list[Annotated[int, Field(ge=0)]] | None = key(
+        None, "GPUs of this process, by their places among those that it sees; default its share of them."
+    )
     start_timeout_seconds: float = key(300.0, "How long to wait for all processes at the start.", gt=0)
     silence_timeout_seconds: float = key(
         30.0, "A process that says nothing for so long is given up, once it has finished a step.", ge=5

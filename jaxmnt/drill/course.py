@@ -135,8 +135,8 @@ class Drill:
     def _cluster(self) -> list[str]:
         """The settings that a config file of a run does not hold, since they are about processes."""
         settings = self.config.cluster.model_dump(exclude={"processes", "process_id"})
-        if not self.prefix:
-            settings.pop("coordinator")
+        if not self.prefix:  # our own launcher says these
+            del settings["coordinator"], settings["launcher"], settings["local_devices"]
         return [f"cluster.{key}={value}" for key, value in sorted(settings.items()) if value is not None]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from jaxmnt.cluster.environment import VARIABLES
+from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.launch.restarts import Restarts, last_commit
@@ -108,7 +109,8 @@ def _run(local: Local, processes: int, log_dir: Path, children: "list[_Child]", 
     try:
         for number in range(processes):
             environment = _environment(number, processes, coordinator, local.devices)
-            children.append(_Child(number, [*local.module, *local.arguments], log_dir, environment))
+            settings = _settings(number, processes, environment)
+            children.append(_Child(number, [*local.module, *local.arguments, *settings], log_dir, environment))
         for signal_number in asked:
             _send(children, signal_number)
         failed = _watch(children)
@@ -245,6 +247,15 @@ def _environment(number: int, processes: int, coordinator: str, devices: int | N
     if devices is not None:
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     return environment
+
+
+def _settings(number: int, processes: int, environment: dict[str, str]) -> list[str]:
+    """What only this launcher knows: that its own word counts, and which GPUs are whose."""
+    settings = ["cluster.launcher=explicit"]
+    if environment.get("JAX_PLATFORMS") != "cpu":
+        share = own_gpus(Neighbours(number, processes), environment, gpus_here())
+        settings += [] if share is None else [f"cluster.local_devices={list(share)}"]
+    return settings
 
 
 def local_run(train_arguments: list[str], devices: int | None, module: tuple[str, ...] = ("jaxmnt.train",)) -> Local:

@@ -1,0 +1,52 @@
+"""Which GPUs of this machine are this process's, found before JAX starts, since JAX has to be told."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxmnt.errors import ConfigError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The processes of the run on this process's machine, as its launcher counts them."""
+
+    rank: int = 0
+    """This process among them."""
+    processes: int = 1
+    gpus: int | None = None
+    """How many GPUs the launcher gave all of them together; None if it did not say."""
+
+
+def gpus_here() -> int:
+    """The number of NVIDIA GPUs that this machine, or this container, has a device file for."""
+    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+
+
+def visible_gpus(environment: Mapping[str, str], here: int) -> list[str]:
+    """The GPUs that this process can see, as `CUDA_VISIBLE_DEVICES` names them."""
+    text = environment.get(_VISIBLE)
+    if text is None:
+        return [str(number) for number in range(here)]
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def own_gpus(neighbours: Neighbours, environment: Mapping[str, str], here: int) -> tuple[int, ...] | None:
+    """This process's share of the GPUs it sees, by their places among those; None is all of them.
+
+    Who sees fewer than there are for all has been given its own. Raises `ConfigError` if they cannot be shared out.
+    """
+    seen, count = len(visible_gpus(environment, here)), neighbours.processes
+    together = max(seen, here if neighbours.gpus is None else neighbours.gpus)
+    if count == 1 or seen == 0 or seen < together:
+        return None
+    share, left = divmod(seen, count)
+    if left or share == 0:
+        raise ConfigError(
+            f"cluster.local_devices: {count} processes on this host see the same {seen} GPU{'s' if seen > 1 else ''}, "
+            "which cannot be shared out evenly; start one a host or one a GPU, or give each its list"
+        )
+    return tuple(range(neighbours.rank * share, (neighbours.rank + 1) * share))

@@ -1,0 +1,217 @@
+"""Which process this is, from everything that starts processes."""
+
+import environments as env
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmnt.cluster.environment import Identity, identify, survey
+from jaxmnt.cluster.hostlist import counts_in, hosts_in
+from jaxmnt.cluster.launchers import Machine
+from jaxmnt.config.schema import Cluster
+from jaxmnt.errors import ConfigError
+
+NAMES = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
+PLAIN = Machine("box", "")
+POD = Machine("run-2", "run.default.svc.cluster.local")
+JOBSET_POD = Machine("run-workers-0-2", "run.default.svc.cluster.local")
+SECOND_JOB = Machine("run-workers-1-2", "run.default.svc.cluster.local")
+SOME_JOB = env.INDEXED_JOB | {
+    "JOB_GLOBAL_INDEX": "1",
+    "PROCESSES_IN_JOB": "4",
+    "JAX_NUM_PROCESSES": "8",
+    "JAX_COORDINATOR_ADDRESS": "run-workers-0-0.run:12355",
+}
+
+
+def place(environment, cluster=None, machine=PLAIN, gpus=0):
+    return identify(cluster or Cluster(), environment, machine, gpus)
+
+
+@pytest.mark.parametrize(
+    ("environment", "identity"),
+    [
+        ({}, Identity()),
+        (NAMES, Identity(2, 4, "h:1")),
+        (env.SLURM_TASK_A_NODE, Identity(1, 2, "n1:61445")),
+        (env.SLURM_TASK_A_GPU, Identity(6, 8, "n1:61445", (2,))),
+        (env.SLURM_GPUS_PER_TASK, Identity(7, 8, "n1:61445")),
+        (env.SLURM_STEP_ON_SOME, Identity(1, 2, "n3:61445")),
+        (env.SLURM_UNEVEN, Identity(5, 7, "gpu001:61445")),
+        (env.SLURM_REQUEUED, Identity(1, 2, "n1:61445")),
+        (env.SLURM_ONE_NODE, Identity(1, 2, "127.0.0.1:61445")),
+        (env.SLURM_TASK_A_NODE | {"SLURM_STEP_ID": "3"}, Identity(1, 2, "n1:62972")),
+        (env.SLURM_TASK_A_NODE | {"RANK": "0"}, Identity(1, 2, "n1:61445")),
+        (env.OPEN_MPI, Identity(3, 4, "192.0.2.2:64533")),
+        (env.OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, Identity(3, 4, "127.0.0.1:64533")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, Identity(1, 2, "127.0.0.1:12355")),
+        (env.TORCHRUN, Identity(5, 8, "gpu7:29501")),
+        (env.TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": ""}, Identity(5, 8, "gpu7:29500")),
+        (env.TORCHRUN | {"MASTER_ADDR": "fd00::2"}, Identity(5, 8, "[fd00::2]:29501")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Identity()),
+        ({"RANK": "0"}, Identity()),
+        ({"MASTER_ADDR": "left-over", "MASTER_PORT": "1"}, Identity()),
+        (NAMES | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, Identity()),
+        ({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, Identity()),
+    ],
+)
+def test_each_launcher_is_understood(environment, identity):
+    assert place(environment) == identity
+
+
+@pytest.mark.parametrize(
+    ("environment", "machine", "identity"),
+    [
+        (
+            env.INDEXED_JOB | {"JAX_NUM_PROCESSES": "4"},
+            POD,
+            Identity(2, 4, "run-0.run.default.svc.cluster.local:12355"),
+        ),
+        (
+            env.INDEXED_JOB | {"JAX_NUM_PROCESSES": "4"},
+            JOBSET_POD,
+            Identity(2, 4, "run-workers-0-0.run.default.svc.cluster.local:12355"),
+        ),
+        (SOME_JOB, SECOND_JOB, Identity(6, 8, "run-workers-0-0.run:12355")),
+    ],
+)
+def test_pods_know_their_place_from_their_name(environment, machine, identity):
+    assert place(environment, machine=machine) == identity
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "devices"),
+    [
+        (env.SLURM_TASK_A_NODE, 4, None),
+        (env.SLURM_TASK_A_GPU, 4, (2,)),
+        (env.SLURM_GPUS_PER_TASK, 4, None),
+        (env.SLURM_ONE_NODE, 8, (4, 5, 6, 7)),
+        (env.SLURM_ONE_NODE | {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 8, None),
+        (env.TORCHRUN, 4, (1,)),
+        (env.TORCHRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 4, None),
+        (env.TORCHRUN | {"JAX_PLATFORMS": "cpu"}, 4, None),
+        (env.OPEN_MPI, 0, None),
+        ({}, 8, None),
+    ],
+)
+def test_each_process_has_its_share_of_the_gpus(environment, gpus, devices):
+    assert place(environment, gpus=gpus).local_devices == devices
+    assert place(environment, Cluster(local_devices=[7]), gpus=gpus).local_devices == (7,)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "identity"),
+    [
+        (Cluster(coordinator="fast-n1:9000"), Identity(1, 2, "fast-n1:9000")),
+        (Cluster(processes=2), Identity(1, 2, "n1:61445")),
+        (Cluster(launcher="slurm"), Identity(1, 2, "n1:61445")),
+        (Cluster(launcher="torchrun"), Identity(5, 8, "gpu7:29501", (1,))),
+        (Cluster(launcher="explicit"), Identity()),
+        (Cluster(launcher="explicit", processes=3, process_id=2, coordinator="h:1"), Identity(2, 3, "h:1")),
+    ],
+)
+def test_the_config_chooses_and_completes(cluster, identity):
+    environment = env.SLURM_TASK_A_NODE | (env.TORCHRUN if cluster.launcher != "auto" else {})
+    assert place(environment, cluster) == identity
+
+
+ANYTHING = Cluster()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "environment", "words"),
+    [
+        (Cluster(processes=4), {}, r"process_id: missing"),
+        (Cluster(processes=4, process_id=4, coordinator="h:1"), {}, r"out of range"),
+        (Cluster(processes=4, process_id=1), {}, r"coordinator: missing"),
+        (Cluster(processes=4, process_id=1, coordinator="host"), {}, r"not HOST:PORT"),
+        (Cluster(process_id=1), {}, r"processes: missing"),
+        (Cluster(coordinator="h:1"), {}, r"processes: missing"),
+        (Cluster(processes=1, process_id=1), {}, r"out of range for 1"),
+        (Cluster(launcher="slurm"), {}, r"cluster.launcher: slurm, but no variable of it is set"),
+        (ANYTHING, NAMES | {"JAX_PROCESS_ID": "two"}, r"JAX_PROCESS_ID: 'two'"),
+        (ANYTHING, env.SLURM_SALLOC_SHELL, r"job 5 of 4 tasks or nodes, but no task of srun; start with srun"),
+        (ANYTHING, env.SLURM_BATCH_SCRIPT, r"job 5 of 2 tasks"),
+        (ANYTHING, env.SLURM_SALLOC_SHELL | {"RANK": "0", "WORLD_SIZE": "1"}, r"no task of srun"),
+        (ANYTHING, env.SLURM_SALLOC_SHELL | {"SLURM_STEP_ID": "4294967290"}, r"no task of srun"),
+        (ANYTHING, env.SLURM_TASK_A_NODE | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, r"contradict each other"),
+        (ANYTHING, env.SLURM_TASK_A_NODE | {"SLURM_STEP_NODELIST": "n[1-"}, r"SLURM_STEP_NODELIST: 'n\[1-'"),
+        (ANYTHING, env.SLURM_TASK_A_NODE | {"SLURM_PROCID": ""}, r"SLURM_PROCID: missing"),
+        (ANYTHING, env.SLURM_TASK_A_NODE | {"SLURM_HET_SIZE": "2"}, r"heterogeneous"),
+        (ANYTHING, {"RANK": "3"}, r"RANK and WORLD_SIZE belong together"),
+        (ANYTHING, {"WORLD_SIZE": "8"}, r"RANK and WORLD_SIZE belong together"),
+        (ANYTHING, {"RANK": "8", "WORLD_SIZE": "8", "MASTER_ADDR": "h"}, r"out of range"),
+        (ANYTHING, {"RANK": "1", "WORLD_SIZE": "8"}, r"coordinator: missing, with 8 processes"),
+        (ANYTHING, {"RANK": "-1", "WORLD_SIZE": "8"}, r"RANK: '-1' is not a number"),
+        (ANYTHING, {"PMIX_RANK": "0"}, r"processes: missing"),
+        (ANYTHING, {"PMI_RANK": "1", "PMI_SIZE": "2"}, r"coordinator: missing"),
+        (ANYTHING, env.INDEXED_JOB, r"processes: missing"),
+        (ANYTHING, env.TORCHRUN | env.SLURM_TASK_A_NODE, r"slurm says 2 .*torchrun says 8"),
+        (Cluster(processes=1), env.SLURM_TASK_A_NODE, r"explicit says 1 .*slurm says 2"),
+        (Cluster(processes=2, process_id=0), env.SLURM_TASK_A_NODE, r"says 0 .*slurm says 1"),
+    ],
+)
+def test_what_is_incomplete_or_contradicts_itself_is_refused(cluster, environment, words):
+    with pytest.raises(ConfigError, match=words):
+        place(environment, cluster)
+
+
+@pytest.mark.parametrize(
+    ("environment", "machine", "words"),
+    [
+        (env.INDEXED_JOB | {"JAX_NUM_PROCESSES": "4"}, PLAIN, r"coordinator: missing"),
+        (env.INDEXED_JOB | {"JAX_NUM_PROCESSES": "4"}, SECOND_JOB, r"one of several jobs of a JobSet"),
+        (env.INDEXED_JOB | {"JAX_NUM_PROCESSES": "2"}, POD, r"out of range for 2"),
+    ],
+)
+def test_pods_that_cannot_know_their_place(environment, machine, words):
+    with pytest.raises(ConfigError, match=words):
+        place(environment, machine=machine)
+
+
+def test_gpus_that_cannot_be_shared_out():
+    with pytest.raises(ConfigError, match="4 processes on this host see the same 6 GPUs"):
+        place(env.TORCHRUN, gpus=6)
+    with pytest.raises(ConfigError, match="see the same 1 GPU,"):
+        place(env.TORCHRUN, gpus=1)
+
+
+def test_a_survey_says_where_it_looked():
+    found = survey(Cluster(), env.SLURM_TASK_A_NODE | {"RANK": "0"} | {"WORLD_SIZE": ""}, PLAIN, 4)
+    assert found.source == "slurm" and found.read["SLURM_PROCID"] == "1"
+    assert found.ignored == {"torchrun": "does not say which process this is (RANK=0)"}
+    found = survey(Cluster(launcher="slurm"), env.SLURM_TASK_A_NODE | env.TORCHRUN, PLAIN, 4)
+    assert found.ignored["torchrun"].startswith("another launcher was chosen (RANK=5")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n1,n3", ["n1", "n3"]),
+        ("gpu[001-003,007]", ["gpu001", "gpu002", "gpu003", "gpu007"]),
+        ("a[1-2]b[08-09],c-1.example.com", ["a1b08", "a1b09", "a2b08", "a2b09", "c-1.example.com"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+    ],
+)
+def test_hostlists(text, names):
+    assert hosts_in(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "n[", "n[1-", "n]1[", "n[3-1]", "n[a]", "n1,", "n[1-99999999]", "n[[1]]"])
+def test_what_is_no_hostlist(text):
+    with pytest.raises(ValueError, match="is no"):
+        hosts_in(text)
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=20), st.integers(1, 5))
+def test_hosts_written_out_and_short_are_the_same(numbers, width):
+    short = f"n[{','.join(str(number).zfill(width) for number in numbers)}]"
+    assert hosts_in(short) == [f"n{number:0{width}d}" for number in numbers]
+
+
+def test_numbers_a_host():
+    assert counts_in("2(x3),1") == [2, 2, 2, 1] and counts_in("4") == [4]
+    for text in ("", "2(x", "x", "2(3)"):
+        with pytest.raises(ValueError, match="no list of numbers"):
+            counts_in(text)
