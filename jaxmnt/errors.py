@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
     FINISHED = 0
     FAILURE = 1
     CONFIG = 2  # the config or the arguments are wrong: do not retry
+    PREFLIGHT = 3  # a check of the hosts and their network failed: retry without the host that it names
     PEER = 4  # another process failed or went missing
     STOPPED = 75  # stopped early with a checkpoint: run me again
 
@@ -34,6 +35,12 @@ class ConfigError(UserError):
     exit_code = ExitCode.CONFIG
 
 
+class PreflightError(UserError):
+    """A host, or the network between hosts, is not as a run needs it. Without the host that is named it may be."""
+
+    exit_code = ExitCode.PREFLIGHT
+
+
 class PeerError(UserError):
     """Another process of this run failed, is missing or does not answer."""
 
@@ -46,6 +53,12 @@ def nearest(name: str, known: list[str]) -> str:
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def error_of(code: int, text: str) -> UserError:
+    """The error of this exit code that another process has told us of."""
+    kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}
+    return kinds.get(ExitCode(code), UserError)(text)
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:

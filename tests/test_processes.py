@@ -21,7 +21,8 @@ from jaxmnt.checkpoint.commit import newest_whole, whole
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.environment import Identity
-from jaxmnt.errors import ConfigError, PeerError
+from jaxmnt.cluster.rollcall import hold
+from jaxmnt.errors import ConfigError, PeerError, PreflightError
 from jaxmnt.launch import local
 
 pytestmark = pytest.mark.alone
@@ -271,7 +272,7 @@ def roll(address, ids, processes=3, timeout=2.0, facts=None, trouble=None, delay
             own = FACTS | (facts or {}).get(position, {})
             count = processes[position] if isinstance(processes, list) else processes
             time.sleep((delay or {}).get(position, 0))
-            rollcall.hold(Identity(number, count, address), own, timeout, (trouble or {}).get(position))
+            hold(Identity(number, count, address), own, timeout, (trouble or {}).get(position))
             outcomes[position] = "here"
         except Exception as error:
             outcomes[position] = error
@@ -320,6 +321,51 @@ def test_misplaced_processes_are_named(address, ids, processes, facts, words):
     assert all(isinstance(outcome, ConfigError) for outcome in outcomes), outcomes
     with pytest.raises(ConfigError, match=words):
         raise outcomes[0]
+
+
+def test_another_software_is_a_matter_of_the_host(address):
+    for outcome in roll(address, [0, 1], 2, facts={1: {"jaxmnt version": "2"}}):
+        assert isinstance(outcome, PreflightError) and "jaxmnt version of process 1 on" in str(outcome)
+
+
+def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd):
+    monkeypatch.setattr(rollcall, "_FIRST_NEWS_SECONDS", 0.2)
+    roll(address, [0, 2], processes=4, timeout=1.0)
+    assert "jaxmnt: processes 1, 3 of 4 still to come (here: 0 on" in capfd.readouterr().err
+
+
+def test_a_coordinator_that_is_another_machine_is_refused_at_once():
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"cluster.coordinator: 192.0.2.77 is 192.0.2.77, which is no address of"):
+        hold(Identity(0, 2, "192.0.2.77:1234"), FACTS, 30.0)
+    assert time.monotonic() - began < 5
+
+
+def test_a_name_that_nobody_knows():
+    with pytest.raises(PreflightError, match=r"finds no address of nowhere.invalid"):
+        hold(Identity(1, 2, "nowhere.invalid:1234"), FACTS, 0.5)
+
+
+def test_clocks_are_compared(address):
+    """Process 1's is 5 s ahead; both know it within the time that the words took."""
+    host, port = address.split(":")
+    answers = []
+
+    def ahead():
+        hello = {"process": 1, "processes": 2, "host": "h", "facts": FACTS, "time": time.time() + 5}
+        for _ in range(100):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(json.dumps(hello | {"time": time.time() + 5}).encode() + b"\n")
+                answers.append(json.loads(connection.recv(1000)) | {"now": time.time() + 5})
+                return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=ahead)
+    thread.start()
+    assert roll(address, [0], 2) == ["here"]
+    thread.join()
+    (answer,) = answers
+    assert 4 < -answer["heard_after"] <= 5.001 <= answer["now"] - answer["time"] + 0.002 < 6
 
 
 def test_trouble_of_one_is_told_to_all_even_to_those_who_come_later(address):
@@ -422,7 +468,7 @@ def test_busy_port(address):
     host, port = address.split(":")
     with socket.create_server((host, int(port))):
         outcomes = roll(address, [0], timeout=1)
-    assert isinstance(outcomes[0], ConfigError) and f"cannot listen on port {port}" in str(outcomes[0])
+    assert isinstance(outcomes[0], PreflightError) and f"cannot listen on port {port}" in str(outcomes[0])
 
 
 def test_a_process_that_never_comes_is_exit_4(tiny_file, address):

@@ -11,16 +11,20 @@ import json
 import resource
 import selectors
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmnt.cluster import addresses
 from jaxmnt.cluster.environment import Identity
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
+from jaxmnt.errors import ConfigError, PeerError, PreflightError, UserError, error_of
 
 _LONGEST_LINE = 2**14
 _LONGEST_TROUBLE = 1000
 _RETRY_SECONDS = 0.1
+_FIRST_NEWS_SECONDS, _NEWS_SECONDS = 5.0, 15.0
+"""When, and how often, process 0 says for whom it waits."""
 
 _TELLING_SECONDS = 5.0
 """How long process 0, when something is wrong, waits for the others to tell them."""
@@ -29,7 +33,9 @@ _OTHER_FILES = 512
 """Files and connections that process 0 has besides those to the others."""
 
 Hello = dict[str, Any]
-"""process, processes, host, facts and trouble of one process."""
+"""process, processes, host, time, facts, trouble, and whether the host's own name is a loopback address there."""
+CONFIG_FACTS = ("config digest",)
+"""Facts about the config: who differs in them was given another one. The others are about a host."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Peer:
 
     host: str
     connection: socket.socket
+    clock: tuple[float, float] = (0.0, 0.0)
+    """Between which bounds, in seconds, this process's clock is ahead of process 0's. Zero for process 0's peers."""
 
 
 def hold(
@@ -48,8 +56,9 @@ def hold(
     Process 0 gets all others by their numbers, the others get process 0.
 
     `trouble` is why this process cannot take part; everyone is told. Raises `PeerError` (exit 4) naming the processes
-    that are missing when time is up, and `ConfigError` (exit 2) naming the process that is in trouble or whose id,
-    count or facts disagree with process 0's.
+    that are missing when time is up, `ConfigError` (exit 2) naming the process that is in trouble or whose id, count or
+    config disagree with process 0's, and `PreflightError` (exit 3) naming the host whose software, data or network is
+    not as it should be.
     """
     if identity.alone:
         if trouble is not None:
@@ -60,10 +69,12 @@ def hold(
         "process": identity.process_id,
         "processes": identity.processes,
         "host": socket.gethostname(),
+        "loopback": addresses.own_name_misleads(),
         "facts": facts,
         "trouble": None if trouble is None else str(trouble)[:_LONGEST_TROUBLE],
     }
     if identity.process_id == 0:
+        addresses.check_own(identity)
         return _listen(identity, hello, deadline, timeout_seconds)
     try:
         return {0: _report(identity, hello, deadline, timeout_seconds)}
@@ -99,9 +110,9 @@ def _open_port(identity: Identity) -> socket.socket:
     try:
         return socket.create_server((identity.bind_host, port), family=family, backlog=4096, dualstack_ipv6=dual)
     except OSError as error:
-        raise ConfigError(
+        raise PreflightError(
             f"cluster.coordinator: process 0 cannot listen on port {port} of {socket.gethostname()}: "
-            f"{error.strerror}; choose a free port"
+            f"{error.strerror}; choose a free port, or end what has it"
         ) from error
 
 
@@ -132,6 +143,8 @@ class _Desk:
         self._connection_of: dict[int, socket.socket] = {}
         self._received: dict[socket.socket, bytes] = {}
         """What each open connection has sent that is not yet a hello."""
+        self._heard_after: dict[socket.socket, float] = {}
+        """Seconds from a hello's time, by its sender's clock, until it was heard, by ours."""
 
     def collect(self, server: socket.socket, deadline: float, timeout: float) -> UserError | None:
         """Runs until everyone is here (None) or something is wrong (the error for everyone)."""
@@ -139,11 +152,18 @@ class _Desk:
         self._selector.register(server, selectors.EVENT_READ)
         wrong: UserError | None = _trouble_of(self._hello[0])
         deadline = _soon(deadline) if wrong else deadline
+        news = time.monotonic() + _FIRST_NEWS_SECONDS
         while len(self._hello) < self._identity.processes:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return wrong or PeerError(self._missing(timeout))
-            for event, _ in self._selector.select(left):
+            now = time.monotonic()
+            if now >= deadline:
+                return wrong or PeerError(
+                    f"{self._missing('did not arrive')} within {timeout:g} s {self._present()}; check that they were "
+                    "started and can reach the coordinator"
+                )
+            if now >= news and not wrong:
+                news = now + _NEWS_SECONDS
+                print(f"jaxmnt: {self._missing('still to come')} {self._present()}", file=sys.stderr, flush=True)
+            for event, _ in self._selector.select(min(deadline, news) - now):
                 connection = event.fileobj
                 assert isinstance(connection, socket.socket)
                 if connection is server:
@@ -152,7 +172,7 @@ class _Desk:
                     error = self._admit(line, connection)
                     if error is not None and wrong is None:
                         wrong, deadline = error, _soon(deadline)
-        return wrong
+        return wrong or self._unreachable()
 
     def answer(self, outcome: UserError | None) -> None:
         """Tells everyone. After a failure they close first, so that no connection of ours keeps the port from JAX."""
@@ -164,7 +184,8 @@ class _Desk:
         for connection in self._received:
             with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
                 connection.settimeout(5)
-                connection.sendall(json.dumps(body).encode() + b"\n")
+                times = {"time": time.time(), "heard_after": self._heard_after.get(connection, 0.0)}
+                connection.sendall(json.dumps(body | times).encode() + b"\n")
         if outcome is not None:
             for connection in self._connection_of.values():
                 with contextlib.suppress(OSError):
@@ -216,6 +237,7 @@ class _Desk:
             hello = json.loads(line)
             process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
             facts, trouble = dict(hello["facts"]), _trouble_of(hello)
+            sent, hello["loopback"] = float(hello.get("time", time.time())), bool(hello.get("loopback"))
         except (ValueError, KeyError, TypeError):
             self._drop(connection)
             return None
@@ -236,25 +258,38 @@ class _Desk:
             return ConfigError(f"cluster.process_id: {process} on {host} is out of range for {processes} processes")
         self._hello[process] = hello
         self._connection_of[process] = connection
+        self._heard_after[connection] = time.time() - sent
         if trouble is not None:
             return trouble
         for name, value in own["facts"].items():
             if facts.get(name) != value:
-                return ConfigError(
+                kind = ConfigError if name in CONFIG_FACTS else PreflightError
+                return kind(
                     f"{name} of process {process} on {host} is {facts.get(name)}, of process 0 on {own['host']} "
                     f"{value}; start every process with the same software, config and data"
                 )
         return None
 
-    def _missing(self, timeout: float) -> str:
+    def _unreachable(self) -> UserError | None:
+        """Libraries tell each other the address of the own host's name: between hosts it must be a real one."""
+        elsewhere = [connection for connection in self._connection_of.values() if _from_another_host(connection)]
+        for process, hello in sorted(self._hello.items()):
+            if elsewhere and hello["loopback"]:
+                return PreflightError(
+                    f"process {process}: {hello['host']} takes its own name for a loopback address, which the others "
+                    f"cannot reach; give {hello['host']} its real address in /etc/hosts there"
+                )
+        return None
+
+    def _missing(self, verb: str) -> str:
         processes = self._identity.processes
         missing = [str(process) for process in range(processes) if process not in self._hello]
         shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        return f"process{'es' if len(missing) > 1 else ''} {shown} of {processes} {verb}"
+
+    def _present(self) -> str:
         hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hello.items())[:8])
-        return (
-            f"process{'es' if len(missing) > 1 else ''} {shown} of {processes} did not arrive within {timeout:g} s "
-            f"(here: {hosts}); check that they were started and can reach the coordinator"
-        )
+        return f"(here: {hosts})"
 
 
 def _soon(deadline: float) -> float:
@@ -265,6 +300,14 @@ def _soon(deadline: float) -> float:
 def _trouble_of(hello: Hello) -> ConfigError | None:
     text = hello.get("trouble")
     return None if text is None else ConfigError(f"process {hello['process']} on {hello['host']}: {text}")
+
+
+def _from_another_host(connection: socket.socket) -> bool:
+    """A connection from this host has the same address at both ends."""
+    try:
+        return bool(connection.getsockname()[0] != connection.getpeername()[0])
+    except OSError:  # it has just been closed
+        return False
 
 
 def _hung_up(connection: socket.socket) -> bool:
@@ -288,26 +331,26 @@ def _report(identity: Identity, hello: Hello, deadline: float, timeout: float) -
         except (ValueError, KeyError, TypeError):
             reason = "something else answers on that port"
         time.sleep(_RETRY_SECONDS)
-    raise PeerError(
-        f"process 0 did not answer at {identity.coordinator} within {timeout:g} s ({reason}); "
-        "check cluster.coordinator and that process 0 was started and has not stopped with an error of its own"
-    )
+    raise addresses.unanswered(identity, reason, timeout)
 
 
 def _ask(address: tuple[str, int], hello: Hello, connect_seconds: float, answer_seconds: float) -> Peer:
     """One try: says hello and hears the outcome. Raises `OSError`, or `ValueError` and its like for a stranger."""
     connection = socket.create_connection(address, timeout=max(0.1, connect_seconds))
     try:
-        connection.sendall(json.dumps(hello).encode() + b"\n")
+        connection.sendall(json.dumps(hello | {"time": time.time()}).encode() + b"\n")
         connection.settimeout(answer_seconds)
         outcome = json.loads(_line(connection))
-        error, code, peer = outcome["error"], outcome["code"], Peer(str(outcome["host"]), connection)
+        heard = time.time()
+        error, code = outcome["error"], int(outcome["code"])
+        clock = (-float(outcome["heard_after"]), heard - float(outcome["time"]))
+        peer = Peer(str(outcome["host"]), connection, clock)
     except BaseException:
         connection.close()
         raise
     if error is not None:
         connection.close()
-        raise (ConfigError if code == ExitCode.CONFIG else PeerError)(error)
+        raise error_of(code, error)
     return peer
 
 

@@ -14,19 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxmnt import __version__
 from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.ending import Ending
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.lifeline import Lifeline
 from jaxmnt.cluster.signs import bears_its_sign, may_tell_of_a_lost_peer
+from jaxmnt.cluster.software import software
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError, code_of, summary
+from jaxmnt.errors import ConfigError, PeerError, UserError, code_of, error_of, summary
 
 BARRIER_SECONDS = 300.0
 _LATE = "timed out task names"
@@ -132,12 +131,7 @@ def _bind_address(identity: Identity) -> str | None:
 def _facts(config: Config, data_digest: str) -> dict[str, str]:
     """What must be the same in every process."""
     digest = hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
-    return {
-        "jaxmnt version": __version__,
-        "jax version": version("jax"),
-        "config digest": digest,
-        "data digest": data_digest[:12],
-    }
+    return software() | {"config digest": digest, "data digest": data_digest[:12]}
 
 
 def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
@@ -184,7 +178,7 @@ def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: 
     if trouble is not None:
         raise trouble
     code, _, text = said[0].partition(" ")
-    raise (ConfigError if int(code) == ExitCode.CONFIG else UserError)(text)
+    raise error_of(int(code), text)
 
 
 def share(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:

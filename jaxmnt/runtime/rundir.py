@@ -23,7 +23,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources
-from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.errors import ConfigError, UserError, error_of
 from jaxmnt.runtime.lock import RunLock
 from jaxmnt.storage import Place, place, publish
 
@@ -154,7 +154,7 @@ def _decided(name: str, decide: Callable[[], Start], config: Config, identity: I
             told = json.dumps({"error": str(trouble), "code": trouble.exit_code})
     answer = json.loads(share(name, told, identity, _SECONDS))
     if "error" in answer:
-        raise (ConfigError if answer["code"] == ExitCode.CONFIG else UserError)(answer["error"])
+        raise error_of(answer["code"], answer["error"])
     plain = answer["start"]
     checkpoint = None if plain["checkpoint"] is None else place(plain["checkpoint"])
     if isinstance(checkpoint, Path) and not checkpoint.is_dir():

@@ -1,0 +1,82 @@
+"""What names of hosts mean on this machine, and what is wrong when process 0 does not answer."""
+
+import contextlib
+import ipaddress
+import os
+import socket
+
+from jaxmnt.cluster.environment import Identity, is_loopback
+from jaxmnt.cluster.gpus import gpus_here
+from jaxmnt.errors import ConfigError, PeerError, PreflightError, UserError
+
+
+def resolved(host: str) -> list[str]:
+    """The addresses of a name, in the resolver's order. Raises `OSError` if it has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+
+
+def all_loopback(addresses: list[str]) -> bool:
+    return bool(addresses) and all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def own_name_misleads() -> bool:
+    """Whether Gloo, which gives others the address of this host's own name, would give them a loopback address.
+
+    NCCL takes addresses from the network cards.
+    """
+    if gpus_here() and os.environ.get("JAX_PLATFORMS") != "cpu":
+        return False
+    try:
+        return all_loopback(resolved(socket.gethostname()))
+    except OSError:  # no address at all: whoever needs it says so
+        return False
+
+
+def check_own(identity: Identity) -> None:
+    """Raises `ConfigError` in process 0 if the coordinator's address is another machine's."""
+    host, _ = identity.address
+    try:
+        addresses = resolved(host)
+    except OSError:  # a name that is new takes a while in some networks; the others will say whether they find it
+        return
+    if not any(_is_ours(address) for address in addresses):
+        raise ConfigError(
+            f"cluster.coordinator: {host} is {', '.join(addresses)}, which is no address of {socket.gethostname()}, "
+            "where process 0 is; give the address of process 0's host"
+        )
+
+
+def _is_ours(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def unanswered(identity: Identity, reason: str, timeout: float) -> UserError:
+    """Why another process could not speak to process 0: what this host makes of its name, and how it failed last."""
+    host, port = identity.address
+    here, what = socket.gethostname(), f"process 0 did not answer at {identity.coordinator} within {timeout:g} s"
+    try:
+        addresses = resolved(host)
+    except OSError as error:
+        return PreflightError(
+            f"{what}: {here} finds no address of {host} ({error.strerror or error}); correct cluster.coordinator, or "
+            f"the names on {here}"
+        )
+    if is_loopback(host):
+        return PeerError(
+            f"{what} ({reason}); {host} is {here} itself: if process 0 is on another host, correct "
+            "cluster.coordinator, else see why it was not started or has stopped"
+        )
+    if all_loopback(addresses):
+        return PreflightError(
+            f"{what} ({reason}): {here} takes {host} for {addresses[0]}, a loopback address, which is {here} itself; "
+            f"correct /etc/hosts on {here}, or cluster.coordinator"
+        )
+    return PeerError(
+        f"{what} ({reason}; {host} is {', '.join(addresses)} on {here}); check cluster.coordinator, that no firewall "
+        f"between them blocks port {port}, and that process 0 was started and has not stopped with an error of its own"
+    )
