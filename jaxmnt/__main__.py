@@ -9,6 +9,7 @@ COMMANDS = {
     "prepare": ("jaxmnt.prepare", "turn text into the shards that training reads"),
     "data": ("jaxmnt.data.__main__", "show what a config feeds, and what was in a step's batch"),
     "checkpoint": ("jaxmnt.checkpoint.__main__", "list, verify, show, compare and export checkpoints"),
+    "preflight": ("jaxmnt.preflight.__main__", "check the hosts of a run and the network between them"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "drill": ("jaxmnt.drill.__main__", "force the failures of a long run on the same config made small"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),

@@ -34,11 +34,13 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         return report(lambda: dry_run(config, options), debug=options.debug)
     identity = identify(config.cluster)
+    clock.lap("environment")
 
     from jaxmnt.cluster.ending import Ending, Fate
     from jaxmnt.cluster.lifeline import end_on_exceptions_in_threads
     from jaxmnt.cluster.runtime import joined
     from jaxmnt.data.sources import open_sources
+    from jaxmnt.preflight.quick import check_hosts
 
     ending = Ending(identity.label)
     heard: list[Lifeline] = []
@@ -58,6 +60,8 @@ def main(arguments: list[str]) -> int:
             heard.append(lifeline)
             end_on_exceptions_in_threads(lifeline)
             clock.lap("rendezvous")
+            check_hosts(config, identity, lifeline.clock)
+            clock.lap("preflight")
             if steps is not None:
                 return train_again(config, identity, *steps)
             return train(config, identity, lifeline=lifeline, clock=clock, stop=stop)

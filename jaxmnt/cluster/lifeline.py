@@ -60,6 +60,8 @@ class Lifeline:
         self._hosts = {identity.process_id: socket.gethostname()} | {i: peer.host for i, peer in peers.items()}
         self._positions = dict.fromkeys(peers, STARTING)
         self._unheard = dict.fromkeys(peers, 0)
+        self.clock = peers[0].clock if 0 in peers else (0.0, 0.0)
+        """Between which bounds, in seconds, this process's clock is ahead of process 0's."""
         self._silence, self._patience = silence, patience
         self.ending = ending
         self.position: Callable[[], Position] = lambda: STARTING

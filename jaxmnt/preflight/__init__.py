@@ -1,0 +1,1 @@
+"""Are these hosts, and the network between them, what a run needs?"""

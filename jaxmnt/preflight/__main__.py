@@ -1,0 +1,172 @@
+"""python -m jaxmnt.preflight --config FILE [key=value …]
+
+Checks the hosts of a run and the network between them, and prints a table: start it as the run would be started, one
+process a host. --explain only says which process this one would be, and from which variables that came.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxmnt.cluster.environment import Identity, identify, survey
+from jaxmnt.config import Config, load_config
+from jaxmnt.config.schema import Cluster
+from jaxmnt.errors import ConfigError, ExitCode, UserError, report, run_command
+from jaxmnt.preflight.rows import Row, Verdict, failed, failures, table, to_json
+
+if TYPE_CHECKING:
+    from jaxmnt.cluster.lifeline import Lifeline
+
+_WAIT_SECONDS = 45.0
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    if options.explain:
+        cluster = load_config(options.config, options.overrides).cluster if options.config else Cluster()
+        return explain(cluster, as_json=options.json)
+    if options.config is None:
+        raise ConfigError("--config: missing; give the config of the run")
+    config = load_config(options.config, [*options.overrides, f"cluster.start_timeout_seconds={options.wait}"])
+    identity = identify(config.cluster)
+
+    from jaxmnt.cluster.ending import Ending
+    from jaxmnt.cluster.runtime import joined
+    from jaxmnt.data.sources import open_sources
+
+    ending = Ending(identity.label)
+    assert config.run.dir is not None
+    if options.nccl_debug:
+        from jaxmnt.preflight.nccl_log import write_logs_to
+
+        write_logs_to(_nccl_folder(config))
+
+    def run() -> int:
+        try:
+            with joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline:
+                rows = _all_rows(config, identity, lifeline, options)
+        except UserError as error:
+            if identity.process_id == 0 and options.json:
+                print(to_json([failed("roll call", identity.label or "this host", str(error), "")]), flush=True)
+            raise
+        return _concluded(rows, identity, as_json=options.json)
+
+    return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
+
+
+def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options: argparse.Namespace) -> list[Row]:
+    """Every check, in all processes; what was found, in all of them."""
+    from jaxmnt.placement.mesh import build_mesh
+    from jaxmnt.preflight import links, nccl_log
+    from jaxmnt.preflight.compare import everywhere, thorough_rows
+    from jaxmnt.preflight.directory import write_rate_rows
+    from jaxmnt.preflight.facts import quick, thorough, told_to_all
+    from jaxmnt.preflight.quick import agreed, quick_part, shared_places
+    from jaxmnt.preflight.room import room_rows
+
+    mine = thorough()  # before JAX is on the GPUs
+    all_facts = told_to_all("everything about the hosts", mine | quick(lifeline.clock), identity)
+    hosts = [facts["host"] for facts in all_facts]
+    first = identity.process_id == 0
+    rows = _meeting_rows(identity, everywhere(all_facts)) + quick_part(config, identity, all_facts)
+    rows += thorough_rows(all_facts) if first else []
+    if not failures(agreed(rows, identity)):  # else there is nowhere to write, or the devices are not those of the run
+        for directory in shared_places(config):
+            rows += write_rate_rows(directory, identity, hosts)
+        host_of = lambda device: hosts[device.process_index]
+        mesh = build_mesh(config.mesh, hosts=host_of)
+        rows += room_rows(config, host_of) if first else []
+        rows += links.matmul_rows(identity, hosts)
+        rows += links.pair_rows(identity, hosts, _megabits(all_facts))
+        rows += links.axis_rows(mesh, identity, hosts)
+        rows += nccl_log.rows(_nccl_folder(config), hosts[0]) if options.nccl_debug and first else []
+    return agreed(rows, identity)
+
+
+def _meeting_rows(identity: Identity, where: str) -> list[Row]:
+    """What the roll call has found to be well."""
+    if identity.process_id != 0 or identity.alone:
+        return []
+    found = {
+        "coordinator": f"{identity.coordinator} was reached by all {identity.processes} processes",
+        "software, config, data": "the same in all processes",
+    }
+    return [Row(check, Verdict.OK, where, text) for check, text in found.items()]
+
+
+def _megabits(all_facts: list[dict]) -> dict[str, int]:
+    """The speed of the card that NCCL would use, by host; 0 if it is not known."""
+    from jaxmnt.preflight.network import Card, chosen_by_nccl
+
+    chosen = {
+        facts["host"]: chosen_by_nccl(
+            [Card(**card) for card in facts["nics"]], facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
+        )
+        for facts in all_facts
+    }
+    return {host: card.megabits if card else 0 for host, card in chosen.items()}
+
+
+def _concluded(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
+    bad = failures(rows)
+    if identity.process_id == 0:
+        print(to_json(rows) if as_json else table(rows), flush=True)
+    if not bad:
+        return ExitCode.FINISHED
+    if identity.process_id == 0:
+        print(f"jaxmnt: error: {len(bad)} of {len(rows)} checks failed. {bad[0]}", file=sys.stderr, flush=True)
+    return ExitCode.PREFLIGHT
+
+
+def _nccl_folder(config: Config) -> Path:
+    assert config.run.dir is not None
+    return Path(config.run.dir) / "preflight"
+
+
+def explain(cluster: Cluster, *, as_json: bool = False) -> int:
+    """Prints which process this is, and why."""
+    found = survey(cluster, os.environ)
+    identity = found.identity
+    devices = "all that it sees" if identity.local_devices is None else ", ".join(map(str, identity.local_devices))
+    place = "alone" if identity.alone else f"process {identity.process_id} of {identity.processes}"
+    lines = {"this process": place, "according to": found.source or "nobody: a single process"}
+    if not identity.alone:
+        lines["coordinator"] = str(identity.coordinator)
+    lines["GPUs"] = devices
+    if as_json:
+        import json
+
+        print(json.dumps(lines | {"read": found.read, "ignored": found.ignored}, indent=1))
+        return ExitCode.FINISHED
+    for name, text in lines.items():
+        print(f"{name:<13} {text}")
+    for name, text in found.read.items():
+        print(f"{'read':<13} {name}={text}")
+    for launcher, text in found.ignored.items():
+        print(f"{'ignored':<13} {launcher}: {text}")
+    return ExitCode.FINISHED
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m jaxmnt.preflight",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="the config of the run")
+    parser.add_argument("--explain", action="store_true", help="say which process this is, and from which variables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--wait", type=float, default=_WAIT_SECONDS, metavar="SECONDS", help="for all processes to come; default 45"
+    )
+    parser.add_argument("--nccl-debug", action="store_true", help="say which network NCCL chooses, and keep its logs")
+    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,191 @@
+"""What the facts of all processes say together: rows of the table. Nothing here asks a host anything."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from jaxmnt.preflight.facts import Facts
+from jaxmnt.preflight.network import Card, chosen_by_nccl
+from jaxmnt.preflight.rows import Row, failed, good, warning
+from jaxmnt.telemetry.progress import size
+
+CLOCK_SECONDS = 1.0
+"""How far clocks may be apart: events of several hosts are put in order by them."""
+_SHM_BYTES = 1 << 30
+_SHM_ADVICE = "NCCL talks through it: enlarge it, or clear it"
+_MEMORY_SHARE = 0.2
+_HOT_CELSIUS = 85
+
+
+def quick_rows(all_facts: Sequence[Facts]) -> list[Row]:
+    """The rows that the start of each run looks at. The facts are in order of processes."""
+    return [
+        *_alike(all_facts, "device kind", lambda facts: facts["kind"], failed, "a mesh needs devices of one kind"),
+        *_alike(
+            all_facts, "devices a process", lambda facts: facts["devices"], failed,
+            "see what the launcher gave each task, and CUDA_VISIBLE_DEVICES",
+        ),
+        *_clocks(all_facts),
+    ]  # fmt: skip
+
+
+def thorough_rows(all_facts: Sequence[Facts]) -> list[Row]:
+    """All others."""
+    return [
+        *_alike(all_facts, "python", lambda facts: facts["python"], warning, "start all from one image"),
+        *_alike(all_facts, "packages", lambda facts: facts["environment"], warning, "start all from one image"),
+        *_images(all_facts),
+        *_alike(all_facts, "cores", lambda facts: facts["cores"], warning, "hosts of one kind keep step"),
+        *_memory(all_facts),
+        *_nics(all_facts),
+        *_fabric(all_facts),
+        *_gpus(all_facts),
+    ]
+
+
+def _hosts(all_facts: Sequence[Facts]) -> list[Facts]:
+    """One process's facts for each host name."""
+    return list({facts["host"]: facts for facts in reversed(all_facts)}.values())[::-1]
+
+
+def everywhere(all_facts: Sequence[Facts]) -> str:
+    hosts = _hosts(all_facts)
+    return hosts[0]["host"] if len(hosts) == 1 else f"all {len(hosts)} hosts"
+
+
+Judge = Callable[[str, str, str, str], Row]
+
+
+def _alike(
+    all_facts: Sequence[Facts], check: str, value: Callable[[Facts], Hashable], judge: Judge, advice: str
+) -> list[Row]:
+    """A row for each host that differs from most, or one if none does."""
+    values = Counter(value(facts) for facts in all_facts)
+    usual = max(values, key=lambda one: (values[one], one == value(all_facts[0])))
+    odd = {facts["host"]: value(facts) for facts in all_facts if value(facts) != usual}
+    if not odd:
+        return [good(check, everywhere(all_facts), str(usual))]
+    return [judge(check, host, f"{found}, elsewhere {usual}", advice) for host, found in odd.items()]
+
+
+def _clocks(all_facts: Sequence[Facts]) -> list[Row]:
+    wrong, widest = [], 0.0
+    for facts in all_facts:
+        least, most = facts["clock"]
+        widest = max(widest, most - least)
+        apart = least if least > CLOCK_SECONDS else most if most < -CLOCK_SECONDS else None
+        if apart is not None:
+            side = "ahead of" if apart > 0 else "behind"
+            found = f"{abs(apart):.1f} s {side} {all_facts[0]['host']}"
+            wrong.append(failed("clocks", facts["host"], found, "start chrony or ntpd there, and look at its state"))
+    return wrong or [good("clocks", everywhere(all_facts), f"within {max(CLOCK_SECONDS, widest):.1f} s")]
+
+
+def _images(all_facts: Sequence[Facts]) -> list[Row]:
+    """No row where nobody was told its container image's digest (JAXMNT_IMAGE)."""
+    if not any(facts["image"] for facts in all_facts):
+        return []
+    return _alike(all_facts, "image", lambda facts: facts["image"] or "not told", warning, "start all from one image")
+
+
+def _memory(all_facts: Sequence[Facts]) -> list[Row]:
+    rows = []
+    for facts in _hosts(all_facts):
+        host, everything, free = facts["host"], facts["memory"]["all"], facts["memory"]["free"]
+        if everything and free < _MEMORY_SHARE * everything:
+            found = f"{size(free)} of {size(everything)} are available"
+            rows.append(warning("host memory", host, found, "see what else runs there"))
+        if facts["shm"] < _SHM_BYTES:
+            found = f"{size(facts['shm'])} are free"
+            rows.append(warning("shared memory", host, f"{found} in /dev/shm", _SHM_ADVICE))
+    least = min(facts["memory"]["free"] for facts in all_facts)
+    return rows or [good("host memory", everywhere(all_facts), f"{size(least)} available at least")]
+
+
+def _nics(all_facts: Sequence[Facts]) -> list[Row]:
+    rows, taken = [], {}
+    for facts in _hosts(all_facts):
+        cards = [Card(**card) for card in facts["nics"]]
+        wanted = facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
+        chosen, best = chosen_by_nccl(cards, wanted), _fastest(cards)
+        taken[facts["host"]] = chosen
+        if chosen is None and wanted:
+            advice = f"set it to {best.name}" if best else "correct it"
+            rows.append(
+                failed("network interface", facts["host"], f"NCCL_SOCKET_IFNAME={wanted} is none there", advice)
+            )
+        elif len(_hosts(all_facts)) > 1 and (chosen is None or not chosen.for_runs):
+            found = f"it would be {chosen.name if chosen else 'none'}, which reaches no other host"
+            advice = f"set NCCL_SOCKET_IFNAME={best.name}" if best else "give the host a network"
+            rows.append(warning("network interface", facts["host"], found, advice))
+        elif chosen and best and chosen.megabits and best.megabits > 2 * chosen.megabits:
+            found = f"it would be {chosen.name} with {_rate(chosen)}, and {best.name} has {_rate(best)}"
+            rows.append(warning("network interface", facts["host"], found, f"set NCCL_SOCKET_IFNAME={best.name}"))
+    speeds = [facts | {"speed": _speed(taken[facts["host"]])} for facts in _hosts(all_facts)]
+    name = next((card.name for card in taken.values() if card), "none")
+    return (rows or [good("network interface", everywhere(all_facts), name)]) + _alike(
+        speeds, "network speed", lambda facts: facts["speed"], warning, "look at its link and its switch port"
+    )
+
+
+def _fastest(cards: list[Card]) -> Card | None:
+    usable = [card for card in cards if card.for_runs]
+    return max(usable, key=lambda card: (card.megabits, card.default), default=None)
+
+
+def _speed(card: Card | None) -> str:
+    return _rate(card) if card else "no interface"
+
+
+def _rate(card: Card) -> str:
+    return f"{card.megabits / 1000:g} Gbit/s" if card.megabits else "an unknown speed"
+
+
+def _fabric(all_facts: Sequence[Facts]) -> list[Row]:
+    """Ports of InfiniBand or RoCE adapters; no row where no host has one."""
+    rows = []
+    for facts in _hosts(all_facts):
+        for port in facts["fabric"]:
+            where = f"{facts['host']} {port['name']}"
+            if port["state"] != "ACTIVE":
+                rows.append(
+                    failed("fabric", where, f"its state is {port['state']}", "look at the cable and the switch")
+                )
+            elif port["errors"]:
+                counted = ", ".join(f"{name} {count}" for name, count in sorted(port["errors"].items()))
+                rows.append(warning("fabric", where, counted, "if they grow, look at the cable"))
+    if not any(facts["fabric"] for facts in all_facts):
+        return []
+    describe = lambda facts: ", ".join(sorted(f"{one['layer']} {one['gigabits']:g} Gbit/s" for one in facts["fabric"]))
+    return rows + _alike(_hosts(all_facts), "fabric ports", describe, failed, "look at its adapters and links")
+
+
+def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
+    """What NVML says of GPUs; no row where no host has one."""
+    rows = []
+    for facts in _hosts(all_facts):
+        host = facts["host"]
+        for gpu in facts["gpus"]:
+            where = f"{host} GPU {gpu['index']}"
+            rows += _one_gpu(where, gpu)
+        if facts["strangers"]:
+            who = ", ".join(facts["strangers"][:4])
+            rows.append(failed("GPUs in use", host, f"by {who}", "end them, or leave the host out"))
+        for link in facts["links_down"]:
+            rows.append(failed("NVLink", host, link, "drain the host and have it looked at"))
+    if not rows and not any(facts["gpus"] for facts in all_facts):
+        return []
+    return rows or [good("GPUs", everywhere(all_facts), "no memory errors, no throttling, nobody else's processes")]
+
+
+def _one_gpu(where: str, gpu: dict[str, Any]) -> list[Row]:
+    rows = []
+    if gpu["uncorrected_errors"]:
+        found = f"{gpu['uncorrected_errors']} uncorrected memory errors"
+        rows.append(failed("GPU memory", where, found, "drain the host; a reset may clear them"))
+    if gpu["throttled"]:
+        found = f"its clocks are kept down by {', '.join(gpu['throttled'])}"
+        rows.append(failed("GPU clocks", where, found, "look at power and cooling"))
+    if gpu["celsius"] > _HOT_CELSIUS:
+        rows.append(warning("GPU heat", where, f"{gpu['celsius']} °C", "look at cooling"))
+    return rows

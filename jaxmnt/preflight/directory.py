@@ -1,0 +1,146 @@
+"""Is the run directory one and the same for all processes? Written by one, read by all, renamed, locked."""
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.runtime import gather, share
+from jaxmnt.preflight.rows import Row, failed, good, warning
+from jaxmnt.telemetry.progress import size
+
+_APPEARS_SECONDS = 5.0
+"""A network file system may show what another host has written only after a while."""
+_LOOK_SECONDS = 0.1
+_WRITTEN_BYTES, _CHUNK_BYTES = 64 << 20, 1 << 20
+_SLOW = 0.5
+_CHECK = "run directory"
+_ADVICE = "put run.dir on a file system that all hosts share"
+
+
+def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> list[Row]:
+    """All processes take part; process 0 gets the rows, the others none. `hosts` are the processes' host names."""
+    token, first = secrets.token_hex(8), identity.process_id == 0
+    trouble = _tried(lambda: _write(directory / _name(token), token)) if first else ""
+    token = share("a token in the run directory", token if first else None, identity)
+    mark, mine, lock = (directory / _name(token, end) for end in ("", f"-{identity.process_id}", "-lock"))
+    trouble = trouble or _tried(lambda: _appears(mark, token)) or _tried(lambda: _write(mine, token))
+    locked = not trouble and _makes(lock)
+    said = gather("the run directory", json.dumps([trouble, locked]), identity)
+    renamed = directory / _name(token, "-renamed")
+    if said is not None:
+        missing = _missing(directory, token, [json.loads(text)[0] for text in said])
+        trouble = trouble or _tried(lambda: mark.replace(renamed))
+    share("the token is renamed", "" if said is not None else None, identity)
+    trouble = trouble or _tried(lambda: _appears(renamed, token))
+    later = gather("the renamed token", trouble, identity)
+    if said is None or later is None:
+        return []
+    for path in directory.glob(f"{_name(token)}*"):
+        with contextlib.suppress(OSError):  # it is small and hidden
+            path.unlink()
+    return _judged(directory, hosts, missing or dict(enumerate(later)), [json.loads(text)[1] for text in said])
+
+
+def _judged(directory: Path, hosts: Sequence[str], troubles: dict[int, str], locked: list[bool]) -> list[Row]:
+    rows, seen = [], set[str]()
+    for process, trouble in sorted(troubles.items()):
+        if trouble and hosts[process] not in seen:
+            seen.add(hosts[process])
+            rows.append(failed(_CHECK, hosts[process], f"{directory}: {trouble}", _ADVICE))
+    if not rows and sum(locked) != 1:
+        found = f"{directory}: {sum(locked)} processes could make the same new file"
+        rows.append(failed(_CHECK, "all hosts", found, "use a file system with atomic creation (NFS 4, Lustre, …)"))
+    where = hosts[0] if len(set(hosts)) == 1 else f"all {len(set(hosts))} hosts"
+    return rows or [good(_CHECK, where, f"{directory}: shared by all" if len(hosts) > 1 else f"{directory}: writable")]
+
+
+def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> list[Row]:
+    """How fast the first process of each host writes there, all at the same time. As `shared_rows`."""
+    first = hosts.index(hosts[identity.process_id]) == identity.process_id
+    path = directory / f".preflight-rate-{identity.process_id}"
+    said = gather("how fast hosts write", json.dumps(_rate(path) if first else None), identity)
+    if said is None:
+        return []
+    rates = {hosts[process]: rate for process, text in enumerate(said) if (rate := json.loads(text)) is not None}
+    fastest, rows = max(rates.values()), []
+    for host, rate in rates.items():
+        if rate < _SLOW * fastest:
+            found = f"{size(rate)}/s, another host {size(fastest)}/s"
+            rows.append(warning("writing there", host, found, "look at its mount and its link"))
+    return rows or [good("writing there", _everywhere(rates), f"{size(sum(rates.values()))}/s together, with fsync")]
+
+
+def _everywhere(rates: dict[str, float]) -> str:
+    return next(iter(rates)) if len(rates) == 1 else f"all {len(rates)} hosts"
+
+
+def _rate(path: Path) -> float:
+    """Bytes a second of a new file, until it is on the disk; 0 if it cannot be written."""
+    chunk = os.urandom(_CHUNK_BYTES)
+    began = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            for _ in range(_WRITTEN_BYTES // _CHUNK_BYTES):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        return _WRITTEN_BYTES / (time.perf_counter() - began)
+    except OSError:  # the rows of the directory itself say why
+        return 0.0
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _name(token: str, end: str = "") -> str:
+    return f".preflight-{token}{end}"
+
+
+def _write(path: Path, token: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(token)
+
+
+def _appears(path: Path, token: str) -> None:
+    """Returns when the file is there. Raises `OSError` if it does not appear."""
+    deadline = time.monotonic() + _APPEARS_SECONDS
+    while True:
+        try:
+            list(path.parent.iterdir())  # makes a network file system look again
+            if path.read_text() == token:
+                return
+        except FileNotFoundError:
+            pass
+        if time.monotonic() > deadline:
+            raise OSError(None, "what another process has written there is not to be seen")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _makes(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def _missing(directory: Path, token: str, troubles: list[str]) -> dict[int, str]:
+    """What is wrong by process, as process 0 sees it; empty if nothing is."""
+    for process, trouble in enumerate(troubles):
+        path = directory / _name(token, f"-{process}")
+        troubles[process] = trouble or _tried(partial(_appears, path, token))
+    return dict(enumerate(troubles)) if any(troubles) else {}
+
+
+def _tried(act: Callable[[], object]) -> str:
+    """What went wrong, in words; empty if nothing did."""
+    try:
+        act()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,73 @@
+"""What one process knows of its host, to be compared with what the others know of theirs."""
+
+import json
+import os
+import platform
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.runtime import gather, share
+from jaxmnt.cluster.software import environment_digest
+from jaxmnt.preflight import gpus, network
+
+Facts = dict[str, Any]
+"""Plain data that can be sent as JSON; the keys are those of `quick` and `thorough`."""
+
+_SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
+_MEMINFO = Path("/proc/meminfo")
+
+
+def quick(clock: tuple[float, float]) -> Facts:
+    """What the start of each run looks at. `clock` is how far this one is ahead of process 0's: at least, at most."""
+    import jax
+
+    devices = jax.local_devices()
+    return {
+        "host": socket.gethostname(),
+        "clock": clock,
+        "devices": len(devices),
+        "kind": devices[0].device_kind if devices else "none",
+        "platform": devices[0].platform if devices else "none",
+    }
+
+
+def thorough() -> Facts:
+    """What only the command looks at."""
+    return {
+        "python": platform.python_version(),
+        "environment": environment_digest(),
+        "cores": os.cpu_count() or 0,
+        "memory": memory_bytes(),
+        "shm": _free(_SHM),
+        "image": os.environ.get("JAXMNT_IMAGE", ""),
+        "nics": [vars(card) for card in network.cards()],
+        "fabric": [vars(port) for port in network.fabric_ports()],
+        "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+        "gpus": [vars(gpu) for gpu in gpus.gpus()],
+        "strangers": gpus.strangers(),
+        "links_down": gpus.links_down(),
+    }
+
+
+def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
+    """The facts of all processes, in order, in each of them."""
+    said = gather(name, json.dumps(facts), identity)
+    return list(json.loads(share(name, None if said is None else f"[{','.join(said)}]", identity)))
+
+
+def memory_bytes() -> dict[str, int]:
+    """Host memory in bytes: all, and what is available."""
+    found = {}
+    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []:
+        name, _, rest = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            found[name] = int(rest.split()[0]) * 1024
+    return {"all": found.get("MemTotal", 0), "free": found.get("MemAvailable", 0)}
+
+
+def _free(folder: Path) -> int:
+    """Bytes that can still be written there; 0 if it is not there."""
+    return shutil.disk_usage(folder).free if folder.exists() else 0

@@ -1,0 +1,207 @@
+"""A short measured test: matrix products on each device, and what crosses the network along each mesh axis and
+between each two hosts.
+
+Legend: N devices along an axis.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.runtime import barrier, gather
+from jaxmnt.preflight.rows import Row, failed, good, warning
+
+_TIMES = 3
+_PAIRED_HOSTS = 16
+_MIDDLING, _SLOW = 0.6, 0.25
+"""Of the best: what is worth a look, and what a run should not start with."""
+_LEAST_OF_LINK = {"cpu": 0.01, "gpu": 0.25}
+"""Of the speed of the hosts' network cards: below it, the whole network is not as it should be."""
+_BYTES = {"cpu": 1 << 18, "gpu": 64 << 20}
+"""What a device sends."""
+_WIDTH = {"cpu": 512, "gpu": 8192}
+_BITS, _MEGA, _GIGA = 8, 1e6, 1e9
+
+
+def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
+    """Each device by itself: TFLOP/s of a square product. Process 0 gets the rows."""
+    rates = [_matmul_rate(device) for device in jax.local_devices()]
+    said = gather("matrix products", json.dumps(rates), identity)
+    if said is None:
+        return []
+    found = {f"{hosts[process]} device {number}": rate
+             for process, text in enumerate(said) for number, rate in enumerate(json.loads(text))}  # fmt: skip
+    usual = statistics.median(found.values())
+    advice = "look at its clocks, heat and neighbours"
+    rows = [
+        (failed if rate < _SLOW * usual else warning)(
+            "matrix product", where, f"{rate:.3g} TFLOP/s, usual {usual:.3g}", advice
+        )
+        for where, rate in found.items()
+        if rate < _MIDDLING * usual
+    ]
+    return rows or [good("matrix product", f"all {len(found)} devices", f"{min(found.values()):.3g} TFLOP/s at least")]
+
+
+def _matmul_rate(device: jax.Device) -> float:
+    width = _WIDTH.get(device.platform, _WIDTH["cpu"])
+    dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
+    matrix = jax.device_put(np.ones((width, width), np.float32), device).astype(dtype)
+    product = jax.jit(lambda x_WW: x_WW @ x_WW)
+    return 2 * width**3 / _seconds(lambda: product(matrix)) / 1e12
+
+
+def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]:
+    """The collectives of a run along each axis that is split. Bytes count as in nccl-tests (bus bandwidth):
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    rows = []
+    for axis, size in mesh.shape.items():
+        if size == 1:
+            continue
+        rates = {name: _axis_rate(mesh, axis, name) for name in _OPERATIONS}
+        said = gather(f"collectives along {axis}", json.dumps(rates), identity)
+        if said is None:
+            continue
+        told = [json.loads(text) for text in said]
+        slowest = {name: min(rates[name] for rates in told) for name in _OPERATIONS}
+        text = ", ".join(f"{name} {rate / _GIGA:.3g} GB/s" for name, rate in slowest.items())
+        rows.append(good(f"axis {axis}", _everywhere(hosts), text))
+    return rows
+
+
+_OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[[int], float], bool]] = {
+    "all-reduce": (lambda x, axis, n: jax.lax.psum(x, axis), lambda n: 2 * (n - 1) / n, True),
+    "all-gather": (lambda x, axis, n: jax.lax.all_gather(x, axis, tiled=True), lambda n: n - 1, False),
+    "reduce-scatter": (lambda x, axis, n: jax.lax.psum_scatter(x, axis, tiled=True), lambda n: (n - 1) / n, True),
+    "point-to-point": (
+        lambda x, axis, n: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), lambda n: 1, True
+    ),
+}  # fmt: skip
+"""What is done with a device's array, how often its bytes cross the bus for N devices, and whether it is whole."""
+
+
+def _axis_rate(mesh: Mesh, axis: str, name: str) -> float:
+    """Bytes a second and device."""
+    operation, crossings, _ = _OPERATIONS[name]
+    size = mesh.shape[axis]
+    device = mesh.devices.flat[0]
+    count = _BYTES.get(device.platform, _BYTES["cpu"]) // 4 // size * size
+    spec = PartitionSpec(mesh.axis_names)
+    inside = jax.shard_map(
+        partial(operation, axis=axis, n=size), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    array = _ones(mesh, spec, count)
+    return 4 * count * crossings(size) / _seconds(partial(jax.jit(inside), array))
+
+
+def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]) -> list[Row]:
+    """Each two hosts exchange bytes, as many pairs at a time as there can be. `megabits` is each host's card.
+
+    Process 0 gets the rows; with more than 16 hosts there are none.
+    """
+    first = list(dict.fromkeys(hosts))
+    if not 2 <= len(first) <= _PAIRED_HOSTS:
+        return []
+    firsts = [hosts.index(host) for host in first]
+    own: dict[str, float] = {}
+    for number, pairs in enumerate(_tournament(len(first))):
+        barrier(f"round {number} of pairs of hosts", identity)
+        for one, other in pairs:
+            if identity.process_id in (firsts[one], firsts[other]):
+                own[f"{one} {other}"] = _pair_rate(firsts[one], firsts[other])
+    said = gather("pairs of hosts", json.dumps(own), identity)
+    if said is None:
+        return []
+    rates: dict[tuple[int, int], float] = {}
+    for text in said:
+        for pair, rate in json.loads(text).items():
+            one, other = (int(part) for part in pair.split())
+            rates[one, other] = min(rate, rates.get((one, other), rate))
+    return judge_pairs(first, rates, [megabits.get(host, 0) for host in first], jax.devices()[0].platform)
+
+
+def _tournament(hosts: int) -> list[list[tuple[int, int]]]:
+    """Rounds in which each host meets one other, until all have met (the circle method)."""
+    ring: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
+    rounds = []
+    for _ in range(len(ring) - 1):
+        half = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in half if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
+
+
+def judge_pairs(
+    hosts: Sequence[str], rates: dict[tuple[int, int], float], megabits: Sequence[int], platform: str
+) -> list[Row]:
+    """What rates of pairs (bytes a second) say of hosts: who is slow with everybody is named alone."""
+    best = max(rates.values())
+    expected = min((speed for speed in megabits if speed), default=0) * _MEGA / _BITS
+    least = _LEAST_OF_LINK.get(platform, _LEAST_OF_LINK["gpu"]) * expected
+    if best < least:
+        found = f"{_gb(best)} at best, and the hosts' cards have {_gb(expected)}"
+        return [failed("links", f"all {len(hosts)} hosts", found, "look at the switches, and at which network is used")]
+    rows: list[Row] = []
+    named: set[int] = set()
+    for number, host in enumerate(hosts):
+        own = {pair: rate for pair, rate in rates.items() if number in pair}
+        if len(hosts) > 2 and max(own.values()) < _MIDDLING * best:
+            named.add(number)
+            rows.append(_slow(host, max(own.values()), best))
+    for (one, other), rate in sorted(rates.items()):
+        if rate < _MIDDLING * best and not named & {one, other}:
+            rows.append(_slow(f"{hosts[one]} – {hosts[other]}", rate, best))
+    slowest = min(rates.values())
+    return rows or [good("links", f"all {len(rates)} pairs", f"{_gb(slowest)} at least, {_gb(best)} at best")]
+
+
+def _slow(where: str, rate: float, best: float) -> Row:
+    judge = failed if rate < _SLOW * best else warning
+    return judge("links", where, f"{_gb(rate)}, others {_gb(best)}", "look at its cable, switch port and card")
+
+
+def _pair_rate(one: int, other: int) -> float:
+    devices = [next(device for device in jax.devices() if device.process_index == process) for process in (one, other)]
+    mesh, spec = Mesh(np.array(devices), ("pair",)), PartitionSpec("pair")
+    count = _BYTES.get(devices[0].platform, _BYTES["cpu"]) // 4
+    exchange = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)]), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    return 4 * count / _seconds(partial(jax.jit(exchange), _ones(mesh, spec, count)))
+
+
+def _ones(mesh: Mesh, spec: PartitionSpec, count: int) -> jax.Array:
+    """An array of `count` float32 ones a device."""
+    sharding = NamedSharding(mesh, spec)
+    ones = np.ones(count, np.float32)
+    mine = [jax.device_put(ones, device) for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return jax.make_array_from_single_device_arrays((count * mesh.devices.size,), sharding, mine)
+
+
+def _seconds(act: Callable[[], Any]) -> float:
+    """The shortest of a few times, after one that compiles and connects."""
+    jax.block_until_ready(act())
+    times = []
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        jax.block_until_ready(act())
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _everywhere(hosts: Sequence[str]) -> str:
+    return hosts[0] if len(set(hosts)) == 1 else f"all {len(set(hosts))} hosts"
+
+
+def _gb(rate: float) -> str:
+    return f"{rate / _GIGA:.3g} GB/s"

@@ -1,0 +1,118 @@
+"""Network cards and InfiniBand or RoCE ports of this host, as the kernel shows them under /sys."""
+
+import socket
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_NET, _FABRIC, _ROUTES = Path("/sys/class/net"), Path("/sys/class/infiniband"), Path("/proc/net/route")
+_NOT_FOR_RUNS = ("lo", "docker", "virbr", "cni", "flannel", "cali", "kube", "tunl", "dummy", "podman")
+"""How loopback interfaces and those of containers and virtual machines are called."""
+_ERROR_COUNTERS = (
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A network interface that is up."""
+
+    name: str
+    megabits: int
+    """Its speed; 0 if the kernel does not tell."""
+    address: str
+    """Its IPv4 address; empty if it has none."""
+    default: bool = False
+    """Whether the default route goes through it."""
+
+    @property
+    def for_runs(self) -> bool:
+        return bool(self.address) and not self.name.startswith(_NOT_FOR_RUNS)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an InfiniBand or RoCE adapter."""
+
+    name: str
+    state: str
+    gigabits: float
+    layer: str
+    errors: dict[str, int] = field(default_factory=dict)
+    """Error counters that are not 0."""
+
+
+def cards(root: Path = _NET) -> list[Card]:
+    """All interfaces that are up, by name."""
+    default = _default_interfaces()
+    found = []
+    for path in sorted(root.iterdir()) if root.exists() else []:
+        if _text(path / "operstate") in ("up", "unknown"):
+            speed = _text(path / "speed")
+            megabits = int(speed) if speed.isdecimal() else 0
+            found.append(Card(path.name, megabits, _address(path.name), path.name in default))
+    return found
+
+
+def chosen_by_nccl(found: list[Card], wanted: str) -> Card | None:
+    """The interface that NCCL takes for its sockets, by NCCL_SOCKET_IFNAME or by itself.
+
+    The rules are those of NCCL's manual:
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+    """
+    candidates = [card for card in found if card.address]
+    if wanted:
+        exclude, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
+        names = wanted.lstrip("^=").split(",")
+        matches = lambda card: card.name in names if exact else card.name.startswith(tuple(names))
+        return next((card for card in candidates if matches(card) != exclude), None)
+    for group in (
+        [card for card in candidates if card.name.startswith("ib")],
+        [card for card in candidates if not card.name.startswith(("docker", "lo"))],
+        [card for card in candidates if card.name.startswith("docker")],
+        [card for card in candidates if card.name.startswith("lo")],
+    ):
+        if group:
+            return group[0]
+    return None
+
+
+def fabric_ports(root: Path = _FABRIC) -> list[Port]:
+    """All ports of adapters that there are, by name."""
+    found = []
+    for path in sorted(root.glob("*/ports/*")):
+        counters = {name: _text(path / "counters" / name) for name in _ERROR_COUNTERS}
+        errors = {name: int(text) for name, text in counters.items() if text.isdecimal() and int(text)}
+        rate = _text(path / "rate").split(" ")[0]
+        gigabits = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
+        state = _text(path / "state").partition(": ")[2]
+        found.append(Port(f"{path.parts[-3]}/{path.name}", state, gigabits, _text(path / "link_layer"), errors))
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # an interface that is down has no speed
+        return ""
+
+
+def _default_interfaces() -> set[str]:
+    lines = _text(_ROUTES).splitlines()[1:]
+    return {line.split()[0] for line in lines if line.split()[1:2] == ["00000000"]}
+
+
+def _address(interface: str) -> str:
+    import fcntl
+
+    ask_address = 0x8915  # SIOCGIFADDR, see netdevice(7)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, ask_address, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # it has none
+            return ""
+    return socket.inet_ntoa(answer[20:24])

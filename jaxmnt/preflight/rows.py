@@ -1,0 +1,67 @@
+"""What a preflight found: one row a check, as a table or as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check."""
+
+    check: str
+    verdict: Verdict
+    where: str
+    """The host at fault, or whom it is about."""
+    found: str
+    advice: str = ""
+    """What to do; empty if nothing is."""
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.where}: {self.found}" + (f"; {self.advice}" if self.advice else "")
+
+
+def good(check: str, where: str, found: str) -> Row:
+    return Row(check, Verdict.OK, where, found)
+
+
+def warning(check: str, where: str, found: str, advice: str) -> Row:
+    return Row(check, Verdict.WARNING, where, found, advice)
+
+
+def failed(check: str, where: str, found: str, advice: str) -> Row:
+    return Row(check, Verdict.FAILED, where, found, advice)
+
+
+def failures(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.verdict is Verdict.FAILED]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned, one line a check; what to do stands below the line that it is about."""
+    cells = [("check", "verdict", "where", "found")]
+    cells += [(row.check, row.verdict.value, row.where, row.found) for row in rows]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
+    advice = ["", *(row.advice for row in rows)]
+    lines = []
+    for cell, hint in zip(cells, advice, strict=True):
+        padded = [text.ljust(width) for text, width in zip(cell, widths, strict=False)]
+        lines.append("  ".join([*padded, cell[3]]).rstrip())
+        if hint:
+            lines.append(f"{' ' * (sum(widths) + 6)}→ {hint}")
+    return "\n".join(lines)
+
+
+def to_json(rows: Sequence[Row]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
+
+
+def from_json(text: str) -> list[Row]:
+    return [Row(**one | {"verdict": Verdict(one["verdict"])}) for one in json.loads(text)]
