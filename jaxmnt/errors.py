@@ -7,9 +7,9 @@ wrong, where, and what to do, without a traceback. Anything else is a fault of o
 import io
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NoReturn
+from typing import NoReturn, Self
 
 
 class ExitCode(IntEnum):
@@ -27,6 +27,13 @@ class UserError(Exception):
     """Something that a user can mend. The text is the whole message."""
 
     exit_code = ExitCode.FAILURE
+    hosts: Sequence[str] = ()
+    processes: Sequence[int] = ()
+    """Those at fault, if they are known."""
+
+    def blaming(self, *, hosts: Sequence[str] = (), processes: Sequence[int] = ()) -> Self:
+        self.hosts, self.processes = hosts, processes
+        return self
 
 
 class ConfigError(UserError):

@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.cluster.runtime import joined
     from jaxmnt.data.sources import open_sources
     from jaxmnt.preflight.quick import check_hosts
+    from jaxmnt.runtime.failed_start import noting_a_failed_start
 
     ending = Ending(identity.label)
     heard: list[Lifeline] = []
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> int:
         import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
         clock.lap("import")
         with (
+            noting_a_failed_start(config, identity),
             stop_request(config, identity, at_once) as stop,
             joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline,
         ):

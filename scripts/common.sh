@@ -77,7 +77,7 @@ run_tests() {
     "$python" -m pytest -m "$marks and alone"
 }
 
-# run_tests_side_by_side PYTHON MARKS: those that need not be alone.
+# run_tests_side_by_side PYTHON MARKS [FILE …]: those that need not be alone, of these files if they are given.
 run_tests_side_by_side() {
-    "$1" -m pytest -m "$2 and not alone" --numprocesses auto --maxprocesses 4 --dist worksteal
+    "$1" -m pytest -m "$2 and not alone" --numprocesses auto --maxprocesses 4 --dist worksteal "${@:3}"
 }

@@ -58,11 +58,16 @@ class Lab:
     def inside(self, host: int, *command: str) -> None:
         run("ip", "netns", "exec", self._space(host), *command)
 
-    def start(self, host: int, *command: str, hosts: Path | None = None, private: Path | None = None, **options):
-        """A command on a host; `private` is a folder that the others do not share."""
+    def start(
+        self, host: int, *command: str, hosts: Path | None = None, private: Path | None = None, cards: bool = True,
+        **options,
+    ):  # fmt: skip
+        """A command on a host; `private` is a folder that the others do not share. With `cards` it sees its own
+        network cards under /sys, and no cgroups."""
         script = (
-            'hostname "$1"; mount --bind "$2" /etc/hosts; mount -t sysfs sysfs /sys; '
-            '[ -z "$3" ] || mount -t tmpfs tmpfs "$3"; shift 3; exec "$@"'
+            'hostname "$1"; mount --bind "$2" /etc/hosts; '
+            + ("mount -t sysfs sysfs /sys; " if cards else "")
+            + '[ -z "$3" ] || mount -t tmpfs tmpfs "$3"; shift 3; exec "$@"'
         )
         arguments = [f"h{host}", str(hosts or self.folder / "hosts"), str(private or "")]
         process = subprocess.Popen(

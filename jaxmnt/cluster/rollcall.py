@@ -159,7 +159,7 @@ class _Desk:
                 return wrong or PeerError(
                     f"{self._missing('did not arrive')} within {timeout:g} s {self._present()}; check that they were "
                     "started and can reach the coordinator"
-                )
+                ).blaming(processes=[one for one in range(self._identity.processes) if one not in self._hello])
             if now >= news and not wrong:
                 news = now + _NEWS_SECONDS
                 print(f"jaxmnt: {self._missing('still to come')} {self._present()}", file=sys.stderr, flush=True)
@@ -267,7 +267,7 @@ class _Desk:
                 return kind(
                     f"{name} of process {process} on {host} is {facts.get(name)}, of process 0 on {own['host']} "
                     f"{value}; start every process with the same software, config and data"
-                )
+                ).blaming(hosts=[host])
         return None
 
     def _unreachable(self) -> UserError | None:
@@ -278,7 +278,7 @@ class _Desk:
                 return PreflightError(
                     f"process {process}: {hello['host']} takes its own name for a loopback address, which the others "
                     f"cannot reach; give {hello['host']} its real address in /etc/hosts there"
-                )
+                ).blaming(hosts=[hello["host"]])
         return None
 
     def _missing(self, verb: str) -> str:

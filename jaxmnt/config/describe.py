@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from jaxmnt.config.load import field_of, flatten, is_section
-from jaxmnt.config.schema import Config, Resume
+from jaxmnt.config.schema import Config
+from jaxmnt.config.section import Resume
 
 MEANING: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
 """The classes of a changed key, for people."""

@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxmnt.config.schema import Config
+from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.errors import ConfigError, nearest
 
 
@@ -58,7 +58,14 @@ def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, without anything about this process."""
-    return yaml.safe_dump(config.model_dump(exclude={"cluster"}), sort_keys=False)
+    return yaml.safe_dump(config.model_dump(exclude=NOT_OF_THE_RUN), sort_keys=False)
+
+
+def dump_for_hosts(config: Config) -> str:
+    """The resolved config as YAML for the processes of a run, with what it says about their cluster."""
+    tree = config.model_dump(exclude=NOT_OF_THE_RUN - {"cluster"})
+    tree["cluster"] = {name: value for name, value in tree["cluster"].items() if value is not None}
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -72,7 +79,7 @@ def flatten(config: Config) -> dict[str, Any]:
         else:
             flat[prefix] = value
 
-    add("", config.model_dump(exclude={"cluster"}))
+    add("", config.model_dump(exclude=NOT_OF_THE_RUN))
     return flat
 
 

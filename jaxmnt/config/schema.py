@@ -6,8 +6,10 @@ Nothing here knows about devices or files: a config can be parsed, printed and c
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from jaxmnt.config.clusters import Gke, Launch, Slurm
+from jaxmnt.config.section import Section, key
 from jaxmnt.errors import nearest
 from jaxmnt.storage import no_place
 
@@ -17,22 +19,10 @@ AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
 WORKING_AXES = ("data", "pipeline", "fsdp", "model")
 """Axes that this version can split over; the others must be 1."""
 
-Resume = Literal["harmless", "maths", "breaks"]
-"""What a changed key means for a run that resumes: nothing, other numbers from here on, or a refusal."""
-
-
-def key(default: Any, text: str, *, resume: Resume = "harmless", **limits: Any) -> Any:
-    """A config key: its default, its line of help, its class on resume, and limits such as `ge=1`."""
-    return Field(default, description=text, json_schema_extra={"resume": resume}, **limits)
-
+NOT_OF_THE_RUN = {"cluster", "launch", "slurm", "gke"}
+"""Sections about where a run happens: they are not kept with it, and may change at will."""
 
 Minutes = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """One section of the config. Unknown keys are errors; values are not coerced; instances are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=False)
 
 
 class Run(Section):
@@ -276,6 +266,9 @@ class Config(Section):
     pipeline: Pipeline = Pipeline()
     watchdog: Watchdog = Watchdog()
     cluster: Cluster = Cluster()
+    launch: Launch = Launch()
+    slurm: Slurm = Slurm()
+    gke: Gke = Gke()
 
     @model_validator(mode="before")
     @classmethod

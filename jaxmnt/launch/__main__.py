@@ -1,23 +1,50 @@
 """python -m jaxmnt.launch local --processes N -- --config FILE [key=value …]
+python -m jaxmnt.launch slurm|gke --config FILE [--nodes N] [--dry-run] [key=value …]
 
-Starts the processes of a run on this machine and watches over them.
+Starts the processes of a run: on this machine, or on a cluster by a job script or a manifest that it prints or submits.
 """
 
 import argparse
+from pathlib import Path
 
-from jaxmnt.errors import ConfigError, run_command
-from jaxmnt.launch.local import launch, local_run
-from jaxmnt.launch.restarts import Restarts, fitting_counts
+from jaxmnt.errors import ConfigError, ExitCode, run_command
 
 
 def main(arguments: list[str]) -> int:
     own, train_arguments = _split(arguments)
     options = _parse(own)
+    if options.where == "local":
+        return _local(options, train_arguments)
+    if train_arguments:
+        raise ConfigError(f"--: nothing follows it with {options.where}; give settings as key=value")
+    return _on_cluster(options)
+
+
+def _local(options: argparse.Namespace, train_arguments: list[str]) -> int:
+    from jaxmnt.launch.local import launch, local_run
+    from jaxmnt.launch.restarts import Restarts, fitting_counts
+
     if options.processes < 1 or (options.devices_per_process or 1) < 1 or options.max_restarts < 0:
         raise ConfigError("--processes and --devices-per-process take numbers from 1 up, --max-restarts from 0")
     local = local_run(train_arguments, options.devices_per_process)
     counts = fitting_counts(options.elastic, options.processes, options.devices_per_process, local.config)
     return launch(local, options.processes, Restarts(options.max_restarts, counts))
+
+
+def _on_cluster(options: argparse.Namespace) -> int:
+    from jaxmnt.launch import gke, slurm
+    from jaxmnt.launch.job import cost, job
+
+    cluster = slurm if options.where == "slurm" else gke
+    nodes = [] if options.nodes is None else [f"launch.nodes={options.nodes}"]
+    wanted = job(Path(options.config), [*options.overrides, *nodes], options.sweep)
+    if options.dry_run:
+        print(cluster.render(wanted), end="")
+        return ExitCode.FINISHED
+    print(cluster.submit(wanted))
+    if (estimate := cost(wanted)) is not None:
+        print(f"cost    up to {estimate:,.0f} by its time limit")
+    return ExitCode.FINISHED
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -28,8 +55,20 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m jaxmnt.launch", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "python -m jaxmnt.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     where = parser.add_subparsers(dest="where", required=True)
+    _add_local(where)
+    _add_cluster(where, "slurm", "a job of Slurm")
+    _add_cluster(where, "gke", "a JobSet of Kubernetes")
+    return parser.parse_intermixed_args(arguments) if "local" in arguments[:1] else parser.parse_args(arguments)
+
+
+def _add_local(where: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     local = where.add_parser(
         "local",
         help="several processes on this machine",
@@ -44,7 +83,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--elastic", metavar="MIN:MAX", help="go on with fewer processes, down to MIN, when a restart gains no step"
     )
     local.add_argument("--debug", action="store_true", help="show a traceback with an error of the launcher")
-    return parser.parse_args(arguments)
+
+
+def _add_cluster(where: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str) -> None:
+    cluster = where.add_parser(name, help=text, allow_abbrev=False)
+    cluster.add_argument("--config", required=True, metavar="FILE", help="the config of the run")
+    cluster.add_argument("--nodes", type=int, metavar="N", help="hosts, over the config's launch.nodes")
+    cluster.add_argument("--dry-run", action="store_true", help="print what would be submitted")
+    cluster.add_argument(
+        "--sweep", action="append", default=[], metavar="key=VALUE,VALUE",
+        help="a job array with a run for each value, or combination of values",
+    )  # fmt: skip
+    cluster.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    cluster.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
 
 
 if __name__ == "__main__":

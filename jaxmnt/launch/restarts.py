@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.launch.fit import check_batch
 from jaxmnt.telemetry.events import read_lines
 
 _TRIES = 3
@@ -91,17 +92,8 @@ def fitting_counts(elastic: str | None, processes: int, devices: int | None, con
 
 
 def _fits(devices: int, config: Config) -> bool:
-    """Whether the axis that takes the rest of the devices, and the batch, come out whole."""
-    sizes = config.mesh.sizes()
-    fixed = 1
-    for size in sizes.values():
-        fixed *= size if size and size > 0 else 1
-    rest = [axis for axis, size in sizes.items() if size == -1]
-    if devices % fixed or (not rest and devices != fixed):
+    try:
+        check_batch(config, devices)
+    except ConfigError:
         return False
-    shards = 1
-    for axis in ("data", "fsdp"):
-        size = sizes[axis]
-        shards *= devices // fixed if axis in rest else size or 1
-    rows, left = divmod(config.data.global_batch_size, shards)
-    return left == 0 and rows % (config.train.microbatch_size or 1) == 0
+    return True

@@ -23,7 +23,9 @@ def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) 
     all_facts = told_to_all("what the start looks at", quick(clock), identity)
     bad = failures(agreed(quick_part(config, identity, all_facts), identity))
     if bad:
-        raise PreflightError(str(bad[0]) + (f" (and {len(bad) - 1} more: see jaxmnt.preflight)" if bad[1:] else ""))
+        more = f" (and {len(bad) - 1} more: see jaxmnt.preflight)" if bad[1:] else ""
+        known = {facts["host"] for facts in all_facts}
+        raise PreflightError(f"{bad[0]}{more}").blaming(hosts=[row.where for row in bad if row.where in known])
 
 
 def quick_part(config: Config, identity: Identity, all_facts: list[Facts]) -> list[Row]:

@@ -19,7 +19,7 @@ from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import dump_config, parse_config
-from jaxmnt.config.schema import Config
+from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources
@@ -140,7 +140,7 @@ def read_config(directory: Path) -> Config:
 
 def plain_config(config: Config) -> dict[str, Any]:
     """The resolved config as plain values, as checkpoints hold it."""
-    return config.model_dump(mode="json", exclude={"cluster"})
+    return config.model_dump(mode="json", exclude=NOT_OF_THE_RUN)
 
 
 def _decided(name: str, decide: Callable[[], Start], config: Config, identity: Identity) -> Start:

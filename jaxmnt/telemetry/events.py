@@ -46,6 +46,10 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+FAILED_START = "start_failed"
+"""The event of a start that came to nothing before a run was open."""
+
+
 class Events:
     """events/PROCESS.jsonl: what happened to this process, with the attempt (restarts so far)."""
 
@@ -74,6 +78,8 @@ def history(path: Path) -> tuple[int, float]:
     """How often the run whose events are in `path` broke off without a word, and for how many seconds it ran in all."""
     attempts: dict[int, list[dict[str, Any]]] = {}
     for record in read_lines(path):
+        if record["kind"] == FAILED_START:
+            continue
         attempts.setdefault(record["attempt"], []).append(record)
     failures = sum(all(record["kind"] != "end" for record in records) for records in attempts.values())
     # Between an attempt's own records, so that the clock may be set between attempts.

@@ -1,0 +1,202 @@
+"""A JobSet for GKE, or any Kubernetes with JobSet 0.12 or newer, and its submission.
+
+The manifest's form: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
+https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
+"""
+
+import re
+import shlex
+import subprocess
+from typing import Any
+
+import yaml
+
+from jaxmnt.cluster.launchers import DEFAULT_PORT
+from jaxmnt.config.load import dump_for_hosts
+from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.launch.job import Job
+from jaxmnt.launch.settings import environment
+
+_JOB, _CONTAINER = "workers", "train"
+_CONFIG_FOLDER, _CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
+_LONGEST_NAME = 63 - len(f"-{_JOB}-0-") - 5
+"""Of a JobSet: its pods' host names have at most 63 letters."""
+
+Manifest = dict[str, Any]
+
+
+class _Text(str):
+    """Shown as it is, line by line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|"))
+
+
+def render(wanted: Job) -> str:
+    """The config as a ConfigMap, and the JobSet, as YAML. Raises `ConfigError` for what a cluster could not run."""
+    return yaml.dump_all(manifests(wanted), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
+
+
+def manifests(wanted: Job) -> list[Manifest]:
+    if wanted.sweep:
+        raise ConfigError("--sweep: a sweep on Kubernetes is a JobSet for each run; launch them one by one")
+    if wanted.config.launch.image is None:
+        raise ConfigError("launch.image: missing; give the container image that has jaxmnt in it")
+    name = _name(wanted)
+    metadata: Manifest = {"name": name, "namespace": wanted.config.gke.namespace}
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {_CONFIG_FILE: _Text(dump_for_hosts(wanted.config))},
+    }
+    return [config, _jobset(wanted, name, dict(metadata))]
+
+
+def _name(wanted: Job) -> str:
+    """From the run's directory, in the letters that Kubernetes allows."""
+    name = re.sub(r"[^a-z0-9]+", "-", wanted.run_dir.name.lower()).strip("-")[:_LONGEST_NAME].strip("-")
+    if not name:
+        raise ConfigError(f"run.dir: {wanted.run_dir.name!r} gives no name for a JobSet; choose one with letters")
+    return name if name[0].isalpha() else f"run-{name}"
+
+
+def _jobset(wanted: Job, name: str, metadata: Manifest) -> Manifest:
+    gke, launch = wanted.config.gke, wanted.config.launch
+    if gke.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": gke.queue}
+    if gke.topology:
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": gke.topology}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+            "successPolicy": {"operator": "All"},
+            "failurePolicy": {
+                "maxRestarts": launch.restarts,
+                "rules": [
+                    _rule("wrongConfig", "FailJobSet", [f"exit code {int(ExitCode.CONFIG)} matching"]),
+                    _rule(
+                        "runAgain", "RestartJobSetAndIgnoreMaxRestarts",
+                        [f"exit code {int(ExitCode.STOPPED)} matching", "condition DisruptionTarget matching"],
+                    ),
+                ],
+            },
+            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": job(wanted, name)}],
+        },
+    }  # fmt: skip
+
+
+def _rule(name: str, action: str, patterns: list[str]) -> Manifest:
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f".*{pattern}.*" for pattern in patterns],
+    }
+
+
+def job(wanted: Job, name: str) -> Manifest:
+    """The template of the Indexed Job: as many pods as nodes, all of which fail when one does."""
+    nodes = wanted.config.launch.nodes
+    stop: Manifest = {"action": "FailJob"}
+    codes = [[int(ExitCode.CONFIG)], [int(ExitCode.STOPPED)]]
+    rules = [
+        stop | {"onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": values}} for values in codes
+    ]
+    rules.append(stop | {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
+    return {
+        "spec": {
+            "parallelism": nodes,
+            "completions": nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "podFailurePolicy": {"rules": rules},
+            "template": {"spec": _pod(wanted, name)},
+        }
+    }
+
+
+def _pod(wanted: Job, name: str) -> Manifest:
+    gke, launch = wanted.config.gke, wanted.config.launch
+    selector, tolerations = dict(gke.node_selector), list[Manifest]()
+    if launch.gpus_per_node:
+        selector["cloud.google.com/gke-accelerator"] = gke.accelerator
+        tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
+    if gke.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+        tolerations.append(
+            {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        )
+    pod: Manifest = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": gke.grace_seconds,
+        "containers": [_container(wanted, name)],
+        "volumes": _volumes(wanted, name),
+    }
+    optional: Manifest = {
+        "nodeSelector": dict(sorted(selector.items())),
+        "tolerations": tolerations,
+        "serviceAccountName": gke.service_account,
+        "priorityClassName": gke.priority,
+    }
+    if gke.host_network:
+        optional |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return pod | {key: value for key, value in optional.items() if value}
+
+
+def _container(wanted: Job, name: str) -> Manifest:
+    gke, launch = wanted.config.gke, wanted.config.launch
+    variables = environment(wanted.config) | {
+        "JAX_NUM_PROCESSES": str(launch.nodes),
+        "JAX_COORDINATOR_ADDRESS": f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}",
+    }
+    asked = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
+    resources = {what: str(amount) for what, amount in asked.items() if amount}
+    command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}"]
+    script = "\n".join([*launch.setup, f"exec {shlex.join(command)}"])
+    mounts = [mount.split(":", 1) for mount in launch.mounts]
+    container: Manifest = {
+        "name": _CONTAINER,
+        "image": launch.image,
+        "command": ["bash", "-c", _Text(script)],
+        "env": [{"name": key, "value": value} for key, value in sorted(variables.items())],
+        "ports": [{"containerPort": DEFAULT_PORT}],
+        "volumeMounts": [
+            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's, not ours
+            *({"name": f"data-{number}", "mountPath": path} for number, (_, path) in enumerate(mounts)),
+        ],
+    }
+    return container | ({"resources": {"limits": resources}} if resources else {})
+
+
+def _volumes(wanted: Job, name: str) -> list[Manifest]:
+    memory = {"medium": "Memory", "sizeLimit": f"{wanted.config.gke.shared_memory_gib}Gi"}
+    claims = [mount.split(":", 1)[0] for mount in wanted.config.launch.mounts]
+    return [
+        {"name": "config", "configMap": {"name": name}},
+        {"name": "shared-memory", "emptyDir": memory},
+        *(
+            {"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}}
+            for number, claim in enumerate(claims)
+        ),
+    ]
+
+
+def submit(wanted: Job) -> str:
+    """Hands the manifests to kubectl; what that says. Raises `UserError` if it refuses."""
+    text = render(wanted)
+    try:
+        done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ConfigError("kubectl: there is no such command here; see --dry-run, or install it") from None
+    if done.returncode != 0:
+        raise UserError(f"kubectl refused the manifests: {done.stderr.strip()}")
+    return done.stdout.strip()

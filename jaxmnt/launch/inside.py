@@ -1,0 +1,186 @@
+"""python -m jaxmnt.launch.inside before|after …
+
+Inside an allocation: which nodes to start a run on, and what to do when a start has ended. The job script asks this; it
+prints a word and what belongs to it. What happened is read from the run's events, which outlive every start.
+"""
+
+import argparse
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.errors import ExitCode, run_command
+from jaxmnt.launch.restarts import last_commit
+from jaxmnt.telemetry.events import FAILED_START, read_lines
+
+_TRIES = 3
+"""Starts in a row that may fail without a new checkpoint."""
+_BAD_FOR_SECONDS = 24 * 3600.0
+_BLAMING = ("peer_lost", "hang", FAILED_START)
+"""Events that tell of a host. What a process raises by itself is its program's fault until a second host shows it."""
+_ASKED_BY_SLURM = ("SIGUSR1", "SIGTERM", "the allocation ends")
+"""What asked a run to stop that shall go on in another allocation. A person's STOP, or train.stop_after, is no such."""
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """A node that is left out for a while."""
+
+    node: str
+    why: str
+    since: float
+    until: float
+    """Unix seconds."""
+
+
+class Ledger:
+    """What is known of a run's starts and nodes, in `run.dir/launch/`."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir, self._folder = run_dir, run_dir / "launch"
+
+    def bad_nodes(self, now: float) -> list[BadNode]:
+        """Those that are still to be left out, the oldest first."""
+        path = self._folder / "bad_nodes.json"
+        known = [BadNode(**one) for one in json.loads(path.read_text())] if path.exists() else []
+        return sorted((one for one in known if one.until > now), key=lambda one: one.since)
+
+    def blame(self, node: str, why: str, now: float) -> None:
+        others = [one for one in self.bad_nodes(now) if one.node != node]
+        bad = [*others, BadNode(node, why, now, now + _BAD_FOR_SECONDS)]
+        self._write("bad_nodes.json", [asdict(one) for one in bad])
+
+    def starts(self) -> list[dict[str, Any]]:
+        return read_lines(self._folder / "starts.jsonl")
+
+    def note(self, start: dict[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(start) + "\n")
+
+    def events(self, began: float) -> list[dict[str, Any]]:
+        """Those of all processes since then, in order of time."""
+        paths = sorted((self.run_dir / "events").glob("*.jsonl"))
+        found = [event for path in paths for event in read_lines(path) if event["time"] >= began]
+        return sorted(found, key=lambda event: float(event["time"]))
+
+    def _write(self, name: str, content: Any) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        temporary = self._folder / f".{name}.{os.getpid()}"
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(self._folder / name)
+
+
+def before(ledger: Ledger, wanted: int, usable: list[str], now: float) -> tuple[str, str]:
+    """`start` and nodes. With too few that nobody blames, those blamed longest ago are tried again; with too few at
+    all, the nodes go back: `requeue`."""
+    bad = [one.node for one in ledger.bad_nodes(now)]
+    good = [node for node in usable if node not in bad]
+    again = [node for node in bad if node in usable]
+    chosen = (good + again)[:wanted]
+    if len(chosen) < wanted:
+        return "requeue", f"{len(chosen)} of {wanted} nodes answer"
+    return "start", ",".join(node for node in usable if node in chosen)
+
+
+def after(
+    ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int, cancelled: bool, job: str
+) -> tuple[str, str]:
+    """`end`, `requeue` or `again`, and why, after a start on `nodes` has ended with srun's exit code."""
+    now, events = time.time(), ledger.events(began - 1)
+    ended = next((event for event in reversed(events) if event["kind"] == "end"), None)
+    stopped_by = next((event["asked_by"] for event in reversed(events) if event["kind"] == "preempted"), None)
+    newest = last_commit(ledger.run_dir)
+    blamed = None if ended else _blamed(events, nodes)
+    if blamed is not None:
+        ledger.blame(blamed[0], blamed[1], now)
+    ledger.note({"time": now, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest})
+    if cancelled:
+        return "end", "the job was cancelled or preempted"
+    if code in (ExitCode.FINISHED, ExitCode.CONFIG):
+        return "end", ""
+    if code == ExitCode.STOPPED or (ended and not ended["finished"]):
+        if stopped_by in _ASKED_BY_SLURM:
+            return "requeue", f"{stopped_by}: saved at step {newest}"
+        return "end", f"stopped by {stopped_by or 'train.stop_after'}"
+    if _in_vain(ledger.starts()) >= _TRIES:
+        return "end", f"{_TRIES} starts failed without a checkpoint after step {newest}"
+    if not events:
+        return "requeue", "nothing was started"
+    who = f"without {blamed[0]} if there is another" if blamed else "on the same nodes"
+    if start >= restarts:
+        return "requeue", f"after {start} restarts in this allocation"
+    return "again", f"from step {newest}, {who}"
+
+
+def _in_vain(starts: list[dict[str, Any]]) -> int:
+    """How many of the last starts failed with the same newest checkpoint."""
+    count = 0
+    for one in reversed(starts):
+        failed = one["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
+        if not failed or one["newest"] != starts[-1]["newest"]:
+            break
+        count += 1
+    return count
+
+
+def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] | None:
+    """The node that most processes blame, and one's words."""
+    votes: dict[str, list[str]] = {}
+    for event in events:
+        if event["kind"] in _BLAMING:
+            node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
+            if node is not None:
+                votes.setdefault(node, []).append(str(event["why"]))
+    if not votes:
+        return None
+    node = max(sorted(votes), key=lambda name: len(votes[name]))
+    return node, votes[node][0]
+
+
+def _node(host: str | None, process: int | None, nodes: list[str]) -> str | None:
+    """Host names may have a domain that Slurm's have not."""
+    if host is not None:
+        same = [node for node in nodes if node == host or node.partition(".")[0] == host.partition(".")[0]]
+        if same:
+            return same[0]
+    return nodes[process] if process is not None and process < len(nodes) else None
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    ledger = Ledger(Path(options.run_dir))
+    if options.when == "before":
+        answer = before(ledger, options.wanted, options.usable.split(), time.time())
+    else:
+        answer = after(
+            ledger, options.code, options.began, options.nodes.split(","), options.start, options.restarts,
+            options.cancelled == "yes", options.job,
+        )  # fmt: skip
+    print(*answer)
+    return ExitCode.FINISHED
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m jaxmnt.launch.inside", description=__doc__, allow_abbrev=False)
+    when = parser.add_subparsers(dest="when", required=True)
+    first, later = when.add_parser("before", allow_abbrev=False), when.add_parser("after", allow_abbrev=False)
+    for one in (first, later):
+        one.add_argument("--run-dir", required=True)
+    first.add_argument("--wanted", type=int, required=True)
+    first.add_argument("--usable", required=True, help="nodes that answer")
+    later.add_argument("--code", type=int, required=True, help="srun's exit code")
+    later.add_argument("--began", type=float, required=True, help="Unix seconds")
+    later.add_argument("--nodes", required=True, help="those of the start, in order of processes")
+    later.add_argument("--start", type=int, required=True, help="number of the start in this allocation")
+    later.add_argument("--restarts", type=int, required=True)
+    later.add_argument("--cancelled", choices=("yes", "no"), required=True)
+    later.add_argument("--job", required=True)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

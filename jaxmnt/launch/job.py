@@ -1,0 +1,58 @@
+"""What is asked of a cluster: a config, on so many nodes."""
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from jaxmnt.config.load import load_config
+from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError
+from jaxmnt.launch.fit import check_batch
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for."""
+
+    config: Config
+    config_file: Path
+    overrides: list[str]
+    """Settings over the file's, for every process."""
+    sweep: list[list[str]]
+    """More settings for each task of a job array; empty for a single job."""
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.config.run.dir is not None
+        return Path(self.config.run.dir).absolute()
+
+
+def job(config_file: Path, overrides: list[str], sweep: list[str]) -> Job:
+    """Raises `ConfigError` for a config that does not fit the nodes, also with the settings of a sweep."""
+    points = _points(sweep)
+    config = load_config(config_file, overrides)
+    for point in points or [[]]:
+        tried = load_config(config_file, [*overrides, *point])
+        devices = tried.launch.nodes * max(1, tried.launch.gpus_per_node)
+        check_batch(tried, devices)
+    return Job(config, config_file.absolute(), overrides, points)
+
+
+def _points(sweep: list[str]) -> list[list[str]]:
+    """`["a=1,2", "b=3,4"]`: a=1 b=3, a=1 b=4, a=2 b=3, a=2 b=4."""
+    choices = []
+    for text in sweep:
+        name, equals, values = text.partition("=")
+        if not equals or not name or not all(values.split(",")):
+            raise ConfigError(f"--sweep: {text!r} is not key=VALUE,VALUE; correct it")
+        choices.append([f"{name}={value}" for value in values.split(",")])
+    return [list(point) for point in product(*choices)] if choices else []
+
+
+def cost(wanted: Job) -> float | None:
+    """Of all GPUs of all its tasks until the time limit; None if that, or their price, is not known."""
+    launch = wanted.config.launch
+    if launch.cost_per_gpu_hour is None or launch.hours is None:
+        return None
+    gpus = (launch.nodes + launch.spare_nodes) * launch.gpus_per_node * max(1, len(wanted.sweep))
+    return gpus * launch.hours * launch.cost_per_gpu_hour

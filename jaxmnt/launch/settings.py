@@ -1,0 +1,19 @@
+"""Variables that every process of a job on several GPU hosts gets, unless a config says otherwise (docs/cluster.md)."""
+
+from jaxmnt.config.schema import Config
+
+_GPU_HOSTS = {
+    # Collectives and products overlap, pipelined over layers: XLA's own bundle of flags for that.
+    "JAX_OPTIMIZATION_LEVEL": "O1",
+    # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+    # Warnings of NCCL say which link or interface they are about.
+    "NCCL_DEBUG": "WARN",
+}
+
+
+def environment(config: Config) -> dict[str, str]:
+    """What the launchers write into scripts and manifests, sorted by name."""
+    launch = config.launch
+    preset = _GPU_HOSTS if launch.settings == "auto" and launch.gpus_per_node and launch.nodes > 1 else {}
+    return dict(sorted((preset | launch.environment).items()))

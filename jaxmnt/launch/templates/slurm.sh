@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+@options@
+
+# Starts the run on @nodes@ of the allocation's nodes, again without a node that has failed, and asks Slurm for another
+# allocation when that cannot be done here or the time is over. What to do is decided by jaxmnt.launch.inside.
+set -o pipefail
+cd @directory@ || exit 1
+
+run_dir=@run_dir@
+arguments=(@arguments@)
+container=(@container@)
+@sweep@
+# shellcheck disable=SC1091
+prepare() {
+@setup@
+}
+
+decide() {  # what to do: a word, and nodes
+    if [ "${#container[@]}" -gt 0 ]; then
+        srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" "${container[@]}" \
+            bash -c "$(declare -f prepare); prepare && exec @python@ -m jaxmnt.launch.inside \"\$@\"" - "$@"
+    else
+        (prepare && exec @python@ -m jaxmnt.launch.inside "$@")
+    fi
+}
+
+cancelled=no
+trap 'cancelled=yes' TERM  # scancel and preemption tell the tasks as well: they save and stop
+
+start=0
+while :; do
+    usable=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | while read -r node; do
+        scontrol show node "$node" | grep -Eq 'State=[A-Z+]*(DOWN|FAIL|NOT_RESPONDING|[*])' || printf '%s ' "$node"
+    done)
+    read -r action nodes <<<"$(decide before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable")"
+    if [ "$action" = start ]; then
+        began=$(date +%s)
+        # Each task's own exit code counts: a task that ends lets the others end by themselves, for a minute.
+        srun --nodes=@nodes@ --ntasks=@nodes@ --ntasks-per-node=1 --nodelist="$nodes" --overlap --kill-on-bad-exit=0 \
+            --wait=60 --cpu-bind=none --label@srun_options@ "${container[@]}" \
+            bash -c "$(declare -f prepare); prepare && exec @python@ -m jaxmnt.train \"\$@\"" - "${arguments[@]}" &
+        step=$!
+        wait "$step"; code=$?
+        while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends a wait
+        read -r action why <<<"$(decide after --run-dir "$run_dir" --code "$code" --began "$began" --nodes "$nodes" \
+            --start "$start" --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID")"
+        echo "jaxmnt: start $start on $nodes ended with exit code $code: $action${why:+, $why}"
+    else
+        code=4
+        echo "jaxmnt: ${nodes:-nothing could be decided}; $action"
+    fi
+    case $action in
+        start | again) start=$((start + 1)) ;;
+        requeue)
+            scontrol requeue "$SLURM_JOB_ID" && sleep 300  # which Slurm ends
+            exit 75 ;;
+        *) exit "$code" ;;
+    esac
+done

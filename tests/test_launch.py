@@ -1,0 +1,314 @@
+"""Job scripts and manifests: what they ask for, and what is decided inside an allocation."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import command
+
+from jaxmnt.errors import ConfigError
+from jaxmnt.launch import gke, slurm
+from jaxmnt.launch.inside import Ledger, after, before
+from jaxmnt.launch.job import cost, job
+
+CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024", "launch.image=registry.example/jaxmnt:1"]
+
+
+@pytest.fixture
+def asked(tiny_file):
+    """A job of the tiny config; arguments are settings."""
+    return lambda *settings, sweep=(): job(tiny_file, [*CLUSTER, *settings], list(sweep))
+
+
+def options_of(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 16, 64])
+def test_scripts_are_sound(asked, tmp_path, nodes):
+    settings = ["launch.spare_nodes=1", "launch.hours=24", 'launch.setup=["module load cuda", "cd $HOME"]',
+                "launch.mounts=['/data:/data']", "slurm.switches=1@12:00:00", "slurm.account=team",
+                "launch.environment={NOTE: \"it's a 'test' of $HOME\"}"]  # fmt: skip
+    script = slurm.render(asked(f"launch.nodes={nodes}", *settings, sweep=["seed=1,2", "optimizer.beta2=0.9"]))
+    path = tmp_path / "job.sh"
+    path.write_text(script)
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    options = options_of(script)
+    assert {f"--nodes={nodes + 1}", "--requeue", "--no-kill", "--time=1440", "--array=0-1", "--account=team",
+            "--switches=1@12:00:00", "--gpus-per-node=8", "--signal=USR1@300"} <= set(options)  # fmt: skip
+    assert not re.search(r"@[a-z_]+@", script), "a slot was not filled"
+
+
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_scripts_please_shellcheck(asked, tmp_path, nodes):
+    if not shutil.which("shellcheck"):
+        pytest.skip("needs shellcheck")
+    for number, sweep in enumerate(((), ("seed=1,2",))):
+        path = tmp_path / f"{number}.sh"
+        path.write_text(slurm.render(asked(f"launch.nodes={nodes}", sweep=sweep)))
+        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_number_of_nodes_changes_nothing_else(asked):
+    four, sixty_four = (slurm.render(asked(f"launch.nodes={nodes}")).splitlines() for nodes in (4, 64))
+    assert len(four) == len(sixty_four)
+    for one, other in zip(four, sixty_four, strict=True):
+        assert one.replace("4", "64") == other.replace("4", "64") or one == other or "nodes" in one
+
+
+def test_values_reach_the_processes_unharmed(asked, tmp_path):
+    """Quotes, blanks and dollars in settings and variables come through the script, the function and srun's bash."""
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "srun").write_text('#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
+    (fake / "scontrol").write_text('#!/bin/bash\n[ "$2" = hostnames ] && echo n1 || echo State=IDLE\n')
+    (fake / "python").write_text(
+        '#!/bin/bash\ncase "$2" in\n*inside) shift 2; [ "$1" = before ] && echo start n1 || echo end ;;\n'
+        '*) printf "%s|" "$NOTE" "$@" >"$OUT" ;;\nesac\n'
+    )
+    for path in fake.iterdir():
+        path.chmod(0o755)
+    note = 'it\'s a "test" of $HOME `date`'
+    wanted = asked(f"launch.environment={json.dumps({'NOTE': note})}", "run.dir=a run's dir", "launch.image=null")
+    script = tmp_path / "job.sh"
+    script.write_text(slurm.render(wanted))
+    out = tmp_path / "out"
+    environment = dict(os.environ, PATH=f"{fake}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", SLURM_JOB_ID="1",
+                       SLURMD_NODENAME="n1", OUT=str(out))  # fmt: skip
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    heard, *arguments = out.read_text().split("|")
+    assert heard == note and arguments[:2] == ["-m", "jaxmnt.train"]
+    assert f"run.dir={Path.cwd()}/a run's dir" in arguments
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["launch.nodes=3"], "1024 rows do not divide over 24 batch shards on 24 devices; 1008 or 1032 would"),
+        (["launch.nodes=2", "mesh.fsdp=5"], "the fixed axes multiply to 5, and the job would have 16 devices"),
+        (["launch.environment={HF_TOKEN: x}"], "HF_TOKEN looks like a secret"),
+        (["launch.environment={1A: x}"], "is no name of a variable"),
+        (["launch.mounts=[data]"], "is not FOLDER:/PATH/IN/CONTAINER"),
+        (["slurm.options=['x']"], "is no option such as"),
+        (["launch.nodes=0"], "launch.nodes"),
+    ],
+)
+def test_what_cannot_be_launched(asked, settings, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        asked(*settings)
+
+
+def test_a_sweep_is_a_job_array_with_a_run_each(asked):
+    wanted = asked(sweep=["seed=1,2", "optimizer.learning_rate=1e-3,3e-4"])
+    assert len(wanted.sweep) == 4 and wanted.sweep[1] == ["seed=1", "optimizer.learning_rate=3e-4"]
+    script = slurm.render(wanted)
+    assert "    3) arguments+=(seed=2 optimizer.learning_rate=3e-4) ;;" in script
+    assert 'run_dir="$run_dir/$SLURM_ARRAY_TASK_ID"' in script
+    with pytest.raises(ConfigError, match="is not key=VALUE,VALUE"):
+        asked(sweep=["seed"])
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        asked(sweep=["data.global_batch_size=1024,1025"])
+
+
+def test_what_it_costs(asked):
+    assert cost(asked("launch.nodes=2")) is None
+    settings = ("launch.nodes=2", "launch.hours=10", "launch.cost_per_gpu_hour=2.5")
+    assert cost(asked(*settings)) == 400 and cost(asked(*settings, sweep=["seed=1,2"])) == 800
+
+
+def test_the_command_prints_or_says_what_is_missing(tiny_file, tmp_path):
+    arguments = ["--config", str(tiny_file), "--nodes", "2", *CLUSTER]
+    printed = command("jaxmnt.launch", "slurm", *arguments, "--dry-run")
+    assert printed.returncode == 0 and "--nodes=2" in options_of(printed.stdout), printed.stderr
+    (tmp_path / "empty").mkdir()
+    for where, tool in (("slurm", "sbatch"), ("gke", "kubectl")):
+        refused = command("jaxmnt.launch", where, *arguments, PATH=str(tmp_path / "empty"))
+        assert refused.returncode == 2 and f"{tool}: there is no such command here" in refused.stderr
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 16, 64])
+def test_jobs_and_pods_are_valid_kubernetes(asked, nodes):
+    import kubernetes_validate
+
+    settings = ["gke.spot=true", "gke.queue=q", "launch.mounts=['runs:/runs']", "gke.service_account=trainer",
+                "gke.host_network=true", "gke.memory=900Gi", "gke.priority=high"]  # fmt: skip
+    wanted = asked(f"launch.nodes={nodes}", *settings)
+    config, jobset = yaml.safe_load_all(gke.render(wanted))
+    template = jobset["spec"]["replicatedJobs"][0]["template"]
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "run"}} | template
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "run"}} | template["spec"]["template"]
+    for document in (config, whole, pod):
+        kubernetes_validate.validate(document, "1.29", strict=True)
+    assert whole["spec"]["completions"] == whole["spec"]["parallelism"] == nodes
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 16, 64])
+def test_jobsets_follow_their_own_schema(asked, nodes):
+    path = os.environ.get("JAXMNT_JOBSET_CRD")
+    if not path:
+        pytest.skip("JAXMNT_JOBSET_CRD names no file with the JobSet's CustomResourceDefinition")
+    import jsonschema
+
+    crd = yaml.safe_load(Path(path).read_text())
+    version = next(one for one in crd["spec"]["versions"] if one["name"] == "v1alpha2")
+    schema = _strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    validator = jsonschema.Draft7Validator(schema)
+    for settings in ([], ["gke.topology=cloud.google.com/gke-nodepool", "gke.queue=q"]):
+        _, jobset = yaml.safe_load_all(gke.render(asked(f"launch.nodes={nodes}", *settings)))
+        assert [error.message for error in validator.iter_errors(jobset)] == []
+        broken = jobset["spec"] | {"failurePolicies": {}}
+        assert list(validator.iter_errors(jobset | {"spec": broken})), "what the schema does not know is an error"
+
+
+def _strict(schema):
+    """An OpenAPI schema as JSON schema, in which unknown keys are errors, as they are for the API server."""
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _strict(value) for name, value in schema.items()}
+    if made.pop("x-kubernetes-int-or-string", False):
+        made.pop("type", None)
+        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    free = made.get("x-kubernetes-preserve-unknown-fields")
+    if made.get("type") == "object" and "properties" in made and not free:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def test_a_jobset_goes_by_exit_codes(asked):
+    _, jobset = gke.manifests(asked("launch.nodes=4", "run.dir=/runs/My_first run", "launch.environment={A: '1'}"))
+    rules = jobset["spec"]["failurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["FailJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+    said = "Container train for pod default/my-first-run-workers-0-3 failed with exit code {} matching FailJob rule"
+    matching = lambda code: [
+        rule["name"]
+        for rule in rules
+        if any(re.fullmatch(one, said.format(code)) for one in rule["onJobFailureMessagePatterns"])
+    ]
+    assert matching(2) == ["wrongConfig"] and matching(75) == ["runAgain"] and matching(1) == matching(127) == []
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    assert variables["JAX_COORDINATOR_ADDRESS"] == "my-first-run-workers-0-0.my-first-run:12355"
+    assert variables["JAX_NUM_PROCESSES"] == "4" and variables["A"] == "1"
+
+
+def test_the_config_in_a_manifest_is_the_run(asked, tmp_path):
+    wanted = asked("cluster.start_timeout_seconds=600", "run.dir=/runs/a")
+    config, _ = yaml.safe_load_all(gke.render(wanted))
+    path = tmp_path / "run.yaml"
+    path.write_text(config["data"]["run.yaml"])
+    again = job(path, [], []).config
+    assert again.run.dir == "/runs/a" and again.cluster.start_timeout_seconds == 600
+    assert again.model_dump(exclude={"launch"}) == wanted.config.model_dump(exclude={"launch"})
+
+
+def test_names_that_kubernetes_would_refuse(asked):
+    for run_dir, name in (("/r/ABC_d.e", "abc-d-e"), ("/r/1b", "run-1b"), ("/r/" + "x" * 90, "x" * 47)):
+        assert gke.manifests(asked(f"run.dir={run_dir}"))[0]["metadata"]["name"] == name
+    with pytest.raises(ConfigError, match="gives no name"):
+        gke.manifests(asked("run.dir=/r/___"))
+    with pytest.raises(ConfigError, match="one by one"):
+        gke.manifests(asked(sweep=["seed=1,2"]))
+    with pytest.raises(ConfigError, match=r"launch\.image: missing"):
+        gke.manifests(asked("launch.image=null"))
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return Ledger(tmp_path / "run")
+
+
+def event(ledger, kind, process=0, **details):
+    path = ledger.run_dir / "events" / f"{process}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": kind, "time": time.time(), "process": process, "attempt": 0, **details}) + "\n")
+
+
+def ended(ledger, code, start=0, restarts=10, cancelled=False, began=None):
+    began = time.time() if began is None else began
+    return after(ledger, code, began, ["n1", "n2"], start, restarts, cancelled, "7")
+
+
+NOW = 1_000_000.0
+
+
+def test_nodes_that_are_blamed_are_left_out_while_there_are_others(ledger):
+    assert before(ledger, 2, ["n1", "n2", "n3"], NOW) == ("start", "n1,n2")
+    ledger.blame("n2", "silent", NOW)
+    assert before(ledger, 2, ["n1", "n2", "n3"], NOW) == ("start", "n1,n3")
+    assert before(ledger, 2, ["n1", "n2"], NOW) == ("start", "n1,n2"), "better than not at all"
+    assert before(ledger, 2, ["n1"], NOW) == ("requeue", "1 of 2 nodes answer")
+    assert before(ledger, 2, ["n1", "n2", "n3"], NOW + 25 * 3600) == ("start", "n1,n2"), "it has served its time"
+    ledger.blame("n1", "later", NOW + 5)
+    assert before(ledger, 2, ["n1", "n2", "n3"], NOW + 9) == ("start", "n2,n3"), "the one blamed longest ago"
+
+
+def test_a_lost_node_is_blamed_with_evidence(ledger):
+    event(ledger, "peer_lost", 0, why="process 1 of 2 on n2 went away", at_fault=1, at_fault_host="n2.cluster.local")
+    assert ended(ledger, 4) == ("again", "from step 0, without n2 if there is another")
+    (bad,) = ledger.bad_nodes(time.time())
+    assert (bad.node, bad.why) == ("n2", "process 1 of 2 on n2 went away")
+
+
+def test_a_host_that_fails_its_check_or_does_not_come_is_blamed(ledger):
+    event(ledger, "start_failed", 0, why="processes 1 of 2 did not arrive", at_fault=1, at_fault_host=None)
+    assert ended(ledger, 4)[0] == "again" and ledger.bad_nodes(time.time())[0].node == "n2"
+
+
+def test_an_exception_is_nobodys_hardware(ledger):
+    event(ledger, "failed", 1, why="ValueError: boom", at_fault=1, at_fault_host="n2")
+    assert ended(ledger, 4) == ("again", "from step 0, on the same nodes") and ledger.bad_nodes(time.time()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "events", "options", "action"),
+    [
+        (0, [("end", {"finished": True})], {}, "end"),
+        (2, [], {}, "end"),
+        (75, [("preempted", {"asked_by": "SIGUSR1"}), ("end", {"finished": False})], {}, "requeue"),
+        (75, [("preempted", {"asked_by": "SIGTERM"}), ("end", {"finished": False})], {}, "requeue"),
+        (75, [("preempted", {"asked_by": "the allocation ends"}), ("end", {"finished": False})], {}, "requeue"),
+        (75, [("preempted", {"asked_by": "SIGTERM"}), ("end", {"finished": False})], {"cancelled": True}, "end"),
+        (75, [("preempted", {"asked_by": "STOP"}), ("end", {"finished": False})], {}, "end"),
+        (75, [("preempted", {"asked_by": None}), ("end", {"finished": False})], {}, "end"),
+        (1, [("failed", {"why": "x"})], {}, "again"),
+        (1, [("failed", {"why": "x"})], {"start": 10}, "requeue"),
+        (1, [], {}, "requeue"),
+        (137, [("start", {})], {}, "again"),
+    ],
+)
+def test_what_follows_a_start(ledger, code, events, options, action):
+    for kind, details in events:
+        event(ledger, kind, **details)
+    assert ended(ledger, code, **options)[0] == action
+
+
+def test_starts_that_gain_nothing_come_to_an_end(ledger):
+    answers = []
+    for start in range(4):
+        event(ledger, "failed", why="x")
+        if start == 1:
+            event(ledger, "checkpoint_commit", step=50)
+        answers.append(ended(ledger, 1, start))
+    assert [action for action, _ in answers] == ["again", "again", "again", "end"]
+    assert answers[-1][1] == "3 starts failed without a checkpoint after step 50"
+
+
+def test_the_script_hears_words(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmnt.launch.inside", "before", "--run-dir", str(tmp_path), "--wanted", "1",
+         "--usable", "n1 n2 "], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "start n1\n", done.stderr
