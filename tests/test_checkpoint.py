@@ -411,14 +411,27 @@ def test_the_compile_cache_is_private(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_cache.jax.config, "update", updates.__setitem__)
     before = os.umask(0)
     try:
-        compile_cache.use_compile_cache(str(tmp_path / "cache"))
+        compile_cache.use_compile_cache(str(tmp_path / "cache"), tmp_path)
     finally:
         os.umask(before)
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     assert updates["jax_compilation_cache_dir"] == str(tmp_path / "cache")
     (tmp_path / "cache").chmod(0o770)
     with pytest.raises(ConfigError, match=r"run\.compile_cache: others can write to .* chmod go-w"):
-        compile_cache.use_compile_cache(str(tmp_path / "cache"))
+        compile_cache.use_compile_cache(str(tmp_path / "cache"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "told", "folder"), [("gpu", None, "compiled"), ("gpu", "/x", None), ("cpu", None, None)]
+)
+def test_on_gpus_programs_are_kept_in_the_run(tmp_path, monkeypatch, backend, told, folder):
+    """Where nothing is told: else a restart might choose other kernels."""
+    updates = {}
+    monkeypatch.setattr(compile_cache.jax, "default_backend", lambda: backend)
+    monkeypatch.setitem(compile_cache.jax.config.values, "jax_compilation_cache_dir", told and str(tmp_path))
+    monkeypatch.setattr(compile_cache.jax.config, "update", updates.__setitem__)
+    compile_cache.use_compile_cache(None, tmp_path)
+    assert updates.get("jax_compilation_cache_dir") == (folder and str(tmp_path / folder))
 
 
 # -- the lock

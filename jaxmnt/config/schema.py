@@ -36,7 +36,9 @@ class Run(Section):
         120.0, "How long before max_minutes, or the end of a Slurm allocation, to stop.", ge=0
     )
     compile_cache: str | None = key(
-        None, "Folder that keeps compiled programs for the next start; private to its owner."
+        None,
+        "Folder that keeps compiled programs for the next start, private to its owner; default on GPUs "
+        "run.dir/compiled.",
     )
 
 

@@ -16,4 +16,5 @@ def environment(config: Config) -> dict[str, str]:
     """What the launchers write into scripts and manifests, sorted by name."""
     launch = config.launch
     preset = _GPU_HOSTS if launch.settings == "auto" and launch.gpus_per_node and launch.nodes > 1 else {}
-    return dict(sorted((preset | launch.environment).items()))
+    image = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
+    return dict(sorted((preset | image | launch.environment).items()))

@@ -60,7 +60,7 @@ def replay(
     other_maths = [change.key for change in different if change.resume != "harmless"]
     if other_maths:
         raise ConfigError(f"--replay: {other_maths[0]} is not what it was when these steps were taken; undo the change")
-    use_compile_cache(config.run.compile_cache)
+    use_compile_cache(config.run.compile_cache, run_dir)
     names = hosts(identity)
     program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
     announce.program(status, program)

@@ -86,7 +86,7 @@ def prepare(
     if start.step == config.train.steps:
         announce.already_finished(status, config, start)
         return None
-    use_compile_cache(config.run.compile_cache)
+    use_compile_cache(config.run.compile_cache, start.directory)
     names = hosts(identity)
     clock.lap("data")
     events = _begun_events(start, identity, len(devices or jax.devices()))
