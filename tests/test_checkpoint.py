@@ -428,7 +428,7 @@ def test_on_gpus_programs_are_kept_in_the_run(tmp_path, monkeypatch, backend, to
     """Where nothing is told: else a restart might choose other kernels."""
     updates = {}
     monkeypatch.setattr(compile_cache.jax, "default_backend", lambda: backend)
-    monkeypatch.setitem(compile_cache.jax.config.values, "jax_compilation_cache_dir", told and str(tmp_path))
+    monkeypatch.setattr(compile_cache, "_told_to_jax", lambda: told and str(tmp_path))
     monkeypatch.setattr(compile_cache.jax.config, "update", updates.__setitem__)
     compile_cache.use_compile_cache(None, tmp_path)
     assert updates.get("jax_compilation_cache_dir") == (folder and str(tmp_path / folder))

@@ -140,15 +140,18 @@ def test_jobs_and_pods_are_valid_kubernetes(asked, nodes):
     import kubernetes_validate
 
     settings = ["gke.spot=true", "gke.queue=q", "launch.mounts=['runs:/runs']", "gke.service_account=trainer",
-                "gke.host_network=true", "gke.memory=900Gi", "gke.priority=high"]  # fmt: skip
+                "gke.host_network=true", "gke.memory=900Gi", "gke.priority=high", "gke.annotations={a.b/c: d}",
+                "gke.pod={volumes: [{name: lib, hostPath: {path: /home/kubernetes/bin/nvidia}}]}"]  # fmt: skip
     wanted = asked(f"launch.nodes={nodes}", *settings)
     config, jobset = yaml.safe_load_all(gke.render(wanted))
     template = jobset["spec"]["replicatedJobs"][0]["template"]
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "run"}} | template
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "run"}} | template["spec"]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod"} | template["spec"]["template"]
     for document in (config, whole, pod):
         kubernetes_validate.validate(document, "1.29", strict=True)
     assert whole["spec"]["completions"] == whole["spec"]["parallelism"] == nodes
+    volumes = [volume["name"] for volume in pod["spec"]["volumes"]]
+    assert volumes == ["config", "shared-memory", "data-0", "lib"] and pod["metadata"]["annotations"] == {"a.b/c": "d"}
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 16, 64])

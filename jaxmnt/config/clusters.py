@@ -1,7 +1,7 @@
 """Settings of the launchers: what a run asks of a cluster."""
 
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -79,3 +79,5 @@ class Gke(Section):
     host_network: bool = key(False, "Use the node's network, as GPUDirect needs on some machine types.")
     cpu: str | None = key(None, "CPU that a pod asks for; default none.")
     memory: str | None = key(None, "Memory that a pod asks for; default none.")
+    annotations: dict[str, str] = key({}, "Annotations of every pod, such as those that attach networks.")
+    pod: dict[str, Any] = key({}, "Other fields of a pod's spec; what is a list is added to ours.")

@@ -118,9 +118,23 @@ def job(wanted: Job, name: str) -> Manifest:
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": rules},
-            "template": {"spec": _pod(wanted, name)},
+            "template": {**_pod_metadata(wanted), "spec": _merged(_pod(wanted, name), wanted.config.gke.pod)},
         }
     }
+
+
+def _pod_metadata(wanted: Job) -> Manifest:
+    annotations = wanted.config.gke.annotations
+    return {"metadata": {"annotations": dict(sorted(annotations.items()))}} if annotations else {}
+
+
+def _merged(ours: Any, more: Any) -> Any:
+    """Mappings are merged and lists joined; else `more` counts."""
+    if isinstance(ours, dict) and isinstance(more, dict):
+        return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in more.items()}
+    if isinstance(ours, list) and isinstance(more, list):
+        return ours + more
+    return more
 
 
 def _pod(wanted: Job, name: str) -> Manifest:

@@ -18,7 +18,7 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
 
     Raises `ConfigError` if it is somebody else's, or if its group or all may write to it.
     """
-    told = jax.config.values["jax_compilation_cache_dir"]
+    told = _told_to_jax()
     ours = folder or (None if told or jax.default_backend() == "cpu" else str(run_dir / _FOLDER))
     chosen = ours or told
     if chosen is None or "://" in chosen:
@@ -38,3 +38,8 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
     if ours is not None:
         jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def _told_to_jax() -> str | None:
+    folder: str | None = jax.config.values["jax_compilation_cache_dir"]
+    return folder
