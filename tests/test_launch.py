@@ -127,8 +127,9 @@ def test_what_it_costs(asked):
 
 def test_the_command_prints_or_says_what_is_missing(tiny_file, tmp_path):
     arguments = ["--config", str(tiny_file), "--nodes", "2", *CLUSTER]
-    printed = command("jaxmnt.launch", "slurm", *arguments, "--dry-run")
+    printed = command("jaxmnt.launch", "slurm", *arguments, "--dry-run", "seed=7")
     assert printed.returncode == 0 and "--nodes=2" in options_of(printed.stdout), printed.stderr
+    assert " seed=7 " in printed.stdout
     (tmp_path / "empty").mkdir()
     for where, tool in (("slurm", "sbatch"), ("gke", "kubectl")):
         refused = command("jaxmnt.launch", where, *arguments, PATH=str(tmp_path / "empty"))

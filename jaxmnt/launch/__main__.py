@@ -63,9 +63,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     where = parser.add_subparsers(dest="where", required=True)
     _add_local(where)
-    _add_cluster(where, "slurm", "a job of Slurm")
-    _add_cluster(where, "gke", "a JobSet of Kubernetes")
-    return parser.parse_intermixed_args(arguments) if "local" in arguments[:1] else parser.parse_args(arguments)
+    clusters = {
+        "slurm": _add_cluster(where, "slurm", "a job of Slurm"),
+        "gke": _add_cluster(where, "gke", "a JobSet of Kubernetes"),
+    }
+    if arguments and arguments[0] in clusters:  # settings may stand between options, which subparsers cannot do
+        given = argparse.Namespace(where=arguments[0])
+        return clusters[arguments[0]].parse_intermixed_args(arguments[1:], given)
+    return parser.parse_args(arguments)
 
 
 def _add_local(where: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -85,7 +90,9 @@ def _add_local(where: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     local.add_argument("--debug", action="store_true", help="show a traceback with an error of the launcher")
 
 
-def _add_cluster(where: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str) -> None:
+def _add_cluster(
+    where: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
+) -> argparse.ArgumentParser:
     cluster = where.add_parser(name, help=text, allow_abbrev=False)
     cluster.add_argument("--config", required=True, metavar="FILE", help="the config of the run")
     cluster.add_argument("--nodes", type=int, metavar="N", help="hosts, over the config's launch.nodes")
@@ -96,6 +103,7 @@ def _add_cluster(where: "argparse._SubParsersAction[argparse.ArgumentParser]", n
     )  # fmt: skip
     cluster.add_argument("--debug", action="store_true", help="show a traceback with an error")
     cluster.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    return cluster
 
 
 if __name__ == "__main__":
