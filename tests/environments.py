@@ -45,6 +45,7 @@ SLURM_GPUS_PER_TASK = _step(
 SLURM_STEP_ON_SOME = _step("n[3-4]", "1(x2)", 1, 1, 0, 2, SLURM_DISTRIBUTION="cyclic", HOSTNAME="n1")
 SLURM_UNEVEN = _step("gpu[001-003,007]", "2(x3),1", 2, 5, 1, 7)
 SLURM_REQUEUED = _step("n[1-2]", "1(x2)", 1, 1, 0, 2, SLURM_RESTART_COUNT="1", SLURM_JOB_NUM_NODES="2")
+SLURM_ONE_TASK = _step("n3", "1", 0, 0, 0, 1, SLURM_NNODES="1")
 SLURM_ONE_NODE = _step("n3", "2", 0, 1, 1, 2)
 SLURM_SALLOC_SHELL = _SLURM | {"SLURM_JOB_NAME": "interactive", "SLURM_NNODES": "4", "SLURM_TASKS_PER_NODE": "1(x4)"}
 SLURM_BATCH_SCRIPT = _SLURM | {

@@ -88,11 +88,17 @@ class Lab:
         self.inside(host, "tc", "qdisc", "del", "dev", "eth0", "root")
 
     def block(self, host: int, port: int) -> None:
-        """What that host sends to this port anywhere is dropped without a word."""
-        self.inside(host, "ip", "rule", "add", "pref", "9", "ipproto", "tcp", "dport", str(port), "blackhole")
+        """What that host sends to this port anywhere is lost without a word, sent to nobody."""
+        nobody = f"{self._net}.99"
+        self.inside(
+            host, "ip", "neigh", "add", nobody, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"
+        )
+        self.inside(host, "ip", "route", "add", "default", "via", nobody, "dev", "eth0", "table", "77")
+        self.inside(host, "ip", "rule", "add", "pref", "9", "ipproto", "tcp", "dport", str(port), "lookup", "77")
 
     def unblock(self, host: int) -> None:
         self.inside(host, "ip", "rule", "del", "pref", "9")
+        self.inside(host, "ip", "route", "flush", "table", "77")
 
     def unplug(self, host: int) -> None:
         self.switch("ip", "link", "set", f"port{host}", "down")

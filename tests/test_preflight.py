@@ -25,8 +25,8 @@ def host(name, **changed):
     facts = {
         "host": name, "clock": [0.0, 0.01], "devices": 8, "kind": "H100", "platform": "gpu", "python": "3.11.7",
         "environment": "abc", "image": "", "cores": 64, "memory": {"all": 900 * GIB, "free": 800 * GIB},
-        "shm": 64 * GIB, "nics": [card("eth0", 100_000)], "fabric": [], "nccl": {}, "gpus": [], "strangers": [],
-        "links_down": [],
+        "shm": 64 * GIB, "nics": [card("eth0", 100_000)], "fabric": [port()], "nccl": {}, "gpus": [gpu()],
+        "strangers": [], "links": {}, "boot": name,
     }  # fmt: skip
     assert set(changed) <= set(facts)
     return facts | changed
@@ -51,7 +51,24 @@ def found(check, *facts):
 def test_hosts_that_are_alike():
     rows = [*quick_rows([host("a"), host("b")]), *thorough_rows([host("a"), host("b")])]
     assert {row.verdict for row in rows} == {Verdict.OK} and {row.where for row in rows} == {"all 2 hosts"}
-    assert "fabric" not in {row.check for row in rows}, "no row about what nobody has"
+    plain = thorough_rows([host("a", fabric=[], gpus=[], platform="cpu", links={})])
+    assert not {"fabric ports", "GPUs"} & {row.check for row in plain}, "no row about what nobody has"
+
+
+def test_a_port_that_nobody_uses_is_no_failure():
+    spare = vars(network.Port("mlx5_9/1", "DOWN", 100.0, "Ethernet"))
+    rows = found("fabric", host("a", fabric=[port(), spare]), host("b", fabric=[port(), spare]))
+    assert rows == []
+
+
+def test_nvlinks_are_counted():
+    text = (
+        "GPU 0: H100 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: H100\n\t Link 0: 26.5 GB/s\n"
+    )
+    assert gpus.parse_links(text) == {"GPU 0": 1, "GPU 1": 1}
+    assert gpus.parse_links("GPU 0: L4\nNVML: Unable to retrieve NVLink information as all links are inActive\n") == {
+        "GPU 0": 0
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,8 +76,8 @@ def test_hosts_that_are_alike():
     [
         ("device kind", {"kind": "A100"}, "failed", "A100, elsewhere H100"),
         ("devices a process", {"devices": 7}, "failed", "7, elsewhere 8"),
-        ("clocks", {"clock": [4.9, 5.1]}, "failed", "4.9 s ahead of a"),
-        ("clocks", {"clock": [-9.0, -3.0]}, "failed", "3.0 s behind a"),
+        ("clocks", {"clock": [4.9, 5.1]}, "failed", "4.9 s ahead of the others"),
+        ("clocks", {"clock": [-9.0, -3.0]}, "failed", "3.0 s behind the others"),
         ("python", {"python": "3.12.1"}, "warning", "3.12.1, elsewhere 3.11.7"),
         ("packages", {"environment": "xyz"}, "warning", "xyz, elsewhere abc"),
         ("image", {"image": "sha256:1"}, "warning", "sha256:1, elsewhere not told"),
@@ -77,12 +94,13 @@ def test_hosts_that_are_alike():
         ("network speed", {"nics": [card("eth0", 10_000)]}, "warning", "10 Gbit/s, elsewhere 100 Gbit/s"),
         ("fabric", {"fabric": [port(state="DOWN")]}, "failed", "its state is DOWN"),
         ("fabric", {"fabric": [port(errors={"link_downed": 3})]}, "warning", "link_downed 3"),
-        ("fabric ports", {"fabric": [port()]}, "failed", "InfiniBand 400 Gbit/s, elsewhere "),
+        ("fabric ports", {"fabric": []}, "failed", ", elsewhere InfiniBand 400 Gbit/s"),
         ("GPU memory", {"gpus": [gpu(uncorrected_errors=2)]}, "failed", "2 uncorrected memory errors"),
         ("GPU clocks", {"gpus": [gpu(throttled=["heat"])]}, "failed", "kept down by heat"),
         ("GPU heat", {"gpus": [gpu(celsius=91)]}, "warning", "91 °C"),
         ("GPUs in use", {"strangers": ["77 python"]}, "failed", "by 77 python"),
-        ("NVLink", {"links_down": ["GPU 0 Link 3: <inactive>"]}, "failed", "GPU 0 Link 3"),
+        ("NVLink", {"links": {"GPU 0": 17, "GPU 1": 18}}, "failed", "17 links are active, elsewhere 18"),
+        ("GPUs", {"gpus": []}, "warning", "nvidia-smi tells nothing there"),
     ],
 )
 def test_the_host_that_is_not_like_the_others_is_named(check, odd, verdict, words):
@@ -94,6 +112,11 @@ def test_the_host_that_is_not_like_the_others_is_named(check, odd, verdict, word
 def test_a_clock_within_what_the_words_took_is_no_failure():
     (row,) = found("clocks", host("a"), host("b", clock=[-0.2, 7.0]))
     assert row.verdict == Verdict.OK
+
+
+def test_a_clock_that_all_others_disagree_with_is_the_one_that_is_wrong():
+    (row,) = found("clocks", host("a"), host("b", clock=[4.0, 4.1]), host("c", clock=[3.9, 4.2]))
+    assert row.where == "a" and row.found == "4.0 s behind the others"
 
 
 def test_two_hosts_that_differ_are_compared_with_the_first():

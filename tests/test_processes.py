@@ -334,11 +334,9 @@ def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd)
     assert "jaxmnt: processes 1, 3 of 4 still to come (here: 0 on" in capfd.readouterr().err
 
 
-def test_a_coordinator_that_is_another_machine_is_refused_at_once():
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"cluster.coordinator: 192.0.2.77 is 192.0.2.77, which is no address of"):
-        hold(Identity(0, 2, "192.0.2.77:1234"), FACTS, 30.0)
-    assert time.monotonic() - began < 5
+def test_a_coordinator_that_is_another_machine_is_refused():
+    with pytest.raises(PreflightError, match=r"cluster.coordinator: 192.0.2.77 is 192.0.2.77, which is no address of"):
+        hold(Identity(0, 2, "192.0.2.77:1234"), FACTS, 1.0)
 
 
 def test_a_name_that_nobody_knows():

@@ -4,10 +4,13 @@ import contextlib
 import ipaddress
 import os
 import socket
+import time
 
 from jaxmnt.cluster.environment import Identity, is_loopback
 from jaxmnt.cluster.gpus import gpus_here
-from jaxmnt.errors import ConfigError, PeerError, PreflightError, UserError
+from jaxmnt.errors import PeerError, PreflightError, UserError
+
+_NEW_NAME_SECONDS, _LOOK_SECONDS = 45.0, 0.5
 
 
 def resolved(host: str) -> list[str]:
@@ -33,18 +36,24 @@ def own_name_misleads() -> bool:
         return False
 
 
-def check_own(identity: Identity) -> None:
-    """Raises `ConfigError` in process 0 if the coordinator's address is another machine's."""
+def check_own(identity: Identity, timeout: float) -> None:
+    """Raises `PreflightError` in process 0 if the coordinator's address is another machine's, and stays so: after a
+    restart of pods it takes a name server a while to forget an old one."""
     host, _ = identity.address
-    try:
-        addresses = resolved(host)
-    except OSError:  # a name that is new takes a while in some networks; the others will say whether they find it
-        return
-    if not any(_is_ours(address) for address in addresses):
-        raise ConfigError(
-            f"cluster.coordinator: {host} is {', '.join(addresses)}, which is no address of {socket.gethostname()}, "
-            "where process 0 is; give the address of process 0's host"
-        )
+    deadline = time.monotonic() + min(timeout, _NEW_NAME_SECONDS)
+    while True:
+        try:
+            addresses = resolved(host)
+        except OSError:  # a new name, too, takes a while; the others will say whether they find it
+            return
+        if any(_is_ours(address) for address in addresses):
+            return
+        if time.monotonic() >= deadline:
+            raise PreflightError(
+                f"cluster.coordinator: {host} is {', '.join(addresses)}, which is no address of "
+                f"{socket.gethostname()}, where process 0 is; give the address of process 0's host"
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def _is_ours(address: str) -> bool:

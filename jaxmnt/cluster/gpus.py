@@ -8,6 +8,8 @@ from pathlib import Path
 from jaxmnt.errors import ConfigError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICE = re.compile(r"\d|GPU-|MIG-")
+"""How a device's name begins. CUDA reads the list up to the first that is none, such as -1."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +33,21 @@ def visible_gpus(environment: Mapping[str, str], here: int) -> list[str]:
     text = environment.get(_VISIBLE)
     if text is None:
         return [str(number) for number in range(here)]
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",")]
+    end = next((at for at, name in enumerate(names) if not _DEVICE.match(name)), len(names))
+    return names[:end]
 
 
 def own_gpus(neighbours: Neighbours, environment: Mapping[str, str], here: int) -> tuple[int, ...] | None:
     """This process's share of the GPUs it sees, by their places among those; None is all of them.
 
-    Who sees fewer than there are for all has been given its own. Raises `ConfigError` if they cannot be shared out.
+    Who has been given its own sees so few that there are enough for all to see others, where the launcher says how
+    many there are; else one. Raises `ConfigError` if they cannot be shared out.
     """
-    seen, count = len(visible_gpus(environment, here)), neighbours.processes
-    together = max(seen, here if neighbours.gpus is None else neighbours.gpus)
-    if count == 1 or seen == 0 or seen < together:
+    names, count = visible_gpus(environment, here), neighbours.processes
+    seen = len(names)
+    given = seen * count <= neighbours.gpus if neighbours.gpus is not None else seen == 1 and count <= here
+    if count == 1 or seen == 0 or given or names[0].startswith("MIG-"):
         return None
     share, left = divmod(seen, count)
     if left or share == 0:

@@ -81,6 +81,8 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
         return Claim("slurm", trouble="a heterogeneous Slurm job has no single list of tasks; set cluster.* by hand")
     read = _Reader("slurm", environment)
     processes, process_id = read.number("SLURM_STEP_NUM_TASKS"), read.number("SLURM_PROCID")
+    if processes == 1 and {environment.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_NNODES")} != {"1"}:
+        return _outside_srun(environment)  # an interactive shell, in a step that keeps the allocation's variables
     node, local = read.number("SLURM_NODEID"), read.number("SLURM_LOCALID")
     hosts, tasks = read.hosts("SLURM_STEP_NODELIST"), read.counts("SLURM_STEP_TASKS_PER_NODE")
     if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts):
@@ -98,9 +100,10 @@ _FIRST_SPECIAL_STEP = 2**32 - 16
 
 
 def _outside_srun(environment: Environment) -> Claim:
-    asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_JOB_NUM_NODES") or "1"
+    names = ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
+    asked = next((text for name in names if (text := environment.get(name, "1")) not in ("", "1")), None)
     used = {"SLURM_JOB_ID": environment["SLURM_JOB_ID"]}
-    if asked == "1":
+    if asked is None:
         return Claim("slurm", used=used)
     return Claim(
         "slurm",

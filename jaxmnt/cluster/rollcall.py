@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.cluster import addresses
-from jaxmnt.cluster.environment import Identity
+from jaxmnt.cluster.environment import Identity, is_loopback
 from jaxmnt.errors import ConfigError, PeerError, PreflightError, UserError, error_of
 
 _LONGEST_LINE = 2**14
@@ -74,7 +74,7 @@ def hold(
         "trouble": None if trouble is None else str(trouble)[:_LONGEST_TROUBLE],
     }
     if identity.process_id == 0:
-        addresses.check_own(identity)
+        addresses.check_own(identity, timeout_seconds)
         return _listen(identity, hello, deadline, timeout_seconds)
     try:
         return {0: _report(identity, hello, deadline, timeout_seconds)}
@@ -303,9 +303,11 @@ def _trouble_of(hello: Hello) -> ConfigError | None:
 
 
 def _from_another_host(connection: socket.socket) -> bool:
-    """A connection from this host has the same address at both ends."""
+    """A connection from this host has the same address at both ends, or loopback addresses."""
     try:
-        return bool(connection.getsockname()[0] != connection.getpeername()[0])
+        ends = connection.getsockname(), connection.getpeername()
+        here, there = (str(end[0]).removeprefix("::ffff:") for end in ends)
+        return here != there and not (is_loopback(here) and is_loopback(there))
     except OSError:  # it has just been closed
         return False
 

@@ -49,6 +49,10 @@ def joined(identity: Identity, config: Config, ending: Ending, find_data: Callab
     cluster = config.cluster
     silence, patience = cluster.silence_timeout_seconds, 0.9 * cluster.heartbeat_timeout_seconds
     if identity.alone:
+        if identity.local_devices is not None:
+            import jax
+
+            jax.config.update("jax_cuda_visible_devices", ",".join(map(str, identity.local_devices)))
         lifeline = Lifeline(identity, {}, ending, silence, patience)
         with telling(lifeline):
             yield lifeline
@@ -170,15 +174,20 @@ def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: 
         raise PeerError(f"process 0 is gone at barrier '{name}': {error}") from error
     if not said:
         return
-    # Everyone is about to leave. Process 0 serves the others until they have heard, and goes last.
-    with contextlib.suppress(PeerError):
-        barrier(f"{name}: heard", identity, _HEARING_SECONDS)
-    if identity.process_id == 0:
-        time.sleep(_GOING_LAST_SECONDS)
+    hear_before_leaving(name, identity)
     if trouble is not None:
         raise trouble
     code, _, text = said[0].partition(" ")
     raise error_of(int(code), text)
+
+
+def hear_before_leaving(name: str, identity: Identity) -> None:
+    """Everyone is about to leave for the same reason. Process 0 serves the others until they have heard it, and goes
+    last: else some would end because of it, with another exit code."""
+    with contextlib.suppress(PeerError):
+        barrier(f"{name}: heard", identity, _HEARING_SECONDS)
+    if identity.process_id == 0:
+        time.sleep(_GOING_LAST_SECONDS)
 
 
 def share(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:
@@ -228,7 +237,7 @@ def hosts(identity: Identity) -> dict[int, str]:
     if identity.alone:
         return {0: socket.gethostname()}
     client, key = coordination(), "jaxmnt/host"
-    client.key_value_set(f"{key}/{identity.process_id:06d}", f"{_boot()} {socket.gethostname()}")
+    client.key_value_set(f"{key}/{identity.process_id:06d}", f"{machine_id()} {socket.gethostname()}")
     barrier("every process has named its host", identity)
     told = {int(name.rsplit("/", 1)[-1]): str(text).split(" ", 1) for name, text in client.key_value_dir_get(key)}
     names: dict[str, str] = {}
@@ -237,7 +246,7 @@ def hosts(identity: Identity) -> dict[int, str]:
     return {process: names[boot] for process, (boot, _) in sorted(told.items())}
 
 
-def _boot() -> str:
+def machine_id() -> str:
     """What tells this machine from others."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,6 +1,7 @@
 """Which software a process runs, as far as all processes of a run have to run the same."""
 
 import hashlib
+import os
 import re
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -8,23 +9,20 @@ from pathlib import Path
 import jaxmnt
 
 _PACKAGES = {
-    "jax version": "jax",
-    "jaxlib version": "jaxlib",
-    "CUDA plugin version": "jax-cuda12-plugin",
-    "NCCL version": "nvidia-nccl-cu12",
+    "jax version": ("jax",),
+    "jaxlib version": ("jaxlib",),
+    "CUDA plugin version": ("jax-cuda12-plugin", "jax-cuda13-plugin"),
+    "NCCL version": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 }
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def software() -> dict[str, str]:
-    """Versions, and a digest of jaxmnt's own code. What is not there is left out."""
+    """Versions, and a digest of jaxmnt's own code. What is not there is `none`."""
     found = {"jaxmnt version": jaxmnt.__version__, "jaxmnt's code": _code_digest()}
-    for name, package in _PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found | {"driver version": _driver()}
+    for name, packages in _PACKAGES.items():
+        found[name] = next(filter(None, map(_version, packages)), "none")
+    return found if os.environ.get("JAX_PLATFORMS") == "cpu" else found | {"driver version": _driver()}
 
 
 def environment_digest() -> str:
@@ -41,6 +39,13 @@ def _code_digest() -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _driver() -> str:

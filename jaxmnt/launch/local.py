@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from jaxmnt.cluster.environment import VARIABLES
-from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus
+from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.launch.restarts import Restarts, last_commit
@@ -253,7 +253,9 @@ def _settings(number: int, processes: int, environment: dict[str, str]) -> list[
     """What only this launcher knows: that its own word counts, and which GPUs are whose."""
     settings = ["cluster.launcher=explicit"]
     if environment.get("JAX_PLATFORMS") != "cpu":
-        share = own_gpus(Neighbours(number, processes), environment, gpus_here())
+        here = gpus_here()
+        together = len(visible_gpus(environment, here))
+        share = own_gpus(Neighbours(number, processes, together), environment, here)
         settings += [] if share is None else [f"cluster.local_devices={list(share)}"]
     return settings
 

@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> int:
 
 def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options: argparse.Namespace) -> list[Row]:
     """Every check, in all processes; what was found, in all of them."""
+    from jaxmnt.cluster.runtime import hosts as machine_names
     from jaxmnt.placement.mesh import build_mesh
     from jaxmnt.preflight import links, nccl_log
     from jaxmnt.preflight.compare import everywhere, thorough_rows
@@ -75,7 +76,8 @@ def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options:
     if not failures(agreed(rows, identity)):  # else there is nowhere to write, or the devices are not those of the run
         for directory in shared_places(config):
             rows += write_rate_rows(directory, identity, hosts)
-        host_of = lambda device: hosts[device.process_index]
+        machines = machine_names(identity)
+        host_of = lambda device: machines[device.process_index]
         mesh = build_mesh(config.mesh, hosts=host_of)
         rows += room_rows(config, host_of) if first else []
         rows += links.matmul_rows(identity, hosts)
@@ -97,7 +99,7 @@ def _meeting_rows(identity: Identity, where: str) -> list[Row]:
 
 
 def _megabits(all_facts: list[dict]) -> dict[str, int]:
-    """The speed of the card that NCCL would use, by host; 0 if it is not known."""
+    """The speed of the network that NCCL would use, by host; 0 if it is not known."""
     from jaxmnt.preflight.network import Card, chosen_by_nccl
 
     chosen = {
@@ -106,7 +108,13 @@ def _megabits(all_facts: list[dict]) -> dict[str, int]:
         )
         for facts in all_facts
     }
-    return {host: card.megabits if card else 0 for host, card in chosen.items()}
+    sockets = {host: card.megabits if card else 0 for host, card in chosen.items()}
+    fabric = {
+        facts["host"]: int(1000 * sum(port["gigabits"] for port in facts["fabric"] if port["state"] == "ACTIVE"))
+        for facts in all_facts
+        if facts["platform"] == "gpu"
+    }
+    return {host: fabric.get(host) or megabits for host, megabits in sockets.items()}
 
 
 def _concluded(rows: list[Row], identity: Identity, *, as_json: bool) -> int:

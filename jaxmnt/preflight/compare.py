@@ -1,5 +1,6 @@
 """What the facts of all processes say together: rows of the table. Nothing here asks a host anything."""
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -69,16 +70,22 @@ def _alike(
 
 
 def _clocks(all_facts: Sequence[Facts]) -> list[Row]:
-    wrong, widest = [], 0.0
+    """Whose clock is certainly apart from process 0's; if that is most of them, it is process 0's."""
+    apart, widest = {}, 0.0
     for facts in all_facts:
         least, most = facts["clock"]
         widest = max(widest, most - least)
-        apart = least if least > CLOCK_SECONDS else most if most < -CLOCK_SECONDS else None
-        if apart is not None:
-            side = "ahead of" if apart > 0 else "behind"
-            found = f"{abs(apart):.1f} s {side} {all_facts[0]['host']}"
-            wrong.append(failed("clocks", facts["host"], found, "start chrony or ntpd there, and look at its state"))
-    return wrong or [good("clocks", everywhere(all_facts), f"within {max(CLOCK_SECONDS, widest):.1f} s")]
+        if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
+            apart[facts["host"]] = least if least > 0 else most
+    if not apart:
+        return [good("clocks", everywhere(all_facts), f"within {max(CLOCK_SECONDS, widest):.1f} s")]
+    if 2 * len(apart) > len(_hosts(all_facts)):
+        apart = {all_facts[0]["host"]: -statistics.median(apart.values())}
+    advice = "start chrony or ntpd there, and look at its state"
+    return [
+        failed("clocks", host, f"{abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} the others", advice)
+        for host, by in apart.items()
+    ]
 
 
 def _images(all_facts: Sequence[Facts]) -> list[Row]:
@@ -109,7 +116,7 @@ def _nics(all_facts: Sequence[Facts]) -> list[Row]:
         wanted = facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
         chosen, best = chosen_by_nccl(cards, wanted), _fastest(cards)
         taken[facts["host"]] = chosen
-        if chosen is None and wanted:
+        if chosen is None and wanted and facts["platform"] == "gpu":
             advice = f"set it to {best.name}" if best else "correct it"
             rows.append(
                 failed("network interface", facts["host"], f"NCCL_SOCKET_IFNAME={wanted} is none there", advice)
@@ -144,25 +151,33 @@ def _rate(card: Card) -> str:
 def _fabric(all_facts: Sequence[Facts]) -> list[Row]:
     """Ports of InfiniBand or RoCE adapters; no row where no host has one."""
     rows = []
+    active = Counter(port["name"] for facts in _hosts(all_facts) for port in facts["fabric"] if _is_active(port))
     for facts in _hosts(all_facts):
         for port in facts["fabric"]:
             where = f"{facts['host']} {port['name']}"
-            if port["state"] != "ACTIVE":
+            if not _is_active(port) and 2 * active[port["name"]] >= len(_hosts(all_facts)):
                 rows.append(
                     failed("fabric", where, f"its state is {port['state']}", "look at the cable and the switch")
                 )
-            elif port["errors"]:
+            elif _is_active(port) and port["errors"]:
                 counted = ", ".join(f"{name} {count}" for name, count in sorted(port["errors"].items()))
                 rows.append(warning("fabric", where, counted, "if they grow, look at the cable"))
     if not any(facts["fabric"] for facts in all_facts):
         return []
-    describe = lambda facts: ", ".join(sorted(f"{one['layer']} {one['gigabits']:g} Gbit/s" for one in facts["fabric"]))
+    describe = lambda facts: ", ".join(
+        sorted(f"{one['layer']} {one['gigabits']:g} Gbit/s" for one in facts["fabric"] if _is_active(one))
+    )
     return rows + _alike(_hosts(all_facts), "fabric ports", describe, failed, "look at its adapters and links")
+
+
+def _is_active(port: dict[str, Any]) -> bool:
+    return bool(port["state"] == "ACTIVE")
 
 
 def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
     """What NVML says of GPUs; no row where no host has one."""
     rows = []
+    most = max((links for facts in all_facts for links in facts["links"].values()), default=0)
     for facts in _hosts(all_facts):
         host = facts["host"]
         for gpu in facts["gpus"]:
@@ -171,8 +186,12 @@ def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
         if facts["strangers"]:
             who = ", ".join(facts["strangers"][:4])
             rows.append(failed("GPUs in use", host, f"by {who}", "end them, or leave the host out"))
-        for link in facts["links_down"]:
-            rows.append(failed("NVLink", host, link, "drain the host and have it looked at"))
+        for gpu, links in sorted(facts["links"].items()):
+            if links < most:
+                found = f"{links} links are active, elsewhere {most}"
+                rows.append(failed("NVLink", f"{host} {gpu}", found, "drain the host and have it looked at"))
+        if facts["platform"] == "gpu" and not facts["gpus"]:
+            rows.append(warning("GPUs", host, "nvidia-smi tells nothing there", "see why"))
     if not rows and not any(facts["gpus"] for facts in all_facts):
         return []
     return rows or [good("GPUs", everywhere(all_facts), "no memory errors, no throttling, nobody else's processes")]

@@ -49,6 +49,9 @@ def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> li
 
 def _judged(directory: Path, hosts: Sequence[str], troubles: dict[int, str], locked: list[bool]) -> list[Row]:
     rows, seen = [], set[str]()
+    others = [trouble for process, trouble in troubles.items() if hosts[process] != hosts[0]]
+    if len(set(hosts)) > 2 and all(others) and not troubles[0]:  # then it is process 0's that is another
+        return [failed(_CHECK, hosts[0], f"{directory}: {others[0]}, by any host", _ADVICE)]
     for process, trouble in sorted(troubles.items()):
         if trouble and hosts[process] not in seen:
             seen.add(hosts[process])
@@ -70,7 +73,10 @@ def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -
     rates = {hosts[process]: rate for process, text in enumerate(said) if (rate := json.loads(text)) is not None}
     fastest, rows = max(rates.values()), []
     for host, rate in rates.items():
-        if rate < _SLOW * fastest:
+        if rate == 0:
+            found = f"{size(_WRITTEN_BYTES)} could not be written"
+            rows.append(failed("writing there", host, found, "look at its quota and at the room"))
+        elif rate < _SLOW * fastest:
             found = f"{size(rate)}/s, another host {size(fastest)}/s"
             rows.append(warning("writing there", host, found, "look at its mount and its link"))
     return rows or [good("writing there", _everywhere(rates), f"{size(sum(rates.values()))}/s together, with fsync")]

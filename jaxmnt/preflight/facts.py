@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.runtime import gather, share
+from jaxmnt.cluster.runtime import gather, machine_id, share
 from jaxmnt.cluster.software import environment_digest
 from jaxmnt.preflight import gpus, network
 
@@ -27,6 +27,7 @@ def quick(clock: tuple[float, float]) -> Facts:
     devices = jax.local_devices()
     return {
         "host": socket.gethostname(),
+        "boot": machine_id(),
         "clock": clock,
         "devices": len(devices),
         "kind": devices[0].device_kind if devices else "none",
@@ -48,14 +49,23 @@ def thorough() -> Facts:
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
         "gpus": [vars(gpu) for gpu in gpus.gpus()],
         "strangers": gpus.strangers(),
-        "links_down": gpus.links_down(),
+        "links": gpus.active_links(),
     }
 
 
 def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     """The facts of all processes, in order, in each of them."""
     said = gather(name, json.dumps(facts), identity)
-    return list(json.loads(share(name, None if said is None else f"[{','.join(said)}]", identity)))
+    return _told_apart(json.loads(share(name, None if said is None else f"[{','.join(said)}]", identity)))
+
+
+def _told_apart(all_facts: list[Facts]) -> list[Facts]:
+    """With the number of a process in the name of a host that another machine has as well."""
+    first: dict[str, str] = {}
+    for process, facts in enumerate(all_facts):
+        if first.setdefault(facts["host"], facts["boot"]) != facts["boot"]:
+            facts["host"] += f" (of process {process})"
+    return all_facts
 
 
 def memory_bytes() -> dict[str, int]:

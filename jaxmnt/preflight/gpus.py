@@ -1,8 +1,12 @@
 """The state of this host's GPUs, from `nvidia-smi`, which reads NVML. Where there is none, there is nothing."""
 
+import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from jaxmnt.cluster.gpus import visible_gpus
 
 _FIELDS = (
     "index", "name", "uuid", "memory.total", "memory.used", "temperature.gpu",
@@ -11,6 +15,8 @@ _FIELDS = (
     "pcie.link.gen.current", "pcie.link.width.current",
 )  # fmt: skip
 _SECONDS = 30.0
+_SHARED = "nvidia-cuda-mps-server"
+"""Through which several processes share a GPU."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,10 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    return parse_gpus(_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
+    """Those that this process can see."""
+    found = parse_gpus(_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
+    visible = visible_gpus(os.environ, len(found))
+    return [gpu for gpu in found if gpu.index in visible or any(gpu.uuid.startswith(name) for name in visible)]
 
 
 def parse_gpus(text: str) -> list[Gpu]:
@@ -50,23 +59,31 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def strangers() -> list[str]:
-    """Processes of others that compute on this host's GPUs: `pid name`, without this one's own."""
+    """Processes of others that compute on this process's GPUs: `pid name`."""
+    ours = {gpu.uuid for gpu in gpus()}
     found = []
-    for line in _smi("--query-compute-apps=pid,process_name", "--format=csv,noheader").splitlines():
-        pid, _, name = (part.strip() for part in line.partition(","))
-        if pid.isdecimal() and not _ours(int(pid)):
+    for line in _smi("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader").splitlines():
+        uuid, pid, name = (part.strip() for part in [*line.split(",", 2), "", ""][:3])
+        if uuid in ours and pid.isdecimal() and not name.endswith(_SHARED) and not _ours(int(pid)):
             found.append(f"{pid} {name}")
     return sorted(found)
 
 
-def links_down() -> list[str]:
-    """NVLinks that are there and inactive, by GPU."""
-    found, gpu = [], ""
-    for line in _smi("nvlink", "--status").splitlines():
+def active_links() -> dict[str, int]:
+    """How many NVLinks of each GPU are active, for GPUs that have any."""
+    return {gpu: links for gpu, links in parse_links(_smi("nvlink", "--status")).items() if links}
+
+
+def parse_links(text: str) -> dict[str, int]:
+    """From `nvidia-smi nvlink --status`: lines `GPU 0: …`, each followed by `Link 0: 26.562 GB/s` or `<inactive>`."""
+    found: dict[str, int] = {}
+    gpu = ""
+    for line in text.splitlines():
         if line.startswith("GPU "):
             gpu = line.partition(":")[0]
-        elif "inactive" in line.lower():
-            found.append(f"{gpu} {line.strip()}")
+            found[gpu] = 0
+        elif re.match(r"\s*Link \d+:", line) and "inactive" not in line.lower():
+            found[gpu] = found.get(gpu, 0) + 1
     return found
 
 

@@ -24,9 +24,9 @@ _TIMES = 3
 _PAIRED_HOSTS = 16
 _MIDDLING, _SLOW = 0.6, 0.25
 """Of the best: what is worth a look, and what a run should not start with."""
-_LEAST_OF_LINK = {"cpu": 0.01, "gpu": 0.25}
+_LEAST_OF_LINK = {"cpu": 0.005, "gpu": 0.25}
 """Of the speed of the hosts' network cards: below it, the whole network is not as it should be."""
-_BYTES = {"cpu": 1 << 18, "gpu": 64 << 20}
+_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
 """What a device sends."""
 _WIDTH = {"cpu": 512, "gpu": 8192}
 _BITS, _MEGA, _GIGA = 8, 1e6, 1e9
@@ -34,16 +34,17 @@ _BITS, _MEGA, _GIGA = 8, 1e6, 1e9
 
 def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
     """Each device by itself: TFLOP/s of a square product. Process 0 gets the rows."""
+    barrier("everyone multiplies", identity)
     rates = [_matmul_rate(device) for device in jax.local_devices()]
     said = gather("matrix products", json.dumps(rates), identity)
     if said is None:
         return []
     found = {f"{hosts[process]} device {number}": rate
              for process, text in enumerate(said) for number, rate in enumerate(json.loads(text))}  # fmt: skip
-    usual = statistics.median(found.values())
+    usual, on_gpu = statistics.median(found.values()), jax.local_devices()[0].platform != "cpu"
     advice = "look at its clocks, heat and neighbours"
     rows = [
-        (failed if rate < _SLOW * usual else warning)(
+        (failed if rate < _SLOW * usual and on_gpu else warning)(
             "matrix product", where, f"{rate:.3g} TFLOP/s, usual {usual:.3g}", advice
         )
         for where, rate in found.items()
@@ -87,15 +88,16 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[[int], float], bool]] 
         lambda x, axis, n: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), lambda n: 1, True
     ),
 }  # fmt: skip
-"""What is done with a device's array, how often its bytes cross the bus for N devices, and whether it is whole."""
+"""What is done with a device's array, how often its bytes cross the bus for N devices, and whether it begins whole
+(else with an N-th of the bytes)."""
 
 
 def _axis_rate(mesh: Mesh, axis: str, name: str) -> float:
     """Bytes a second and device."""
-    operation, crossings, _ = _OPERATIONS[name]
+    operation, crossings, whole = _OPERATIONS[name]
     size = mesh.shape[axis]
     device = mesh.devices.flat[0]
-    count = _BYTES.get(device.platform, _BYTES["cpu"]) // 4 // size * size
+    count = _BYTES.get(device.platform, _BYTES["cpu"]) // 4 // size * (size if whole else 1)
     spec = PartitionSpec(mesh.axis_names)
     inside = jax.shard_map(
         partial(operation, axis=axis, n=size), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False

@@ -16,6 +16,8 @@ def write_logs_to(folder: Path) -> None:
     made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for old in sorted(folder.glob("nccl-*.log")):
+            old.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--nccl-debug: {folder} cannot be made: {error.strerror}; choose another run.dir") from error
     os.environ |= {

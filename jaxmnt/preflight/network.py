@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _NET, _FABRIC, _ROUTES = Path("/sys/class/net"), Path("/sys/class/infiniband"), Path("/proc/net/route")
+_ADDRESSES6 = Path("/proc/net/if_inet6")
 _NOT_FOR_RUNS = ("lo", "docker", "virbr", "cni", "flannel", "cali", "kube", "tunl", "dummy", "podman")
 """How loopback interfaces and those of containers and virtual machines are called."""
 _ERROR_COUNTERS = (
@@ -25,7 +26,7 @@ class Card:
     megabits: int
     """Its speed; 0 if the kernel does not tell."""
     address: str
-    """Its IPv4 address; empty if it has none."""
+    """Its IPv4 address, else its IPv6 address; empty if it has none."""
     default: bool = False
     """Whether the default route goes through it."""
 
@@ -114,5 +115,14 @@ def _address(interface: str) -> str:
         try:
             answer = fcntl.ioctl(probe, ask_address, struct.pack("256s", interface.encode()[:15]))
         except OSError:  # it has none
-            return ""
+            return _address6(interface)
     return socket.inet_ntoa(answer[20:24])
+
+
+def _address6(interface: str) -> str:
+    """The first IPv6 address that other networks can reach."""
+    for line in _text(_ADDRESSES6).splitlines():
+        fields = line.split()
+        if fields[-1] == interface and fields[3] == "00":  # global scope
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
+    return ""

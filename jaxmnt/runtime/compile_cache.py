@@ -1,6 +1,7 @@
 """The folder of compiled programs. What is in it is executed, so nobody else may write to it."""
 
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -31,6 +32,9 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be used: {error.strerror}; choose another folder") from error
     if status.st_mode & _OTHERS_MAY_WRITE or status.st_uid not in (os.getuid(), 0):
+        if not folder and ours:
+            print(f"jaxmnt: note: compiled programs are not kept: others can write to {path}", file=sys.stderr)
+            return
         raise ConfigError(
             f"{key}: others can write to {path}, and what is in it is executed; "
             f"run chmod go-w on it if it is yours, or choose another folder"

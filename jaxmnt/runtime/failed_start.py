@@ -18,7 +18,9 @@ def noting_a_failed_start(config: Config, identity: Identity) -> Iterator[None]:
     except UserError as error:
         if identity.process_id == 0 and (error.hosts or error.processes):
             assert config.run.dir is not None
-            with suppress(OSError):  # the run directory may be what is wrong, and the error itself is told anyway
+            with suppress(
+                OSError, ValueError
+            ):  # the run directory may be what is wrong, and the error itself is told anyway
                 Events(Path(config.run.dir), 0).write(
                     FAILED_START, why=str(error), code=int(error.exit_code),
                     at_fault=error.processes[0] if error.processes else None,
