@@ -6,6 +6,9 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ibverbs-providers libibverbs1 librdmacm1 \
     && rm -rf /var/lib/apt/lists/*
 
+# How enroot and GKE hand in the driver.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility LD_LIBRARY_PATH=/usr/local/nvidia/lib64
+
 WORKDIR /opt/jaxmnt
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY jaxmnt jaxmnt

@@ -18,7 +18,8 @@ from jaxmnt.launch import gke, slurm
 from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import cost, job
 
-CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024", "launch.image=registry.example/jaxmnt:1"]
+CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
+ON_GKE = ["launch.image=registry.example/jaxmnt:1", "launch.mounts=['runs:/runs']", "run.dir=/runs/a"]
 
 
 @pytest.fixture
@@ -34,13 +35,15 @@ def options_of(script: str) -> list[str]:
 @pytest.mark.parametrize("nodes", [1, 4, 16, 64])
 def test_scripts_are_sound(asked, tmp_path, nodes):
     settings = ["launch.spare_nodes=1", "launch.hours=24", 'launch.setup=["module load cuda", "cd $HOME"]',
-                "launch.mounts=['/data:/data']", "slurm.switches=1@12:00:00", "slurm.account=team",
-                "launch.environment={NOTE: \"it's a 'test' of $HOME\"}"]  # fmt: skip
+                "slurm.switches=1@12:00:00", "slurm.account=team",
+                "launch.environment={NOTE: \"it's a 'test' of $HOME\"}", "launch.image=/shared/image.sqsh",
+                f"launch.mounts=['{tmp_path}:{tmp_path}']"]  # fmt: skip
     script = slurm.render(asked(f"launch.nodes={nodes}", *settings, sweep=["seed=1,2", "optimizer.beta2=0.9"]))
     path = tmp_path / "job.sh"
     path.write_text(script)
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
     options = options_of(script)
+    assert f"--container-mounts={tmp_path}:{tmp_path}" in script
     assert {f"--nodes={nodes + 1}", "--requeue", "--no-kill", "--time=1440", "--array=0-1", "--account=team",
             "--switches=1@12:00:00", "--gpus-per-node=8", "--signal=USR1@300"} <= set(options)  # fmt: skip
     assert not re.search(r"@[a-z_]+@", script), "a slot was not filled"
@@ -77,7 +80,8 @@ def test_values_reach_the_processes_unharmed(asked, tmp_path):
     for path in fake.iterdir():
         path.chmod(0o755)
     note = 'it\'s a "test" of $HOME `date`'
-    wanted = asked(f"launch.environment={json.dumps({'NOTE': note})}", "run.dir=a run's dir", "launch.image=null")
+    talk = 'launch.setup=["echo setup lines may print", "true && true"]'
+    wanted = asked(f"launch.environment={json.dumps({'NOTE': note})}", "run.dir=a run's dir", talk)
     script = tmp_path / "job.sh"
     script.write_text(slurm.render(wanted))
     out = tmp_path / "out"
@@ -100,6 +104,7 @@ def test_values_reach_the_processes_unharmed(asked, tmp_path):
         (["launch.mounts=[data]"], "is not FOLDER:/PATH/IN/CONTAINER"),
         (["slurm.options=['x']"], "is no option such as"),
         (["launch.nodes=0"], "launch.nodes"),
+        (["launch.hours=0.05"], "launch.hours: 0.05 are less than launch.warning_seconds (300)"),
     ],
 )
 def test_what_cannot_be_launched(asked, settings, words):
@@ -132,7 +137,8 @@ def test_the_command_prints_or_says_what_is_missing(tiny_file, tmp_path):
     assert " seed=7 " in printed.stdout
     (tmp_path / "empty").mkdir()
     for where, tool in (("slurm", "sbatch"), ("gke", "kubectl")):
-        refused = command("jaxmnt.launch", where, *arguments, PATH=str(tmp_path / "empty"))
+        more = ON_GKE if where == "gke" else []
+        refused = command("jaxmnt.launch", where, *arguments, *more, PATH=str(tmp_path / "empty"))
         assert refused.returncode == 2 and f"{tool}: there is no such command here" in refused.stderr
 
 
@@ -140,9 +146,10 @@ def test_the_command_prints_or_says_what_is_missing(tiny_file, tmp_path):
 def test_jobs_and_pods_are_valid_kubernetes(asked, nodes):
     import kubernetes_validate
 
-    settings = ["gke.spot=true", "gke.queue=q", "launch.mounts=['runs:/runs']", "gke.service_account=trainer",
+    settings = [*ON_GKE, "gke.spot=true", "gke.queue=q", "gke.service_account=trainer",
                 "gke.host_network=true", "gke.memory=900Gi", "gke.priority=high", "gke.annotations={a.b/c: d}",
-                "gke.pod={volumes: [{name: lib, hostPath: {path: /home/kubernetes/bin/nvidia}}]}"]  # fmt: skip
+                "gke.pod={volumes: [{name: lib, hostPath: {path: /home/kubernetes/bin/nvidia}}], "
+                "containers: [{name: train, volumeMounts: [{name: lib, mountPath: /usr/local/nvidia}]}]}"]  # fmt: skip
     wanted = asked(f"launch.nodes={nodes}", *settings)
     config, jobset = yaml.safe_load_all(gke.render(wanted))
     template = jobset["spec"]["replicatedJobs"][0]["template"]
@@ -152,6 +159,8 @@ def test_jobs_and_pods_are_valid_kubernetes(asked, nodes):
         kubernetes_validate.validate(document, "1.29", strict=True)
     assert whole["spec"]["completions"] == whole["spec"]["parallelism"] == nodes
     volumes = [volume["name"] for volume in pod["spec"]["volumes"]]
+    (container,) = pod["spec"]["containers"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == volumes and container["image"]
     assert volumes == ["config", "shared-memory", "data-0", "lib"] and pod["metadata"]["annotations"] == {"a.b/c": "d"}
 
 
@@ -167,8 +176,8 @@ def test_jobsets_follow_their_own_schema(asked, nodes):
     schema = _strict(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}
     validator = jsonschema.Draft7Validator(schema)
-    for settings in ([], ["gke.topology=cloud.google.com/gke-nodepool", "gke.queue=q"]):
-        _, jobset = yaml.safe_load_all(gke.render(asked(f"launch.nodes={nodes}", *settings)))
+    for more in ([], ["gke.topology=cloud.google.com/gke-nodepool", "gke.queue=q"]):
+        _, jobset = yaml.safe_load_all(gke.render(asked(f"launch.nodes={nodes}", *ON_GKE, *more)))
         assert [error.message for error in validator.iter_errors(jobset)] == []
         broken = jobset["spec"] | {"failurePolicies": {}}
         assert list(validator.iter_errors(jobset | {"spec": broken})), "what the schema does not know is an error"
@@ -191,7 +200,8 @@ def _strict(schema):
 
 
 def test_a_jobset_goes_by_exit_codes(asked):
-    _, jobset = gke.manifests(asked("launch.nodes=4", "run.dir=/runs/My_first run", "launch.environment={A: '1'}"))
+    settings = ("launch.nodes=4", "run.dir=/runs/My_first run", "launch.environment={A: '1'}")
+    _, jobset = gke.manifests(asked(*ON_GKE, *settings))
     rules = jobset["spec"]["failurePolicy"]["rules"]
     assert [rule["action"] for rule in rules] == ["FailJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
     said = "Container train for pod default/my-first-run-workers-0-3 failed with exit code {} matching FailJob rule"
@@ -203,12 +213,14 @@ def test_a_jobset_goes_by_exit_codes(asked):
     assert matching(2) == ["wrongConfig"] and matching(75) == ["runAgain"] and matching(1) == matching(127) == []
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     variables = {one["name"]: one["value"] for one in container["env"]}
-    assert variables["JAX_COORDINATOR_ADDRESS"] == "my-first-run-workers-0-0.my-first-run:12355"
+    name = jobset["metadata"]["name"]
+    assert name.startswith("my-first-run-") and jobset["spec"]["network"]["subdomain"] == name
+    assert variables["JAX_COORDINATOR_ADDRESS"] == f"{name}-workers-0-0.{name}:12355"
     assert variables["JAX_NUM_PROCESSES"] == "4" and variables["A"] == "1"
 
 
 def test_the_config_in_a_manifest_is_the_run(asked, tmp_path):
-    wanted = asked("cluster.start_timeout_seconds=600", "run.dir=/runs/a")
+    wanted = asked(*ON_GKE, "cluster.start_timeout_seconds=600")
     config, _ = yaml.safe_load_all(gke.render(wanted))
     path = tmp_path / "run.yaml"
     path.write_text(config["data"]["run.yaml"])
@@ -218,14 +230,40 @@ def test_the_config_in_a_manifest_is_the_run(asked, tmp_path):
 
 
 def test_names_that_kubernetes_would_refuse(asked):
-    for run_dir, name in (("/r/ABC_d.e", "abc-d-e"), ("/r/1b", "run-1b"), ("/r/" + "x" * 90, "x" * 47)):
-        assert gke.manifests(asked(f"run.dir={run_dir}"))[0]["metadata"]["name"] == name
-    with pytest.raises(ConfigError, match="gives no name"):
-        gke.manifests(asked("run.dir=/r/___"))
-    with pytest.raises(ConfigError, match="one by one"):
-        gke.manifests(asked(sweep=["seed=1,2"]))
-    with pytest.raises(ConfigError, match=r"launch\.image: missing"):
-        gke.manifests(asked("launch.image=null"))
+    for run_dir, start in (("ABC_d.e", "abc-d-e-"), ("1b", "run-1b-"), ("x" * 90, "x" * 34 + "-"), ("___", "run-")):
+        name = gke.manifests(asked(*ON_GKE, f"run.dir=/runs/{run_dir}"))[1]["metadata"]["name"]
+        assert name.startswith(start) and len(f"{name}-workers-0-99999-abcde") <= 63
+    one, other = (gke.manifests(asked(*ON_GKE, f"run.dir=/runs/{folder}/exp"))[1] for folder in "ab")
+    assert one["metadata"]["name"] != other["metadata"]["name"], "runs of one name do not take each other's place"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sweep", "words"),
+    [
+        ([], ["seed=1,2"], "one by one"),
+        (["launch.image=null"], [], r"launch\.image: missing"),
+        (["train.stop_after=5"], [], "a JobSet would start it again for ever"),
+        (["run.dir=runs/a"], [], "is on no volume"),
+    ],
+)
+def test_what_kubernetes_could_not_run(asked, settings, sweep, words):
+    with pytest.raises(ConfigError, match=words):
+        gke.manifests(asked(*ON_GKE, *settings, sweep=sweep))
+
+
+def test_a_container_sees_the_run(asked):
+    with pytest.raises(ConfigError, match=r"launch\.mounts: run\.dir, .* is not in the container under the same name"):
+        slurm.render(asked("launch.image=x", "launch.mounts=['/elsewhere:/elsewhere']"))
+
+
+def test_the_config_of_a_job_is_kept(asked, tiny_file):
+    wanted = asked()
+    wanted.freeze()
+    kept, before = wanted.frozen_file, tiny_file.read_text()
+    assert kept.read_text() == before and str(kept) in slurm.render(wanted)
+    tiny_file.write_text(before + "\n")
+    assert str(kept) not in slurm.render(wanted), "another job has another"
+    assert kept.read_text() == before
 
 
 @pytest.fixture
@@ -273,6 +311,7 @@ def test_a_host_that_fails_its_check_or_does_not_come_is_blamed(ledger):
 
 def test_an_exception_is_nobodys_hardware(ledger):
     event(ledger, "failed", 1, why="ValueError: boom", at_fault=1, at_fault_host="n2")
+    event(ledger, "peer_lost", 0, why="process 1 of 2 on n2 failed: ValueError: boom", at_fault=1, at_fault_host="n2")
     assert ended(ledger, 4) == ("again", "from step 0, on the same nodes") and ledger.bad_nodes(time.time()) == []
 
 
@@ -297,6 +336,22 @@ def test_what_follows_a_start(ledger, code, events, options, action):
     for kind, details in events:
         event(ledger, kind, **details)
     assert ended(ledger, code, **options)[0] == action
+
+
+def test_the_reason_is_that_of_who_was_asked(ledger):
+    """Every process notes that it stops; the end of the allocation, or one SIGTERM, is known to one of them."""
+    event(ledger, "preempted", 0, asked_by="the allocation ends")
+    event(ledger, "preempted", 1, asked_by=None)
+    event(ledger, "end", 1, finished=False)
+    assert ended(ledger, 75)[0] == "requeue"
+
+
+def test_nodes_that_are_lost_one_after_the_other_do_not_end_a_run(ledger):
+    for start in range(11):
+        event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
+        assert ended(ledger, 4, start % 5)[0] == "again"
+    event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
+    assert ended(ledger, 4)[0] == "end", "but not for ever"
 
 
 def test_starts_that_gain_nothing_come_to_an_end(ledger):

@@ -74,7 +74,7 @@ def unanswered(identity: Identity, reason: str, timeout: float) -> UserError:
         return PreflightError(
             f"{what}: {here} finds no address of {host} ({error.strerror or error}); correct cluster.coordinator, or "
             f"the names on {here}"
-        )
+        ).blaming(hosts=[here])
     if is_loopback(host):
         return PeerError(
             f"{what} ({reason}); {host} is {here} itself: if process 0 is on another host, correct "
@@ -84,8 +84,8 @@ def unanswered(identity: Identity, reason: str, timeout: float) -> UserError:
         return PreflightError(
             f"{what} ({reason}): {here} takes {host} for {addresses[0]}, a loopback address, which is {here} itself; "
             f"correct /etc/hosts on {here}, or cluster.coordinator"
-        )
+        ).blaming(hosts=[here])
     return PeerError(
         f"{what} ({reason}; {host} is {', '.join(addresses)} on {here}); check cluster.coordinator, that no firewall "
         f"between them blocks port {port}, and that process 0 was started and has not stopped with an error of its own"
-    )
+    ).blaming(processes=[0])

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from jaxmnt.config.section import Section, key
 
-_SECRET = re.compile(r"(?i)(secret|token|passw|credential|api_?key|private_?key)")
+_SECRET = re.compile(r"(?i)(^|_)(secrets?|tokens?|passw\w*|credentials?|api_?key|private_?key)($|_)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -38,6 +38,11 @@ class Launch(Section):
                     f"launch.environment: {name} looks like a secret, and scripts and manifests are readable; "
                     "keep it in a file of yours or a Kubernetes secret, and read it in launch.setup"
                 )
+        if self.hours is not None and 3600 * self.hours <= self.warning_seconds:
+            raise ValueError(
+                f"launch.hours: {self.hours:g} are less than launch.warning_seconds ({self.warning_seconds}), and the "
+                "run would be stopped at once; raise one or lower the other"
+            )
         for mount in self.mounts:
             if not re.fullmatch(r"[^:]+:/[^:]*", mount):
                 raise ValueError(f"launch.mounts: {mount!r} is not FOLDER:/PATH/IN/CONTAINER; correct it")

@@ -4,9 +4,11 @@ The manifest's form: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ 
 https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
 """
 
+import hashlib
 import re
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,12 +17,15 @@ from jaxmnt.cluster.launchers import DEFAULT_PORT
 from jaxmnt.config.load import dump_for_hosts
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.launch.job import Job
-from jaxmnt.launch.settings import environment
+from jaxmnt.launch.settings import checked, environment
 
 _JOB, _CONTAINER = "workers", "train"
+_IMAGES_USER = 1000
+"""Of our Dockerfile: volumes are writable for this group."""
 _CONFIG_FOLDER, _CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
-_LONGEST_NAME = 63 - len(f"-{_JOB}-0-") - 5
-"""Of a JobSet: its pods' host names have at most 63 letters."""
+_DIGITS = 6
+_LONGEST_NAME = 63 - len(f"-{_JOB}-0-") - len("99999") - len("-abcde")
+"""Of a JobSet: its pods' names, with a number and a random end, have at most 63 letters."""
 
 Manifest = dict[str, Any]
 
@@ -46,26 +51,42 @@ def manifests(wanted: Job) -> list[Manifest]:
         raise ConfigError("--sweep: a sweep on Kubernetes is a JobSet for each run; launch them one by one")
     if wanted.config.launch.image is None:
         raise ConfigError("launch.image: missing; give the container image that has jaxmnt in it")
-    name = _name(wanted)
+    if wanted.config.train.stop_after is not None:
+        raise ConfigError("train.stop_after: a JobSet would start it again for ever; leave it out")
+    _check_run_dir(wanted)
+    name, text = _name(wanted), dump_for_hosts(wanted.config)
     metadata: Manifest = {"name": name, "namespace": wanted.config.gke.namespace}
+    config_name = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}"
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata,
-        "data": {_CONFIG_FILE: _Text(dump_for_hosts(wanted.config))},
+        "metadata": metadata | {"name": config_name},
+        "immutable": True,
+        "data": {_CONFIG_FILE: _Text(text)},
     }
-    return [config, _jobset(wanted, name, dict(metadata))]
+    return [config, _jobset(wanted, name, config_name, metadata)]
+
+
+def _check_run_dir(wanted: Job) -> None:
+    """It has to outlive the pods. Raises `ConfigError`."""
+    run_dir = Path(wanted.config.run.dir or "")
+    folders = [mount.split(":", 1)[1] for mount in wanted.config.launch.mounts]
+    if not wanted.config.gke.pod and not any(run_dir.is_relative_to(folder) for folder in folders):
+        raise ConfigError(
+            f"run.dir: {run_dir} is on no volume, and would be gone with its pod; choose one below a path of "
+            "launch.mounts"
+        )
 
 
 def _name(wanted: Job) -> str:
-    """From the run's directory, in the letters that Kubernetes allows."""
-    name = re.sub(r"[^a-z0-9]+", "-", wanted.run_dir.name.lower()).strip("-")[:_LONGEST_NAME].strip("-")
-    if not name:
-        raise ConfigError(f"run.dir: {wanted.run_dir.name!r} gives no name for a JobSet; choose one with letters")
-    return name if name[0].isalpha() else f"run-{name}"
+    """From the run's directory, in the letters that Kubernetes allows. Directories of one name give different ones."""
+    name = re.sub(r"[^a-z0-9]+", "-", wanted.run_dir.name.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}"
+    digest = hashlib.sha256(str(wanted.run_dir).encode()).hexdigest()[:_DIGITS]
+    return f"{name[: _LONGEST_NAME - _DIGITS - 1].strip('-')}-{digest}"
 
 
-def _jobset(wanted: Job, name: str, metadata: Manifest) -> Manifest:
+def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Manifest:
     gke, launch = wanted.config.gke, wanted.config.launch
     if gke.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": gke.queue}
@@ -88,7 +109,7 @@ def _jobset(wanted: Job, name: str, metadata: Manifest) -> Manifest:
                     ),
                 ],
             },
-            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": job(wanted, name)}],
+            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": job(wanted, name, config_name)}],
         },
     }  # fmt: skip
 
@@ -102,9 +123,9 @@ def _rule(name: str, action: str, patterns: list[str]) -> Manifest:
     }
 
 
-def job(wanted: Job, name: str) -> Manifest:
+def job(wanted: Job, name: str, config_name: str) -> Manifest:
     """The template of the Indexed Job: as many pods as nodes, all of which fail when one does."""
-    nodes = wanted.config.launch.nodes
+    nodes, pod = wanted.config.launch.nodes, _pod(wanted, name, config_name)
     stop: Manifest = {"action": "FailJob"}
     codes = [[int(ExitCode.CONFIG)], [int(ExitCode.STOPPED)]]
     rules = [
@@ -118,7 +139,7 @@ def job(wanted: Job, name: str) -> Manifest:
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": rules},
-            "template": {**_pod_metadata(wanted), "spec": _merged(_pod(wanted, name), wanted.config.gke.pod)},
+            "template": {**_pod_metadata(wanted), "spec": _merged(pod, wanted.config.gke.pod)},
         }
     }
 
@@ -129,15 +150,21 @@ def _pod_metadata(wanted: Job) -> Manifest:
 
 
 def _merged(ours: Any, more: Any) -> Any:
-    """Mappings are merged and lists joined; else `more` counts."""
+    """Mappings are merged, so are items of lists that have one name, and other items added; else `more` counts."""
     if isinstance(ours, dict) and isinstance(more, dict):
         return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in more.items()}
     if isinstance(ours, list) and isinstance(more, list):
-        return ours + more
+        named = {item["name"]: item for item in more if isinstance(item, dict) and "name" in item}
+        known = {item["name"] for item in ours if isinstance(item, dict) and "name" in item}
+        joined = [
+            _merged(item, named[item["name"]]) if isinstance(item, dict) and item.get("name") in named else item
+            for item in ours
+        ]
+        return joined + [item for item in more if not (isinstance(item, dict) and item.get("name") in known)]
     return more
 
 
-def _pod(wanted: Job, name: str) -> Manifest:
+def _pod(wanted: Job, name: str, config_name: str) -> Manifest:
     gke, launch = wanted.config.gke, wanted.config.launch
     selector, tolerations = dict(gke.node_selector), list[Manifest]()
     if launch.gpus_per_node:
@@ -151,8 +178,9 @@ def _pod(wanted: Job, name: str) -> Manifest:
     pod: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": gke.grace_seconds,
+        "securityContext": {"fsGroup": _IMAGES_USER, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [_container(wanted, name)],
-        "volumes": _volumes(wanted, name),
+        "volumes": _volumes(wanted, config_name),
     }
     optional: Manifest = {
         "nodeSelector": dict(sorted(selector.items())),
@@ -174,7 +202,7 @@ def _container(wanted: Job, name: str) -> Manifest:
     asked = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
     resources = {what: str(amount) for what, amount in asked.items() if amount}
     command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}"]
-    script = "\n".join([*launch.setup, f"exec {shlex.join(command)}"])
+    script = "\n".join([*checked(launch.setup), f"exec {shlex.join(command)}"])
     mounts = [mount.split(":", 1) for mount in launch.mounts]
     container: Manifest = {
         "name": _CONTAINER,
@@ -191,11 +219,11 @@ def _container(wanted: Job, name: str) -> Manifest:
     return container | ({"resources": {"limits": resources}} if resources else {})
 
 
-def _volumes(wanted: Job, name: str) -> list[Manifest]:
+def _volumes(wanted: Job, config_name: str) -> list[Manifest]:
     memory = {"medium": "Memory", "sizeLimit": f"{wanted.config.gke.shared_memory_gib}Gi"}
     claims = [mount.split(":", 1)[0] for mount in wanted.config.launch.mounts]
     return [
-        {"name": "config", "configMap": {"name": name}},
+        {"name": "config", "configMap": {"name": config_name}},
         {"name": "shared-memory", "emptyDir": memory},
         *(
             {"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}}
@@ -206,11 +234,15 @@ def _volumes(wanted: Job, name: str) -> list[Manifest]:
 
 def submit(wanted: Job) -> str:
     """Hands the manifests to kubectl; what that says. Raises `UserError` if it refuses."""
-    text = render(wanted)
-    try:
-        done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ConfigError("kubectl: there is no such command here; see --dry-run, or install it") from None
-    if done.returncode != 0:
-        raise UserError(f"kubectl refused the manifests: {done.stderr.strip()}")
-    return done.stdout.strip()
+    said = []
+    # What is there already is not changed: a JobSet that runs, or has run, is deleted by whoever wants another.
+    for verb, manifest in zip(("apply", "create"), manifests(wanted), strict=True):
+        text = yaml.dump(manifest, Dumper=_Dumper, sort_keys=False)
+        try:
+            done = subprocess.run(["kubectl", verb, "-f", "-"], input=text, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise ConfigError("kubectl: there is no such command here; see --dry-run, or install it") from None
+        if done.returncode != 0:
+            raise UserError(f"kubectl refused the {manifest['kind']}: {done.stderr.strip()}")
+        said.append(done.stdout.strip())
+    return "\n".join(said)

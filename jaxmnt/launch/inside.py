@@ -16,11 +16,12 @@ from jaxmnt.errors import ExitCode, run_command
 from jaxmnt.launch.restarts import last_commit
 from jaxmnt.telemetry.events import FAILED_START, read_lines
 
-_TRIES = 3
-"""Starts in a row that may fail without a new checkpoint."""
+_TRIES, _MOST_FAILURES = 3, 12
+"""Starts of a job in a row that may fail without a new checkpoint: without a node to blame, and in all."""
 _BAD_FOR_SECONDS = 24 * 3600.0
 _BLAMING = ("peer_lost", "hang", FAILED_START)
-"""Events that tell of a host. What a process raises by itself is its program's fault until a second host shows it."""
+"""Events that tell of a host. What a process raises by itself is its program's fault."""
+_RAISED = "failed"
 _ASKED_BY_SLURM = ("SIGUSR1", "SIGTERM", "the allocation ends")
 """What asked a run to stop that shall go on in another allocation. A person's STOP, or train.stop_after, is no such."""
 
@@ -54,12 +55,11 @@ class Ledger:
         self._write("bad_nodes.json", [asdict(one) for one in bad])
 
     def starts(self) -> list[dict[str, Any]]:
-        return read_lines(self._folder / "starts.jsonl")
+        path = self._folder / "starts.json"
+        return list(json.loads(path.read_text())) if path.exists() else []
 
     def note(self, start: dict[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "starts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(start) + "\n")
+        self._write("starts.json", [*self.starts(), start])
 
     def events(self, began: float) -> list[dict[str, Any]]:
         """Those of all processes since then, in order of time."""
@@ -92,22 +92,25 @@ def after(
     """`end`, `requeue` or `again`, and why, after a start on `nodes` has ended with srun's exit code."""
     now, events = time.time(), ledger.events(began - 1)
     ended = next((event for event in reversed(events) if event["kind"] == "end"), None)
-    stopped_by = next((event["asked_by"] for event in reversed(events) if event["kind"] == "preempted"), None)
     newest = last_commit(ledger.run_dir)
-    blamed = None if ended else _blamed(events, nodes)
+    well = code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.STOPPED) or cancelled or ended is not None
+    blamed = None if well else _blamed(events, nodes)
     if blamed is not None:
         ledger.blame(blamed[0], blamed[1], now)
-    ledger.note({"time": now, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest})
+    start_of = {"time": now, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest}
+    ledger.note(start_of | {"blamed": None if blamed is None else blamed[0]})
     if cancelled:
         return "end", "the job was cancelled or preempted"
     if code in (ExitCode.FINISHED, ExitCode.CONFIG):
         return "end", ""
     if code == ExitCode.STOPPED or (ended and not ended["finished"]):
+        stopped_by = _stopped_by(events)
         if stopped_by in _ASKED_BY_SLURM:
             return "requeue", f"{stopped_by}: saved at step {newest}"
         return "end", f"stopped by {stopped_by or 'train.stop_after'}"
-    if _in_vain(ledger.starts()) >= _TRIES:
-        return "end", f"{_TRIES} starts failed without a checkpoint after step {newest}"
+    unexplained, failures = _in_vain([one for one in ledger.starts() if one["job"] == job])
+    if unexplained >= _TRIES or failures >= _MOST_FAILURES:
+        return "end", f"{failures} starts failed without a checkpoint after step {newest}"
     if not events:
         return "requeue", "nothing was started"
     who = f"without {blamed[0]} if there is another" if blamed else "on the same nodes"
@@ -116,22 +119,31 @@ def after(
     return "again", f"from step {newest}, {who}"
 
 
-def _in_vain(starts: list[dict[str, Any]]) -> int:
-    """How many of the last starts failed with the same newest checkpoint."""
-    count = 0
+def _stopped_by(events: list[dict[str, Any]]) -> str | None:
+    """Every process notes that it stops, but why only those know that were asked; process 0's word counts first."""
+    stops = [event for event in events if event["kind"] == "preempted" and event["asked_by"]]
+    return min(stops, key=lambda event: int(event["process"]))["asked_by"] if stops else None
+
+
+def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many of the last starts failed with the same newest checkpoint: without a node to blame, and in all."""
+    unexplained = failures = 0
     for one in reversed(starts):
         failed = one["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
         if not failed or one["newest"] != starts[-1]["newest"]:
             break
-        count += 1
-    return count
+        failures += 1
+        unexplained += one["blamed"] is None
+    return unexplained, failures
 
 
 def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] | None:
     """The node that most processes blame, and one's words."""
     votes: dict[str, list[str]] = {}
+    raised = {event["process"] for event in events if event["kind"] == _RAISED}
     for event in events:
-        if event["kind"] in _BLAMING:
+        own_fault = event.get("at_fault") in raised or f" {_RAISED}: " in str(event.get("why"))
+        if event["kind"] in _BLAMING and not own_fault:
             node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
             if node is not None:
                 votes.setdefault(node, []).append(str(event["why"]))

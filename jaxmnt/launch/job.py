@@ -1,5 +1,6 @@
 """What is asked of a cluster: a config, on so many nodes."""
 
+import hashlib
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,17 @@ class Job:
     def run_dir(self) -> Path:
         assert self.config.run.dir is not None
         return Path(self.config.run.dir).absolute()
+
+    @property
+    def frozen_file(self) -> Path:
+        """Where the config file is kept as it was when the job was asked for: it may wait, and be requeued."""
+        digest = hashlib.sha256(self.config_file.read_bytes()).hexdigest()[:8]
+        return self.run_dir / "launch" / f"{self.config_file.stem}-{digest}.yaml"
+
+    def freeze(self) -> None:
+        """Writes it. Raises `OSError`."""
+        self.frozen_file.parent.mkdir(parents=True, exist_ok=True)
+        self.frozen_file.write_bytes(self.config_file.read_bytes())
 
 
 def job(config_file: Path, overrides: list[str], sweep: list[str]) -> Job:

@@ -1,5 +1,7 @@
 """Variables that every process of a job on several GPU hosts gets, unless a config says otherwise (docs/cluster.md)."""
 
+import shlex
+
 from jaxmnt.config.schema import Config
 
 _GPU_HOSTS = {
@@ -12,9 +14,16 @@ _GPU_HOSTS = {
 }
 
 
+def checked(setup: list[str]) -> list[str]:
+    """Lines of the shell that end it when one of the given ones fails."""
+    return [f"eval {shlex.quote(line)} || exit 1" for line in setup]
+
+
 def environment(config: Config) -> dict[str, str]:
     """What the launchers write into scripts and manifests, sorted by name."""
     launch = config.launch
     preset = _GPU_HOSTS if launch.settings == "auto" and launch.gpus_per_node and launch.nodes > 1 else {}
-    image = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
-    return dict(sorted((preset | image | launch.environment).items()))
+    more = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
+    if launch.gpus_per_node:
+        more["JAX_PLATFORMS"] = "cuda,cpu"  # a host whose GPUs are not found must not train on its CPU
+    return dict(sorted((preset | more | launch.environment).items()))

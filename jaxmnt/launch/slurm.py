@@ -1,15 +1,19 @@
 """A job script for Slurm, and its submission."""
 
+import os
 import re
 import shlex
 import subprocess
 from importlib.resources import files
 from pathlib import Path
 
-from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch.job import Job
-from jaxmnt.launch.settings import environment
+from jaxmnt.launch.settings import checked, environment
+
+_REQUEUES = 1000
+_AFTER_THE_ROLL_CALL_SECONDS = 60
+_OF_ANOTHER_JOB = ("SLURM_JOB", "SLURM_STEP", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_MEM", "SLURM_CPUS", "SBATCH_")
 
 
 def render(wanted: Job) -> str:
@@ -17,20 +21,22 @@ def render(wanted: Job) -> str:
     config, launch = wanted.config, wanted.config.launch
     template = files("jaxmnt.launch").joinpath("templates/slurm.sh").read_text(encoding="utf-8")
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(config).items()]
-    setup = [*launch.setup, *lines] or [":"]
+    setup = [*checked(launch.setup), *lines] or [":"]
     srun = "".join(f" {shlex.quote(option)}" for option in config.slurm.srun_options)
     return _filled(
         template,
         options="\n".join(f"#SBATCH {shlex.quote(option)}" for option in _options(wanted)),
         directory=shlex.quote(str(Path.cwd())),
         run_dir=shlex.quote(str(wanted.run_dir)),
-        arguments=shlex.join(["--config", str(wanted.config_file), *wanted.overrides, f"run.dir={wanted.run_dir}"]),
-        container=shlex.join(_container(config)),
+        arguments=shlex.join(["--config", str(wanted.frozen_file), *wanted.overrides, f"run.dir={wanted.run_dir}"]),
+        container=shlex.join(_container(wanted)),
         sweep=_sweep(wanted),
         setup="\n".join(f"    {line}" for line in setup),
         python=shlex.quote(launch.python),
         nodes=str(launch.nodes),
         restarts=str(launch.restarts),
+        requeues=str(_REQUEUES),
+        wait=str(int(config.cluster.start_timeout_seconds) + _AFTER_THE_ROLL_CALL_SECONDS),
         srun_options=srun,
     )
 
@@ -50,12 +56,13 @@ def _options(wanted: Job) -> list[str]:
         "--ntasks-per-node=1",
         "--exclusive",
         "--mem=0",
-        "--no-kill",
         "--requeue",
         "--open-mode=append",
         f"--output={log}",
         f"--signal=USR1@{launch.warning_seconds}",
     ]
+    if launch.spare_nodes:  # else an allocation that has lost a node is of no use
+        options.append("--no-kill")
     if launch.gpus_per_node:
         options.append(f"--gpus-per-node={launch.gpus_per_node}")
     if launch.hours:
@@ -68,11 +75,18 @@ def _options(wanted: Job) -> list[str]:
     return [*options, *slurm.options]
 
 
-def _container(config: Config) -> list[str]:
+def _container(wanted: Job) -> list[str]:
     """Options of the pyxis plugin, which starts enroot containers: https://github.com/NVIDIA/pyxis"""
-    launch = config.launch
+    launch = wanted.config.launch
     if launch.image is None:
         return []
+    inside = [mount.split(":", 1)[1] for mount in launch.mounts if len(set(mount.split(":", 1))) == 1]
+    for what, path in (("run.dir", wanted.run_dir), ("the config", wanted.frozen_file)):
+        if not any(path.is_relative_to(folder) for folder in inside):
+            raise ConfigError(
+                f"launch.mounts: {what}, {path}, is not in the container under the same name; add such as "
+                f"{path.parent}:{path.parent}"
+            )
     mounts = [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []
     return [f"--container-image={launch.image}", *mounts]
 
@@ -92,10 +106,13 @@ def submit(wanted: Job) -> str:
     """Hands the script to sbatch; what that says. Raises `UserError` if it refuses."""
     try:
         (wanted.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        wanted.freeze()
     except OSError as error:
-        raise ConfigError(f"run.dir: {wanted.run_dir}/logs cannot be made: {error.strerror}; choose another") from error
+        raise ConfigError(f"run.dir: {wanted.run_dir} cannot be written: {error.strerror}; choose another") from error
+    # What an interactive job has set would count more than the script's options.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_OF_ANOTHER_JOB)}
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=render(wanted), capture_output=True, text=True)
+        done = subprocess.run(["sbatch", "--parsable"], input=render(wanted), env=clean, capture_output=True, text=True)
     except FileNotFoundError:
         raise ConfigError("sbatch: there is no such command here; submit from a login node, or see --dry-run") from None
     if done.returncode != 0:

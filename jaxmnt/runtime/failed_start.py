@@ -12,16 +12,16 @@ from jaxmnt.telemetry.events import FAILED_START, Events
 
 @contextmanager
 def noting_a_failed_start(config: Config, identity: Identity) -> Iterator[None]:
-    """Process 0 writes an event about an error inside that names hosts or processes."""
+    """Writes an event about an error inside that names hosts or processes."""
     try:
         yield
     except UserError as error:
-        if identity.process_id == 0 and (error.hosts or error.processes):
+        if error.hosts or error.processes:
             assert config.run.dir is not None
             with suppress(
                 OSError, ValueError
             ):  # the run directory may be what is wrong, and the error itself is told anyway
-                Events(Path(config.run.dir), 0).write(
+                Events(Path(config.run.dir), identity.process_id).write(
                     FAILED_START, why=str(error), code=int(error.exit_code),
                     at_fault=error.processes[0] if error.processes else None,
                     at_fault_host=error.hosts[0] if error.hosts else None,

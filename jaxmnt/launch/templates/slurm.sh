@@ -18,9 +18,9 @@ prepare() {
 decide() {  # what to do: a word, and nodes
     if [ "${#container[@]}" -gt 0 ]; then
         srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" "${container[@]}" \
-            bash -c "$(declare -f prepare); prepare && exec @python@ -m jaxmnt.launch.inside \"\$@\"" - "$@"
+            bash -c "$(declare -f prepare); prepare >&2; exec @python@ -m jaxmnt.launch.inside \"\$@\"" - "$@"
     else
-        (prepare && exec @python@ -m jaxmnt.launch.inside "$@")
+        (prepare >&2; exec @python@ -m jaxmnt.launch.inside "$@")
     fi
 }
 
@@ -30,15 +30,20 @@ trap 'cancelled=yes' TERM  # scancel and preemption tell the tasks as well: they
 start=0
 while :; do
     usable=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | while read -r node; do
-        scontrol show node "$node" | grep -Eq 'State=[A-Z+]*(DOWN|FAIL|NOT_RESPONDING|[*])' || printf '%s ' "$node"
+        scontrol show node "$node" | grep -E 'State=[^ ]*(DOWN|FAIL|NOT_RESPONDING|[*])' >/dev/null || printf '%s ' "$node"
     done)
-    read -r action nodes <<<"$(decide before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable")"
+    for _ in 1 2 3; do
+        read -r action nodes <<<"$(decide before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable")"
+        [ -z "$action" ] || break
+        sleep 10
+    done
+    [ -n "$action" ] || { echo "jaxmnt: nothing can be decided here: see the lines above"; exit 1; }
     if [ "$action" = start ]; then
         began=$(date +%s)
-        # Each task's own exit code counts: a task that ends lets the others end by themselves, for a minute.
+        # Each task's own exit code counts: one that ends lets the others end by themselves, and say who did not come.
         srun --nodes=@nodes@ --ntasks=@nodes@ --ntasks-per-node=1 --nodelist="$nodes" --overlap --kill-on-bad-exit=0 \
-            --wait=60 --cpu-bind=none --label@srun_options@ "${container[@]}" \
-            bash -c "$(declare -f prepare); prepare && exec @python@ -m jaxmnt.train \"\$@\"" - "${arguments[@]}" &
+            --wait=@wait@ --cpu-bind=none --label@srun_options@ "${container[@]}" \
+            bash -c "$(declare -f prepare); prepare; exec @python@ -m jaxmnt.train \"\$@\"" - "${arguments[@]}" &
         step=$!
         wait "$step"; code=$?
         while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends a wait
@@ -47,12 +52,19 @@ while :; do
         echo "jaxmnt: start $start on $nodes ended with exit code $code: $action${why:+, $why}"
     else
         code=4
-        echo "jaxmnt: ${nodes:-nothing could be decided}; $action"
+        echo "jaxmnt: $nodes; $action"
     fi
+    # Without an answer (a file system that is away) what can be done is done: a stop that was asked for is no end.
+    if [ -z "$action" ] && [ "$cancelled" = no ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then action=requeue; fi
     case $action in
         start | again) start=$((start + 1)) ;;
         requeue)
-            scontrol requeue "$SLURM_JOB_ID" && sleep 300  # which Slurm ends
+            [ "${SLURM_RESTART_COUNT:-0}" -lt @requeues@ ] || { echo "jaxmnt: requeued often enough"; exit "$code"; }
+            for _ in {1..20}; do
+                [ "$cancelled" = no ] || break
+                scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" && sleep 300
+                sleep 15
+            done
             exit 75 ;;
         *) exit "$code" ;;
     esac
