@@ -79,7 +79,7 @@ def cluster():
 
 
 @pytest.mark.parametrize("culprit", range(COUNT))
-@pytest.mark.parametrize(("code", "others"), [(1, 4), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("code", "others"), [(1, 4), (2, 2), (3, 3), (4, 4)])
 def test_all_hear_who_failed_and_why(cluster, culprit, code, others):
     made = cluster().start()
     began = time.monotonic()

@@ -97,5 +97,5 @@ class Ending:
 
 
 def code_for_peers(code: int) -> ExitCode:
-    """What the others end with when a process ends with `code`: a wrong config is wrong for all."""
-    return ExitCode.CONFIG if code == ExitCode.CONFIG else ExitCode.PEER
+    """What the others end with when a process ends with `code`: a wrong config is wrong for all, and so is a host."""
+    return ExitCode(code) if code in (ExitCode.CONFIG, ExitCode.PREFLIGHT) else ExitCode.PEER

@@ -174,20 +174,15 @@ def all_well(name: str, trouble: UserError | None, identity: Identity, seconds: 
         raise PeerError(f"process 0 is gone at barrier '{name}': {error}") from error
     if not said:
         return
-    hear_before_leaving(name, identity)
-    if trouble is not None:
-        raise trouble
-    code, _, text = said[0].partition(" ")
-    raise error_of(int(code), text)
-
-
-def hear_before_leaving(name: str, identity: Identity) -> None:
-    """Everyone is about to leave for the same reason. Process 0 serves the others until they have heard it, and goes
-    last: else some would end because of it, with another exit code."""
+    # Everyone is about to leave. Process 0 serves the others until they have heard, and goes last.
     with contextlib.suppress(PeerError):
         barrier(f"{name}: heard", identity, _HEARING_SECONDS)
     if identity.process_id == 0:
         time.sleep(_GOING_LAST_SECONDS)
+    if trouble is not None:
+        raise trouble
+    code, _, text = said[0].partition(" ")
+    raise error_of(int(code), text)
 
 
 def share(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.runtime import hear_before_leaving, share
+from jaxmnt.cluster.runtime import share
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import PreflightError
 from jaxmnt.preflight.compare import quick_rows
@@ -24,7 +24,6 @@ def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) 
     bad = failures(agreed(quick_part(config, identity, all_facts), identity))
     if bad:
         more = f" (and {len(bad) - 1} more: see jaxmnt.preflight)" if bad[1:] else ""
-        hear_before_leaving("what the start looks at", identity)
         known = {facts["host"] for facts in all_facts}
         raise PreflightError(f"{bad[0]}{more}").blaming(hosts=[row.where for row in bad if row.where in known])
 
