@@ -26,7 +26,7 @@ def host(name, **changed):
         "host": name, "clock": [0.0, 0.01], "devices": 8, "kind": "H100", "platform": "gpu", "python": "3.11.7",
         "environment": "abc", "image": "", "cores": 64, "memory": {"all": 900 * GIB, "free": 800 * GIB},
         "shm": 64 * GIB, "nics": [card("eth0", 100_000)], "fabric": [port()], "nccl": {}, "gpus": [gpu()],
-        "strangers": [], "links": {}, "boot": name,
+        "strangers": [], "xids": [], "links": {}, "boot": name,
     }  # fmt: skip
     assert set(changed) <= set(facts)
     return facts | changed
@@ -59,6 +59,15 @@ def test_a_port_that_nobody_uses_is_no_failure():
     spare = vars(network.Port("mlx5_9/1", "DOWN", 100.0, "Ethernet"))
     rows = found("fabric", host("a", fabric=[port(), spare]), host("b", fabric=[port(), spare]))
     assert rows == []
+
+
+def test_errors_of_hardware_in_the_kernels_log():
+    text = (
+        "[1.0] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+        "[2.0] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+        "[3.0] NVRM: Xid (PCI:0000:86:00): 13, pid=77, Graphics Exception\n"
+    )
+    assert gpus.parse_xids(text) == ["0000:3b:00: Xid 79"], "13 is a program's"
 
 
 def test_nvlinks_are_counted():
@@ -99,6 +108,7 @@ def test_nvlinks_are_counted():
         ("GPU clocks", {"gpus": [gpu(throttled=["heat"])]}, "failed", "kept down by heat"),
         ("GPU heat", {"gpus": [gpu(celsius=91)]}, "warning", "91 °C"),
         ("GPUs in use", {"strangers": ["77 python"]}, "failed", "by 77 python"),
+        ("GPU errors", {"xids": ["0000:3b:00: Xid 79"]}, "warning", "since the driver was started"),
         ("NVLink", {"links": {"GPU 0": 17, "GPU 1": 18}}, "failed", "17 links are active, elsewhere 18"),
         ("GPUs", {"gpus": []}, "warning", "nvidia-smi tells nothing there"),
     ],

@@ -144,6 +144,19 @@ def test_a_node_that_is_lost_is_replaced_by_a_spare_one(slurm, crashed, submit, 
     assert [event["host"] for event in events(run_dir, "start", 1)] == ["h2", "h3"]
 
 
+def test_the_node_of_the_script_itself_is_lost(slurm, crashed, submit, tmp_path):
+    """Slurm would let the allocation go on without the script."""
+    run_dir = tmp_path / "run"
+    number = submit(*LONG, "launch.spare_nodes=1", nodes=1)
+    slurm.wait(lambda: steps_of(run_dir) > 60, 90, "it trains")
+    crashed(1)
+    slurm.wait(lambda: state(slurm, number) == "PENDING", 90, "it is requeued")
+    start_now(slurm, number)
+    reached = steps_of(run_dir)
+    slurm.wait(lambda: steps_of(run_dir) > reached + 10, 60, "it trains again")
+    assert [event["host"] for event in events(run_dir, "start")] == ["h1", "h2"]
+
+
 def test_without_a_spare_node_the_job_is_requeued(slurm, crashed, submit, tmp_path):
     run_dir = tmp_path / "run"
     number = submit(*LONG)

@@ -34,6 +34,7 @@ def render(wanted: Job) -> str:
         setup="\n".join(f"    {line}" for line in setup),
         python=shlex.quote(launch.python),
         nodes=str(launch.nodes),
+        spare_nodes=str(launch.spare_nodes),
         restarts=str(launch.restarts),
         requeues=str(_REQUEUES),
         wait=str(int(config.cluster.start_timeout_seconds) + _AFTER_THE_ROLL_CALL_SECONDS),

@@ -186,6 +186,10 @@ def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
         if facts["strangers"]:
             who = ", ".join(facts["strangers"][:4])
             rows.append(failed("GPUs in use", host, f"by {who}", "end them, or leave the host out"))
+        for xid in facts["xids"]:
+            rows.append(
+                warning("GPU errors", f"{host} {xid}", "since the driver was started", "look at the kernel's log")
+            )
         for gpu, links in sorted(facts["links"].items()):
             if links < most:
                 found = f"{links} links are active, elsewhere {most}"

@@ -49,6 +49,7 @@ def thorough() -> Facts:
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
         "gpus": [vars(gpu) for gpu in gpus.gpus()],
         "strangers": gpus.strangers(),
+        "xids": gpus.xids(),
         "links": gpus.active_links(),
     }
 

@@ -14,6 +14,8 @@ _FIELDS = (
     "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
     "pcie.link.gen.current", "pcie.link.width.current",
 )  # fmt: skip
+_XIDS_OF_HARDWARE = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
+"""Memory, NVLink, the bus, and the GPU's own processor: https://docs.nvidia.com/deploy/xid-errors/"""
 _SECONDS = 30.0
 _SHARED = "nvidia-cuda-mps-server"
 """Through which several processes share a GPU."""
@@ -87,6 +89,17 @@ def parse_links(text: str) -> dict[str, int]:
     return found
 
 
+def xids() -> list[str]:
+    """Errors of GPUs that the driver has reported to the kernel's log since it was started, where we may read it."""
+    return parse_xids(_said_by("dmesg"))
+
+
+def parse_xids(text: str) -> list[str]:
+    """The last Xid of each kind that points at hardware, by GPU: `0000:3b:00: Xid 79`."""
+    found = re.findall(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+)", text)
+    return sorted({f"{gpu}: Xid {number}" for gpu, number in found if int(number) in _XIDS_OF_HARDWARE})
+
+
 def _ours(pid: int) -> bool:
     """Whether it is another process of this preflight."""
     try:
@@ -96,9 +109,13 @@ def _ours(pid: int) -> bool:
 
 
 def _smi(*arguments: str) -> str:
-    """What nvidia-smi prints; nothing where it is not there or fails, which JAX then reports in its own way."""
+    return _said_by("nvidia-smi", *arguments)
+
+
+def _said_by(*command: str) -> str:
+    """What a command prints; nothing where it is not there or fails, which for GPUs JAX reports in its own way."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

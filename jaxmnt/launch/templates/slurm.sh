@@ -9,6 +9,7 @@ cd @directory@ || exit 1
 run_dir=@run_dir@
 arguments=(@arguments@)
 container=(@container@)
+spare_nodes=@spare_nodes@
 @sweep@
 # shellcheck disable=SC1091
 prepare() {
@@ -23,6 +24,19 @@ decide() {  # what to do: a word, and nodes
         (prepare >&2; exec @python@ -m jaxmnt.launch.inside "$@")
     fi
 }
+
+# With --no-kill, which spare nodes need, Slurm lets an allocation go on that has lost this script with its node. Then
+# another node gives it back.
+guard() {
+    other=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vx "$SLURMD_NODENAME" | head -n 1)
+    # shellcheck disable=SC2016
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="$other" --quiet bash -c '
+        while sleep 5; do
+            scontrol show node "$1" | grep -E "State=[^ ]*DOWN" >/dev/null && scontrol requeue "$2" && break
+        done' - "$SLURMD_NODENAME" "$job" >/dev/null 2>&1 &
+    guard=$!
+}
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 
 cancelled=no
 trap 'cancelled=yes' TERM  # scancel and preemption tell the tasks as well: they save and stop
@@ -39,6 +53,7 @@ while :; do
     done
     [ -n "$action" ] || { echo "jaxmnt: nothing can be decided here: see the lines above"; exit 1; }
     if [ "$action" = start ]; then
+        [ "$spare_nodes" = 0 ] || kill -0 "${guard:-none}" 2>/dev/null || guard
         began=$(date +%s)
         # Each task's own exit code counts: one that ends lets the others end by themselves, and say who did not come.
         srun --nodes=@nodes@ --ntasks=@nodes@ --ntasks-per-node=1 --nodelist="$nodes" --overlap --kill-on-bad-exit=0 \
@@ -62,7 +77,7 @@ while :; do
             [ "${SLURM_RESTART_COUNT:-0}" -lt @requeues@ ] || { echo "jaxmnt: requeued often enough"; exit "$code"; }
             for _ in {1..20}; do
                 [ "$cancelled" = no ] || break
-                scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" && sleep 300
+                scontrol requeue "$job" && sleep 300
                 sleep 15
             done
             exit 75 ;;
