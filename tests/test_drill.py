@@ -1,7 +1,6 @@
 """The drill, as a user runs it."""
 
 import json
-import socket
 
 import pytest
 from conftest import ROOT, command
@@ -44,36 +43,6 @@ def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
     limits = {"cut link": 60, "stopped process": 60, "hang in reading data": 60}
     for row in found:
         assert row["gone_seconds"] is None or row["gone_seconds"] < limits.get(row["fault"], 10), row
-
-
-ANOTHER_LAUNCHER = """
-count=$1 port=$2 highest=0
-shift 2
-for ((i = 0; i < count; i++)); do
-    JAX_COORDINATOR_ADDRESS=127.0.0.1:$port JAX_NUM_PROCESSES=$count JAX_PROCESS_ID=$i JAX_NUM_CPU_DEVICES=1 "$@" &
-done
-for job in $(jobs -p); do
-    code=0
-    wait "$job" || code=$?
-    ((code > highest)) && highest=$code
-done
-exit $highest
-"""
-
-
-@pytest.mark.slow
-def test_a_drill_of_processes_that_another_launcher_starts(tiny_file, tmp_path):
-    """As srun would: it says by variables which process is which, and ends with the highest exit code."""
-    script = tmp_path / "launcher.sh"
-    script.write_text(ANOTHER_LAUNCHER)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    result, out = drill(
-        tiny_file, tmp_path, "--start", f"bash {script} {{processes}} {port}", "--faults", "kill in a step,preempt one",
-        timeout=300,
-    )  # fmt: skip
-    assert result.returncode == 0, out
-    assert "| kill in a step | 2 " in out.replace("  ", " ")
 
 
 def test_a_config_made_small_keeps_its_kinds_of_parallelism(tiny):

@@ -111,6 +111,16 @@ def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, tmp
     assert "the same" in text, text
 
 
+def test_a_drill_through_srun(slurm, tiny_file, tmp_path):
+    text = slurm.call(
+        "env", "JAX_NUM_CPU_DEVICES=1", sys.executable, "-m", "jaxmnt.drill", "--config", str(tiny_file),
+        "--start", "srun --nodes={processes} --ntasks={processes} --overlap", "--dir", str(tmp_path / "drill"),
+        "--faults", "kill in a step,preempt one",
+    )  # fmt: skip
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 2 and all(row.count(" yes ") == 2 for row in rows), text
+
+
 @pytest.fixture
 def crashed(slurm):
     """Crashes a node; it is there again afterwards."""
