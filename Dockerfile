@@ -7,7 +7,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 # How enroot and GKE hand in the driver.
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility LD_LIBRARY_PATH=/usr/local/nvidia/lib64
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility LD_LIBRARY_PATH=/usr/local/nvidia/lib64 \
+    PATH=$PATH:/usr/local/nvidia/bin
 
 WORKDIR /opt/jaxmnt
 COPY pyproject.toml constraints.txt README.md LICENSE ./

@@ -60,7 +60,7 @@ class Lab:
 
     def start(
         self, host: int, *command: str, hosts: Path | None = None, private: Path | None = None, cards: bool = True,
-        **options,
+        quiet: bool = False, **options,
     ):  # fmt: skip
         """A command on a host; `private` is a folder that the others do not share. With `cards` it sees its own
         network cards under /sys, and no cgroups."""
@@ -73,7 +73,7 @@ class Lab:
         process = subprocess.Popen(
             ["nsenter", f"--net=/run/netns/{self._space(host)}", "unshare", "--uts", "--mount",
              "sh", "-ec", script, "lab", *arguments, *command],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options,
+            stdout=subprocess.DEVNULL if quiet else subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options,
         )  # fmt: skip
         self._started.append(process)
         return process

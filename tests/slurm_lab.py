@@ -5,6 +5,7 @@ Needs root, and Debian's slurmctld, slurmd, slurm-client and munge. Nothing outs
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -96,7 +97,7 @@ class SlurmLab:
 
     def _on(self, host: int, *command: str, own_processes: bool = False) -> subprocess.Popen:
         inner = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if own_processes else []
-        return self.lab.start(host, *inner, *command, cards=False, env=self._environment())
+        return self.lab.start(host, *inner, *command, cards=False, quiet=True, env=self._environment())
 
     def _environment(self) -> dict[str, str]:
         return dict(os.environ, SLURM_CONF=str(self._folder / "slurm.conf"))
@@ -113,7 +114,11 @@ class SlurmLab:
     def call(self, *command: str, directory: Path | None = None) -> str:
         """A command on h0, such as sbatch or squeue; what it prints."""
         started = self.lab.start(0, *command, cards=False, env=self._environment(), cwd=directory)
-        text, _ = started.communicate(timeout=120)
+        try:
+            text, _ = started.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            raise
         assert started.returncode == 0, text
         return text
 
@@ -134,6 +139,8 @@ class SlurmLab:
             time.sleep(0.5)
 
     def close(self) -> None:
-        if self._munge is not None and self._munge.exists():
-            os.kill(int(self._munge.read_text()), 15)
-        self.lab.close()
+        try:
+            if self._munge is not None and self._munge.exists():
+                os.kill(int(self._munge.read_text()), signal.SIGTERM)
+        finally:
+            self.lab.close()

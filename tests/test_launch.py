@@ -279,7 +279,7 @@ def event(ledger, kind, process=0, **details):
 
 
 def ended(ledger, code, start=0, restarts=10, cancelled=False, began=None):
-    began = time.time() if began is None else began
+    began = time.time() - 60 if began is None else began
     return after(ledger, code, began, ["n1", "n2"], start, restarts, cancelled, "7")
 
 
@@ -307,6 +307,14 @@ def test_a_lost_node_is_blamed_with_evidence(ledger):
 def test_a_host_that_fails_its_check_or_does_not_come_is_blamed(ledger):
     event(ledger, "start_failed", 0, why="processes 1 of 2 did not arrive", at_fault=1, at_fault_host=None)
     assert ended(ledger, 4)[0] == "again" and ledger.bad_nodes(time.time())[0].node == "n2"
+
+
+def test_process_0_is_believed(ledger):
+    """Who cannot reach process 0 blames it, and process 0 those who did not come."""
+    event(ledger, "start_failed", 1, why="process 0 did not answer", at_fault=0, at_fault_host=None)
+    event(ledger, "start_failed", 0, why="process 1 of 2 did not arrive", at_fault=1, at_fault_host=None)
+    ended(ledger, 4)
+    assert [bad.node for bad in ledger.bad_nodes(time.time())] == ["n2"]
 
 
 def test_an_exception_is_nobodys_hardware(ledger):

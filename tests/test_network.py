@@ -31,7 +31,7 @@ def on_all(lab, tiny_file, tmp_path):
 
     def start(
         module, *arguments, ids=(0, 1, 2), settings=None, hosts=None, private=None, coordinator="h0",
-        extra=None, wait=60.0,
+        extra=None, wait=150.0,
     ):  # fmt: skip
         started = []
         for host, process_id in enumerate(ids):
@@ -165,7 +165,7 @@ def test_a_clock_that_is_wrong(on_all, tmp_path):
     path = f"{tmp_path / 'ahead'}:{os.environ.get('PYTHONPATH', '')}"
     ended = on_all("preflight", extra={1: {"PYTHONPATH": path}})
     assert [code for code, _ in ended] == [3, 3, 3], ended
-    assert re.search(r"clocks: h1: (4\.9|5\.\d) s ahead of the others; start chrony", ended[0][1])
+    assert re.search(r"clocks: h1: (4\.\d|5\.\d) s ahead of the others; start chrony", ended[0][1])
 
 
 def test_a_run_starts_with_the_fast_form(on_all, tmp_path):

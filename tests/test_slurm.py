@@ -91,8 +91,8 @@ def test_two_nodes_train_and_a_wrong_config_is_not_tried_again(slurm, submit, tm
 def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, tmp_path, tiny_file):
     """Slurm's own --signal: it comes up to a minute early or late. The steps around the stop are taken again."""
     run_dir = tmp_path / "run"
-    more = ("train.steps=9000", "optimizer.warmup_steps=2", "checkpoint.every_steps=50", "checkpoint.keep=1000")
-    number = submit(*more, "launch.hours=0.03", "launch.warning_seconds=75", "run.stop_margin_seconds=0")
+    more = ("train.steps=30000", "optimizer.warmup_steps=2", "checkpoint.every_steps=50", "checkpoint.keep=1000")
+    number = submit(*more, "launch.hours=0.05", "launch.warning_seconds=100", "run.stop_margin_seconds=0")
     slurm.wait(lambda: state(slurm, number) == "PENDING" and steps_of(run_dir) > 0, 150, "the job is requeued")
     (stopped,) = events(run_dir, "preempted")
     assert stopped["asked_by"] == "SIGUSR1" and "exit code 75: requeue, SIGUSR1" in log_of(run_dir, number)

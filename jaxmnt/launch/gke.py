@@ -154,14 +154,16 @@ def _merged(ours: Any, more: Any) -> Any:
     if isinstance(ours, dict) and isinstance(more, dict):
         return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in more.items()}
     if isinstance(ours, list) and isinstance(more, list):
-        named = {item["name"]: item for item in more if isinstance(item, dict) and "name" in item}
-        known = {item["name"] for item in ours if isinstance(item, dict) and "name" in item}
-        joined = [
-            _merged(item, named[item["name"]]) if isinstance(item, dict) and item.get("name") in named else item
-            for item in ours
-        ]
-        return joined + [item for item in more if not (isinstance(item, dict) and item.get("name") in known)]
+        named = {_called(item): item for item in more if _called(item)}
+        known = {_called(item) for item in ours}
+        joined = [_merged(item, named[_called(item)]) if _called(item) in named else item for item in ours]
+        return joined + [item for item in more if not _called(item) or _called(item) not in known]
     return more
+
+
+def _called(item: Any) -> str | None:
+    """What tells an item of a list from the others; mounts of one volume may be several."""
+    return item.get("mountPath", item.get("name")) if isinstance(item, dict) else None
 
 
 def _pod(wanted: Job, name: str, config_name: str) -> Manifest:

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def after(
     ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int, cancelled: bool, job: str
 ) -> tuple[str, str]:
     """`end`, `requeue` or `again`, and why, after a start on `nodes` has ended with srun's exit code."""
-    now, events = time.time(), ledger.events(began - 1)
+    now, events = time.time(), ledger.events(began)
     ended = next((event for event in reversed(events) if event["kind"] == "end"), None)
     newest = last_commit(ledger.run_dir)
     well = code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.STOPPED) or cancelled or ended is not None
@@ -138,19 +139,23 @@ def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] | None:
-    """The node that most processes blame, and one's words."""
-    votes: dict[str, list[str]] = {}
+    """The node at fault, and the words of one who says so.
+
+    All speak to process 0, so its word counts, unless all others blame its node; if it says nothing, most voices do.
+    """
     raised = {event["process"] for event in events if event["kind"] == _RAISED}
+    votes: dict[int, tuple[str, str]] = {}
     for event in events:
         own_fault = event.get("at_fault") in raised or f" {_RAISED}: " in str(event.get("why"))
-        if event["kind"] in _BLAMING and not own_fault:
-            node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
-            if node is not None:
-                votes.setdefault(node, []).append(str(event["why"]))
-    if not votes:
-        return None
-    node = max(sorted(votes), key=lambda name: len(votes[name]))
-    return node, votes[node][0]
+        node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
+        if event["kind"] in _BLAMING and not own_fault and node is not None:
+            votes.setdefault(event["process"], (node, str(event["why"])))
+    others = [vote for process, vote in sorted(votes.items()) if process != 0]
+    against_first = len(nodes) > 2 and len(others) == len(nodes) - 1 and {node for node, _ in others} == {nodes[0]}
+    if 0 in votes and not against_first:
+        return votes[0]
+    counts = Counter(node for node, _ in others)
+    return max(others, key=lambda vote: counts[vote[0]], default=None)
 
 
 def _node(host: str | None, process: int | None, nodes: list[str]) -> str | None:

@@ -7,7 +7,9 @@ set -o pipefail
 cd @directory@ || exit 1
 
 run_dir=@run_dir@
-arguments=(@arguments@)
+config=@frozen@  # as it was when the job was submitted
+[ -f "$config" ] || config=@config@
+arguments=(--config "$config" @arguments@)
 container=(@container@)
 spare_nodes=@spare_nodes@
 @sweep@
@@ -28,10 +30,10 @@ decide() {  # what to do: a word, and nodes
 # With --no-kill, which spare nodes need, Slurm lets an allocation go on that has lost this script with its node. Then
 # another node gives it back.
 guard() {
-    other=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vx "$SLURMD_NODENAME" | head -n 1)
+    other=$(tr ' ' '\n' <<<"$usable" | grep -vx "$SLURMD_NODENAME" | head -n 1)
     # shellcheck disable=SC2016
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$other" --quiet bash -c '
-        while sleep 5; do
+        while sleep 10; do
             scontrol show node "$1" | grep -E "State=[^ ]*DOWN" >/dev/null && scontrol requeue "$2" && break
         done' - "$SLURMD_NODENAME" "$job" >/dev/null 2>&1 &
     guard=$!
@@ -51,10 +53,13 @@ while :; do
         [ -z "$action" ] || break
         sleep 10
     done
-    [ -n "$action" ] || { echo "jaxmnt: nothing can be decided here: see the lines above"; exit 1; }
+    if [ -z "$action" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+        echo "jaxmnt: nothing can be decided here: see the lines above"
+        exit 1
+    fi
     if [ "$action" = start ]; then
         [ "$spare_nodes" = 0 ] || kill -0 "${guard:-none}" 2>/dev/null || guard
-        began=$(date +%s)
+        began=$(date +%s.%N)
         # Each task's own exit code counts: one that ends lets the others end by themselves, and say who did not come.
         srun --nodes=@nodes@ --ntasks=@nodes@ --ntasks-per-node=1 --nodelist="$nodes" --overlap --kill-on-bad-exit=0 \
             --wait=@wait@ --cpu-bind=none --label@srun_options@ "${container[@]}" \
@@ -67,10 +72,12 @@ while :; do
         echo "jaxmnt: start $start on $nodes ended with exit code $code: $action${why:+, $why}"
     else
         code=4
-        echo "jaxmnt: $nodes; $action"
+        echo "jaxmnt: ${nodes:-no answer}; ${action:-requeue}"
     fi
     # Without an answer (a file system that is away) what can be done is done: a stop that was asked for is no end.
-    if [ -z "$action" ] && [ "$cancelled" = no ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then action=requeue; fi
+    if [ -z "$action" ] && [ "$cancelled" = no ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then
+        [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || action=requeue
+    fi
     case $action in
         start | again) start=$((start + 1)) ;;
         requeue)
