@@ -372,7 +372,8 @@ def test_trouble_of_one_is_told_to_all_even_to_those_who_come_later(address):
     for troubled in (0, 1):
         outcomes = roll(address, [0, 1, 2], 3, trouble={troubled: trouble}, delay={2: 1.0}, timeout=20)
         for outcome in outcomes:
-            assert isinstance(outcome, ConfigError) and f"process {troubled} on" in str(outcome), outcome
+            assert isinstance(outcome, PreflightError if troubled else ConfigError), outcome
+            assert f"process {troubled} on" in str(outcome), outcome
 
 
 def test_a_process_of_an_older_version_is_named_by_it(address):

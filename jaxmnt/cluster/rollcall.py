@@ -13,6 +13,7 @@ import selectors
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ _OTHER_FILES = 512
 
 Hello = dict[str, Any]
 """process, processes, host, time, facts, trouble, and whether the host's own name is a loopback address there."""
-CONFIG_FACTS = ("config digest",)
+CONFIG_FACTS, DATA_FACTS = ("config digest",), ("data digest",)
 """Facts about the config: who differs in them was given another one. The others are about a host."""
 
 
@@ -56,9 +57,9 @@ def hold(
     Process 0 gets all others by their numbers, the others get process 0.
 
     `trouble` is why this process cannot take part; everyone is told. Raises `PeerError` (exit 4) naming the processes
-    that are missing when time is up, `ConfigError` (exit 2) naming the process that is in trouble or whose id, count or
-    config disagree with process 0's, and `PreflightError` (exit 3) naming the host whose software, data or network is
-    not as it should be.
+    that are missing when time is up, `ConfigError` (exit 2) if process 0 is in trouble or naming the process whose id,
+    count or config disagree with process 0's, and `PreflightError` (exit 3) naming the host that is in trouble or whose
+    software, data or network is not as it should be.
     """
     if identity.alone:
         if trouble is not None:
@@ -236,7 +237,7 @@ class _Desk:
         try:
             hello = json.loads(line)
             process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
-            facts, trouble = dict(hello["facts"]), _trouble_of(hello)
+            hello["facts"], trouble = dict(hello["facts"]), _trouble_of(hello)
             sent, hello["loopback"] = float(hello.get("time", time.time())), bool(hello.get("loopback"))
         except (ValueError, KeyError, TypeError):
             self._drop(connection)
@@ -259,14 +260,22 @@ class _Desk:
         self._hello[process] = hello
         self._connection_of[process] = connection
         self._heard_after[connection] = time.time() - sent
-        if trouble is not None:
-            return trouble
-        for name, value in own["facts"].items():
-            if facts.get(name) != value:
+        if error := self._difference(hello, [name for name in own["facts"] if name not in DATA_FACTS]):
+            return error
+        if trouble is not None:  # the config is the same, and process 0 can go by it: so it is the host
+            return PreflightError(str(trouble)).blaming(hosts=[host])
+        return self._difference(hello, DATA_FACTS)
+
+    def _difference(self, hello: Hello, names: Sequence[str]) -> UserError | None:
+        """What of these facts is not as process 0's, in words."""
+        own, process, host = self._hello[0], hello["process"], hello["host"]
+        for name in names:
+            ours, theirs = own["facts"].get(name), hello["facts"].get(name)
+            if ours != theirs:
                 kind = ConfigError if name in CONFIG_FACTS else PreflightError
                 return kind(
-                    f"{name} of process {process} on {host} is {facts.get(name)}, of process 0 on {own['host']} "
-                    f"{value}; start every process with the same software, config and data"
+                    f"{name} of process {process} on {host} is {theirs}, of process 0 on {own['host']} "
+                    f"{ours}; start every process with the same software, config and data"
                 ).blaming(hosts=[host])
         return None
 
