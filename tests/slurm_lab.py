@@ -123,20 +123,28 @@ class SlurmLab:
         return text
 
     def idle(self) -> int:
-        return len(set(self.call("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()))
+        """How many nodes answer and have nothing left to clear away: Slurm calls others `idle*` or `completing`."""
+        return self.call("sinfo", "-h", "-N", "-o", "%T").split().count("idle")
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm knows of a job."""
         text = self.call("scontrol", "show", "job", number)
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
+    def nodes_of(self, number: str) -> list[int]:
+        """The numbers of a running job's nodes."""
+        names = self.call("scontrol", "show", "hostnames", self.job(number)["NodeList"]).split()
+        return [int(name.removeprefix("h")) for name in names]
+
     def wait(self, ready, seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
-            assert time.monotonic() < deadline, (
-                f"not within {seconds} s: {what}\n{self.call('scontrol', 'show', 'job')}"
-            )
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self._all()}"
             time.sleep(0.5)
+
+    def _all(self) -> str:
+        jobs = self.call("squeue", "--states=all", "-o", "%.5i %.12T %.10N %.20S %.20e %r")
+        return f"{jobs}\n{self.call('sinfo', '-N', '-o', '%N %T')}"
 
     def close(self) -> None:
         try:
