@@ -15,19 +15,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.telemetry.events import read_lines
 
 # Programs that several tests compile are compiled once, also across processes. The folder is private.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxmnt-test-cache-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+# How long an example takes says nothing on a machine that does other things as well.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 # Started in the background by a shell, this process ignores Ctrl-C, and so would all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -105,13 +113,19 @@ def whole_run(tmp_path_factory, prepared):
 
 
 def metrics(run_dir: Path | str, kind: str = "train") -> list[dict]:
-    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+    return [record for record in read_lines(Path(run_dir) / "metrics.jsonl") if record["kind"] == kind]
 
 
 def events(run_dir: Path | str, kind: str, process: int = 0) -> list[dict]:
-    lines = (Path(run_dir) / "events" / f"{process}.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+    return [record for record in read_lines(Path(run_dir) / "events" / f"{process}.jsonl") if record["kind"] == kind]
+
+
+def until(ready: Callable[[], object], seconds: float = 20.0) -> None:
+    """Waits until something is true, which it mostly is at once."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.01)
 
 
 def losses(run_dir: Path | str) -> list[float]:

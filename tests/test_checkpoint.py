@@ -34,7 +34,6 @@ from jaxmnt.checkpoint.reader import Reader, cut
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.data.feed import Feed
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.runtime import compile_cache, lock
 from jaxmnt.runtime.saves import Saves
@@ -637,7 +636,7 @@ def test_a_damaged_checkpoint_is_named_kept_and_replaced_by_the_one_before(tiny,
     assert [line["step"] for line in metrics(config.run.dir)] == list(range(1, 21))
 
 
-def test_a_failed_save_is_reported_at_once_and_tried_again(tiny, finished, monkeypatch, capsys):
+def test_a_failed_save_is_reported_at_once_and_tried_again(tiny, finished, prompt_saves, monkeypatch, capsys):
     original, failed = saver.commit, []
 
     def fail_once(path, manifest):
@@ -646,9 +645,7 @@ def test_a_failed_save_is_reported_at_once_and_tried_again(tiny, finished, monke
             raise OSError(28, "No space left on device", str(path))
         original(path, manifest)
 
-    stage = Feed.stage
     monkeypatch.setattr(saver, "commit", fail_once)
-    monkeypatch.setattr(Feed, "stage", lambda feed: (time.sleep(0.2), stage(feed)))  # steps take longer than saves
     config = tiny("checkpoint.keep=9")
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     assert "WARNING checkpoint 10 could not be saved: No space left on device" in capsys.readouterr().out

@@ -287,7 +287,7 @@ def test_damage_on_one_host_is_named_to_all(tiny_file, prepared, tmp_path, damag
             os.environ, JAX_NUM_CPU_DEVICES="1", JAX_COORDINATOR_ADDRESS=coordinator,
             JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(number),
         )  # fmt: skip
-        settings = ["data.path=data", "data.rows=packed", "cluster.start_timeout_seconds=60"]
+        settings = ["data.path=data", "data.rows=packed", "cluster.start_timeout_seconds=30"]
         settings += ["data.verify=true"] if damage == "flipped" else []
         arguments = [sys.executable, "-m", "jaxmnt.train", "--config", str(tiny_file), *settings]
         started.append(

@@ -7,6 +7,7 @@ import time
 
 import jax
 import pytest
+from conftest import until
 
 from jaxmnt.cluster.ending import Ending
 from jaxmnt.cluster.environment import Identity
@@ -88,7 +89,7 @@ def test_all_hear_who_failed_and_why(cluster, culprit, code, others):
     for heard in made.fates(*(process for process in range(COUNT) if process != culprit)):
         assert (heard.kind, heard.process, heard.code) == ("peer_lost", culprit, others)
         assert heard.why.endswith("failed: ValueError: boom") and f"process {culprit} of 3 on" in heard.why
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8, "silence would take much longer"
     assert not made.endings[culprit].fates, "it ends by itself, with its own code"
 
 
@@ -97,7 +98,7 @@ def test_one_who_goes_without_a_word_is_missed_at_once(cluster, culprit):
     made = cluster().start(culprit)
     made.sockets[culprit].close()
     others = [process for process in range(COUNT) if process != culprit]
-    for heard in made.fates(*others, seconds=2):
+    for heard in made.fates(*others):
         assert heard.process == culprit and "went away without a word" in heard.why and heard.code == 4
 
 
@@ -112,7 +113,7 @@ def test_what_jax_says_of_a_lost_peer_ends_with_the_name_of_who_is_gone(cluster,
 
     threading.Thread(target=step, daemon=True).start()
     threading.Timer(0.5, made.sockets[1].close).start()
-    for heard in made.fates(0, 2, seconds=4):
+    for heard in made.fates(0, 2):
         assert heard.kind == "peer_lost" and heard.process == 1 and "went away without a word" in heard.why
 
 
@@ -236,8 +237,8 @@ def test_each_phase_has_its_own_limit(watchdog):
     with made.during("evaluating", 60.0):
         time.sleep(0.4)
     assert not lifeline.said
-    time.sleep(0.6)
-    assert lifeline.said and lifeline.said[0].startswith("no progress for 40 s while taking steps")
+    until(lambda: lifeline.said)
+    assert lifeline.said[0].startswith("no progress for 40 s while taking steps")
 
 
 def test_a_phase_that_gets_further_is_alive_and_one_that_does_not_is_named(watchdog, tmp_path):
@@ -247,7 +248,7 @@ def test_a_phase_that_gets_further_is_alive_and_one_that_does_not_is_named(watch
             time.sleep(0.1)
             made.got_further()
         assert not lifeline.said
-        time.sleep(0.4)
+        until(lambda: lifeline.said)
     assert lifeline.said[0].startswith("no progress for 20 s while evaluating")
     assert "test_a_phase" not in str(lifeline.position()), "only our own code says where it is"
     lifeline.note_stacks()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import child_of, command, events, losses, metrics
+from conftest import child_of, command, events, losses, metrics, until
 
 from jaxmnt.checkpoint.commit import newest_whole
 from jaxmnt.runtime import stop
@@ -181,19 +181,16 @@ def test_a_warning_is_no_first_signal(tmp_path):
     """Slurm's early SIGUSR1 and the SIGTERM that follows it: the save goes on. A second SIGTERM ends it at once."""
     at_once = []
     with StopRequest(tmp_path, at_once.append) as request:
-
-        def send(number):
-            os.kill(os.getpid(), number)
-            time.sleep(0.2)
-
         assert not request.wanted
-        send(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: request.wanted)
         assert request.reason == "SIGUSR1"
-        send(signal.SIGTERM)
-        send(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5)
         assert not at_once, "so soon after the first it is the same request, handed on by a launcher"
-        time.sleep(1.1)
-        send(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: at_once)
         assert at_once == ["stopped at once by a second signal, SIGTERM"]
 
 
@@ -214,9 +211,12 @@ def test_a_second_signal_ends_a_process_that_does_not_listen(tmp_path):
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    time.sleep(1.3)
+    time.sleep(3)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    try:
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert process.returncode == 1
     assert err.splitlines()[-1] == "jaxmnt: error: stopped at once by a second signal, SIGTERM"

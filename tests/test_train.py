@@ -290,7 +290,7 @@ def test_a_signal_saves_and_exits_75(tiny, monkeypatch):
     config = tiny("checkpoint.every_steps=0")
     assert train(config, devices=one_device()) == ExitCode.STOPPED
     step = len(losses(config.run.dir))
-    assert 7 <= step <= 10
+    assert 7 <= step < 20
     assert newest_whole(Path(config.run.dir) / "checkpoints").step == step
     assert events(config.run.dir, "preempted")[0]["step"] == step
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
