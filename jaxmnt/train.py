@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
         clock.lap("import")
         with (
-            noting_a_failed_start(config, identity),
+            noting_a_failed_start(config, identity, ending, lambda: steps is not None or "data" in clock.seconds),
             stop_request(config, identity, at_once) as stop,
             joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline,
         ):

@@ -99,7 +99,7 @@ def _meeting_rows(identity: Identity, where: str) -> list[Row]:
 
 
 def _megabits(all_facts: list[dict]) -> dict[str, int]:
-    """The speed of the network that NCCL would use, by host; 0 if it is not known."""
+    """The speed of the network card that NCCL would use for a GPU, by host; 0 if it is not known."""
     from jaxmnt.preflight.network import Card, chosen_by_nccl
 
     chosen = {
@@ -109,12 +109,11 @@ def _megabits(all_facts: list[dict]) -> dict[str, int]:
         for facts in all_facts
     }
     sockets = {host: card.megabits if card else 0 for host, card in chosen.items()}
-    fabric = {
-        facts["host"]: int(1000 * sum(port["gigabits"] for port in facts["fabric"] if port["state"] == "ACTIVE"))
-        for facts in all_facts
-        if facts["platform"] == "gpu"
-    }
-    return {host: fabric.get(host) or megabits for host, megabits in sockets.items()}
+    for facts in all_facts:
+        ports = [port["gigabits"] for port in facts["fabric"] if port["state"] == "ACTIVE"]
+        if ports and facts["platform"] == "gpu":
+            sockets[facts["host"]] = int(1000 * max(ports))
+    return sockets
 
 
 def _concluded(rows: list[Row], identity: Identity, *, as_json: bool) -> int:

@@ -10,7 +10,9 @@ from typing import Any
 
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import gather, machine_id, share
+from jaxmnt.cluster.signs import bears_its_sign
 from jaxmnt.cluster.software import environment_digest
+from jaxmnt.errors import PreflightError
 from jaxmnt.preflight import gpus, network
 
 Facts = dict[str, Any]
@@ -24,9 +26,18 @@ def quick(clock: tuple[float, float]) -> Facts:
     """What the start of each run looks at. `clock` is how far this one is ahead of process 0's: at least, at most."""
     import jax
 
-    devices = jax.local_devices()
+    host = socket.gethostname()
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        if bears_its_sign(error):
+            raise
+        found = str(error).splitlines()[0]
+        raise PreflightError(f"{host}: JAX cannot use its devices: {found}; look at nvidia-smi there").blaming(
+            hosts=[host]
+        ) from error
     return {
-        "host": socket.gethostname(),
+        "host": host,
         "boot": machine_id(),
         "clock": clock,
         "devices": len(devices),

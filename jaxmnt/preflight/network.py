@@ -48,15 +48,20 @@ class Port:
 
 
 def cards(root: Path = _NET) -> list[Card]:
-    """All interfaces that are up, by name."""
+    """All interfaces that are up, in the kernel's order, in which NCCL looks at them."""
     default = _default_interfaces()
     found = []
-    for path in sorted(root.iterdir()) if root.exists() else []:
+    for path in sorted(root.iterdir(), key=_index) if root.exists() else []:
         if _text(path / "operstate") in ("up", "unknown"):
             speed = _text(path / "speed")
             megabits = int(speed) if speed.isdecimal() else 0
             found.append(Card(path.name, megabits, _address(path.name), path.name in default))
     return found
+
+
+def _index(path: Path) -> tuple[int, str]:
+    number = _text(path / "ifindex")
+    return int(number) if number.isdecimal() else 0, path.name
 
 
 def chosen_by_nccl(found: list[Card], wanted: str) -> Card | None:

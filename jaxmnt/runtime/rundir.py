@@ -23,7 +23,7 @@ from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources
-from jaxmnt.errors import ConfigError, UserError, error_of
+from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of
 from jaxmnt.runtime.lock import RunLock
 from jaxmnt.storage import Place, place, publish
 
@@ -158,17 +158,23 @@ def _decided(name: str, decide: Callable[[], Start], config: Config, identity: I
     plain = answer["start"]
     checkpoint = None if plain["checkpoint"] is None else place(plain["checkpoint"])
     if isinstance(checkpoint, Path) and not checkpoint.is_dir():
-        raise ConfigError(
+        raise PreflightError(
             f"run.dir: process 0 sees {plain['checkpoint']}, {identity.label} does not; "
             "put the run directory on a file system that all hosts share"
-        )
+        ).blaming(processes=[identity.process_id])
     return _from_plain(plain)
+
+
+_MAY_PASS = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH
+)  # fmt: skip
+"""What a server of files is the reason for that does not answer, or has thrown a client out."""
 
 
 def _in_words(error: OSError, config: Config) -> UserError:
     """Whose fault it is. A server that does not answer may do so on the next attempt, all else has to be mended."""
     where = str(error.filename or "")
-    kind = UserError if error.errno == errno.EIO else ConfigError
+    kind = UserError if error.errno in _MAY_PASS else ConfigError
     for key, directory in zip(("run.dir", "checkpoint.dir"), places(config), strict=False):
         if where.startswith(str(directory)):
             return kind(

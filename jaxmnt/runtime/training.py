@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxmnt.cluster.ending import Ending, Fate
+from jaxmnt.cluster.ending import Ending
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import barrier, hosts, share
 from jaxmnt.config.schema import Config
@@ -19,6 +19,7 @@ from jaxmnt.program.compiled import Program, compile_program
 from jaxmnt.runtime import announce
 from jaxmnt.runtime.compile_cache import use_compile_cache
 from jaxmnt.runtime.evaluate import Evaluator
+from jaxmnt.runtime.failed_start import note_fate
 from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
 from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.replicas import Replicas
@@ -90,7 +91,7 @@ def prepare(
     names = hosts(identity)
     clock.lap("data")
     events = _begun_events(start, identity, len(devices or jax.devices()))
-    held.enter_context(ending.with_last(lambda fate: _note_fate(events, fate)))
+    held.enter_context(ending.with_last(lambda fate: note_fate(events, fate)))
     with watchdog.during("compiling", limits.compile_seconds):
         program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
         # Or those who found it in a cache would count the others' compiling as their own first step.
@@ -241,7 +242,3 @@ def _was_not_evaluated(run: Training) -> bool:
         lines = read_lines(run.start.directory / "metrics.jsonl")
         told = str(not any(line["kind"] == "eval" and line["step"] == run.step for line in lines))
     return share("an evaluation to make up for", told, run.identity) == str(True)
-
-
-def _note_fate(events: Events, fate: Fate) -> None:
-    events.write(fate.kind, why=fate.why, code=fate.code, at_fault=fate.process, at_fault_host=fate.host)
