@@ -37,7 +37,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
-SlurmdTimeout=10
+SlurmdTimeout={missed_after}
 KillWait=5
 MessageTimeout=5
 TCPTimeout=2
@@ -71,8 +71,7 @@ class SlurmLab:
             raise
 
     def _start(self) -> None:
-        config = _CONFIG.format(controller=self.lab.address(0), folder=self._folder, nodes=self.nodes)
-        (self._folder / "slurm.conf").write_text(config)
+        self._configure(missed_after=10)
         (self._folder / "state").mkdir()
         self._folder.chmod(0o755)
         self._start_munge()
@@ -81,6 +80,17 @@ class SlurmLab:
             (self._folder / f"spool-h{node}").mkdir()
             self.boot(node)
         self.wait(lambda: self.idle() == self.nodes, 30, "all nodes are idle")
+
+    def _configure(self, missed_after: int) -> None:
+        config = _CONFIG.format(
+            controller=self.lab.address(0), folder=self._folder, nodes=self.nodes, missed_after=missed_after
+        )
+        (self._folder / "slurm.conf").write_text(config)
+
+    def miss_after(self, seconds: int) -> None:
+        """When Slurm gives up a node that does not answer: here after 10 s, on a cluster mostly after 300."""
+        self._configure(missed_after=seconds)
+        self.call("scontrol", "reconfigure")
 
     def _start_munge(self) -> None:
         """With a key of its own. Its socket crosses network namespaces."""

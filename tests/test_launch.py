@@ -67,8 +67,9 @@ def test_the_number_of_nodes_changes_nothing_else(asked):
         assert one.replace("4", "64") == other.replace("4", "64") or one == other or "nodes" in one
 
 
-def test_values_reach_the_processes_unharmed(asked, tmp_path):
+def test_values_reach_the_processes_unharmed(asked, tmp_path, monkeypatch):
     """Quotes, blanks and dollars in settings and variables come through the script, the function and srun's bash."""
+    monkeypatch.chdir(tmp_path)
     fake = tmp_path / "bin"
     fake.mkdir()
     (fake / "srun").write_text('#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
@@ -287,14 +288,14 @@ NOW = 1_000_000.0
 
 
 def test_nodes_that_are_blamed_are_left_out_while_there_are_others(ledger):
-    assert before(ledger, 2, ["n1", "n2", "n3"], NOW) == ("start", "n1,n2")
+    assert before(ledger, 2, ["n1", "n2", "n3"], ["n2"], NOW) == ("start", "n1,n3"), "somebody drains n2"
     ledger.blame("n2", "silent", NOW)
-    assert before(ledger, 2, ["n1", "n2", "n3"], NOW) == ("start", "n1,n3")
-    assert before(ledger, 2, ["n1", "n2"], NOW) == ("start", "n1,n2"), "better than not at all"
-    assert before(ledger, 2, ["n1"], NOW) == ("requeue", "1 of 2 nodes answer")
-    assert before(ledger, 2, ["n1", "n2", "n3"], NOW + 25 * 3600) == ("start", "n1,n2"), "it has served its time"
+    assert before(ledger, 2, ["n1", "n2", "n3"], [], NOW) == ("start", "n1,n3")
+    assert before(ledger, 2, ["n1", "n2"], [], NOW) == ("start", "n1,n2"), "better than not at all"
+    assert before(ledger, 2, ["n1"], [], NOW) == ("requeue", "1 of 2 nodes answer")
+    assert before(ledger, 2, ["n1", "n2", "n3"], [], NOW + 25 * 3600) == ("start", "n1,n2"), "it has served its time"
     ledger.blame("n1", "later", NOW + 5)
-    assert before(ledger, 2, ["n1", "n2", "n3"], NOW + 9) == ("start", "n2,n3"), "the one blamed longest ago"
+    assert before(ledger, 2, ["n1", "n2", "n3"], [], NOW + 9) == ("start", "n2,n3"), "the one blamed longest ago"
 
 
 def test_a_lost_node_is_blamed_with_evidence(ledger):
@@ -355,11 +356,46 @@ def test_the_reason_is_that_of_who_was_asked(ledger):
 
 
 def test_nodes_that_are_lost_one_after_the_other_do_not_end_a_run(ledger):
-    for start in range(11):
+    for _ in range(11):
         event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
-        assert ended(ledger, 4, start % 5)[0] == "again"
+        assert ended(ledger, 4)[0] == "again"
     event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
     assert ended(ledger, 4)[0] == "end", "but not for ever"
+
+
+def test_a_node_that_fails_twice_is_handed_back(ledger):
+    answers = []
+    for start in range(2):
+        event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
+        answers.append(ended(ledger, 4, start))
+    assert answers == [
+        ("again", "from step 0, without n2 if there is another"), ("requeue", "n2 was tried twice here")
+    ]  # fmt: skip
+
+
+def test_a_device_that_breaks_is_its_hosts(ledger):
+    why = "JaxRuntimeError: INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
+    event(ledger, "failed", 1, why=why, at_fault=1, at_fault_host="n2")
+    event(ledger, "peer_lost", 0, why=f"process 1 of 2 on n2 failed: {why}", at_fault=1, at_fault_host="n2")
+    assert ended(ledger, 4) == ("again", "from step 0, without n2 if there is another")
+
+
+def test_a_config_that_a_job_has_trained_with_is_not_wrong(ledger):
+    """Some errors of a file system look like the config's."""
+    event(ledger, "started", step=1)
+    assert ended(ledger, 4)[0] == "again"
+    (ledger.run_dir / "events" / "0.jsonl").unlink()
+    event(ledger, "start_failed", why="run.dir cannot be used", at_fault=None, at_fault_host=None)
+    assert ended(ledger, 2, 1)[0] == "again"
+    event(ledger, "started", step=1)
+    assert ended(ledger, 2, 2)[0] == "end", "a run that gives up while it trains has its reasons"
+
+
+def test_starts_that_slurm_cut_off_do_not_count(ledger):
+    for _ in range(4):
+        event(ledger, "start")
+        assert ended(ledger, 143, cancelled=True)[0] == "end"
+    assert ended(ledger, 137)[0] == "again"
 
 
 def test_starts_that_gain_nothing_come_to_an_end(ledger):
@@ -376,6 +412,6 @@ def test_starts_that_gain_nothing_come_to_an_end(ledger):
 def test_the_script_hears_words(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxmnt.launch.inside", "before", "--run-dir", str(tmp_path), "--wanted", "1",
-         "--usable", "n1 n2 "], capture_output=True, text=True,
+         "--usable", "n1 n2 ", "--drained", ""], capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout == "start n1\n", done.stderr

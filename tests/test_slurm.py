@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from slurm_lab import SlurmLab, skip_without_slurm
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 NODES = 3
-CLEARED_AWAY_SECONDS = 10
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +54,13 @@ def state(slurm, number):
     return slurm.job(number)["JobState"]
 
 
-def start_now(slurm, number):
+def start_now(slurm, number, nodes):
     """A requeued job would wait for two minutes. Started while its first run is still being cleared away, it fails."""
-    time.sleep(CLEARED_AWAY_SECONDS)
+    slurm.wait(lambda: slurm.idle() == nodes, 60, "all nodes that are left are idle")
 
     def runs():
         if state(slurm, number) == "PENDING":
-            slurm.call("scontrol", "update", f"job={number}", "StartTime=now")
+            slurm.call("sh", "-c", f"scontrol update job={number} StartTime=now || true")  # it may run by now
         return state(slurm, number) == "RUNNING"
 
     slurm.wait(runs, 60, "the requeued job runs")
@@ -82,7 +80,7 @@ def test_two_nodes_train_and_a_wrong_config_is_not_tried_again(slurm, submit, tm
     run_dir = tmp_path / "run"
     assert state(slurm, number) == "COMPLETED", log_of(run_dir, number)
     assert len(losses(run_dir)) == 6
-    assert [events(run_dir, "start", process)[0]["host"] for process in range(2)] == ["h1", "h2"]
+    assert len({events(run_dir, "start", process)[0]["host"] for process in range(2)}) == 2
 
     second = submit("train.steps=6", "optimizer.warmup_steps=2", "model.num_layers=3")
     slurm.wait(lambda: state(slurm, second) in OVER, 90, "the job is over")
@@ -99,7 +97,7 @@ def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, tmp
     slurm.wait(lambda: state(slurm, number) == "PENDING" and steps_of(run_dir) > 0, 150, "the job is requeued")
     (stopped,) = events(run_dir, "preempted")
     assert stopped["asked_by"] == "SIGUSR1" and "exit code 75: requeue, SIGUSR1" in log_of(run_dir, number)
-    start_now(slurm, number)
+    start_now(slurm, number, NODES)
     slurm.wait(lambda: steps_of(run_dir) > stopped["step"] + 60, 120, "it goes on")
     slurm.call("scancel", number)
     slurm.wait(lambda: state(slurm, number) in OVER, 60, "it is over")
@@ -142,7 +140,15 @@ def crashed(slurm):
 LONG = ("train.steps=100000", "optimizer.warmup_steps=2", "checkpoint.every_steps=50")
 
 
-def test_a_node_that_is_lost_is_replaced_by_a_spare_one(slurm, crashed, submit, tmp_path):
+@pytest.fixture
+def slow_to_miss(slurm):
+    slurm.miss_after(300)
+    yield
+    slurm.miss_after(10)
+
+
+def test_a_node_that_is_lost_is_replaced_by_a_spare_one(slurm, crashed, submit, slow_to_miss, tmp_path):
+    """Long before Slurm misses it."""
     run_dir = tmp_path / "run"
     number = submit(*LONG, "launch.spare_nodes=1")
     slurm.wait(lambda: steps_of(run_dir) > 60, 90, "it trains")
@@ -166,7 +172,7 @@ def test_the_node_of_the_script_itself_is_lost(slurm, crashed, submit, tmp_path)
     first = slurm.nodes_of(number)[0]  # Slurm may choose any two
     crashed(first)
     slurm.wait(lambda: state(slurm, number) == "PENDING", 90, "it is requeued")
-    start_now(slurm, number)
+    start_now(slurm, number, NODES - 1)
     reached = steps_of(run_dir)
     slurm.wait(lambda: steps_of(run_dir) > reached + 10, 60, "it trains again")
     before, after = events(run_dir, "start")
@@ -180,7 +186,7 @@ def test_without_a_spare_node_the_job_is_requeued(slurm, crashed, submit, tmp_pa
     lost = slurm.nodes_of(number)[1]  # Slurm may choose any two
     crashed(lost)
     slurm.wait(lambda: state(slurm, number) == "PENDING", 120, "it is requeued")
-    start_now(slurm, number)
+    start_now(slurm, number, NODES - 1)
     reached = steps_of(run_dir)
     slurm.wait(lambda: steps_of(run_dir) > reached + 10, 120, "it trains again")
     assert slurm.job(number)["Restarts"] == "1"

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxmnt.cluster.signs import tells_of_a_broken_device
 from jaxmnt.errors import ExitCode, run_command
 from jaxmnt.launch.restarts import last_commit
 from jaxmnt.telemetry.events import FAILED_START, read_lines
@@ -21,8 +22,8 @@ _TRIES, _MOST_FAILURES = 3, 12
 """Starts of a job in a row that may fail without a new checkpoint: without a node to blame, and in all."""
 _BAD_FOR_SECONDS = 24 * 3600.0
 _BLAMING = ("peer_lost", "hang", FAILED_START)
-"""Events that tell of a host. What a process raises by itself is its program's fault."""
-_RAISED = "failed"
+"""Events that tell of a host."""
+_RAISED, _TRAINED = "failed", "started"
 _ASKED_BY_SLURM = ("SIGUSR1", "SIGTERM", "the allocation ends")
 """What asked a run to stop that shall go on in another allocation. A person's STOP, or train.stop_after, is no such."""
 
@@ -75,13 +76,13 @@ class Ledger:
         temporary.replace(self._folder / name)
 
 
-def before(ledger: Ledger, wanted: int, usable: list[str], now: float) -> tuple[str, str]:
-    """`start` and nodes. With too few that nobody blames, those blamed longest ago are tried again; with too few at
-    all, the nodes go back: `requeue`."""
+def before(ledger: Ledger, wanted: int, usable: list[str], drained: list[str], now: float) -> tuple[str, str]:
+    """`start` and nodes. With too few that nobody blames or drains, drained ones are taken, then those blamed longest
+    ago are tried again; with too few at all, the nodes go back: `requeue`."""
     bad = [one.node for one in ledger.bad_nodes(now)]
     good = [node for node in usable if node not in bad]
     again = [node for node in bad if node in usable]
-    chosen = (good + again)[:wanted]
+    chosen = (sorted(good, key=drained.__contains__) + again)[:wanted]
     if len(chosen) < wanted:
         return "requeue", f"{len(chosen)} of {wanted} nodes answer"
     return "start", ",".join(node for node in usable if node in chosen)
@@ -94,14 +95,21 @@ def after(
     now, events = time.time(), ledger.events(began)
     ended = next((event for event in reversed(events) if event["kind"] == "end"), None)
     newest = last_commit(ledger.run_dir)
+    trained = any(event["kind"] == _TRAINED for event in events)
+    earlier = [one for one in ledger.starts() if one["job"] == job]
+    if code == ExitCode.CONFIG and not trained and any(one["trained"] for one in earlier):
+        code = ExitCode.FAILURE  # what this job has trained with cannot be wrong: a file system or a host is
     well = code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.STOPPED) or cancelled or ended is not None
     blamed = None if well else _blamed(events, nodes)
     if blamed is not None:
         ledger.blame(blamed[0], blamed[1], now)
-    start_of = {"time": now, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest}
-    ledger.note(start_of | {"blamed": None if blamed is None else blamed[0]})
+    this = {
+        "time": now, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest, "trained": trained,
+        "cancelled": cancelled, "blamed": None if blamed is None else blamed[0],
+    }  # fmt: skip
+    ledger.note(this)
     if cancelled:
-        return "end", "the job was cancelled or preempted"
+        return "end", "Slurm has ended this allocation"
     if code in (ExitCode.FINISHED, ExitCode.CONFIG):
         return "end", ""
     if code == ExitCode.STOPPED or (ended and not ended["finished"]):
@@ -109,14 +117,17 @@ def after(
         if stopped_by in _ASKED_BY_SLURM:
             return "requeue", f"{stopped_by}: saved at step {newest}"
         return "end", f"stopped by {stopped_by or 'train.stop_after'}"
-    unexplained, failures = _in_vain([one for one in ledger.starts() if one["job"] == job])
+    unexplained, failures = _in_vain([*earlier, this])
     if unexplained >= _TRIES or failures >= _MOST_FAILURES:
         return "end", f"{failures} starts failed without a checkpoint after step {newest}"
     if not events:
         return "requeue", "nothing was started"
-    who = f"without {blamed[0]} if there is another" if blamed else "on the same nodes"
     if start >= restarts:
         return "requeue", f"after {start} restarts in this allocation"
+    here = earlier[len(earlier) - start :] if start else []
+    if blamed and blamed[0] in [one["blamed"] for one in here]:
+        return "requeue", f"{blamed[0]} was tried twice here"
+    who = f"without {blamed[0]} if there is another" if blamed else "on the same nodes"
     return "again", f"from step {newest}, {who}"
 
 
@@ -127,9 +138,10 @@ def _stopped_by(events: list[dict[str, Any]]) -> str | None:
 
 
 def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many of the last starts failed with the same newest checkpoint: without a node to blame, and in all."""
+    """How many of the last starts failed with the same newest checkpoint: without a node to blame, and in all. Those
+    that were cut off from outside do not count."""
     unexplained = failures = 0
-    for one in reversed(starts):
+    for one in reversed([one for one in starts if not one["cancelled"]]):
         failed = one["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
         if not failed or one["newest"] != starts[-1]["newest"]:
             break
@@ -141,15 +153,19 @@ def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
 def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] | None:
     """The node at fault, and the words of one who says so.
 
-    All speak to process 0, so its word counts, unless all others blame its node; if it says nothing, most voices do.
+    What a process raises is its program's fault, unless it tells of a broken device. All speak to process 0, so its
+    word counts, unless all others blame its node; if it says nothing, most voices do.
     """
     raised = {event["process"] for event in events if event["kind"] == _RAISED}
     votes: dict[int, tuple[str, str]] = {}
     for event in events:
-        own_fault = event.get("at_fault") in raised or f" {_RAISED}: " in str(event.get("why"))
+        why = str(event.get("why"))
+        its_program = event.get("at_fault") in raised or f" {_RAISED}: " in why
         node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
-        if event["kind"] in _BLAMING and not own_fault and node is not None:
-            votes.setdefault(event["process"], (node, str(event["why"])))
+        if event["kind"] not in (*_BLAMING, _RAISED) or (its_program and not tells_of_a_broken_device(why)):
+            continue
+        if node is not None:
+            votes.setdefault(event["process"], (node, why))
     others = [vote for process, vote in sorted(votes.items()) if process != 0]
     against_first = len(nodes) > 2 and len(others) == len(nodes) - 1 and {node for node, _ in others} == {nodes[0]}
     if 0 in votes and not against_first:
@@ -171,7 +187,7 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     ledger = Ledger(Path(options.run_dir))
     if options.when == "before":
-        answer = before(ledger, options.wanted, options.usable.split(), time.time())
+        answer = before(ledger, options.wanted, options.usable.split(), options.drained.split(), time.time())
     else:
         answer = after(
             ledger, options.code, options.began, options.nodes.split(","), options.start, options.restarts,
@@ -189,6 +205,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         one.add_argument("--run-dir", required=True)
     first.add_argument("--wanted", type=int, required=True)
     first.add_argument("--usable", required=True, help="nodes that answer")
+    first.add_argument("--drained", required=True, help="those of them that Slurm would give to no new job")
     later.add_argument("--code", type=int, required=True, help="srun's exit code")
     later.add_argument("--began", type=float, required=True, help="Unix seconds")
     later.add_argument("--nodes", required=True, help="those of the start, in order of processes")

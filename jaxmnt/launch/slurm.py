@@ -13,7 +13,8 @@ from jaxmnt.launch.settings import checked, environment
 
 _REQUEUES = 1000
 _AFTER_THE_ROLL_CALL_SECONDS = 60
-_OF_ANOTHER_JOB = ("SLURM_JOB", "SLURM_STEP", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_MEM", "SLURM_CPUS", "SBATCH_")
+_OF_ANOTHER_JOB = ("SLURM_", "SBATCH_", "SRUN_")
+_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
 
 
 def render(wanted: Job) -> str:
@@ -60,6 +61,7 @@ def _options(wanted: Job) -> list[str]:
         "--exclusive",
         "--mem=0",
         "--requeue",
+        "--wait-all-nodes=1",  # in a cloud they may still be booting
         "--open-mode=append",
         f"--output={log}",
         f"--signal=USR1@{launch.warning_seconds}",
@@ -113,7 +115,11 @@ def submit(wanted: Job) -> str:
     except OSError as error:
         raise ConfigError(f"run.dir: {wanted.run_dir} cannot be written: {error.strerror}; choose another") from error
     # What an interactive job has set would count more than the script's options.
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(_OF_ANOTHER_JOB)}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OF_ANOTHER_JOB) or name in _OF_THE_CLUSTER
+    }
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=render(wanted), env=clean, capture_output=True, text=True)
     except FileNotFoundError:

@@ -33,42 +33,71 @@ guard() {
     other=$(tr ' ' '\n' <<<"$usable" | grep -vx "$SLURMD_NODENAME" | head -n 1)
     # shellcheck disable=SC2016
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$other" --quiet bash -c '
+        trap "" USR1  # the early warning goes to all steps
         while sleep 10; do
-            scontrol show node "$1" | grep -E "State=[^ ]*DOWN" >/dev/null && scontrol requeue "$2" && break
+            scontrol show node "$1" | grep -E "State=DOWN" >/dev/null && scontrol requeue "$2" && break
         done' - "$SLURMD_NODENAME" "$job" >/dev/null 2>&1 &
     guard=$!
 }
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 
+# srun waits for the tasks of a lost node until Slurm misses that, which takes minutes. Who has not followed a minute
+# after somebody ended with a word of why has no more to say.
+hasten() {
+    while sleep 15; do
+        find "$run_dir/events" -name '*.jsonl' -newer "$run_dir/launch/began" -exec tail -qn 1 {} + 2>/dev/null |
+            grep -E '"kind": "(failed|peer_lost|hang|start_failed)"' >/dev/null && sleep 60 && kill -TERM "$1" && break
+    done >/dev/null 2>&1
+}
+
+limit=$(squeue -h -j "$SLURM_JOB_ID" -o %e)  # of this allocation's time: Slurm requeues no job that reaches it
+[[ $limit == *T* ]] && limit=$(date -d "$limit" +%s) || limit=
 cancelled=no
-trap 'cancelled=yes' TERM  # scancel and preemption tell the tasks as well: they save and stop
+asked_to_end() {  # by scancel, by preemption or at the limit; the tasks are told as well: they save and stop
+    cancelled=yes
+    [ -n "$limit" ] && [ "$(date +%s)" -ge "$limit" ] && scontrol requeue "$job"
+}
+trap asked_to_end TERM
 
 start=0
 while :; do
-    usable=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | while read -r node; do
-        scontrol show node "$node" | grep -E 'State=[^ ]*(DOWN|FAIL|NOT_RESPONDING|[*])' >/dev/null || printf '%s ' "$node"
-    done)
+    usable='' drained=''
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        state=$(scontrol show node "$node" | grep -oE 'State=[^ ]*')
+        [[ $state =~ =DOWN|FAIL|NOT_RESPONDING|[*] ]] && continue
+        usable+="$node "
+        [[ $state =~ DRAIN ]] && drained+="$node "  # somebody has doubts about it
+    done
     for _ in 1 2 3; do
-        read -r action nodes <<<"$(decide before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable")"
+        read -r action nodes <<<"$(decide before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable" \
+            --drained "$drained")"
         [ -z "$action" ] || break
         sleep 10
     done
-    if [ -z "$action" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+    if [ -z "$action" ] && [ "$start" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
         echo "jaxmnt: nothing can be decided here: see the lines above"
         exit 1
     fi
     if [ "$action" = start ]; then
         [ "$spare_nodes" = 0 ] || kill -0 "${guard:-none}" 2>/dev/null || guard
         began=$(date +%s.%N)
+        mkdir -p "$run_dir/launch" && : >"$run_dir/launch/began"
         # Each task's own exit code counts: one that ends lets the others end by themselves, and say who did not come.
         srun --nodes=@nodes@ --ntasks=@nodes@ --ntasks-per-node=1 --nodelist="$nodes" --overlap --kill-on-bad-exit=0 \
             --wait=@wait@ --cpu-bind=none --label@srun_options@ "${container[@]}" \
             bash -c "$(declare -f prepare); prepare; exec @python@ -m jaxmnt.train \"\$@\"" - "${arguments[@]}" &
         step=$!
+        hasten "$step" &
+        hasten=$!
         wait "$step"; code=$?
         while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends a wait
-        read -r action why <<<"$(decide after --run-dir "$run_dir" --code "$code" --began "$began" --nodes "$nodes" \
-            --start "$start" --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID")"
+        kill "$hasten" 2>/dev/null
+        for _ in 1 2 3; do
+            read -r action why <<<"$(decide after --run-dir "$run_dir" --code "$code" --began "$began" \
+                --nodes "$nodes" --start "$start" --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID")"
+            [ -z "$action" ] || break
+            sleep 10
+        done
         echo "jaxmnt: start $start on $nodes ended with exit code $code: $action${why:+, $why}"
     else
         code=4
@@ -76,14 +105,13 @@ while :; do
     fi
     # Without an answer (a file system that is away) what can be done is done: a stop that was asked for is no end.
     if [ -z "$action" ] && [ "$cancelled" = no ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then
-        [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || action=requeue
+        action=requeue
     fi
     case $action in
         start | again) start=$((start + 1)) ;;
         requeue)
             [ "${SLURM_RESTART_COUNT:-0}" -lt @requeues@ ] || { echo "jaxmnt: requeued often enough"; exit "$code"; }
-            for _ in {1..20}; do
-                [ "$cancelled" = no ] || break
+            while [ "$cancelled" = no ]; do  # as long as it takes until a controller answers
                 scontrol requeue "$job" && sleep 300
                 sleep 15
             done
