@@ -6,17 +6,22 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
-from conftest import command
+from conftest import command, events
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
+from jaxmnt.errors import PreflightError
+from jaxmnt.preflight import facts as own
 from jaxmnt.preflight import gpus, links, nccl_log, network
 from jaxmnt.preflight.compare import quick_rows, thorough_rows
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.network import Card
 from jaxmnt.preflight.rows import Row, Verdict, failures, from_json, table, to_json
+from jaxmnt.runtime.failed_start import noting_a_failed_start
 
 GIB = 1 << 30
 
@@ -279,3 +284,38 @@ def test_a_single_process_and_wrong_arguments(tiny_file):
     assert missing.returncode == 2 and "--config: missing" in missing.stderr
     busy = command("jaxmnt.preflight", "--config", str(tiny_file), "run.dir=/proc/nothing")
     assert busy.returncode == 3 and "run directory: " in busy.stderr
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("Unable to initialize backend 'cuda': no device"), AssertionError()])
+def test_a_host_whose_devices_do_not_start_is_named(monkeypatch, raised):
+    def local_devices():
+        raise raised
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    with pytest.raises(PreflightError, match="JAX has no devices there") as error:
+        own.quick((0.0, 0.0))
+    assert error.value.hosts == [socket.gethostname()]
+
+
+def test_a_peers_loss_is_not_taken_for_devices_that_do_not_start(monkeypatch):
+    def local_devices():
+        raise RuntimeError("DEADLINE_EXCEEDED: the topology of process 1 did not come")
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    with pytest.raises(RuntimeError, match="topology"):
+        own.quick((0.0, 0.0))
+
+
+@pytest.mark.parametrize(("has_opened", "code", "noted"), [(False, 4, 1), (True, 4, 0), (False, 2, 0)])
+def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
+    """From then on the run has its own events, and a wrong config is nobody's fault."""
+    config, ending = tiny(), Acting()
+    with noting_a_failed_start(config, Identity(), ending, lambda: has_opened):
+        ending.act(Fate("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))
+    found = events(config.run.dir, "peer_lost")
+    assert [event["at_fault_host"] for event in found] == ["n2"] * noted
+
+
+class Acting(Ending):
+    def act(self, fate):
+        self._act(fate, told=True)

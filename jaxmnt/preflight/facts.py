@@ -29,13 +29,15 @@ def quick(clock: tuple[float, float]) -> Facts:
     host = socket.gethostname()
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that some platform could be used
         if bears_its_sign(error):
             raise
-        found = str(error).splitlines()[0]
-        raise PreflightError(f"{host}: JAX cannot use its devices: {found}; look at nvidia-smi there").blaming(
-            hosts=[host]
-        ) from error
+        found = (
+            str(error).splitlines() or [f"none of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} can be used"]
+        )[0]
+        raise PreflightError(
+            f"{host}: JAX has no devices there: {found}; look at nvidia-smi, and at the lines above"
+        ).blaming(hosts=[host]) from error
     return {
         "host": host,
         "boot": machine_id(),

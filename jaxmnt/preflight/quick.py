@@ -16,11 +16,13 @@ def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) 
     """Compares devices and clocks, and tries whether the run directory is shared. `clock` is how far this process's
     clock is ahead of process 0's: at least, at most.
 
-    Raises `PreflightError` in all processes, naming the host, if something is wrong. Takes well under a second.
+    Raises `PreflightError` in all processes, naming the host, if something is wrong. Takes well under a second beside
+    what JAX needs to find its devices.
     """
+    own_facts = quick(clock)
     if identity.alone:
         return
-    all_facts = told_to_all("what the start looks at", quick(clock), identity)
+    all_facts = told_to_all("what the start looks at", own_facts, identity)
     bad = failures(agreed(quick_part(config, identity, all_facts), identity))
     if bad:
         more = f" (and {len(bad) - 1} more: see jaxmnt.preflight)" if bad[1:] else ""
