@@ -52,13 +52,13 @@ def main(arguments: list[str]) -> int:
         ending.now(Fate("failed", reason, ExitCode.FAILURE, identity.process_id))
 
     def run() -> int:
-        import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
-        clock.lap("import")
-        with (
-            noting_a_failed_start(config, identity, ending, lambda: steps is not None or "data" in clock.seconds),
-            stop_request(config, identity, at_once) as stop,
-            joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline,
-        ):
+        with ExitStack() as held:
+            stop = held.enter_context(stop_request(config, identity, at_once))
+            import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
+            clock.lap("import")
+            opened = lambda: steps is not None or "data" in clock.seconds
+            held.enter_context(noting_a_failed_start(config, identity, ending, opened))
+            lifeline = held.enter_context(joined(identity, config, ending, lambda: open_sources(config.data).digest))
             heard.append(lifeline)
             end_on_exceptions_in_threads(lifeline)
             clock.lap("rendezvous")
