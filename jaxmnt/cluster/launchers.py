@@ -88,6 +88,7 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
     if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts):
         raise ConfigError(f"the variables of Slurm contradict each other: {shown(read.used)}; start with srun")
     gpus = read.optional_number("SLURM_GPUS_ON_NODE")
+    read.optional_number("SLURM_RESTART_COUNT")  # for people: how often the job was requeued
     port = _FIRST_PORT + (int(environment["SLURM_JOB_ID"]) + 509 * int(step)) % _PORTS
     first = hosts[0] if len(hosts) > 1 else _LOCALHOST
     return Claim(
