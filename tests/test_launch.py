@@ -305,6 +305,19 @@ def test_a_lost_node_is_blamed_with_evidence(ledger):
     assert (bad.node, bad.why) == ("n2", "process 1 of 2 on n2 went away")
 
 
+def test_who_was_started_elsewhere_in_the_same_directory_is_no_task_of_this_start(ledger):
+    event(ledger, "failed", 0, why="stopped at once", host="login", at_fault=0, at_fault_host="login")
+    event(ledger, "peer_lost", 0, why="silent", host="n1", at_fault=1, at_fault_host="n2")
+    assert ended(ledger, 4) == ("again", "from step 0, without n2 if there is another")
+
+
+def test_a_start_that_is_told_twice_is_noted_once(ledger):
+    event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
+    began = time.time() - 60
+    assert ended(ledger, 4, 1, began=began) == ended(ledger, 4, 1, began=began)
+    assert len(ledger.starts()) == 1
+
+
 def test_a_host_that_fails_its_check_or_does_not_come_is_blamed(ledger):
     event(ledger, "start_failed", 0, why="processes 1 of 2 did not arrive", at_fault=1, at_fault_host=None)
     assert ended(ledger, 4)[0] == "again" and ledger.bad_nodes(time.time())[0].node == "n2"

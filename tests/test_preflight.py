@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
-from jaxmnt.errors import PreflightError
+from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import facts as own
 from jaxmnt.preflight import gpus, links, nccl_log, network
 from jaxmnt.preflight.compare import quick_rows, thorough_rows
@@ -292,9 +292,15 @@ def test_a_host_whose_devices_do_not_start_is_named(monkeypatch, raised):
         raise raised
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    with pytest.raises(PreflightError, match="JAX has no devices there") as error:
+    with pytest.raises(PreflightError, match=f"{socket.gethostname()}: .* look at nvidia-smi there") as error:
         own.quick((0.0, 0.0))
     assert error.value.hosts == [socket.gethostname()]
+
+
+def test_a_host_that_should_have_gpus_does_not_train_on_its_cpu(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    with pytest.raises(PreflightError, match="JAX_PLATFORMS=cuda,cpu, and JAX finds no GPU"):
+        own.quick((0.0, 0.0))
 
 
 def test_a_peers_loss_is_not_taken_for_devices_that_do_not_start(monkeypatch):
@@ -302,7 +308,7 @@ def test_a_peers_loss_is_not_taken_for_devices_that_do_not_start(monkeypatch):
         raise RuntimeError("DEADLINE_EXCEEDED: the topology of process 1 did not come")
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    with pytest.raises(RuntimeError, match="topology"):
+    with pytest.raises(PeerError, match="topology"):
         own.quick((0.0, 0.0))
 
 

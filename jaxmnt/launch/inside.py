@@ -61,7 +61,9 @@ class Ledger:
         return list(json.loads(path.read_text())) if path.exists() else []
 
     def note(self, start: dict[str, Any]) -> None:
-        self._write("starts.json", [*self.starts(), start])
+        """Once, however often it is told."""
+        others = [one for one in self.starts() if (one["job"], one.get("began")) != (start["job"], start["began"])]
+        self._write("starts.json", [*others, start])
 
     def events(self, began: float) -> list[dict[str, Any]]:
         """Those of all processes since then, in order of time."""
@@ -92,20 +94,20 @@ def after(
     ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int, cancelled: bool, job: str
 ) -> tuple[str, str]:
     """`end`, `requeue` or `again`, and why, after a start on `nodes` has ended with srun's exit code."""
-    now, events = time.time(), ledger.events(began)
+    now, events = time.time(), _of_nodes(ledger.events(began), nodes)
     ended = next((event for event in reversed(events) if event["kind"] == "end"), None)
     newest = last_commit(ledger.run_dir)
     trained = any(event["kind"] == _TRAINED for event in events)
-    earlier = [one for one in ledger.starts() if one["job"] == job]
-    if code == ExitCode.CONFIG and not trained and any(one["trained"] for one in earlier):
+    earlier = [one for one in ledger.starts() if one["job"] == job and one.get("began") != began]
+    if code == ExitCode.CONFIG and not trained and any(one.get("trained") for one in earlier):
         code = ExitCode.FAILURE  # what this job has trained with cannot be wrong: a file system or a host is
     well = code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.STOPPED) or cancelled or ended is not None
     blamed = None if well else _blamed(events, nodes)
     if blamed is not None:
         ledger.blame(blamed[0], blamed[1], now)
     this = {
-        "time": now, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest, "trained": trained,
-        "cancelled": cancelled, "blamed": None if blamed is None else blamed[0],
+        "time": now, "began": began, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest,
+        "trained": trained, "cancelled": cancelled, "blamed": None if blamed is None else blamed[0],
     }  # fmt: skip
     ledger.note(this)
     if cancelled:
@@ -141,13 +143,19 @@ def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
     """How many of the last starts failed with the same newest checkpoint: without a node to blame, and in all. Those
     that were cut off from outside do not count."""
     unexplained = failures = 0
-    for one in reversed([one for one in starts if not one["cancelled"]]):
+    for one in reversed([one for one in starts if not one.get("cancelled")]):
         failed = one["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
         if not failed or one["newest"] != starts[-1]["newest"]:
             break
         failures += 1
         unexplained += one["blamed"] is None
     return unexplained, failures
+
+
+def _of_nodes(events: list[dict[str, Any]], nodes: list[str]) -> list[dict[str, Any]]:
+    """Without those of a process that somebody started in the same run directory elsewhere, where names tell."""
+    own = [event for event in events if _node(event.get("host"), None, nodes)]
+    return own or events
 
 
 def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] | None:
@@ -205,7 +213,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         one.add_argument("--run-dir", required=True)
     first.add_argument("--wanted", type=int, required=True)
     first.add_argument("--usable", required=True, help="nodes that answer")
-    first.add_argument("--drained", required=True, help="those of them that Slurm would give to no new job")
+    first.add_argument("--drained", default="", help="those of them that Slurm would give to no new job")
     later.add_argument("--code", type=int, required=True, help="srun's exit code")
     later.add_argument("--began", type=float, required=True, help="Unix seconds")
     later.add_argument("--nodes", required=True, help="those of the start, in order of processes")

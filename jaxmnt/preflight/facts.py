@@ -6,38 +6,33 @@ import platform
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import gather, machine_id, share
 from jaxmnt.cluster.signs import bears_its_sign
 from jaxmnt.cluster.software import environment_digest
-from jaxmnt.errors import PreflightError
+from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import gpus, network
+
+if TYPE_CHECKING:
+    import jax
 
 Facts = dict[str, Any]
 """Plain data that can be sent as JSON; the keys are those of `quick` and `thorough`."""
 
 _SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
 _MEMINFO = Path("/proc/meminfo")
+_GPUS = ("cuda", "gpu", "rocm")
 
 
 def quick(clock: tuple[float, float]) -> Facts:
-    """What the start of each run looks at. `clock` is how far this one is ahead of process 0's: at least, at most."""
-    import jax
+    """What the start of each run looks at. `clock` is how far this one is ahead of process 0's: at least, at most.
 
+    Raises `PreflightError` if there are no devices, or only CPUs where JAX_PLATFORMS wants GPUs first.
+    """
     host = socket.gethostname()
-    try:
-        devices = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that some platform could be used
-        if bears_its_sign(error):
-            raise
-        found = (
-            str(error).splitlines() or [f"none of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} can be used"]
-        )[0]
-        raise PreflightError(
-            f"{host}: JAX has no devices there: {found}; look at nvidia-smi, and at the lines above"
-        ).blaming(hosts=[host]) from error
+    devices = _devices(host)
     return {
         "host": host,
         "boot": machine_id(),
@@ -46,6 +41,27 @@ def quick(clock: tuple[float, float]) -> Facts:
         "kind": devices[0].device_kind if devices else "none",
         "platform": devices[0].platform if devices else "none",
     }
+
+
+def _devices(host: str) -> "list[jax.Device]":
+    import jax
+
+    wanted = os.environ.get("JAX_PLATFORMS", "")
+    try:
+        devices = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found some
+        if bears_its_sign(error):
+            raise PeerError(f"another process is gone: {str(error).splitlines()[0]}") from error
+        trouble = (str(error).splitlines() or [f"nothing of JAX_PLATFORMS={wanted} can be used"])[0]
+        raise _no_devices(host, trouble) from error
+    # JAX passes over CUDA without a word where the driver shows no GPU.
+    if wanted.partition(",")[0] in _GPUS and devices[0].platform != "gpu":
+        raise _no_devices(host, f"JAX_PLATFORMS={wanted}, and JAX finds no GPU")
+    return devices
+
+
+def _no_devices(host: str, trouble: str) -> PreflightError:
+    return PreflightError(f"{host}: {trouble}; look at nvidia-smi there, and at the lines above").blaming(hosts=[host])
 
 
 def thorough() -> Facts:

@@ -158,8 +158,14 @@ def _decided(name: str, decide: Callable[[], Start], config: Config, identity: I
     plain = answer["start"]
     checkpoint = None if plain["checkpoint"] is None else place(plain["checkpoint"])
     if isinstance(checkpoint, Path) and not checkpoint.is_dir():
+        its_own = any(isinstance(where, Path) and checkpoint.is_relative_to(where) for where in places(config))
+        if not its_own:
+            raise ConfigError(
+                f"run.{plain['kind']}_from: process 0 sees {checkpoint}, {identity.label} does not; "
+                "put it on a file system that all hosts share"
+            )
         raise PreflightError(
-            f"run.dir: process 0 sees {plain['checkpoint']}, {identity.label} does not; "
+            f"run.dir: process 0 sees {checkpoint}, {identity.label} does not; "
             "put the run directory on a file system that all hosts share"
         ).blaming(processes=[identity.process_id])
     return _from_plain(plain)

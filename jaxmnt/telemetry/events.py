@@ -78,8 +78,8 @@ def history(path: Path) -> tuple[int, float]:
     """How often the run whose events are in `path` broke off without a word, and for how many seconds it ran in all."""
     attempts: dict[int, list[dict[str, Any]]] = {}
     for record in read_lines(path):
-        if record["kind"] == FAILED_START:
-            continue
+        if record["kind"] != "start" and record["attempt"] not in attempts:
+            continue  # of a start that came to nothing
         attempts.setdefault(record["attempt"], []).append(record)
     failures = sum(all(record["kind"] != "end" for record in records) for records in attempts.values())
     # Between an attempt's own records, so that the clock may be set between attempts.

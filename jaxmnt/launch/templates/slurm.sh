@@ -35,7 +35,7 @@ guard() {
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$other" --quiet bash -c '
         trap "" USR1  # the early warning goes to all steps
         while sleep 10; do
-            scontrol show node "$1" | grep -E "State=DOWN" >/dev/null && scontrol requeue "$2" && break
+            scontrol show node "$1" | grep -E "^ *State=DOWN" >/dev/null && scontrol requeue "$2" && break
         done' - "$SLURMD_NODENAME" "$job" >/dev/null 2>&1 &
     guard=$!
 }
@@ -45,17 +45,19 @@ job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_J
 # after somebody ended with a word of why has no more to say.
 hasten() {
     while sleep 15; do
-        find "$run_dir/events" -name '*.jsonl' -newer "$run_dir/launch/began" -exec tail -qn 1 {} + 2>/dev/null |
-            grep -E '"kind": "(failed|peer_lost|hang|start_failed)"' >/dev/null && sleep 60 && kill -TERM "$1" && break
+        a_task_has_failed && sleep 60 && a_task_has_failed && kill -TERM "$step" && break
     done >/dev/null 2>&1
 }
+a_task_has_failed() {  # one of this start, by the last line of its events
+    find "$run_dir/events" -name '*.jsonl' -newer "$run_dir/launch/began" -exec tail -qn 1 {} + |
+        grep -E "\"kind\": \"(failed|peer_lost|hang|start_failed)\".*\"host\": \"(${nodes//,/|})[\".]"
+}
 
-limit=$(squeue -h -j "$SLURM_JOB_ID" -o %e)  # of this allocation's time: Slurm requeues no job that reaches it
-[[ $limit == *T* ]] && limit=$(date -d "$limit" +%s) || limit=
 cancelled=no
-asked_to_end() {  # by scancel, by preemption or at the limit; the tasks are told as well: they save and stop
+asked_to_end() {  # by scancel, by preemption or at the time limit; the tasks are told as well: they save and stop
     cancelled=yes
-    [ -n "$limit" ] && [ "$(date +%s)" -ge "$limit" ] && scontrol requeue "$job"
+    # Slurm requeues no job that has come to its limit.
+    scontrol show job "$job" | grep -F Reason=TimeLimit >/dev/null && scontrol requeue "$job"
 }
 trap asked_to_end TERM
 
@@ -63,7 +65,7 @@ start=0
 while :; do
     usable='' drained=''
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-        state=$(scontrol show node "$node" | grep -oE 'State=[^ ]*')
+        state=$(scontrol show node "$node" | grep -oE '^ *State=[^ ]*')
         [[ $state =~ =DOWN|FAIL|NOT_RESPONDING|[*] ]] && continue
         usable+="$node "
         [[ $state =~ DRAIN ]] && drained+="$node "  # somebody has doubts about it
@@ -87,7 +89,7 @@ while :; do
             --wait=@wait@ --cpu-bind=none --label@srun_options@ "${container[@]}" \
             bash -c "$(declare -f prepare); prepare; exec @python@ -m jaxmnt.train \"\$@\"" - "${arguments[@]}" &
         step=$!
-        hasten "$step" &
+        hasten &
         hasten=$!
         wait "$step"; code=$?
         while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends a wait
@@ -105,14 +107,16 @@ while :; do
     fi
     # Without an answer (a file system that is away) what can be done is done: a stop that was asked for is no end.
     if [ -z "$action" ] && [ "$cancelled" = no ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then
-        action=requeue
+        [ "${SLURM_RESTART_COUNT:-0}" -ge 100 ] || action=requeue
     fi
     case $action in
         start | again) start=$((start + 1)) ;;
         requeue)
             [ "${SLURM_RESTART_COUNT:-0}" -lt @requeues@ ] || { echo "jaxmnt: requeued often enough"; exit "$code"; }
-            while [ "$cancelled" = no ]; do  # as long as it takes until a controller answers
+            for try in {1..240}; do  # a controller may be away for a while; what it refuses it will not allow later
+                [ "$cancelled" = no ] || break
                 scontrol requeue "$job" && sleep 300
+                [ "$try" -lt 20 ] || ! scontrol ping | grep -F UP >/dev/null || break
                 sleep 15
             done
             exit 75 ;;
