@@ -113,11 +113,17 @@ def whole_run(tmp_path_factory, prepared):
 
 
 def metrics(run_dir: Path | str, kind: str = "train") -> list[dict]:
-    return [record for record in read_lines(Path(run_dir) / "metrics.jsonl") if record["kind"] == kind]
+    return _records(Path(run_dir) / "metrics.jsonl", kind)
 
 
 def events(run_dir: Path | str, kind: str, process: int = 0) -> list[dict]:
-    return [record for record in read_lines(Path(run_dir) / "events" / f"{process}.jsonl") if record["kind"] == kind]
+    return _records(Path(run_dir) / "events" / f"{process}.jsonl", kind)
+
+
+def _records(path: Path, kind: str) -> list[dict]:
+    """Of a file that is there, and that may be written at this moment."""
+    path.stat()  # raises if it is not: no file is not the same as no such record
+    return [record for record in read_lines(path) if record["kind"] == kind]
 
 
 def until(ready: Callable[[], object], seconds: float = 20.0) -> None:

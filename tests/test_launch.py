@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.launch import gke, slurm
 from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import cost, job
+from jaxmnt.telemetry.events import Events
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
 ON_GKE = ["launch.image=registry.example/jaxmnt:1", "launch.mounts=['runs:/runs']", "run.dir=/runs/a"]
@@ -64,7 +66,7 @@ def test_the_number_of_nodes_changes_nothing_else(asked):
     four, sixty_four = (slurm.render(asked(f"launch.nodes={nodes}")).splitlines() for nodes in (4, 64))
     assert len(four) == len(sixty_four)
     for one, other in zip(four, sixty_four, strict=True):
-        assert one.replace("4", "64") == other.replace("4", "64") or one == other or "nodes" in one
+        assert one == other or re.sub(r"\b4\b", "64", one) == other
 
 
 def test_values_reach_the_processes_unharmed(asked, tmp_path, monkeypatch):
@@ -93,6 +95,25 @@ def test_values_reach_the_processes_unharmed(asked, tmp_path, monkeypatch):
     heard, *arguments = out.read_text().split("|")
     assert heard == note and arguments[:2] == ["-m", "jaxmnt.train"]
     assert f"run.dir={Path.cwd()}/a run's dir" in arguments
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "heard"),
+    [("peer_lost", "n2", True), ("failed", "n2.cluster", True), ("checkpoint_failed", "n2", False),
+     ("failed", "n22", False), ("failed", "login", False)],
+)  # fmt: skip
+def test_the_script_hears_of_a_failure(asked, tmp_path, monkeypatch, kind, host, heard):
+    """In the events as they are written, of the nodes of the start."""
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    (tmp_path / "launch").mkdir()
+    began = tmp_path / "launch" / "began"
+    began.touch()
+    os.utime(began, (1, 1))
+    Events(tmp_path, 1).write("start")
+    Events(tmp_path, 1).write(kind, why="x")
+    function = re.search(r"^a_task_has_failed\(\) \{.*?^\}", slurm.render(asked()), re.DOTALL | re.MULTILINE)[0]
+    text = f'run_dir="{tmp_path}"\nnodes=n1,n2\n{function}\na_task_has_failed'
+    assert (subprocess.run(["bash", "-c", text], capture_output=True).returncode == 0) == heard
 
 
 @pytest.mark.parametrize(

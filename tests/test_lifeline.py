@@ -4,18 +4,20 @@ import contextlib
 import socket
 import threading
 import time
+from pathlib import Path
 
 import jax
 import pytest
-from conftest import until
+from conftest import events, until
 
-from jaxmnt.cluster.ending import Ending
+from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.lifeline import STARTING, Lifeline, Position, account_of
 from jaxmnt.cluster.rollcall import Peer
 from jaxmnt.cluster.runtime import telling
 from jaxmnt.cluster.wire import Wire
 from jaxmnt.config.schema import Watchdog as Limits
+from jaxmnt.runtime.failed_start import noting_a_failed_start
 from jaxmnt.runtime.watchdog import Watchdog
 
 COUNT = 3
@@ -262,3 +264,20 @@ def test_the_watchdog_can_be_turned_off(watchdog):
     made.finished_step(1.0)
     time.sleep(0.5)
     assert not lifeline.said
+
+
+@pytest.mark.parametrize(("has_opened", "code", "noted"), [(False, 4, True), (True, 4, False), (False, 2, False)])
+def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
+    """From then on the run has its own events, and a wrong config is nobody's fault."""
+    config, ending = tiny(), Acting()
+    with noting_a_failed_start(config, Identity(), ending, lambda: has_opened):
+        ending.act(Fate("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))
+    if noted:
+        assert [event["at_fault_host"] for event in events(config.run.dir, "peer_lost")] == ["n2"]
+    else:
+        assert not (Path(config.run.dir) / "events").exists()
+
+
+class Acting(Ending):
+    def act(self, fate):
+        self._act(fate, told=True)

@@ -8,11 +8,10 @@ import sys
 
 import jax
 import pytest
-from conftest import command, events
+from conftest import command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import facts as own
@@ -21,7 +20,6 @@ from jaxmnt.preflight.compare import quick_rows, thorough_rows
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.network import Card
 from jaxmnt.preflight.rows import Row, Verdict, failures, from_json, table, to_json
-from jaxmnt.runtime.failed_start import noting_a_failed_start
 
 GIB = 1 << 30
 
@@ -310,18 +308,3 @@ def test_a_peers_loss_is_not_taken_for_devices_that_do_not_start(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", local_devices)
     with pytest.raises(PeerError, match="topology"):
         own.quick((0.0, 0.0))
-
-
-@pytest.mark.parametrize(("has_opened", "code", "noted"), [(False, 4, 1), (True, 4, 0), (False, 2, 0)])
-def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
-    """From then on the run has its own events, and a wrong config is nobody's fault."""
-    config, ending = tiny(), Acting()
-    with noting_a_failed_start(config, Identity(), ending, lambda: has_opened):
-        ending.act(Fate("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))
-    found = events(config.run.dir, "peer_lost")
-    assert [event["at_fault_host"] for event in found] == ["n2"] * noted
-
-
-class Acting(Ending):
-    def act(self, fate):
-        self._act(fate, told=True)

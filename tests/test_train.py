@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -284,13 +285,14 @@ def test_a_signal_saves_and_exits_75(tiny, monkeypatch):
         calls.append(None)
         if len(calls) == 8:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)  # until the thread that listens has heard it
         original(self)
 
     monkeypatch.setattr(Feed, "stage", stage)
     config = tiny("checkpoint.every_steps=0")
     assert train(config, devices=one_device()) == ExitCode.STOPPED
     step = len(losses(config.run.dir))
-    assert 7 <= step < 20
+    assert 7 <= step <= 10
     assert newest_whole(Path(config.run.dir) / "checkpoints").step == step
     assert events(config.run.dir, "preempted")[0]["step"] == step
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

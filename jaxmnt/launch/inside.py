@@ -119,18 +119,26 @@ def after(
         if stopped_by in _ASKED_BY_SLURM:
             return "requeue", f"{stopped_by}: saved at step {newest}"
         return "end", f"stopped by {stopped_by or 'train.stop_after'}"
+    return _after_a_failure(earlier, this, restarts, silent=not events)
+
+
+def _after_a_failure(
+    earlier: list[dict[str, Any]], this: dict[str, Any], restarts: int, *, silent: bool
+) -> tuple[str, str]:
+    """The same, when something went wrong. `silent` is a start of which there is no event."""
+    start, blamed = this["start"], this["blamed"]
     unexplained, failures = _in_vain([*earlier, this])
     if unexplained >= _TRIES or failures >= _MOST_FAILURES:
-        return "end", f"{failures} starts failed without a checkpoint after step {newest}"
-    if not events:
+        return "end", f"{failures} starts failed without a checkpoint after step {this['newest']}"
+    if silent:
         return "requeue", "nothing was started"
     if start >= restarts:
         return "requeue", f"after {start} restarts in this allocation"
     here = earlier[len(earlier) - start :] if start else []
-    if blamed and blamed[0] in [one["blamed"] for one in here]:
-        return "requeue", f"{blamed[0]} was tried twice here"
-    who = f"without {blamed[0]} if there is another" if blamed else "on the same nodes"
-    return "again", f"from step {newest}, {who}"
+    if blamed and blamed in [one["blamed"] for one in here]:
+        return "requeue", f"{blamed} was tried twice here"
+    who = f"without {blamed} if there is another" if blamed else "on the same nodes"
+    return "again", f"from step {this['newest']}, {who}"
 
 
 def _stopped_by(events: list[dict[str, Any]]) -> str | None:

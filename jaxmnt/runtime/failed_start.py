@@ -36,11 +36,9 @@ def noting_a_failed_start(
         if error.hosts or error.processes:
             # The run directory may be what is wrong, and the error itself is told anyway.
             with suppress(OSError, ValueError):
-                Events(run_dir, identity.process_id).write(
-                    FAILED_START, why=str(error), code=int(error.exit_code),
-                    at_fault=error.processes[0] if error.processes else None,
-                    at_fault_host=error.hosts[0] if error.hosts else None,
-                )  # fmt: skip
+                process, host = next(iter(error.processes), None), next(iter(error.hosts), None)
+                fate = Fate(FAILED_START, str(error), error.exit_code, process, host)
+                note_fate(Events(run_dir, identity.process_id), fate)
         raise
 
 

@@ -27,6 +27,14 @@ decide() {  # what to do: a word, and nodes
     fi
 }
 
+ask() {  # $answer is what was decided, or nothing if that cannot be done now
+    for _ in 1 2 3; do
+        answer=$(decide "$@")
+        [ -z "$answer" ] || break
+        sleep 10
+    done
+}
+
 # With --no-kill, which spare nodes need, Slurm lets an allocation go on that has lost this script with its node. Then
 # another node gives it back.
 guard() {
@@ -48,7 +56,8 @@ hasten() {
         a_task_has_failed && sleep 60 && a_task_has_failed && kill -TERM "$step" && break
     done >/dev/null 2>&1
 }
-a_task_has_failed() {  # one of this start, by the last line of its events
+# One of this start, by the last line of its events. Their keys are in the order in which telemetry/events.py writes them.
+a_task_has_failed() {
     find "$run_dir/events" -name '*.jsonl' -newer "$run_dir/launch/began" -exec tail -qn 1 {} + |
         grep -E "\"kind\": \"(failed|peer_lost|hang|start_failed)\".*\"host\": \"(${nodes//,/|})[\".]"
 }
@@ -70,12 +79,8 @@ while :; do
         usable+="$node "
         [[ $state =~ DRAIN ]] && drained+="$node "  # somebody has doubts about it
     done
-    for _ in 1 2 3; do
-        read -r action nodes <<<"$(decide before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable" \
-            --drained "$drained")"
-        [ -z "$action" ] || break
-        sleep 10
-    done
+    ask before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable" --drained "$drained"
+    read -r action nodes <<<"$answer"
     if [ -z "$action" ] && [ "$start" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
         echo "jaxmnt: nothing can be decided here: see the lines above"
         exit 1
@@ -94,12 +99,9 @@ while :; do
         wait "$step"; code=$?
         while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends a wait
         kill "$hasten" 2>/dev/null
-        for _ in 1 2 3; do
-            read -r action why <<<"$(decide after --run-dir "$run_dir" --code "$code" --began "$began" \
-                --nodes "$nodes" --start "$start" --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID")"
-            [ -z "$action" ] || break
-            sleep 10
-        done
+        ask after --run-dir "$run_dir" --code "$code" --began "$began" --nodes "$nodes" --start "$start" \
+            --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID"
+        read -r action why <<<"$answer"
         echo "jaxmnt: start $start on $nodes ended with exit code $code: $action${why:+, $why}"
     else
         code=4
