@@ -54,7 +54,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
     ("processes", "devices", "overrides"),
     [
         pytest.param(2, 4, ["mesh.fsdp=2", "mesh.model=2"], marks=pytest.mark.slow),
-        (4, 2, ["mesh.model=4"]),  # two processes share a batch shard
+        pytest.param(4, 2, ["mesh.model=4"], marks=pytest.mark.slow),  # two processes share a batch shard
         (2, 4, ["mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2", "train.microbatch_size=2"]),  # stages are processes
     ],
 )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from conftest import command, events, losses, metrics
+from conftest import command, events, losses, metrics, mostly_slow
 
 from jaxmnt.checkpoint.commit import newest_whole, step_directories
 from jaxmnt.checkpoint.restore import restore
@@ -72,14 +72,14 @@ def test_learns_more_than_frequencies(tiny):
 
 @pytest.mark.parametrize(
     ("devices", "overrides"),
-    [
+    mostly_slow({3, 4}, [
         (8, ["mesh.data=8"]),
         (8, ["mesh.fsdp=8"]),
         (8, ["mesh.model=4", "mesh.data=2"]),
         (8, ["mesh.fsdp=2", "mesh.model=2", "mesh.data=2"]),
         (1, ["train.microbatch_size=4"]),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_twenty_steps_are_the_same_on_every_mesh(tiny, whole_run, devices, overrides):
     config = tiny(*overrides)
     assert train(config, devices=jax.devices()[:devices]) == ExitCode.FINISHED
