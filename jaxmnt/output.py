@@ -76,13 +76,12 @@ def guarded(like: TextIO | None, descriptor: int, *, line_buffering: bool = Fals
     raw = _Raw(descriptor)
     before = _raw(like)
     raw.outlived = before is not None and before.outlived
-    unbuffered = bool(getattr(like, "write_through", False))
+    by_line = line_buffering or like is None or like.line_buffering or getattr(like, "write_through", False)
     return io.TextIOWrapper(
-        raw if unbuffered else io.BufferedWriter(raw),
-        encoding=like.encoding if like is not None else "utf-8",
+        io.BufferedWriter(raw),
+        encoding="utf-8" if like is None else like.encoding,
         errors="replace",  # a terminal that lacks an arrow is no reason to fail
-        line_buffering=line_buffering or bool(getattr(like, "line_buffering", True)),
-        write_through=unbuffered,
+        line_buffering=bool(by_line),
     )
 
 
@@ -110,6 +109,5 @@ def checked(code: int) -> int:
 
 
 def _raw(stream: TextIO | None) -> _Raw | None:
-    buffer = getattr(stream, "buffer", None)
-    raw = getattr(buffer, "raw", buffer)
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
     return raw if isinstance(raw, _Raw) else None
