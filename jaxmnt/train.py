@@ -5,6 +5,7 @@ Trains a language model, from the start or from where it stopped. One such proce
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ConfigError, ExitCode, report, run_command
+from jaxmnt.output import outlive_output
 from jaxmnt.plan.command import add_arguments, check_arguments, dry_run
 from jaxmnt.telemetry.startup import StartClock
 
@@ -33,6 +35,7 @@ def main(arguments: list[str]) -> int:
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         return report(lambda: dry_run(config, options), debug=options.debug)
+    outlive_output()
     identity = identify(config.cluster)
     clock.lap("environment")
 
@@ -136,10 +139,10 @@ def train_again(config: Config, identity: Identity, first: int, last: int) -> in
 def _replayed(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    first, _, last = text.partition(":")
-    if not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
+    if not found or int(found[1]) >= int(found[2]):
         raise ConfigError(f"--replay: {text!r} is not FROM:TO, a checkpoint's step and a later one, such as 500:510")
-    return int(first), int(last)
+    return int(found[1]), int(found[2])
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -26,6 +26,7 @@ from jaxmnt.cluster.software import software
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, PeerError, UserError, code_of, error_of, summary
+from jaxmnt.output import guarded
 
 BARRIER_SECONDS = 300.0
 _LATE = "timed out task names"
@@ -286,7 +287,7 @@ def _native_output_to(path: str) -> Iterator[None]:
     os.dup2(log, 1)
     os.close(log)
     before = sys.stdout
-    sys.stdout = os.fdopen(original, "w", buffering=1, closefd=False, encoding=before.encoding, errors="replace")
+    sys.stdout = guarded(before, original, line_buffering=True)
     try:
         yield
     finally:

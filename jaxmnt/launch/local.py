@@ -17,6 +17,7 @@ from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.launch.restarts import Restarts, last_commit
+from jaxmnt.output import outlive_output
 from jaxmnt.runtime.stop import on_stop_signals
 
 _GRACE_SECONDS = 10.0
@@ -67,6 +68,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on; after one nothing is started again. Raises `ConfigError` for
     arguments that no process could use.
     """
+    outlive_output()
     log_dir = _log_dir(local)
     children: list[_Child] = []
     asked: list[int] = []

@@ -4,9 +4,9 @@ The run then ends after a step, with a checkpoint. A second signal ends it at on
 """
 
 import contextlib
-import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -126,8 +126,8 @@ class StopRequest:
             return
         self.reason = reason
         line = f"\n{reason}: saving a checkpoint after this step, then stopping (by a second signal: at once)\n"
-        with contextlib.suppress(OSError):  # a closed terminal must not keep us from saving
-            os.write(2, line.encode())
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us from saving
+            print(line, end="", file=sys.stderr, flush=True)
 
 
 def end_of_allocation(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:
