@@ -1,6 +1,7 @@
 """The course of a drill: a run that is started over and over, each time into a fault, and one that is not disturbed."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -108,6 +109,7 @@ class Drill:
         events = {
             int(path.stem): [event for event in read_lines(path) if event["time"] >= began]
             for path in sorted((run_dir / "events").glob("*.jsonl"))
+            if re.fullmatch("[0-9]+", path.stem)
         }
         restored = [event["step"] for event in events.get(0, []) if event["kind"] == "restore"]
         resumed = restored[-1] if restored else max(before, default=0)
