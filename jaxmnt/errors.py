@@ -42,6 +42,10 @@ class ConfigError(UserError):
     exit_code = ExitCode.CONFIG
 
 
+class UnreadableError(ConfigError):
+    """What the config names cannot be read. With a run that has read it before this may pass: `runtime/trained.py`."""
+
+
 class PreflightError(UserError):
     """A host, or the network between hosts, is not as a run needs it. Without the host that is named it may be."""
 
@@ -52,6 +56,16 @@ class PeerError(UserError):
     """Another process of this run failed, is missing or does not answer."""
 
     exit_code = ExitCode.PEER
+
+
+def printable(text: str) -> str:
+    r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
+
+    For names that come from files, the environment or the network: a terminal would obey what they hold.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -42,7 +42,6 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.cluster.ending import Ending, Fate
     from jaxmnt.cluster.lifeline import end_on_exceptions_in_threads
     from jaxmnt.cluster.runtime import joined
-    from jaxmnt.data.sources import open_sources
     from jaxmnt.preflight.quick import check_hosts
     from jaxmnt.runtime.failed_start import noting_a_failed_start
 
@@ -61,7 +60,7 @@ def main(arguments: list[str]) -> int:
             clock.lap("import")
             opened = lambda: steps is not None or "data" in clock.seconds
             held.enter_context(noting_a_failed_start(config, identity, ending, opened))
-            lifeline = held.enter_context(joined(identity, config, ending, lambda: open_sources(config.data).digest))
+            lifeline = held.enter_context(joined(identity, config, ending, lambda: digest_of_data(config)))
             heard.append(lifeline)
             end_on_exceptions_in_threads(lifeline)
             clock.lap("rendezvous")
@@ -69,7 +68,8 @@ def main(arguments: list[str]) -> int:
             clock.lap("preflight")
             if steps is not None:
                 return train_again(config, identity, *steps)
-            return train(config, identity, lifeline=lifeline, clock=clock, stop=stop)
+            said = {"accept_changes": options.accept_changes, "fresh": options.fresh}
+            return train(config, identity, lifeline=lifeline, clock=clock, stop=stop, **said)
 
     return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
 
@@ -81,12 +81,19 @@ def train(
     lifeline: "Lifeline | None" = None,
     clock: StartClock | None = None,
     stop: "StopRequest | None" = None,
+    *,
+    accept_changes: bool = False,
+    fresh: bool = False,
 ) -> int:
-    """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code."""
+    """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code.
+
+    A run goes on with another maths only if it shall `accept_changes`; with `fresh` it is set aside for a new one.
+    """
     from jaxmnt.cluster.lifeline import lifeline_alone
     from jaxmnt.cluster.runtime import telling
     from jaxmnt.runtime.lock import RunLock
-    from jaxmnt.runtime.rundir import places
+    from jaxmnt.runtime.rundir import Say, places
+    from jaxmnt.runtime.trained import nothing_wrong_with_the_config
     from jaxmnt.runtime.training import conclude, prepare, run_steps
     from jaxmnt.runtime.watchdog import Watchdog
     from jaxmnt.telemetry.progress import status_line
@@ -103,17 +110,28 @@ def train(
         status_line(quiet=identity.process_id != 0) as status,
         ExitStack() as held,
         telling(lifeline),
+        nothing_wrong_with_the_config(config),
     ):
         locks = [held.enter_context(RunLock(where)) for where in places(config)]
         for lock in locks:
             held.enter_context(lifeline.ending.with_last(lock.let_go))
         clock = clock or StartClock()
         clock.watch_compile_cache()
-        run = prepare(config, identity, devices, locks, status, watchdog, lifeline.ending, held, clock)
+        say = Say(accept_changes, fresh)
+        run = prepare(config, identity, devices, locks, status, watchdog, lifeline.ending, held, clock, say)
         if run is None:
             return ExitCode.FINISHED
         run_steps(run, stop, locks)
         return ExitCode.FINISHED if conclude(run, stop, started) else ExitCode.STOPPED
+
+
+def digest_of_data(config: Config) -> str:
+    """Of all that `data` names, opened."""
+    from jaxmnt.data.sources import open_sources
+    from jaxmnt.runtime.trained import nothing_wrong_with_the_config
+
+    with nothing_wrong_with_the_config(config):
+        return open_sources(config.data).digest
 
 
 def stop_request(config: Config, identity: Identity, at_once: Callable[[str], object]) -> "StopRequest":
@@ -160,6 +178,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--replay", metavar="FROM:TO", help="take these steps of the run again from its checkpoint FROM, and compare"
     )
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="go on with a run although the config alters its maths"
+    )
+    parser.add_argument("--fresh", action="store_true", help="set the run in run.dir aside, and begin another there")
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
     return parser.parse_intermixed_args(arguments)

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxmnt.cluster import addresses
 from jaxmnt.cluster.environment import Identity, is_loopback
-from jaxmnt.errors import ConfigError, PeerError, PreflightError, UserError, error_of
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of
 
 _LONGEST_LINE = 2**14
 _LONGEST_TROUBLE = 1000
@@ -34,7 +34,8 @@ _OTHER_FILES = 512
 """Files and connections that process 0 has besides those to the others."""
 
 Hello = dict[str, Any]
-"""process, processes, host, time, facts, trouble, and whether the host's own name is a loopback address there."""
+"""process, processes, host, time, facts, trouble and its exit code, and whether the host's own name is a loopback
+address there."""
 CONFIG_FACTS, DATA_FACTS = ("config digest",), ("data digest",)
 """Facts about the config: who differs in them was given another one. The others are about a host."""
 
@@ -50,16 +51,16 @@ class Peer:
 
 
 def hold(
-    identity: Identity, facts: dict[str, str], timeout_seconds: float, trouble: ConfigError | None = None
+    identity: Identity, facts: dict[str, str], timeout_seconds: float, trouble: UserError | None = None
 ) -> dict[int, Peer]:
     """Returns once every process has arrived with the same `facts` (versions, config digest).
 
     Process 0 gets all others by their numbers, the others get process 0.
 
     `trouble` is why this process cannot take part; everyone is told. Raises `PeerError` (exit 4) naming the processes
-    that are missing when time is up, `ConfigError` (exit 2) if process 0 is in trouble or naming the process whose id,
-    count or config disagree with process 0's, and `PreflightError` (exit 3) naming the host that is in trouble or whose
-    software, data or network is not as it should be.
+    that are missing when time is up, process 0's trouble if that is in any, `ConfigError` (exit 2) naming the process
+    whose id, count or config disagree with process 0's, and `PreflightError` (exit 3) naming the host that is in
+    trouble or whose software, data or network is not as it should be.
     """
     if identity.alone:
         if trouble is not None:
@@ -73,6 +74,7 @@ def hold(
         "loopback": addresses.own_name_misleads(),
         "facts": facts,
         "trouble": None if trouble is None else str(trouble)[:_LONGEST_TROUBLE],
+        "code": 0 if trouble is None else int(trouble.exit_code),
     }
     if identity.process_id == 0:
         addresses.check_own(identity, timeout_seconds)
@@ -306,9 +308,11 @@ def _soon(deadline: float) -> float:
     return min(deadline, time.monotonic() + _TELLING_SECONDS)
 
 
-def _trouble_of(hello: Hello) -> ConfigError | None:
+def _trouble_of(hello: Hello) -> UserError | None:
     text = hello.get("trouble")
-    return None if text is None else ConfigError(f"process {hello['process']} on {hello['host']}: {text}")
+    if text is None:
+        return None
+    return error_of(int(hello.get("code", ExitCode.CONFIG)), f"process {hello['process']} on {hello['host']}: {text}")
 
 
 def _from_another_host(connection: socket.socket) -> bool:

@@ -43,7 +43,7 @@ def joined(identity: Identity, config: Config, ending: Ending, find_data: Callab
     """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
 
     Holds the roll call first, whose errors are those of `rollcall.hold`. `find_data` returns the digest of the data; if
-    it raises a `ConfigError`, every process hears of it. Afterwards the lifeline ends this process when another fails;
+    it raises a `UserError`, every process hears of it. Afterwards the lifeline ends this process when another fails;
     what is raised here is told to the others, and all leave together when nothing is. A single process has nobody to
     join and gets a lifeline without connections.
     """
@@ -63,7 +63,7 @@ def joined(identity: Identity, config: Config, ending: Ending, find_data: Callab
     try:
         log = str(_native_log(Path(config.run.dir), identity))
         digest = find_data()
-    except ConfigError as error:
+    except UserError as error:
         trouble = error
     with _native_output_to(log):
         peers = rollcall.hold(identity, _facts(config, digest), cluster.start_timeout_seconds, trouble)

@@ -12,6 +12,9 @@ from jaxmnt.config.section import Resume
 MEANING: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
 """The classes of a changed key, for people."""
 
+PLANNED = ("train.steps", "data.skip", "data.weight_changes")
+"""Keys of the maths that are there to be changed on the way. What else changes the maths has to be accepted."""
+
 
 class Change(NamedTuple):
     """A key whose value differs between a run directory and the config at hand."""
@@ -68,9 +71,18 @@ def changes(before: Config, now: Config) -> list[Change]:
     return [Change(key, old.get(key), new.get(key), _resume_class(key)) for key in different]
 
 
+def maths(config: Config) -> dict[str, Any]:
+    """Every key that the numbers of a run depend on, and that can be changed on the way, with its value."""
+    return {key: value for key, value in flatten(config).items() if _resume_class(key) == "maths"}
+
+
 def _resume_class(dotted: str) -> Resume:
+    """Of the key, or of the mapping that it is an entry of."""
     field = field_of(dotted)
-    assert field is not None and isinstance(field.json_schema_extra, dict)
+    while field is None:
+        dotted = dotted.rpartition(".")[0]
+        field = field_of(dotted)
+    assert isinstance(field.json_schema_extra, dict)
     return cast(Resume, field.json_schema_extra["resume"])
 
 

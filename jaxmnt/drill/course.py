@@ -1,6 +1,7 @@
 """The course of a drill: a run that is started over and over, each time into a fault, and one that is not disturbed."""
 
 import json
+import re
 import subprocess
 import sys
 import time

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt import train
+from jaxmnt.checkpoint.commit import step_directories
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config import load_config
 from jaxmnt.drill.faults import Fault
@@ -162,8 +163,8 @@ class Saboteur:
 
 def damage_newest(run_dir: Path) -> None:
     """Flips a bit in the middle of the largest file of the newest checkpoint."""
-    steps = [path for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()]
-    newest = max(steps, key=lambda path: int(path.name))
+    step, _ = step_directories(run_dir / "checkpoints")[-1]
+    newest = run_dir / "checkpoints" / str(step)
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1

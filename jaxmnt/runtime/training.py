@@ -15,7 +15,7 @@ from jaxmnt.cluster.runtime import barrier, hosts, share
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import Feed, Wishes
-from jaxmnt.program.compiled import Program, compile_program
+from jaxmnt.program.compiled import Program, compile_program, plan
 from jaxmnt.runtime import announce
 from jaxmnt.runtime.compile_cache import use_compile_cache
 from jaxmnt.runtime.evaluate import Evaluator
@@ -25,7 +25,7 @@ from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.replicas import Replicas
 from jaxmnt.runtime.resume import starting_state
 from jaxmnt.runtime.row_watch import RowWatch
-from jaxmnt.runtime.rundir import Start, open_run, write_config
+from jaxmnt.runtime.rundir import Say, Start, open_run, write_config
 from jaxmnt.runtime.saves import Saves
 from jaxmnt.runtime.stop import StopRequest
 from jaxmnt.runtime.watchdog import Watchdog
@@ -73,6 +73,7 @@ def prepare(
     ending: Ending,
     held: ExitStack,
     clock: StartClock,
+    say: Say,
 ) -> Training | None:
     """Everything that a run needs, up to the first batch; None if it has finished already.
 
@@ -82,14 +83,15 @@ def prepare(
     data = ready_data(config, identity, status)
     config = fit_to_data(config, data)
     training = TrainingData(config, data)
-    start = open_run(config, data, identity, locks, status.line)
+    start = open_run(config, data, identity, locks, status.line, say)
     announce.run(status, start, identity)
     announce.data(status, config, data, training)
+    names = hosts(identity)
     if start.step == config.train.steps:
+        plan(config, data.vocab_size, devices, lambda device: names[device.process_index])  # or it would be too late
         announce.already_finished(status, config, start)
         return None
     use_compile_cache(config.run.compile_cache, start.directory)
-    names = hosts(identity)
     clock.lap("data")
     events = _begun_events(start, identity, len(devices or jax.devices()))
     held.callback(events.close)
