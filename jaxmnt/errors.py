@@ -62,6 +62,11 @@ def nearest(name: str, known: list[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
+def printable(text: str) -> str:
+    """A name from a file, the environment or the network, with what a terminal would obey shown as escapes."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
 def error_of(code: int, text: str) -> UserError:
     """The error of this exit code that another process has told us of."""
     kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}

@@ -81,7 +81,7 @@ class Ending:
     def _act(self, fate: Fate | None, told: bool) -> None:
         if fate is not None:
             if not told:
-                self._say(f"error: {fate.why}")
+                self._say(fate.why if fate.code == ExitCode.STOPPED else f"error: {fate.why}")
             for act in tuple(self._acts):
                 try:
                     act(fate)
