@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from jaxmnt import early_signals
 from jaxmnt.errors import ConfigError, ExitCode, nearest, run_command
 
 COMMANDS = {
@@ -29,6 +30,8 @@ def _dispatch(arguments: list[str]) -> int:
         return ExitCode.FINISHED
     if command not in COMMANDS:
         raise ConfigError(f"unknown command {command!r}; {nearest(command, list(COMMANDS))}")
+    if command == "train":
+        early_signals.remember()
     return int(import_module(COMMANDS[command][0]).main(rest))
 
 

@@ -58,16 +58,6 @@ class PeerError(UserError):
     exit_code = ExitCode.PEER
 
 
-def printable(text: str) -> str:
-    r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
-
-    For names that come from files, the environment or the network: a terminal would obey what they hold.
-    """
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
-
-
 def nearest(name: str, known: list[str]) -> str:
     """A phrase naming the closest known name, or the known names if none is close."""
     import difflib

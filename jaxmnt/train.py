@@ -3,6 +3,11 @@
 Trains a language model, from the start or from where it stopped. One such process runs on each host.
 """
 
+from jaxmnt import early_signals
+
+if __name__ == "__main__":
+    early_signals.remember()
+
 import argparse
 import os
 import re
@@ -34,11 +39,13 @@ def main(arguments: list[str]) -> int:
     steps = _replayed(options.replay)
     config = load_config(options.config, options.overrides)
     if options.dry_run:
+        early_signals.release()
         return report(lambda: dry_run(config, options), debug=options.debug)
     outlive_output()
     identity = identify(config.cluster)
     clock.lap("environment")
 
+    from jaxmnt.cluster.abandoned import EarlyLeave
     from jaxmnt.cluster.ending import Ending, Fate
     from jaxmnt.cluster.lifeline import end_on_exceptions_in_threads
     from jaxmnt.cluster.runtime import joined
@@ -46,6 +53,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.runtime.failed_start import noting_a_failed_start
 
     ending = Ending(identity.label)
+    leave = EarlyLeave(identity, ending)
     heard: list[Lifeline] = []
 
     def at_once(reason: str) -> None:
@@ -55,12 +63,13 @@ def main(arguments: list[str]) -> int:
 
     def run() -> int:
         with ExitStack() as held:
-            stop = held.enter_context(stop_request(config, identity, at_once))
-            import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
-            clock.lap("import")
             opened = lambda: steps is not None or "data" in clock.seconds
             held.enter_context(noting_a_failed_start(config, identity, ending, opened))
-            lifeline = held.enter_context(joined(identity, config, ending, lambda: digest_of_data(config)))
+            stop = held.enter_context(stop_request(config, identity, at_once, leave.now))
+            import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
+            clock.lap("import")
+            find_data = lambda: digest_of_data(config)
+            lifeline = held.enter_context(joined(identity, config, ending, find_data, leave))
             heard.append(lifeline)
             end_on_exceptions_in_threads(lifeline)
             clock.lap("rendezvous")
@@ -134,15 +143,20 @@ def digest_of_data(config: Config) -> str:
         return open_sources(config.data).digest
 
 
-def stop_request(config: Config, identity: Identity, at_once: Callable[[str], object]) -> "StopRequest":
+def stop_request(
+    config: Config,
+    identity: Identity,
+    at_once: Callable[[str], object],
+    early: Callable[[str], object] | None = None,
+) -> "StopRequest":
     """What hears of the wish to stop. In process 0 also by the file STOP, and by the end of the allocation."""
     from jaxmnt.runtime.stop import StopRequest, end_of_allocation
 
     if identity.process_id != 0:
-        return StopRequest(None, at_once)
+        return StopRequest(None, at_once, None, early)
     assert config.run.dir is not None
     ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
-    return StopRequest(Path(config.run.dir), at_once, ends_at)
+    return StopRequest(Path(config.run.dir), at_once, ends_at, early)
 
 
 def train_again(config: Config, identity: Identity, first: int, last: int) -> int:

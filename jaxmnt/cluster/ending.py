@@ -84,7 +84,7 @@ class Ending:
             acting.append(threading.Thread(target=self._try, args=(act, fate), daemon=True))
             acting[-1].start()
         if fate is not None and not told:
-            self._say(f"error: {fate.why}")
+            self._say(fate.why if fate.code == ExitCode.STOPPED else f"error: {fate.why}")
         for stream in (sys.stderr, sys.stdout):
             with suppress(OSError, ValueError):  # nobody reads it any more
                 stream.flush()

@@ -1,7 +1,6 @@
 """The course of a drill: a run that is started over and over, each time into a fault, and one that is not disturbed."""
 
 import json
-import re
 import subprocess
 import sys
 import time

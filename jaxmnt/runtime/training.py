@@ -180,6 +180,7 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
     if _due(run.step, settings.eval_every) and _was_not_evaluated(run):
         _evaluate(run, stop)
     log.restart_clock()
+    stop.steps_begin()
     run.watchdog.steps_begin(run.step + 1)
     while run.step < last and not run.preempted:
         run.watchdog.begins(run.step + 1)
