@@ -8,6 +8,7 @@ import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import NoReturn, Self
 
@@ -60,6 +61,22 @@ def nearest(name: str, known: list[str]) -> str:
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def printable(text: str) -> str:
+    r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
+
+    For names that come from files, the environment or the network: a terminal would obey what they hold.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def remark(text: str) -> None:
+    """A line for people, on stderr. Where nobody takes it any more, nothing is shown and nothing ends."""
+    with suppress(OSError, ValueError):
+        print(f"jaxmnt: {text}", file=sys.stderr, flush=True)
 
 
 def error_of(code: int, text: str) -> UserError:
