@@ -58,14 +58,30 @@ def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, without anything about this process."""
-    return yaml.safe_dump(config.model_dump(exclude=NOT_OF_THE_RUN), sort_keys=False)
+    return _dumped(config.model_dump(exclude=NOT_OF_THE_RUN))
 
 
 def dump_for_hosts(config: Config) -> str:
     """The resolved config as YAML for the processes of a run, with what it says about their cluster."""
     tree = config.model_dump(exclude=NOT_OF_THE_RUN - {"cluster"})
     tree["cluster"] = {name: value for name, value in tree["cluster"].items() if value is not None}
-    return yaml.safe_dump(tree, sort_keys=False)
+    return _dumped(tree)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML in which no text is one of the numbers that only our loader knows."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if text[:1] in set("-+.0123456789") else None
+    ),
+)
+
+
+def _dumped(tree: dict[str, Any]) -> str:
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
 def flatten(config: Config) -> dict[str, Any]:
