@@ -58,6 +58,11 @@ class PeerError(UserError):
     exit_code = ExitCode.PEER
 
 
+def printable(text: str) -> str:
+    """A name from outside as it can be shown: control characters and others that do not print are escaped."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
 def nearest(name: str, known: list[str]) -> str:
     """A phrase naming the closest known name, or the known names if none is close."""
     import difflib

@@ -11,6 +11,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data import inspection
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.sources import open_sources
+    from jaxmnt.data.store import PreparedData
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.telemetry.progress import status_line
 
@@ -28,6 +29,9 @@ def main(arguments: list[str]) -> int:
                 part.verify(progress=lambda name: status.update(f"checking {name}"))
         print("every file is what was written")
     sections = [inspection.sources_table(sources), list(inspection.lengths(sources))]
+    for name, part in sources.parts.items():
+        if isinstance(part, PreparedData) and not part.is_sealed:
+            sections[0].append(f"{name}: prepared by an earlier version, which did not seal its manifest")
     training = TrainingData(config, sources)
     sections.append(inspection.mixture_table(config, training))
     step = 1 if options.batch is None else options.batch
