@@ -56,10 +56,10 @@ class Bytes:
         return kept.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class HuggingFace:
-    """A tokenizer.json of the `tokenizers` library."""
+class Vocabulary:
+    """A tokenizer.json of the `tokenizers` library, as far as it turns text into ids and back."""
 
-    def __init__(self, path: Path, end_token: str | None = None):
+    def __init__(self, path: Path):
         library = _library()
         try:
             text = path.read_text(encoding="utf-8")
@@ -72,7 +72,25 @@ class HuggingFace:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._plain.encode_special_tokens = True  # a document must not be able to end itself
-        self.vocab_size = self._plain.get_vocab_size(with_added_tokens=True)
+        self._digest = hashlib.sha256(text.encode()).hexdigest()
+        # Ids may have gaps: what counts is the largest.
+        ids = self._plain.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(self._plain.get_vocab_size(with_added_tokens=True), 1 + max(ids, default=0))
+
+    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
+        tokenizer = self._markup if markup else self._plain
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+
+class HuggingFace(Vocabulary):
+    """One in which a token ends a document."""
+
+    def __init__(self, path: Path, end_token: str | None = None):
+        super().__init__(path)
         self._end_token = self._find_end(end_token, path)
         end = self._plain.token_to_id(self._end_token)
         assert end is not None
@@ -82,9 +100,6 @@ class HuggingFace:
                 f"--end-token: {self._end_token!r} of {path} can occur in text, which would end there; "
                 "name a special token"
             )
-        # Ids may have gaps: what counts is the largest.
-        self.vocab_size = max(self.vocab_size, 1 + max(self._plain.get_vocab(with_added_tokens=True).values()))
-        self._digest = hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def description(self) -> dict[str, Any]:
@@ -94,14 +109,6 @@ class HuggingFace:
             "end_token": self._end_token,
             "end_of_document": self.end_of_document,
         }
-
-    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
-        tokenizer = self._markup if markup else self._plain
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-
-    def decode(self, tokens: np.ndarray) -> str:
-        return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
 
     def _find_end(self, wanted: str | None, path: Path) -> str:
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
@@ -158,10 +165,19 @@ def choose_tokenizer(given: str, end_token: str | None) -> Tokenizer:
         if end_token is not None:
             raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
         return Bytes()
+    return HuggingFace(_file(given), end_token)
+
+
+def read_vocabulary(given: str) -> Vocabulary | Bytes:
+    """What the command line names, for tokens of which somebody else says where a document ends."""
+    return Bytes() if given == "bytes" else Vocabulary(_file(given))
+
+
+def _file(given: str) -> Path:
     path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
     if not path.exists():
         raise ConfigError(f"--tokenizer: there is no file {given}; give bytes, or the path of a tokenizer.json")
-    return HuggingFace(path, end_token)
+    return path
 
 
 def _library() -> Any:
