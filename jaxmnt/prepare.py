@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmnt.commands import HERE, Parser
 from jaxmnt.errors import ConfigError, ExitCode, printable, run_command
 
 if TYPE_CHECKING:
@@ -160,13 +161,8 @@ def _settings(options: argparse.Namespace) -> "Settings":
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.prepare",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    codes = HERE | {ExitCode.STOPPED: "interrupted: the same command goes on from there"}
+    parser = Parser("python -m jaxmnt.prepare", description=__doc__, codes=codes, epilog=_EPILOG)
     add = parser.add_argument
     add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, or folders of them")
     add("--eval-input", nargs="+", type=Path, default=[], metavar="PATH", help="files or folders that are held out")
@@ -187,7 +183,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
     add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8; they are no error then")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)")
-    add("--debug", action="store_true", help="show a traceback with an error")
     return parser.parse_args(arguments)
 
 

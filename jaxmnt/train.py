@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.cluster.environment import Identity, identify
+from jaxmnt.commands import RUN, Parser
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ConfigError, ExitCode, report, run_command
 from jaxmnt.output import outlive_output
@@ -180,15 +181,9 @@ def _replayed(text: str | None) -> tuple[int, int] | None:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     from jaxmnt.config.describe import help_text
 
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.train",
-        description=__doc__,
-        epilog=f"config keys (type, default):\n{help_text()}" if {"-h", "--help"} & set(arguments) else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    keys = f"config keys:\n{help_text()}" if {"-h", "--help"} & set(arguments) else ""
+    parser = Parser("python -m jaxmnt.train", description=__doc__, codes=RUN, epilog=keys)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the config")
-    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     parser.add_argument(
         "--replay", metavar="FROM:TO", help="take these steps of the run again from its checkpoint FROM, and compare"
     )
@@ -197,7 +192,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="set the run in run.dir aside, and begin another there")
     add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    parser.add_settings()
     return parser.parse_intermixed_args(arguments)
 
 

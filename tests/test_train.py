@@ -320,7 +320,7 @@ def test_generate_continues_a_prompt(whole_run):
     assert first.stdout.startswith("ab") and len(first.stdout) > 3
     assert first.stdout == second.stdout != other.stdout
     empty = command("jaxmnt.generate", "--run", str(Path(whole_run.run.dir).parent))
-    assert empty.returncode == 2 and "no run directory" in empty.stderr
+    assert empty.returncode == 2 and "neither a run directory nor a checkpoint" in empty.stderr
     long = command("jaxmnt.generate", "--run", whole_run.run.dir, "--prompt", "a" * 99)
     assert long.returncode == 2 and "window of 32" in long.stderr
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.cluster.signs import tells_of_a_broken_device
+from jaxmnt.commands import HERE, Parser
 from jaxmnt.errors import ExitCode, run_command
 from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, waited_in_vain
 from jaxmnt.launch.restarts import last_commit
@@ -185,9 +186,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m jaxmnt.launch.inside", description=__doc__, allow_abbrev=False)
+    parser = Parser("python -m jaxmnt.launch.inside", description=__doc__, codes=HERE)
     when = parser.add_subparsers(dest="when", required=True)
-    first, later = when.add_parser("before", allow_abbrev=False), when.add_parser("after", allow_abbrev=False)
+    first, later = when.add_parser("before", codes=HERE), when.add_parser("after", codes=HERE)
     for one in (first, later):
         one.add_argument("--run-dir", required=True)
     first.add_argument("--wanted", type=int, required=True)

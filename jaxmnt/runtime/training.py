@@ -15,6 +15,7 @@ from jaxmnt.cluster.runtime import barrier, hosts, share
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import Feed, Wishes
+from jaxmnt.data.run_tokenizer import keep, of_data
 from jaxmnt.program.compiled import Program, compile_program, plan
 from jaxmnt.runtime import announce
 from jaxmnt.runtime.compile_cache import use_compile_cache
@@ -25,7 +26,7 @@ from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.replicas import Replicas
 from jaxmnt.runtime.resume import starting_state
 from jaxmnt.runtime.row_watch import RowWatch
-from jaxmnt.runtime.rundir import Say, Start, open_run, write_config
+from jaxmnt.runtime.rundir import Say, Start, open_run, places, write_config
 from jaxmnt.runtime.saves import Saves
 from jaxmnt.runtime.stop import StopRequest
 from jaxmnt.runtime.watchdog import Watchdog
@@ -108,6 +109,8 @@ def prepare(
     clock.lap("restore")
     if identity.process_id == 0:
         write_config(start.directory, config)
+        for where in places(config):
+            keep(where, of_data(data.tokenizer, data.vocab_size, data.folder))
         for change in start.changes:
             events.write("config_change", **change._asdict())
     saves = Saves(config, start, program, data, identity, events, status, locks)
