@@ -150,7 +150,9 @@ def config_of(folder: Path) -> Config:
 
 def _run_with_checkpoints(folder: Path) -> None:
     """Steps 5 and 10 are whole, 15 was cut off; the job that had the lock is gone."""
+    import jax
     import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxmnt.checkpoint.manifest import Manifest
     from jaxmnt.checkpoint.saver import Saver
@@ -160,9 +162,11 @@ def _run_with_checkpoints(folder: Path) -> None:
 
     config, run = config_of(folder), folder / "run"
     saver = Saver(run / "checkpoints", config.checkpoint, Need(0, 0), Identity())
+    place = NamedSharding(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]), PartitionSpec())
     parents = [{"run": "ba9876543210", "step": 3, "path": "/runs/earlier/checkpoints/3"}]
     for step in STEPS:
-        arrays = {part: {"w": jnp.arange(step, dtype=jnp.float32)} for part in ("params", "optimizer", "counters")}
+        array = jax.device_put(jnp.arange(step, dtype=jnp.float32), place)
+        arrays = {part: {"w": array} for part in ("params", "optimizer", "counters")}
         describe = lambda shapes, step=step: Manifest(
             RUN, step, shapes, plain_config(config), step * 32, open_sources(config.data).digests, 2.5, parents,
             time=1.7e9, libraries={"jax": "1"},
@@ -607,9 +611,8 @@ def _greeted(name: str) -> Callable[[Path], Any]:
         from jaxmnt.cluster.rollcall import _Desk
 
         raw = (folder / name).read_bytes()
-        own = json.loads((folder / "greeting").read_bytes() if False else json.dumps(_OWN_HELLO))
         with _heard(raw) as (here, _), selectors.DefaultSelector() as selector:
-            desk = _Desk(Identity(0, 3, "127.0.0.1:1"), own, selector)
+            desk = _Desk(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), selector)
             here.setblocking(False)
             desk._received[here] = b""
             selector.register(here, selectors.EVENT_READ)

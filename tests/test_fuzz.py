@@ -118,7 +118,7 @@ class Bench:
 
     def _unclear(self, message: str) -> str | None:
         """What is wrong with a message for people."""
-        odd = [letter for letter in message if not letter.isprintable() and letter != "\n"]
+        odd = [letter for letter in message if not letter.isprintable() and letter not in "\n\t"]
         if odd:
             return f"the message has {odd[0]!r}: {message[:150]!r}"
         if len(message) > _LONGEST_MESSAGE or message.count("\n") >= _MOST_LINES:
@@ -253,9 +253,10 @@ def bases(tmp_path_factory):
 
     def base(name: str) -> Path:
         if name not in made:
-            made[name] = tmp_path_factory.mktemp("base") / name.replace(" ", "-")
-            made[name].mkdir()
-            BASES[name](made[name])
+            folder = tmp_path_factory.mktemp("base") / name.replace(" ", "-")
+            folder.mkdir()
+            BASES[name](folder)
+            made[name] = folder
         return made[name]
 
     return base
