@@ -40,7 +40,8 @@ class Mutation:
             path.write_bytes(self.content)
             return
         assert self.replace is not None
-        path.unlink()
+        if not path.is_dir():
+            path.unlink()
         self.replace(path)
 
     def __str__(self) -> str:
@@ -53,7 +54,9 @@ Reseal = Callable[[bytes], bytes]
 
 
 def kinds(form: str, *, on_disk: bool = True, resealed: bool = False) -> list[str]:
-    """The kinds of damage that a file of this form can take."""
+    """The kinds of damage that a file of this form can take, or a folder."""
+    if form == "folder":
+        return [*_STRAYS, *_MOVED]
     found = list(_BYTES)
     if form in ("lines", "text"):
         found += _LINES
@@ -68,6 +71,11 @@ def mutate(form: str, kind: str, rng: random.Random, raw: bytes, reseal: Reseal 
     """One mutation of this kind of a file that holds `raw`."""
     if kind in _FILE:
         return Mutation(kind, "", replace=_FILE[kind])
+    if kind in _MOVED:
+        return Mutation(kind, "", replace=_MOVED[kind])
+    if kind in _STRAYS:
+        stray = rng.choice(_NAMES)
+        return Mutation(kind, f"{stray!r}", replace=lambda folder: _STRAYS[kind](folder, stray))
     name = kind.removeprefix("resealed: ")
     for table in (_BYTES, _LINES, _YAML, _NPY):
         if name in table:
@@ -480,4 +488,74 @@ _FILE: dict[str, Callable[[Path], None]] = {
     "a link to nothing": lambda path: path.symlink_to("nothing-here"),
     "a pipe": os.mkfifo,
     "unreadable": _unreadable,
+}
+
+
+# Folders of checkpoints: names that stand for no step, and steps that lie elsewhere.
+
+_NAMES = [
+    "²", "٣", "1٣", "...unfinished", "..unfinished", ".unfinished", "mine.unfinished", "mine", "-5", "+5", "5 ", "5\n", "05", "010",
+    "1_0", "10.damaged", "10.damaged.2", "10.unfinished", "5.unfinished", "7", "7.unfinished", "٣.unfinished", "9" * 30, "0", "0.unfinished",
+    "7.orbax-checkpoint-tmp-1", "mine.orbax-checkpoint-tmp-0", "\x1b[2J", "a\nb.unfinished", "\udcff", "\udcff.unfinished",
+    "x" * 200, "1e3", "10 (copy)", "run.json", "10.5", "٣٣.damaged", "0x10", " ", "-", "~", "*.unfinished", "[0-9].unfinished",
+]  # fmt: skip
+
+
+def _stray_with_its_folder(folder: Path, name: str) -> None:
+    """A file, and a folder under the name that the file may seem to be a note about."""
+    (folder / name).write_text("being written\n")
+    beside = folder / name.removesuffix(".unfinished")
+    if name.endswith(".unfinished") and not beside.exists():
+        _with_a_file(beside)
+
+
+def _stray_link(folder: Path, name: str) -> None:
+    """A link to a folder that is somebody's archive."""
+    archive = next(path for path in folder.parents if path.name == "run").parent / "archive"
+    _with_a_file(archive)
+    _make_way(folder / name).symlink_to(archive)
+
+
+def _make_way(path: Path) -> Path:
+    """Names that are taken already are left to what has them."""
+    return path if not os.path.lexists(path) else path.with_name(f"{path.name}.x")
+
+
+_STRAYS: dict[str, Callable[[Path, str], None]] = {
+    "a stray file": lambda folder, name: None if (folder / name).is_dir() else _stray_with_its_folder(folder, name),
+    "a stray folder": lambda folder, name: _with_a_file(_make_way(folder / name)),
+    "a stray link": _stray_link,
+    "a stray link to nothing": lambda folder, name: _make_way(folder / name).symlink_to("nothing-here"),
+    "a stray link to itself": lambda folder, name: _make_way(folder / name).symlink_to(name),
+    "a stray link upwards": lambda folder, name: _make_way(folder / name).symlink_to(".."),
+    "a stray pipe": lambda folder, name: os.mkfifo(_make_way(folder / name)),
+}
+
+
+def _moved_away(inside: str) -> Callable[[Path], None]:
+    """Lies in an archive, with a link in its place."""
+
+    def move(folder: Path) -> None:
+        archive = folder.parents[1] / "archive"
+        archive.mkdir()
+        original = folder / inside if inside else folder
+        original.rename(archive / original.name)
+        original.symlink_to(archive / original.name)
+
+    return move
+
+
+_MOVED: dict[str, Callable[[Path], None]] = {
+    "an older step in an archive": _moved_away("5"),
+    "the newest step in an archive": _moved_away("10"),
+    "a part of a step in an archive": _moved_away("5/params"),
+    "a file of a step in an archive": _moved_away("5/jaxmnt.json"),
+    "what was cut off in an archive": _moved_away("15"),
+    "its note in an archive": _moved_away("15.unfinished"),
+    "all in an archive": _moved_away(""),
+    "a loop of links inside a step": lambda folder: (folder / "5" / "params" / "loop").symlink_to("../.."),
+    "a loop of links inside the newest": lambda folder: (folder / "10" / "params" / "loop").symlink_to(".."),
+    "a link to itself inside a step": lambda folder: (folder / "5" / "loop").symlink_to("loop"),
+    "a pipe inside a step": lambda folder: os.mkfifo(folder / "5" / "pipe"),
+    "an archive inside what was cut off": lambda folder: _stray_link(folder / "15" / "params", "archive"),
 }

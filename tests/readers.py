@@ -352,6 +352,15 @@ def _start(folder: Path) -> Any:
     return {"run": start.run, "step": start.step, "kind": start.kind, "lineage": start.lineage}
 
 
+def _start_and_prune(folder: Path) -> Any:
+    """And then the older checkpoint is to go."""
+    from jaxmnt.checkpoint.commit import prune, whole
+
+    found = _start(folder)
+    prune(whole(folder / "run" / "checkpoints", RUN), {STEPS[-1]})
+    return found
+
+
 def _restored_config(folder: Path) -> Any:
     from jaxmnt.runtime.rundir import plain_config, read_config
 
@@ -715,6 +724,14 @@ def _is_fate(found: Any, undamaged: Any) -> str | None:
 
 _LOCKS = ("run/lock.json", "run/lock.beat", "run/.lock.json.*")
 _CUT_OFF = ("run/checkpoints/15", "run/checkpoints/15/*", "run/checkpoints/15.unfinished")
+_PRUNED = tuple(
+    f"{place}/checkpoints/{name}{below}"
+    for place in ("run", "archive")
+    for name in ("5", "15", "15.unfinished", "7", "0", "5.unfinished", "7.unfinished", "0.unfinished", "10.unfinished", "*.orbax-checkpoint-tmp-[01]")
+    for below in ("", "/*")
+)
+"""The step that is not to be kept, those that notes in ASCII digits say are unfinished, and what Orbax leaves behind.
+Where the whole folder of checkpoints lies elsewhere, they are the same there."""
 _EVENTS, _METRICS = "run/events/0.jsonl", "run/metrics.jsonl"
 _WORDS_TO_0 = ("beat", "here", "halted", "gave_up", "failed", "bye")
 _WORDS_TO_OTHERS = ("inquiry", "verdict", "bye")
@@ -739,7 +756,9 @@ def _readers() -> list[Reader]:
         "list": ("list", "RUN"), "show": ("show", "RUN@10"), "verify": ("verify", "RUN@10"), "diff": ("diff", "RUN@5", "RUN@10"),
     }  # fmt: skip
     launch = {"may_change": ("run/launch/*",)}
+    pruned = (*_LOCKS, *_CUT_OFF, *_PRUNED)
     found = [
+        Reader("names in checkpoints", "run", "run/checkpoints", "folder", _start_and_prune, _is_start, pruned),
         _start_reader("run.json", "json"),
         _start_reader("config.yaml", "yaml"),
         _start_reader("lock.json", "json"),

@@ -53,7 +53,7 @@ class Fault:
     what: str
 
     def __str__(self) -> str:
-        return f"  case {self.number}: {self.mutation}\n    {self.what}"
+        return _printable(f"  case {self.number}: {self.mutation}\n    {self.what}")
 
 
 class Bench:
@@ -64,7 +64,7 @@ class Bench:
         found = sorted(whole.glob(reader.file))
         assert found, f"there is no {reader.file}"
         self.file = str(found[0].relative_to(whole))
-        self.raw = (whole / self.file).read_bytes()
+        self.raw = (whole / self.file).read_bytes() if reader.form != "folder" else b""
         self.kinds = kinds(reader.form, on_disk=reader.on_disk, resealed=reader.reseal is not None)
         random.Random(f"{SEED} {reader.name}").shuffle(self.kinds)
         self._hung: set[str] = set()
@@ -135,7 +135,7 @@ class Bench:
             if after.get(name) == content:
                 continue
             allowed = any(fnmatch(name, pattern) for pattern in self.reader.may_change)
-            if not allowed and (content not in kept or not name.startswith(("run/checkpoints/",))):
+            if not allowed and (content not in kept or not name.startswith(("run/checkpoints", "archive/checkpoints"))):
                 return f"{name} is gone" if name not in after else f"{name} was changed"
         if self.reader.keeps_lines is not None and mutation.content is not None:
             return self._lost_lines(mutation.content)
@@ -168,6 +168,10 @@ def snapshot(folder: Path) -> dict[str, str]:
             content = str(path.readlink()) if stat.S_ISLNK(mode) else str(stat.S_IFMT(mode))
         found[str(path.relative_to(folder))] = content
     return found
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
 def _mode(path: Path) -> int:
