@@ -129,14 +129,8 @@ class Bench:
         return None
 
     def _lost(self, before: dict[str, str], after: dict[str, str], mutation: Mutation) -> str | None:
-        """What was there and is not any more, neither there nor, with the same content, elsewhere."""
-        kept = set(after.values())
-        for name, content in before.items():
-            if after.get(name) == content:
-                continue
-            allowed = any(fnmatch(name, pattern) for pattern in self.reader.may_change)
-            if not allowed and (content not in kept or not name.startswith(("run/checkpoints", "archive/checkpoints"))):
-                return f"{name} is gone" if name not in after else f"{name} was changed"
+        if lost := gone(before, after, self.reader.may_change, self.file):
+            return f"{lost[0]} is gone or was changed"
         if self.reader.keeps_lines is not None and mutation.content is not None:
             return self._lost_lines(mutation.content)
         return None
@@ -168,6 +162,18 @@ def snapshot(folder: Path) -> dict[str, str]:
             content = str(path.readlink()) if stat.S_ISLNK(mode) else str(stat.S_IFMT(mode))
         found[str(path.relative_to(folder))] = content
     return found
+
+
+def gone(before: dict[str, str], after: dict[str, str], may_change: tuple[str, ...], damaged: str) -> list[str]:
+    """What was there and is not any more, or holds something else. What is `damaged` may have been set aside, with its
+    step if it is part of one: then it is there under another name."""
+    parts = damaged.split("/")
+    aside = "/".join(parts[:3]) if parts[:2] == ["run", "checkpoints"] else damaged
+    kept = set(after.values())
+    lost = [name for name in before if after.get(name) != before[name]]
+    lost = [name for name in lost if not any(fnmatch(name, pattern) for pattern in may_change)]
+    places = (aside, aside.replace("run/", "archive/"))
+    return [name for name in lost if not name.startswith(places) or before[name] not in kept]
 
 
 def _printable(text: str) -> str:
