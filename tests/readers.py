@@ -216,6 +216,8 @@ def _records(folder: Path) -> None:
         for number in range(2)
     ]  # fmt: skip
     (run / "launch" / "starts.json").write_text(json.dumps(starts, indent=1) + "\n")
+    (run / "run.key").write_text("0123456789abcdef" * 4 + "\n")
+    (run / "run.key").chmod(0o600)
     (run / "kept").write_text("a person's own file")
 
 
@@ -299,11 +301,14 @@ def _words(folder: Path) -> None:
     hello = {"process": 1, "processes": 3, "host": "n2", "loopback": False, "facts": facts, "trouble": None}
     (folder / "greeting").write_text(json.dumps(hello | {"time": 1.7e9}) + "\n")
     (folder / "trouble").write_text(json.dumps(hello | {"trouble": "no such file", "time": 1.7e9}) + "\n")
-    answer = {"error": None, "code": 0, "host": "n1", "time": 1.7e9, "heard_after": 0.25}
+    answer = {"error": None, "code": 0, "absent": False, "at_fault": None, "host": "n1", "time": 1.7e9, "heard_after": 0.25}
     (folder / "answer").write_text(json.dumps(answer) + "\n")
-    (folder / "refusal").write_text(json.dumps(answer | {"error": "process 2 is missing", "code": 4}) + "\n")
+    (folder / "refusal").write_text(json.dumps(answer | {"error": "process 2 is missing", "code": 4, "at_fault": 2}) + "\n")
     position = {"step": 7, "phase": "taking steps", "settled": True, "own": False}
     fate = {"kind": "peer_lost", "why": "process 1 of 3 on n2 failed: x", "code": 4, "process": 1, "host": "n2"}
+    abandoned = fate | {"kind": "start_abandoned", "code": 75, "reason": "stopped", "asked_by": None, "waited_seconds": 1.5}
+    (folder / "abandoned").write_text(json.dumps({"kind": "verdict", "fate": abandoned}) + "\n")
+    (folder / "stopping").write_text(json.dumps(hello | {"time": 1.7e9}) + "\n" + json.dumps({"stopping": "SIGTERM"}) + "\n")
     words = [
         {"kind": "beat", "position": position},
         {"kind": "here", "position": position},
@@ -312,6 +317,7 @@ def _words(folder: Path) -> None:
         {"kind": "gave_up", "why": "silent for 30 s"},
         {"kind": "failed", "why": "ValueError: boom", "code": 1},
         {"kind": "verdict", "fate": fate},
+        {"kind": "stopped", "why": "process 1 was asked to stop", "code": 75},
         {"kind": "bye"},
     ]
     for word in words:
@@ -410,14 +416,11 @@ def _resealed_checkpoint(content: bytes) -> bytes:
 
 
 def _resealed_data(content: bytes) -> bytes:
-    """The manifest of prepared data seals itself where it has a seal."""
-    record = json.loads(content)
-    if "seal" in record:
-        from jaxmnt.data import store
+    from jaxmnt.data.manifest import sealed
 
-        record.pop("seal")
-        record["seal"] = store.seal_of(record)
-    return json.dumps(record, indent=1).encode()
+    record = json.loads(content)
+    record.pop("seal", None)
+    return json.dumps(sealed(record), indent=1).encode()
 
 
 def _lines(name: str) -> Callable[[Path], Any]:
@@ -613,68 +616,124 @@ def _heard(raw: bytes) -> Any:
         sender.join(2)
 
 
-def _greeted(name: str) -> Callable[[Path], Any]:
-    """Process 0 hears a greeting, and answers."""
-
-    def read(folder: Path) -> Any:
-        from jaxmnt.cluster.rollcall import _Desk
-
-        raw = (folder / name).read_bytes()
-        with _heard(raw) as (here, _), selectors.DefaultSelector() as selector:
-            desk = _Desk(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), selector)
-            here.setblocking(False)
-            desk._received[here] = b""
-            selector.register(here, selectors.EVENT_READ)
-            outcome, admitted = None, False
-            while here in desk._received and selector.select(1) and outcome is None and not admitted:
-                line = desk._read(here)
-                if line is not None:
-                    outcome = desk._admit(line, here)
-                    admitted = here in desk._received
-            said = f"{desk._missing('still to come')} {desk._present()}"
-            assert said.isprintable() and len(said) < 20_000, "what is told of those present"
-            outcome = outcome or desk._unreachable()
-            desk.answer(outcome)
-            if outcome is not None:
-                raise outcome
-            assert all(type(process) is int and isinstance(peer.host, str) for process, peer in desk.peers().items())
-            return "admitted" if admitted else "dropped"
-
-    return read
-
-
+_KEY = bytes(range(32))
 _OWN_HELLO = {
-    "process": 0, "processes": 3, "host": "n1", "loopback": False, "trouble": None,
+    "process": 0, "processes": 3, "host": "n1", "loopback": False, "trouble": None, "time": 1.7e9,
     "facts": {"jaxmnt version": "0.1.0", "config digest": "abc", "data digest": "def"},
 }  # fmt: skip
 
 
-def _answered(name: str) -> Callable[[Path], Any]:
-    """Another process hears what process 0 has to say."""
+def _greeted(name: str, *, key: bytes | None = _KEY) -> Callable[[Path], Any]:
+    """Process 0 hears a greeting of one who has the key, or has none, and answers."""
+
+    def read(folder: Path) -> Any:
+        from jaxmnt.cluster.desk import Desk
+        from jaxmnt.cluster.door import Door
+
+        raw = (folder / name).read_bytes()
+        door = Door(socket.create_server(("127.0.0.1", 0)), _KEY, 3)
+        desk = Desk(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), door)
+        over = threading.Event()
+        caller = threading.Thread(target=_call, args=(door._server.getsockname(), key, raw, over), daemon=True)
+        caller.start()
+        outcome, rounds = None, 0
+        try:
+            while outcome is None and rounds < 3:
+                heard = door.wait(0.02)
+                rounds += not heard and over.is_set()
+                for connection, line in heard:
+                    outcome = outcome or desk._hear(connection, line)
+            said = f"{desk._missing('still to come')} {desk._present()} {door.account}"
+            assert said.isprintable() and len(said) < 20_000, "what is told of those present"
+            outcome = outcome or desk._unreachable()
+            peers = desk.peers()
+            assert all(type(process) is int and isinstance(peer.host, str) for process, peer in peers.items())
+            over.set()
+            desk.answer(outcome)
+        finally:
+            door.close()
+            over.set()
+            caller.join(2)
+        if outcome is not None:
+            raise outcome
+        return "here" if peers else "nobody"
+
+    return read
+
+
+def _call(address: Any, key: bytes | None, raw: bytes, over: threading.Event) -> None:
+    """The other end of such a connection, which stays open until all is over."""
+    from jaxmnt.cluster import authentication
+
+    with contextlib.suppress(OSError, ValueError), socket.create_connection(address, 2) as connection:
+        if key is not None:
+            authentication.prove(connection, key, 2)
+        sender = threading.Thread(target=_sent, args=(connection, raw), daemon=True)
+        sender.start()
+        sender.join(0.5)
+        time.sleep(0.005)
+        over.set()
+        connection.settimeout(0.05)
+        with contextlib.suppress(OSError):
+            connection.recv(1)
+
+
+def _sent(connection: socket.socket, raw: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(raw)
+
+
+def _answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
+    """Another process hears what process 0 has to say, or somebody on its port who is none."""
 
     def read(folder: Path) -> Any:
         from jaxmnt.cluster import rollcall
 
         raw = (folder / name).read_bytes()
-        with _heard(raw) as (here, _):
-            original = socket.create_connection
-            tries = iter([here])
+        here, there = socket.socketpair()
+        tries = iter([here])
 
-            def connect(*_: Any, **__: Any) -> socket.socket:
-                connection = next(tries, None)
-                if connection is None:
-                    raise ConnectionRefusedError(111, "Connection refused")
-                return connection
+        def connect(*_: Any, **__: Any) -> socket.socket:
+            connection = next(tries, None)
+            if connection is None:
+                raise ConnectionRefusedError(111, "Connection refused")
+            return connection
 
-            try:
-                socket.create_connection = connect
-                peer = rollcall._report(Identity(1, 3, "127.0.0.1:1"), _OWN_HELLO | {"process": 1}, time.monotonic() + 0.02, 0.02)
-            finally:
-                socket.create_connection = original
-        assert isinstance(peer.host, str) and all(isinstance(bound, float) for bound in peer.clock)
-        return peer.host, peer.clock[0]
+        answering = threading.Thread(target=_answer, args=(there, raw, proven), daemon=True)
+        original, hello = socket.create_connection, _OWN_HELLO | {"process": 1}
+        try:
+            socket.create_connection = connect
+            answering.start()
+            caller = rollcall._Caller(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
+            peer = caller.report(time.monotonic() + 0.1, 0.1)
+        finally:
+            socket.create_connection = original
+            here.close(), there.close()
+            answering.join(2)
+        assert isinstance(peer.host, str) and all(math.isfinite(bound) for bound in peer.clock)
+        return peer.host
 
     return read
+
+
+def _answer(connection: socket.socket, raw: bytes, proven: bool) -> None:
+    """Process 0's end."""
+    from jaxmnt.cluster import authentication
+
+    with contextlib.suppress(OSError):
+        if proven:
+            nonce = authentication.new_nonce()
+            connection.sendall(authentication.greeting(nonce))
+            said = connection.recv(authentication.PROOF_BYTES, socket.MSG_WAITALL)
+            connection.sendall(authentication.answer_to(_KEY, nonce, said) or b"")
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+
+
+def _key(folder: Path) -> Any:
+    from jaxmnt.cluster.authentication import run_key
+
+    return len(run_key(folder / "run", {}))
 
 
 def _told(name: str, process: int) -> Callable[[Path], Any]:
@@ -733,8 +792,8 @@ _PRUNED = tuple(
 """The step that is not to be kept, those that notes in ASCII digits say are unfinished, and what Orbax leaves behind.
 Where the whole folder of checkpoints lies elsewhere, they are the same there."""
 _EVENTS, _METRICS = "run/events/0.jsonl", "run/metrics.jsonl"
-_WORDS_TO_0 = ("beat", "here", "halted", "gave_up", "failed", "bye")
-_WORDS_TO_OTHERS = ("inquiry", "verdict", "bye")
+_WORDS_TO_0 = ("beat", "here", "halted", "gave_up", "failed", "stopped", "bye")
+_WORDS_TO_OTHERS = ("inquiry", "verdict", "abandoned", "bye")
 _DATA = {
     "manifest.json": "json", "sources.txt": "text", "tokenizer.json": "json",
     "train/tokens-*": "npy", "train/documents-*": "npy", "train/origins-*": "npy", "train/learn-*": "npy",
@@ -799,10 +858,15 @@ def _readers() -> list[Reader]:
         Reader("preparation: counts", "half prepared", "data/work/counts-00000.npy", "npy", _gone_on_with, _any, ("data/*",)),
         Reader("tokenizer", "data", "data/tokenizer.json", "json", _tokenizer, _is_tokenizer),
         Reader("folder of compiled programs", "nothing", "compiled", "text", _compile_cache, same),
-        *(Reader(f"roll call: {name}", "words", name, "json", _greeted(name), _any, on_disk=False, names=_GREETING_NAMES)
-          for name in ("greeting", "trouble")),
+        *(Reader(f"roll call: {name}", "words", name, form, _greeted(name), _any, on_disk=False, names=_GREETING_NAMES)
+          for name, form in (("greeting", "json"), ("trouble", "json"), ("stopping", "lines"))),
+        Reader("roll call: a stranger", "words", "greeting", "json", _greeted("greeting", key=None), same, on_disk=False,
+               must_go_on=True),
         *(Reader(f"roll call: {name}", "words", name, "json", _answered(name), _any, on_disk=False, names=("process",))
           for name in ("answer", "refusal")),
+        Reader("roll call: a stranger's answer", "words", "refusal", "json", _answered("answer", proven=False), _any,
+               on_disk=False, names=("process",)),
+        Reader("run.key", "records", "run/run.key", "text", _key, same),
         *(Reader(f"lifeline of process 0: {name}", "words", name, "lines", _told(name, 0), _is_fate, on_disk=False, must_go_on=True)
           for name in _WORDS_TO_0),
         *(Reader(f"lifeline of another: {name}", "words", name, "lines", _told(name, 1), _is_fate, on_disk=False, must_go_on=True)

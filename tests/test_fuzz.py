@@ -237,13 +237,15 @@ def report(reader: Reader, faults: list[Fault], cases: int) -> str:
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets nobody wait for signs of life."""
-    from jaxmnt.cluster import lifeline, rollcall
+    from jaxmnt.cluster import authentication, desk, lifeline, rollcall
     from jaxmnt.runtime import lock
 
     for module, names in (
         (lock, ("_SILENCE_SECONDS", "_LEAVING_SECONDS", "_LOOK_SECONDS")),
         (lifeline, ("_GOING_LAST_SECONDS", "_MISSED_SECONDS", "_ANSWER_SECONDS")),
-        (rollcall, ("_RETRY_SECONDS", "_TELLING_SECONDS")),
+        (rollcall, ("_RETRY_SECONDS", "_RETRY_REFUSED_SECONDS", "LOOK_SECONDS")),
+        (desk, ("_TELLING_SECONDS",)),
+        (authentication, ("_APPEARS_SECONDS",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, 0.02, raising=False)
