@@ -58,6 +58,14 @@ class PeerError(UserError):
     exit_code = ExitCode.PEER
 
 
+def nearest(name: str, known: list[str]) -> str:
+    """A phrase naming the closest known name, or the known names if none is close."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
 def printable(text: str) -> str:
     r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
 
