@@ -271,18 +271,13 @@ def move(path: Place, target: Place) -> None:
         _each(_delete, blobs)
 
 
-def remove(path: Place, root: Place) -> None:
-    """Removes a tree that lies directly in `root`, and that need not be there.
-
-    Raises `OSError` for anything else that has the name, such as a link: nothing is removed through one.
-    """
-    assert path.parent == root
+def remove(path: Place) -> None:
+    """Removes a tree, which need not be there. Raises `OSError` for a link: nothing is removed through one."""
     if isinstance(path, Address):
         with _in_words(path):
             _each(_delete, path._blobs())
     elif is_there(path):
-        assert isinstance(root, Path)
-        if path.resolve() != root.resolve() / path.name:
+        if path.resolve() != path.parent.resolve() / path.name:
             raise OSError(errno.ELOOP, "it is a link, and nothing is removed through one", str(path))
         shutil.rmtree(path)
 

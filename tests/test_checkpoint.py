@@ -385,7 +385,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
         f_bavail, f_frsize, f_files, f_favail = 10, 4096, real.f_files, real.f_favail
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    assert "0.00 GiB are free" in (save(tmp_path, 1, state).failure or "")
+    assert "40 KiB are free" in (save(tmp_path, 1, state).failure or "")
     Full.f_bavail, Full.f_files, Full.f_favail = 1 << 30, 100, 3
     assert "3 inodes are free" in (save(tmp_path, 1, state).failure or "")
     assert not list(tmp_path.iterdir())
@@ -894,7 +894,7 @@ if may_mount():
         assert "WARNING checkpoint 15 could not be saved: No space left on device" in result.stdout, result
         assert "2 saves in a row failed" in result.stderr and "No space left on device" in result.stderr
         assert "blind 1" in result.stdout and result.stdout.count(": whole, ") == 2 and "verify 0" in result.stdout
-        assert "looking 1" in result.stdout and "GiB are free in" in result.stderr
+        assert "looking 1" in result.stdout and "MiB are free in" in result.stderr
         assert "more room 0" in result.stdout
         assert contents(tmp_path / "kept") == contents(tmp_path / "undisturbed")
         assert "Traceback" not in result.stderr

@@ -14,7 +14,7 @@ from jaxmnt.checkpoint import commit
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.manifest import FILE, Manifest
 from jaxmnt.errors import ConfigError, ExitCode, UserError
-from jaxmnt.runtime import lock
+from jaxmnt.runtime import fresh, lock
 from jaxmnt.storage import place
 from jaxmnt.train import train
 
@@ -85,6 +85,36 @@ def test_a_removal_that_was_cut_off_is_finished(address):
     removed = f"removed {path}, which was cut off while it was being removed"
     assert commit.clear_up(path.parent, None) == ([removed], [])
     assert list(path.parent.iterdir()) == []
+
+
+def test_only_marks_that_name_a_step_remove_anything(somewhere):
+    """Names that are not written as steps are, and such a step for comparison."""
+    root = somewhere / "checkpoints"
+    for name in ("mine", "²", "٣", "007", "5"):
+        (root / name / "d").mkdir(parents=True)
+        storage.publish(root / name / "d" / "x", name)
+        storage.publish(root / f"{name}.unfinished", "being removed\n")
+    for name in ("...unfinished", "..unfinished", ".unfinished"):
+        storage.publish(root / name, "being removed\n")
+    before = storage.files(somewhere)
+    assert commit.clear_up(root, "run")[0] == [f"removed {root / '5'}, which was cut off while it was being removed"]
+    after = {name: size for name, size in before.items() if "/5" not in name}
+    assert storage.files(somewhere) == after and commit.step_directories(root) == []
+
+
+def test_a_run_is_set_aside(somewhere):
+    for name in ("run.json", "checkpoints/5/params/x", "checkpoints/5.unfinished", "notes.txt"):
+        (somewhere / name).parent.mkdir(parents=True, exist_ok=True)
+        storage.publish(somewhere / name, name)
+    for number in (1, 2):
+        storage.publish(somewhere / "run.json", "run.json")
+        assert fresh.set_aside([somewhere]) == [
+            f"the run that was in {somewhere} is set aside in {somewhere}/aside-{number}"
+        ]
+    assert set(storage.files(somewhere)) == {
+        "aside-1/run.json", "aside-1/checkpoints/5/params/x", "aside-1/checkpoints/5.unfinished", "aside-2/run.json",
+        "notes.txt",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/a", "gs://bucket", "gs://", "https://x.org/a"])

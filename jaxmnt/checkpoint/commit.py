@@ -195,7 +195,7 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
         try:
             storage.create(_note(path), "being removed\n")
             (path / manifests.FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
-            storage.remove(path, path.parent)
+            storage.remove(path)
             _note(path).unlink(missing_ok=True)
         except OSError as error:
             trouble = trouble or error
@@ -228,16 +228,16 @@ def remove_cut_off(root: Place, *, keep_notes: bool = False) -> tuple[list[str],
             continue  # a person's
         try:
             if dot + rest == NOTE and path.is_file():
-                removed += _remove_noted(root, path.with_name(step), keep_note=keep_notes)
+                removed += _remove_noted(path.with_name(step), keep_note=keep_notes)
             elif isinstance(path, Path) and (dot + rest).startswith(ORBAX_UNDER_WAY) and path.is_dir():
-                storage.remove(path, root)
+                storage.remove(path)
                 removed.append(f"removed {path}, which was cut off while it was being written")
         except OSError as error:
             left.append(f"{path} tells of a step that was cut off and cannot be removed: {error.strerror or error}")
     return removed, left
 
 
-def _remove_noted(root: Place, path: Place, *, keep_note: bool) -> list[str]:
+def _remove_noted(path: Place, *, keep_note: bool) -> list[str]:
     """What is there of a step beside which a note lies."""
     if storage.is_link(path):
         committed, present = True, {}  # whatever it is, it is not what the note tells of
@@ -246,7 +246,7 @@ def _remove_noted(root: Place, path: Place, *, keep_note: bool) -> list[str]:
         committed = manifests.FILE in present
     doing = unfinished(path)
     if not committed and (not isinstance(path, Path) or path.is_dir()):
-        storage.remove(path, root)
+        storage.remove(path)
     if committed or not keep_note:
         _note(path).unlink(missing_ok=True)
     return [f"removed {path}, which was cut off while it was {doing}"] if present and not committed else []

@@ -1,0 +1,285 @@
+"""Going on with another config: what is refused, asked about or told; starting over; finished runs."""
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+import pytest
+from conftest import events, launch, losses, metrics
+
+from jaxmnt import train as train_module
+from jaxmnt.checkpoint.__main__ import main as checkpoint_command
+from jaxmnt.checkpoint.commit import Committed, newest_whole, step_directories, whole
+from jaxmnt.checkpoint.manifest import Manifest
+from jaxmnt.checkpoint.source import RunFile
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.config.describe import changes
+from jaxmnt.config.load import parse_config
+from jaxmnt.data.sources import open_sources
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.runtime import fresh
+from jaxmnt.runtime.changes import to_be_accepted
+from jaxmnt.runtime.inputs import fit_to_data
+from jaxmnt.runtime.lock import RunLock
+from jaxmnt.runtime.rundir import Say, Start, open_run, places, plain_config
+from jaxmnt.train import train
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def opened(config, **say) -> Start:
+    """Where a run stands, as its start finds it; the start then ends, as if its process were killed."""
+    data = open_sources(config.data)
+    with ExitStack() as held:
+        locks = [held.enter_context(RunLock(where)) for where in places(config)]
+        return open_run(fit_to_data(config, data), data, Identity(), locks, say=Say(**say))
+
+
+@pytest.fixture
+def going_on(tiny, whole_run):
+    """A config of a run of 20 steps that shall go on to step 24; arguments are overrides."""
+    shutil.copytree(whole_run.run.dir, tiny().run.dir)
+    return lambda *overrides: tiny("train.steps=24", *overrides)
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+OTHER_MATHS = [
+    ("optimizer.learning_rate=0.001", "optimizer.learning_rate (0.003 → 0.001)"),
+    ("optimizer.schedule=constant", "optimizer.schedule (cosine → constant)"),
+    ("optimizer.beta2=0.99", "optimizer.beta2 (0.95 → 0.99)"),
+    ("train.precision=bfloat16", "train.precision (float32 → bfloat16)"),
+    ("model.rope_theta=5000.0", "model.rope_theta (10000.0 → 5000.0)"),
+    ("data.on_end=stop", "data.on_end (repeat → stop)"),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), OTHER_MATHS)
+def test_other_maths_is_refused_until_it_is_accepted(going_on, override, words):
+    config = going_on(override)
+    run = Path(config.run.dir)
+    before = held(run)
+    with pytest.raises(ConfigError) as caught:
+        opened(config)
+    assert held(run) == before, "nothing was done"
+    for told in (words, "step 20 of 24", "--accept-changes", "run.dir=", f"run.fork_from={run}@20"):
+        assert told in str(caught.value)
+    start = opened(config, accept_changes=True)
+    assert start.step == 20 and override.partition("=")[0] in [change.key for change in start.changes]
+
+
+def test_what_was_accepted_once_needs_no_flag(going_on):
+    """Also before a checkpoint has it, and while other things change that need none."""
+    changed = going_on("optimizer.learning_rate=0.001")
+    opened(changed, accept_changes=True)
+    assert opened(changed).step == 20
+    assert opened(going_on("optimizer.learning_rate=0.001", "train.microbatch_size=4")).step == 20
+    with pytest.raises(ConfigError, match=r"would follow: optimizer\.beta1 \(0\.9 → 0\.8\); undo"):
+        opened(going_on("optimizer.learning_rate=0.001", "optimizer.beta1=0.8"))
+    assert opened(going_on()).step == 20, "as the checkpoint has it"
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
+        opened(changed)
+
+
+def test_falling_back_behind_an_accepted_change_asks_for_nothing(going_on):
+    """Restarted by itself, with a damaged checkpoint: nobody is there to give a flag."""
+    changed = going_on("optimizer.learning_rate=0.001", "train.stop_after=22", "checkpoint.every_steps=1")
+    assert train(changed, devices=one_device(), accept_changes=True) == ExitCode.STOPPED
+    assert metrics(changed.run.dir)[20]["learning_rate"] < metrics(changed.run.dir)[19]["learning_rate"]
+    keys = {event["key"] for event in events(changed.run.dir, "config_change")}
+    assert {"optimizer.learning_rate", "train.steps"} <= keys
+    root = Path(changed.run.dir) / "checkpoints"
+    for step in (21, 22):
+        (root / str(step) / "params" / "_METADATA").unlink()
+    start = opened(going_on("optimizer.learning_rate=0.001"))
+    assert start.step == 20 and "optimizer.learning_rate" in [change.key for change in start.changes]
+
+
+def test_what_is_planned_passes_and_is_told(going_on):
+    start = opened(
+        going_on("train.steps=30", "data.skip=[{from_row: 400, rows: 3}]", "mesh.fsdp=2", "train.microbatch_size=4")
+    )
+    assert {change.key for change in start.changes} >= {"train.steps", "data.skip", "mesh.fsdp"}
+
+
+def test_weights_of_rows_that_were_read_are_no_plan():
+    """A later change of weights passes; one of the past would let rows be read twice."""
+
+    def config(*weight_changes):
+        sources = {name: {"path": name} for name in ("a", "b")}
+        changes = [{"from_step": step, "weights": {"a": weight}} for step, weight in weight_changes]
+        return parse_config({"run": {"dir": "r"}, "data": {"sources": sources, "weight_changes": changes}})
+
+    def refused(before, now, accepted=None):
+        one, other = config(*before), config(*now)
+        checkpoint = Committed(Path("5"), Manifest("run", 5, {}, plain_config(one), 0, {}, None, []))
+        return to_be_accepted(other, checkpoint, changes(one, other), accepted or {})
+
+    assert refused([], [(5, 2.0)]) is None and refused([(3, 1.0)], [(3, 1.0), (5, 2.0)]) is None
+    assert refused([(7, 1.0)], []) is None
+    for before, now in (([], [(4, 2.0)]), ([(3, 1.0)], [(3, 2.0)]), ([(3, 1.0)], [])):
+        assert "data.weight_changes (" in (refused(before, now) or "")
+    assert refused([], [(4, 2.0)], {"data.weight_changes": [{"from_step": 4, "weights": {"a": 2.0}}]}) is None
+
+
+def test_a_changed_entry_of_a_mapping_is_told():
+    before, now = parse_config({}), parse_config({"mesh": {"rules": {"embed": ["data"]}}})
+    assert {(change.key, change.resume) for change in changes(before, now)} == {
+        ("mesh.rules", "harmless"), ("mesh.rules.embed", "harmless")
+    }  # fmt: skip
+
+
+# -- finished runs
+
+
+def test_a_finished_run_looks_at_the_config_first(tiny, whole_run, capsys):
+    shutil.copytree(whole_run.run.dir, tiny().run.dir)
+    wrong = {
+        "mesh.data=3": r"mesh: data=3 needs 3 devices, and there are 1",
+        "mesh.fsdp=4": "does not divide 1 devices",
+    }
+    for override, words in (wrong | {"seed=1": r"seed \(0 → 1\)"}).items():
+        with pytest.raises(ConfigError, match=words):
+            train(tiny(override), devices=one_device())
+    assert "This run is finished" not in capsys.readouterr().out
+    assert train(tiny("optimizer.learning_rate=0.001"), devices=one_device()) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert "This run is finished" in shown and "changed optimizer.learning_rate: 0.003 → 0.001" in shown
+    with pytest.raises(ConfigError, match=r"would follow: optimizer\.learning_rate"):
+        opened(tiny("optimizer.learning_rate=0.001", "train.steps=24"))
+
+
+# -- starting over
+
+
+def test_starting_over_sets_the_run_aside(tiny, whole_run, capsys):
+    config = tiny("train.stop_after=2", "optimizer.learning_rate=0.001")
+    run = Path(config.run.dir)
+    shutil.copytree(whole_run.run.dir, run)
+    (run / "notes.txt").write_text("a person's")
+    (run / "logs").mkdir()
+    (run / "logs" / "0.txt").write_text("the launcher's")
+    before = held(run)
+    assert train(config, devices=one_device(), fresh=True) == ExitCode.STOPPED
+    shown = capsys.readouterr().out
+    assert f"the run that was in {run} is set aside in {run / 'aside-1'}" in shown and "from the start" in shown
+    after = held(run)
+    for name, content in before.items():
+        stays = name in ("notes.txt", "logs/0.txt")
+        assert after[name if stays else f"aside-1/{name}"] == content
+    assert [line["step"] for line in metrics(run)] == [1, 2]
+    old, new = (json.loads((folder / "run.json").read_text())["run"] for folder in (run / "aside-1", run))
+    assert old != new
+    assert checkpoint_command(["verify", str(run / "aside-1")]) == ExitCode.FINISHED
+    opened(tiny(), fresh=True)
+    assert [step for step, _ in step_directories(run / "aside-2" / "checkpoints")] == [2]
+    assert newest_whole(run / "checkpoints") is None and len(losses(run / "aside-1")) == 20
+
+
+def test_starting_over_where_there_is_nothing(tiny):
+    start = opened(tiny(), fresh=True)
+    assert start.step == 0 and not list(Path(start.directory).glob("aside*"))
+
+
+def test_links_lead_where_they_led_after_starting_over(tiny, whole_run, tmp_path):
+    """The folder of checkpoints is a link to a scratch disk, a step one to an archive; both are relative."""
+    config = tiny()
+    run, scratch = Path(config.run.dir), tmp_path / "scratch"
+    shutil.copytree(whole_run.run.dir, run)
+    (run / "checkpoints").rename(scratch)
+    (run / "checkpoints").symlink_to("../scratch")
+    (scratch / "15").rename(tmp_path / "15")
+    (scratch / "15").symlink_to("../15")
+    (scratch / "others").mkdir()
+    before = held(tmp_path / "15")
+    opened(config, fresh=True)
+    assert (run / "checkpoints").resolve() == scratch, "the next run's go there, too"
+    assert sorted(path.name for path in scratch.iterdir()) == ["aside-1", "others"]
+    assert [found.step for found in whole(run / "aside-1" / "checkpoints")] == [10, 15, 20]
+    assert held(tmp_path / "15") == before and checkpoint_command(["verify", str(run / "aside-1")]) == 0
+
+
+def test_starting_over_with_checkpoints_elsewhere(tiny, whole_run, tmp_path):
+    config = tiny(f"checkpoint.dir={tmp_path / 'big'}")
+    shutil.copytree(whole_run.run.dir, config.run.dir)
+    (tmp_path / "big").mkdir()
+    shutil.move(Path(config.run.dir) / "checkpoints", tmp_path / "big")
+    shutil.copy(Path(config.run.dir) / "run.json", tmp_path / "big")
+    assert opened(config, fresh=True).step == 0
+    assert [found.step for found in whole(tmp_path / "big" / "aside-1" / "checkpoints")] == [10, 15, 20]
+    assert (Path(config.run.dir) / "aside-1" / "metrics.jsonl").exists()
+    ids = [json.loads((where / "run.json").read_text())["run"] for where in (tmp_path / "big", Path(config.run.dir))]
+    assert ids[0] == ids[1] != newest_whole(tmp_path / "big" / "aside-1" / "checkpoints").manifest.run
+
+
+def test_a_job_starts_over_once(going_on, monkeypatch):
+    """Its command is given again after a failure, and after Slurm has requeued it."""
+    config = going_on()
+    for name in ("JAXMNT_RUN_KEY", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAXMNT_RUN_KEY", "a" * 64)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    first = opened(config, fresh=True)
+    again = opened(config, fresh=True)
+    assert (
+        again.run == first.run
+        and "--fresh was done at an earlier start of this job, which goes on now" in again.remarks
+    )
+    assert "a" * 64 not in (Path(config.run.dir) / "run.json").read_text(), "the key is a secret"
+    known = RunFile(run="r", lineage=[], begun_by=fresh.marks(os.environ))
+    assert fresh.done_before(known, {"JAXMNT_RUN_KEY": "a" * 64})
+    assert fresh.done_before(known, {"JAXMNT_RUN_KEY": "b" * 64, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
+    for other in (
+        {},
+        {"JAXMNT_RUN_KEY": "b" * 64, "SLURM_JOB_ID": "77"},
+        {"SLURM_JOB_ID": "78", "SLURM_RESTART_COUNT": "2"},
+    ):
+        assert not fresh.done_before(known, other)
+    monkeypatch.setenv("JAXMNT_RUN_KEY", "b" * 64)
+    assert opened(config, fresh=True).run != first.run, "another job"
+
+
+def test_a_run_that_is_in_use_is_not_set_aside(going_on, monkeypatch):
+    from jaxmnt.runtime import lock
+
+    monkeypatch.setattr(lock, "_LEAVING_SECONDS", 0.1)
+    config = going_on()
+    before = held(Path(config.run.dir))
+    with RunLock(Path(config.run.dir)) as other:
+        other.acquire()
+        with pytest.raises(ConfigError, match="in use by another job"):
+            opened(config, fresh=True)
+    assert {name: found for name, found in held(Path(config.run.dir)).items() if "lock" not in name} == before
+
+
+def test_the_command_has_flags_for_both(tiny_file, monkeypatch):
+    said = []
+    monkeypatch.setattr(train_module, "train", lambda *_, **named: said.append(named) or ExitCode.FINISHED)
+    for flags in ([], ["--accept-changes"], ["--fresh"]):
+        assert train_module.main(["--config", str(tiny_file), *flags]) == ExitCode.FINISHED
+    flags = [(one["accept_changes"], one["fresh"]) for one in said]
+    assert flags == [(False, False), (True, False), (False, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_several_processes_start_over_and_wait_for_data(tiny_file, whole_run, tmp_path):
+    """Process 0 sets the run aside, for all. Then data that is away for a moment is exit code 1 for all."""
+    shutil.copytree(whole_run.run.dir, tmp_path / "run")
+    shutil.copytree(whole_run.data.path, tmp_path / "data")
+    settings = (f"data.path={tmp_path / 'data'}", "optimizer.learning_rate=0.001")
+    done = launch(tiny_file, *settings, "train.stop_after=2", "--fresh", processes=2, devices=1)
+    assert done.returncode == ExitCode.STOPPED, done.stdout + done.stderr
+    assert len(losses(tmp_path / "run")) == 2 and len(losses(tmp_path / "run" / "aside-1")) == 20
+    assert [event["attempt"] for event in events(tmp_path / "run", "start", process=1)] == [0]
+    (tmp_path / "data").rename(tmp_path / "away")
+    waiting = launch(tiny_file, *settings, processes=2, devices=1)
+    assert waiting.returncode == ExitCode.FAILURE, waiting.stdout + waiting.stderr
+    assert "there is no directory" in waiting.stdout + waiting.stderr
