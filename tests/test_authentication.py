@@ -58,6 +58,14 @@ class Roll:
         assert connection.recv(1000).startswith(b"jaxmnt 1 ")
         return connection
 
+    def stranger_with_the_key(self, number):
+        """A process that has said hello, and nothing more."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=5)
+        prove(connection, KEY, 5)
+        hello = {"process": number, "processes": self.processes, "host": "h", "facts": FACTS}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        return connection
+
 
 def listens(port):
     """Without connecting, which would count."""
@@ -122,7 +130,14 @@ def test_whoever_comes_without_the_key_is_counted_named_and_ends_nothing(roll, c
 def test_who_has_the_key_and_makes_no_sense_is_dropped(roll):
     """As a process of another version may be."""
     start = roll(processes=2).come(0)
-    for line in (ATTACKS["deep nesting"], ATTACKS["infinity"], ATTACKS["a huge number"], b"[1]\n", b"{}\n", b"0" * 20_000):
+    for line in (
+        ATTACKS["deep nesting"],
+        ATTACKS["infinity"],
+        ATTACKS["a huge number"],
+        b"[1]\n",
+        b"{}\n",
+        b"0" * 20_000,
+    ):
         with socket.create_connection(("127.0.0.1", start.port), timeout=5) as connection:
             prove(connection, KEY, 5)
             connection.sendall(line)
@@ -253,7 +268,15 @@ def test_keys_that_differ_are_told_as_that_on_both_sides(roll, monkeypatch, capf
 
 
 def test_a_greeting_is_no_word_of_a_stranger_that_anybody_parses():
-    for line in (b"[1]", b'{"a": Infinity}', b'{"a": 1e999}', b'{"a": ' + b"1" * 400 + b"}", b"[" * 10**5, b"\xff", b""):
+    for line in (
+        b"[1]",
+        b'{"a": Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": ' + b"1" * 400 + b"}",
+        b"[" * 10**5,
+        b"\xff",
+        b"",
+    ):
         with pytest.raises(ValueError):
             parse(line)
     assert parse('{"a": [1, 2.5, "ä"]}'.encode()) == {"a": [1, 2.5, "ä"]}
@@ -351,7 +374,9 @@ def test_a_name_that_is_none_is_an_error_of_the_network():
 
 
 def test_what_connects_and_never_greets_is_no_process_0():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as connection:
-            with pytest.raises(authentication.StrangerError, match="waits to be asked"):
-                prove(connection, KEY, 0.1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+        pytest.raises(authentication.StrangerError, match="waits to be asked"),
+    ):
+        prove(connection, KEY, 0.1)
