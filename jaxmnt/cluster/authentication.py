@@ -163,8 +163,8 @@ def answer_to(key: bytes, nonce: bytes, said: bytes) -> bytes | None:
 def prove(connection: socket.socket, key: bytes, seconds: float) -> None:
     """Shows process 0 that this process has the key, and sees that it has it, too.
 
-    Raises `RefusedError` if it says that it has another, `OSError` if it goes away, and `StrangerError` if it is somebody
-    else or says nothing in time.
+    Raises `RefusedError` if it says that it has another, `OSError` if it goes away, and `StrangerError` if it is
+    somebody else or says nothing in time.
     """
     deadline = time.monotonic() + seconds
     try:
