@@ -3,11 +3,12 @@
 Either this process, or another, was asked to stop, or processes were waited for that never appeared.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
@@ -72,24 +73,35 @@ class EarlyLeave:
         self._identity, self._ending = identity, ending
         self.lifeline: Lifeline | None = None
         self._reason: str | None = None
-        self._in_roll_call = False
+        self._roll_call_is_over = threading.Event()
+        self._roll_call_is_over.set()
+        self._failed = False
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """Inside, the roll call is held: it looks for the wish, and tells the others itself."""
-        self._in_roll_call = True
-        yield
-        self._in_roll_call = False
+        self._roll_call_is_over.clear()
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._roll_call_is_over.set()
 
     def wish(self) -> str | None:
         """What has asked this process to stop, if anything has."""
         return self._reason
 
-    def now(self, reason: str) -> NoReturn:
-        """Because of this. Called in a thread, while the main thread may be in anything."""
+    def now(self, reason: str) -> None:
+        """Because of this. Called in a thread, while the main thread may be in anything.
+
+        Does not return, unless the main thread ends the process itself, as it does after a roll call that failed.
+        """
         self._reason = reason
-        if self._in_roll_call:
-            time.sleep(_TELLING_SECONDS)
+        self._roll_call_is_over.wait(_TELLING_SECONDS)
+        if self._failed:
+            return
         fate = fate_of(stopped(reason, self._identity))
         if self.lifeline is not None:
             self.lifeline.stop_early(fate)

@@ -23,7 +23,8 @@ from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, User
 
 _LONGEST_LINE = 2**16
 _RETRY_SECONDS, _RETRY_REFUSED_SECONDS = 0.1, 1.0
-_PROOF_SECONDS = 10.0
+_PROOF_SECONDS, _LEAST_SECONDS = 10.0, 1.0
+"""How long process 0 may take to show the key, also when time is almost up."""
 _REFUSED_SECONDS = 20.0
 """How long a process that has another key than process 0 goes on trying: another job may be leaving that port."""
 _OTHER_FILES = 512
@@ -172,7 +173,7 @@ class _Caller:
         """One try. Raises `OSError`, or `ValueError` and its like for a stranger."""
         connection = socket.create_connection(self._identity.address, timeout=max(0.1, connect_seconds))
         try:
-            authentication.prove(connection, self._key, min(_PROOF_SECONDS, connect_seconds))
+            authentication.prove(connection, self._key, min(_PROOF_SECONDS, max(_LEAST_SECONDS, connect_seconds)))
             self._met, self._refused_since = True, None
             connection.sendall(json.dumps(self._hello | {"time": time.time()}).encode() + b"\n")
             outcome = parse(self._line(connection, time.monotonic() + answer_seconds))
