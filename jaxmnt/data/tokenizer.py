@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,14 @@ from jaxmnt.errors import ConfigError, nearest, printable
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """What a tokenizer of our own training calls it."""
+
+_STRETCH = 2**19
+"""Characters of a text that are encoded at a time, about."""
+
+_BETWEEN_WORDS = re.compile(r"\S\n(?=\S)|[^\W\d_](?= [^\W\d_])")
+_TRIED_PLACES = 8
+_AROUND = 2**11
+"""Characters on both sides of a place that are encoded to see whether a text can be cut there."""
 
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
@@ -96,8 +106,15 @@ class HuggingFace:
 
     def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
         tokenizer = self._markup if markup else self._plain
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+        def encode(several: Sequence[str]) -> list[np.ndarray]:
+            encodings = tokenizer.encode_batch_fast(list(several), add_special_tokens=False)
+            return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+        if tokenizer.pre_tokenizer is None or all(len(text) <= _STRETCH for text in texts):
+            return encode(texts)
+        stretches = [list(_stretches(text, encode)) for text in texts]
+        return [np.concatenate([encode([piece])[0] for piece in pieces]) for pieces in stretches]
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
@@ -117,6 +134,26 @@ class HuggingFace:
         raise ConfigError(
             f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
         )
+
+
+def _stretches(text: str, encode: Callable[[Sequence[str]], list[np.ndarray]]) -> Iterator[str]:
+    """The text in stretches that give the tokens of the whole: encoding takes a hundred times a text's memory.
+
+    Words are encoded one by one, so the text may be cut between two. Whether it can be cut at a place is tried with
+    the text around it. Where no such place is found, a stretch becomes longer.
+    """
+    start, reach = 0, _STRETCH
+    while reach < len(text):
+        for match in islice(_BETWEEN_WORDS.finditer(text, reach, reach + _STRETCH), _TRIED_PLACES):
+            place = match.end()
+            before, after = text[place - _AROUND : place], text[place : place + _AROUND]
+            one, other, both = encode([before, after, before + after])
+            if np.array_equal(np.concatenate([one, other]), both):
+                yield text[start:place]
+                start = reach = place
+                break
+        reach += _STRETCH
+    yield text[start:]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:

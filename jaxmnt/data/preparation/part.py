@@ -19,6 +19,8 @@ from jaxmnt.errors import ConfigError
 _BATCH_CHARACTERS = 2**19
 """Text that is encoded at a time; encoding many short texts one by one would cost more."""
 
+_COUNTED_TOKENS = 2**20
+
 _REMARKS = 20
 """Bad records of a part that are described; all are counted."""
 
@@ -115,10 +117,12 @@ class _Counts:
         self._tokens = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        self._waiting.append(tokens.astype(self._dtype, copy=False))
-        self._tokens += len(tokens)
-        if self._tokens >= 2**20:
-            self.total()
+        for start in range(0, len(tokens), _COUNTED_TOKENS):  # counting takes 8 bytes for each
+            piece = tokens[start : start + _COUNTED_TOKENS]
+            self._waiting.append(piece.astype(self._dtype, copy=False))
+            self._tokens += len(piece)
+            if self._tokens >= _COUNTED_TOKENS:
+                self.total()
 
     def total(self) -> np.ndarray:
         if self._waiting:
