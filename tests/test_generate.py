@@ -80,7 +80,9 @@ def test_export_carries_the_tokenizer(moved, capsys):
 def test_a_run_from_before_it_kept_a_tokenizer_works_through_its_data(project, moved, asked, capsys):
     for home in (run(moved), moved / "kept" / "a"):
         shutil.rmtree(home / "tokenizer")
-    with pytest.raises(ConfigError, match=r"--tokenizer: not given, and the run does not tell: data\.path: there is no"):
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer: not given, and the run does not tell: data\.path: there is no"
+    ):
         generate.main(["--run", str(run(moved))])
     assert generate.main(["--run", str(run(moved)), "--tokenizer", "bytes"]) == ExitCode.FINISHED
     shutil.copytree(project / "data", moved / "data")
@@ -88,7 +90,9 @@ def test_a_run_from_before_it_kept_a_tokenizer_works_through_its_data(project, m
     assert asked[0] == asked[1]
     shutil.rmtree(moved / "data")
     assert checkpoint.main(["export", str(run(moved)), "weights"]) == ExitCode.FINISHED
-    assert "the export has no tokenizer" in capsys.readouterr().err and not Path("weights/jaxmnt-tokenizer.json").exists()
+    assert (
+        "the export has no tokenizer" in capsys.readouterr().err and not Path("weights/jaxmnt-tokenizer.json").exists()
+    )
 
 
 def test_what_does_not_fit_the_window_is_said(moved, asked, capsys):
@@ -106,7 +110,7 @@ def test_what_does_not_fit_the_window_is_said(moved, asked, capsys):
 
 @pytest.mark.parametrize("wrong", [["--temperature", "nan"], ["--temperature", "inf"], ["--seed", "9" * 30]])
 def test_numbers_that_no_sample_has(moved, wrong):
-    with pytest.raises(ConfigError, match="takes|out of range"):
+    with pytest.raises(ConfigError, match=r"takes|out of range"):
         generate.main(["--run", str(run(moved)), *wrong])
 
 
