@@ -120,6 +120,8 @@ def kept(home: Place) -> RunTokenizer | None:
             raise damaged from None  # it names a file that is not there
         return None
     except OSError as error:
+        if isinstance(error, UserError):
+            raise
         raise ConfigError(f"{path.parent} cannot be read: {error.strerror}; mend the access") from error
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError, OverflowError) as error:
         raise damaged from error
