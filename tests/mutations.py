@@ -402,7 +402,11 @@ def _header(rng: random.Random, raw: bytes) -> tuple[bytes, str]:
     key = rng.choice(list(known))
     n = array.shape[0]
     shapes = [(), (0,), (-1,), (2**62,), (10**12,), (n + 1,), (n - 1,), (1, n), (n, 1), (n, 0), "x", (1.5,), (n, 2**40)]
-    value = {"descr": rng.choice(_DTYPES), "fortran_order": rng.choice([True, 1, "x", None]), "shape": rng.choice(shapes)}
+    value = {
+        "descr": rng.choice(_DTYPES),
+        "fortran_order": rng.choice([True, 1, "x", None]),
+        "shape": rng.choice(shapes),
+    }
     text = repr(known | {key: value[key]}).encode()
     return _npy(text) + raw[_header_end(raw) :], f"{key} is {str(value[key])[:40]}"
 
@@ -426,7 +430,8 @@ def _values(rng: random.Random, raw: bytes) -> tuple[bytes, str]:
     flat = array.reshape(-1)
     if not len(flat):
         return raw, "nothing to change"
-    at, value = rng.randrange(len(flat)), rng.choice([0, 1, info.max, info.min, info.max // 2, len(flat), 10**6 % info.max])
+    values = [0, 1, info.max, info.min, info.max // 2, min(len(flat), info.max), 10**6 % info.max]
+    at, value = rng.randrange(len(flat)), rng.choice(values)
     flat[at] = value
     return _saved(array), f"element {at} is {value}"
 

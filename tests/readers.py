@@ -5,13 +5,12 @@ import hashlib
 import io
 import json
 import math
-import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +92,9 @@ def _is_start(found: Any, undamaged: Any) -> str | None:
 
 def _is_start_from_a_whole_one(found: Any, undamaged: Any) -> str | None:
     """The newest checkpoint is the damaged one: the one before may be taken, and never none."""
-    return _is_start(found | {"step": max(found["step"], undamaged["step"])} if found["step"] in STEPS else found, undamaged)
+    return _is_start(
+        found | {"step": max(found["step"], undamaged["step"])} if found["step"] in STEPS else found, undamaged
+    )
 
 
 def _is_answer(found: Any, undamaged: Any) -> str | None:
@@ -179,7 +180,14 @@ def _run_with_checkpoints(folder: Path) -> None:
     (run / "checkpoints" / "15.unfinished").write_text("being written\n")
     (run / "run.json").write_text(json.dumps({"run": RUN, "lineage": parents, "time": 1.7e9}, indent=1) + "\n")
     write_config(run, config)
-    holder = {"job": "0" * 16, "host": "n1", "process": 2**22, "started": "1", "machine": "elsewhere", "since": "2026-01-01 00:00:00"}
+    holder = {
+        "job": "0" * 16,
+        "host": "n1",
+        "process": 2**22,
+        "started": "1",
+        "machine": "elsewhere",
+        "since": "2026-01-01 00:00:00",
+    }
     (run / "lock.json").write_text(json.dumps(holder))
     (run / "lock.beat").write_text("01234567 8")
     (run / "kept").write_text("a person's own file")
@@ -189,7 +197,14 @@ def _records(folder: Path) -> None:
     """What a run notes, and what is known of its starts inside an allocation."""
     run, lines, now = folder / "run", [], BEGAN
     for attempt in (1, 2):
-        about = lambda kind, attempt=attempt, **more: {"kind": kind, "time": now, "process": 0, "host": "n1", "attempt": attempt, **more}
+        about = lambda kind, attempt=attempt, **more: {
+            "kind": kind,
+            "time": now,
+            "process": 0,
+            "host": "n1",
+            "attempt": attempt,
+            **more,
+        }
         lines += [about("start", run=RUN, step=0, jax="1", devices=1), about("compile", seconds=1.5)]
         lines += [about("started", step=1, seconds={"compile": 2.5}, compile_cache={"hits": 1, "misses": 0})]
         lines += [about("checkpoint_begin", step=5 * attempt)]
@@ -204,7 +219,9 @@ def _records(folder: Path) -> None:
          "epochs": {"data": 0.1}, "mfu": None, "bad_steps": 0}
         for step in range(1, 13)
     ]  # fmt: skip
-    steps.insert(10, {"kind": "eval", "step": 10, "time": BEGAN, "loss": 3.0, "tokens": 8, "sources": {"data": {"loss": 3.0}}})
+    steps.insert(
+        10, {"kind": "eval", "step": 10, "time": BEGAN, "loss": 3.0, "tokens": 8, "sources": {"data": {"loss": 3.0}}}
+    )
     _write_lines(run / "metrics.jsonl", steps)
     (run / "launch").mkdir()
     bad = [{"node": "n3", "why": "process 2 on n3 is silent", "since": 1.0, "until": 4e9}]
@@ -226,9 +243,6 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-_TALK = [{"text": f"word {number} and {number * 7} more words"} for number in range(60)]
-
-
 def _prepared(folder: Path) -> None:
     """Two shards a split, with a tokenizer of its own and a mask of what is learnt."""
     from jaxmnt.data.preparation import Selection, Settings, build
@@ -236,7 +250,12 @@ def _prepared(folder: Path) -> None:
 
     (folder / "text").mkdir()
     talk = [
-        {"messages": [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"{n} of {n * 7}"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"what is {n}?"},
+                {"role": "assistant", "content": f"{n} of {n * 7}"},
+            ]
+        }
         for n in range(60)
     ]
     _write_lines(folder / "text" / "talk.jsonl", talk)
@@ -301,14 +320,32 @@ def _words(folder: Path) -> None:
     hello = {"process": 1, "processes": 3, "host": "n2", "loopback": False, "facts": facts, "trouble": None}
     (folder / "greeting").write_text(json.dumps(hello | {"time": 1.7e9}) + "\n")
     (folder / "trouble").write_text(json.dumps(hello | {"trouble": "no such file", "time": 1.7e9}) + "\n")
-    answer = {"error": None, "code": 0, "absent": False, "at_fault": None, "host": "n1", "time": 1.7e9, "heard_after": 0.25}
+    answer = {
+        "error": None,
+        "code": 0,
+        "absent": False,
+        "at_fault": None,
+        "host": "n1",
+        "time": 1.7e9,
+        "heard_after": 0.25,
+    }
     (folder / "answer").write_text(json.dumps(answer) + "\n")
-    (folder / "refusal").write_text(json.dumps(answer | {"error": "process 2 is missing", "code": 4, "at_fault": 2}) + "\n")
+    (folder / "refusal").write_text(
+        json.dumps(answer | {"error": "process 2 is missing", "code": 4, "at_fault": 2}) + "\n"
+    )
     position = {"step": 7, "phase": "taking steps", "settled": True, "own": False}
     fate = {"kind": "peer_lost", "why": "process 1 of 3 on n2 failed: x", "code": 4, "process": 1, "host": "n2"}
-    abandoned = fate | {"kind": "start_abandoned", "code": 75, "reason": "stopped", "asked_by": None, "waited_seconds": 1.5}
+    abandoned = fate | {
+        "kind": "start_abandoned",
+        "code": 75,
+        "reason": "stopped",
+        "asked_by": None,
+        "waited_seconds": 1.5,
+    }
     (folder / "abandoned").write_text(json.dumps({"kind": "verdict", "fate": abandoned}) + "\n")
-    (folder / "stopping").write_text(json.dumps(hello | {"time": 1.7e9}) + "\n" + json.dumps({"stopping": "SIGTERM"}) + "\n")
+    (folder / "stopping").write_text(
+        json.dumps(hello | {"time": 1.7e9}) + "\n" + json.dumps({"stopping": "SIGTERM"}) + "\n"
+    )
     words = [
         {"kind": "beat", "position": position},
         {"kind": "here", "position": position},
@@ -519,7 +556,13 @@ def _rows(verify: bool) -> Callable[[Path], Any]:
 
         batches, all_rows = {}, range(4)
         for kind in ("windows", "packed"):
-            data = {"path": str(folder / "data"), "global_batch_size": 4, "sequence_length": 32, "rows": kind, "document_mask": True}
+            data = {
+                "path": str(folder / "data"),
+                "global_batch_size": 4,
+                "sequence_length": 32,
+                "rows": kind,
+                "document_mask": True,
+            }
             config = parse_config({"run": {"dir": "x"}, "data": data})
             sources = open_sources(config.data)
             (part,) = sources.parts.values()
@@ -638,8 +681,8 @@ def _greeted(name: str, *, key: bytes | None = _KEY) -> Callable[[Path], Any]:
         caller.start()
         outcome, rounds = None, 0
         try:
-            while outcome is None and rounds < 3:
-                heard = door.wait(0.02)
+            while outcome is None and rounds < 2:
+                heard = door.wait(0.01)
                 rounds += not heard and over.is_set()
                 for connection, line in heard:
                     outcome = outcome or desk._hear(connection, line)
@@ -705,7 +748,7 @@ def _answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
             socket.create_connection = connect
             answering.start()
             caller = rollcall._Caller(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
-            peer = caller.report(time.monotonic() + 0.1, 0.1)
+            peer = caller.report(time.monotonic() + 0.03, 0.03)
         finally:
             socket.create_connection = original
             here.close(), there.close()
@@ -760,7 +803,13 @@ def _told(name: str, process: int) -> Callable[[Path], Any]:
                 return "heard"
             except EndedError as ended:
                 fate = ended.args[0]
-                return {"kind": fate.kind, "why": fate.why, "code": fate.code, "process": fate.process, "host": fate.host}
+                return {
+                    "kind": fate.kind,
+                    "why": fate.why,
+                    "code": fate.code,
+                    "process": fate.process,
+                    "host": fate.host,
+                }
             finally:
                 lifeline._selector.close()
                 lifeline._alarm.close(), lifeline._bell.close()
@@ -768,11 +817,15 @@ def _told(name: str, process: int) -> Callable[[Path], Any]:
     return read
 
 
+def _is_text(text: str) -> bool:
+    return all(letter.isprintable() or letter in "\n\t" for letter in text)
+
+
 def _is_fate(found: Any, undamaged: Any) -> str | None:
     if found == "heard":
         return None
     good = (
-        isinstance(found["kind"], str) and isinstance(found["why"], str) and found["why"].isprintable()
+        isinstance(found["kind"], str) and isinstance(found["why"], str) and _is_text(found["why"])
         and found["code"] in tuple(ExitCode) and found["process"] in (None, 0, 1, 2)
         and isinstance(found["host"], str | None) and len(found["why"]) < 20_000
     )  # fmt: skip
@@ -786,7 +839,18 @@ _CUT_OFF = ("run/checkpoints/15", "run/checkpoints/15/*", "run/checkpoints/15.un
 _PRUNED = tuple(
     f"{place}/checkpoints/{name}{below}"
     for place in ("run", "archive")
-    for name in ("5", "15", "15.unfinished", "7", "0", "5.unfinished", "7.unfinished", "0.unfinished", "10.unfinished", "*.orbax-checkpoint-tmp-[01]")
+    for name in (
+        "5",
+        "15",
+        "15.unfinished",
+        "7",
+        "0",
+        "5.unfinished",
+        "7.unfinished",
+        "0.unfinished",
+        "10.unfinished",
+        "*.orbax-checkpoint-tmp-[01]",
+    )
     for below in ("", "/*")
 )
 """The step that is not to be kept, those that notes in ASCII digits say are unfinished, and what Orbax leaves behind.

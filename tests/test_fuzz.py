@@ -70,7 +70,9 @@ class Bench:
         self._hung: set[str] = set()
         self.renew()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), _limited():
-            self.undamaged = reader.read(self.copy)
+            self.undamaged = None
+            with contextlib.suppress(UserError):  # a line that tells of trouble
+                self.undamaged = reader.read(self.copy)
         self.renew()
 
     def renew(self) -> None:

@@ -97,7 +97,9 @@ def undisturbed(tmp_path_factory):
     write_words(folder / "text", files=12, words=150)
     build(Selection([folder / "text"]), folder / "data", Settings(eval_fraction=0.2), lambda *progress: None)
     assert _train(_config(folder, stop=STOPPED)) == ExitCode.STOPPED
-    (folder / "run" / "lock.json").write_text('{"job": "0", "host": "n1", "process": 1, "machine": "m", "started": "1"}')
+    (folder / "run" / "lock.json").write_text(
+        '{"job": "0", "host": "n1", "process": 1, "machine": "m", "started": "1"}'
+    )
     (folder / "run" / "lock.beat").write_text("01234567 8")
     (folder / "run" / "kept").write_text("a person's own file")
     whole = tmp_path_factory.mktemp("whole")
