@@ -4,10 +4,10 @@ A `UserError` is something that a person can cause and mend: it is shown as one 
 wrong, where, and what to do, without a traceback. Anything else is a fault of ours and keeps its traceback.
 """
 
-import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import NoReturn, Self
 
@@ -42,6 +42,10 @@ class ConfigError(UserError):
     exit_code = ExitCode.CONFIG
 
 
+class UnreadableError(ConfigError):
+    """What the config names cannot be read. With a run that has read it before this may pass: `runtime/trained.py`."""
+
+
 class PreflightError(UserError):
     """A host, or the network between hosts, is not as a run needs it. Without the host that is named it may be."""
 
@@ -62,6 +66,22 @@ def nearest(name: str, known: list[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
+def printable(text: str) -> str:
+    r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
+
+    For names that come from files, the environment or the network: a terminal would obey what they hold.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def remark(text: str) -> None:
+    """A line for people, on stderr. Where nobody takes it any more, nothing is shown and nothing ends."""
+    with suppress(OSError, ValueError):
+        print(f"jaxmnt: {text}", file=sys.stderr, flush=True)
+
+
 def error_of(code: int, text: str) -> UserError:
     """The error of this exit code that another process has told us of."""
     kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}
@@ -73,12 +93,12 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
 
     `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks an arrow is no reason to fail
+    from jaxmnt.output import checked, guard
+
+    guard()
     given = sys.argv[1:]
     own = given[: given.index("--")] if "--" in given else given
-    sys.exit(report(lambda: main(given), debug="--debug" in own))
+    sys.exit(checked(report(lambda: main(given), debug="--debug" in own)))
 
 
 def code_of(error: BaseException) -> int:

@@ -142,13 +142,35 @@ def url(path: Place) -> str:
     return f"file://{quote(str(path.absolute()))}" if isinstance(path, Path) else f"{SCHEME}{quote(path.url[5:])}"
 
 
+def is_link(path: Place) -> bool:
+    """Whether it leads elsewhere. What is there is somebody's own: read, and never written or removed."""
+    return isinstance(path, Path) and path.is_symlink()
+
+
+def is_there(path: Place) -> bool:
+    """Whether something has this name, be it a link that leads nowhere."""
+    return is_link(path) or path.exists()
+
+
 def files(path: Place) -> dict[str, int]:
-    """Bytes of all files below it, by relative name, in order; empty if it is not there."""
+    """Bytes of all files below it, by relative name, in order; empty if it is not there. Links are not followed."""
     if isinstance(path, Path):
         return dict(sorted(_sizes(path)))
     with _in_words(path):
         prefix = f"{path._key}/"
         return {blob.name.removeprefix(prefix): blob.size for blob in path._blobs() if not blob.name.endswith("/")}
+
+
+def sizes(path: Place, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of those of these files below it that are there, through links, too."""
+    if not isinstance(path, Path):
+        present = files(path)
+        return {name: present[name] for name in names if name in present}
+    found = {}
+    for name in names:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found[name] = (path / name).stat().st_size
+    return found
 
 
 def read_all(path: Place, names: Iterable[str]) -> dict[str, bytes]:
@@ -164,11 +186,11 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
         if not isinstance(error, FileNotFoundError):
             raise error  # what cannot be looked at is not missing
 
-    for folder, _, names in os.walk(path, onerror=refuse, followlinks=True):
+    for folder, _, names in os.walk(path, onerror=refuse):
         for name in names:
             file = Path(folder, name)
             with suppress(FileNotFoundError):  # removed just now, as all of the step will be
-                yield str(file.relative_to(path)), file.stat().st_size
+                yield str(file.relative_to(path)), file.lstat().st_size
 
 
 def publish(path: Place, text: str) -> None:
@@ -176,7 +198,8 @@ def publish(path: Place, text: str) -> None:
     if isinstance(path, Address):
         return path.write_text(text)
     temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that kills leave no more than one
-    with temporary.open("w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:  # a new one, so never through a link
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -202,20 +225,21 @@ def create(path: Place, text: str) -> bool:
 
 def remove_if(path: Place, text: str) -> bool:
     """Removes a file that holds just this text; never one that somebody else has put there meanwhile."""
+    wanted = text.encode(errors="surrogateescape")
     with suppress(FileNotFoundError, FileExistsError):
         if isinstance(path, Address):
             with _in_words(path):
                 blob = path._blob()
                 blob.reload()
-                if blob.download_as_bytes(if_generation_match=blob.generation).decode() != text:
+                if blob.download_as_bytes(if_generation_match=blob.generation) != wanted:
                     return False
                 blob.delete(if_generation_match=blob.generation)
                 return True
-        if path.read_text(encoding="utf-8") != text:
+        if path.read_bytes() != wanted:
             return False
         aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
         path.rename(aside)
-        if aside.read_text(encoding="utf-8") == text:
+        if aside.read_bytes() == wanted:
             aside.unlink()
             return True
         with suppress(FileExistsError):
@@ -225,7 +249,7 @@ def remove_if(path: Place, text: str) -> bool:
 
 
 def move(path: Place, target: Place) -> None:
-    """Renames a tree. Cut off half-way, an address has both: the old one whole, or the new one."""
+    """Renames a file or a tree. Cut off half-way, an address has both: the old one whole, or the new one."""
     if isinstance(path, Path):
         assert isinstance(target, Path)
         path.rename(target)
@@ -242,17 +266,24 @@ def move(path: Place, target: Place) -> None:
                 token, *_ = made.rewrite(blob, token=token or None, if_generation_match=0)
 
     with _in_words(path):
-        blobs = path._blobs()
+        blobs = [*path._blobs(), *([path._blob()] if path.is_file() else [])]
         _each(copy, blobs)
         _each(_delete, blobs)
 
 
-def remove(path: Place) -> None:
-    """Removes a tree, which need not be there."""
+def remove(path: Place, root: Place) -> None:
+    """Removes a tree that lies directly in `root`, and that need not be there.
+
+    Raises `OSError` for anything else that has the name, such as a link: nothing is removed through one.
+    """
+    assert path.parent == root
     if isinstance(path, Address):
         with _in_words(path):
             _each(_delete, path._blobs())
-    elif path.exists():
+    elif is_there(path):
+        assert isinstance(root, Path)
+        if path.resolve() != root.resolve() / path.name:
+            raise OSError(errno.ELOOP, "it is a link, and nothing is removed through one", str(path))
         shutil.rmtree(path)
 
 

@@ -9,10 +9,15 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxmnt.errors import ConfigError, ExitCode, UserError, run_command
+from jaxmnt.commands import HERE, Parser
+from jaxmnt.errors import ConfigError, ExitCode, UserError, printable, run_command
+
+if TYPE_CHECKING:
+    from jaxmnt.storage import Place
 
 
 def main(arguments: list[str]) -> int:
@@ -21,13 +26,14 @@ def main(arguments: list[str]) -> int:
     try:
         return command(options)
     except OSError as error:
-        if error.filename is None or isinstance(error, UserError):
+        if isinstance(error, UserError):
             raise
-        raise UserError(f"{error.filename}: {error.strerror}; mend the access and try again") from error
+        where = printable(str(error.filename or options.command))
+        raise UserError(f"{where}: {error.strerror or error}; mend the access and try again") from error
 
 
 def _list(options: argparse.Namespace) -> int:
-    from jaxmnt.checkpoint.commit import open_checkpoint, step_directories, unfinished
+    from jaxmnt.checkpoint.commit import open_checkpoint, out_of_reach, step_directories, unfinished
     from jaxmnt.checkpoint.manifest import DamagedError
     from jaxmnt.checkpoint.source import FOLDER, home, run_id
 
@@ -42,17 +48,18 @@ def _list(options: argparse.Namespace) -> int:
             rows.append((str(step), unfinished(path) or "not whole", "", "", "", str(damage)))
             continue
         loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
-        rows.append((str(step), "whole", _size(manifest.bytes), loss, _date(manifest.time), ""))
+        rows.append((str(step), "whole", _size(manifest.bytes), loss, _date(manifest.time), _linked(path)))
+    rows += [(str(step), "away", "", "", "", _linked(path)) for step, path in out_of_reach(root)]
     aside = sorted(path.name for path in root.iterdir() if "." in path.name[1:] and path.is_dir())
     if options.json:
         keys = ("step", "state", "size", "held_out_loss", "written", "why")
         checkpoints = [dict(zip(keys, row, strict=True)) for row in rows]
         print(json.dumps({"run": run, "checkpoints": checkpoints, "aside": aside}))
         return ExitCode.FINISHED
-    print(f"run {run or '(unknown)'}, {root}")
+    print(f"run {printable(run or '(unknown)')}, {root}")
     _table([("step", "state", "size", "held-out", "written", ""), *rows])
     for name in aside:
-        print(f"set aside: {name}")
+        print(f"set aside: {printable(name)}")
     if not rows:
         print("no checkpoints")
     return ExitCode.FINISHED
@@ -99,15 +106,15 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(to_plain(manifest), sort_keys=True))
         return ExitCode.FINISHED
-    print(f"{checkpoint.path}: step {manifest.step} of run {manifest.run}")
-    libraries = ", ".join(f"{name} {number}" for name, number in sorted(manifest.libraries.items()))
-    data = ", ".join(f"{name} {digest[:16]}" for name, digest in sorted(manifest.data.items()))
+    print(f"{checkpoint.path}: step {manifest.step} of run {printable(manifest.run)}")
+    libraries = printable(", ".join(f"{name} {number}" for name, number in sorted(manifest.libraries.items())))
+    data = printable(", ".join(f"{name} {digest[:16]}" for name, digest in sorted(manifest.data.items())))
     loss = "not taken" if manifest.loss is None else f"{manifest.loss:.4f}"
-    print(f"written {_date(manifest.time, seconds=True)} by jaxmnt {manifest.jaxmnt}, {libraries}")
+    print(f"written {_date(manifest.time, seconds=True)} by jaxmnt {printable(manifest.jaxmnt)}, {libraries}")
     print(f"tokens  {manifest.tokens}, held-out loss {loss}")
     print(f"config  {manifest.config_digest[:16]}, data {data}")
     for parent in manifest.lineage:
-        print(f"from    step {parent['step']} of run {parent['run']} ({parent['path']})")
+        print(printable(f"from    step {parent['step']} of run {parent['run']} ({parent['path']})"))
     _table(
         [("array", "dtype", "shape", "size", "content")]
         + [
@@ -125,12 +132,12 @@ def _diff(options: argparse.Namespace) -> int:
 
     first, second = (find(text, "checkpoint").manifest for text in (options.first, options.second))
     found = compare(first, second)
-    print(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}")
+    print(printable(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}"))
     for change in found.config:
-        print(f"config  {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})")
+        print(printable(f"config  {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})"))
     for source in sorted(first.data.keys() | second.data.keys()):
         if first.data.get(source) != second.data.get(source):
-            print(f"data    {source} holds something else")
+            print(f"data    {printable(source)} holds something else")
     for label, names in (("only 1", found.only_first), ("only 2", found.only_second)):
         for name in names:
             print(f"{label}  {name}")
@@ -146,16 +153,27 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.export import export
-    from jaxmnt.checkpoint.source import find
+    from jaxmnt.checkpoint.source import find, tokenizer_of
 
     if options.file_gb <= 0:
         raise ConfigError("--file-gb takes a number above 0")
     checkpoint = find(options.checkpoint, "checkpoint")
-    files = export(checkpoint, options.output, int(options.file_gb * 1e9), _progress)
+    try:
+        tokenizer = tokenizer_of(options.checkpoint, checkpoint)
+    except ConfigError as error:  # a run from before runs kept theirs, without its data here
+        tokenizer = None
+        print(f"note    the export has no tokenizer: {error}", file=sys.stderr)
+    files = export(checkpoint, options.output, int(options.file_gb * 1e9), _progress, tokenizer)
     _progress("")
     for file in files:
         print(file)
     return ExitCode.FINISHED
+
+
+def _linked(path: "Place") -> str:
+    from jaxmnt.storage import is_link
+
+    return f"a link to {path.readlink()}" if isinstance(path, Path) and is_link(path) else ""
 
 
 def _progress(name: str) -> None:
@@ -169,6 +187,7 @@ def _date(moment: float, *, seconds: bool = False) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> None:
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -181,23 +200,17 @@ def _size(count: int) -> str:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m jaxmnt.checkpoint", description=__doc__, codes=HERE)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("--debug", action="store_true", help="show a traceback with an error")
-        return command
+    def add(name: str, text: str, codes: Mapping[ExitCode, str] = HERE) -> Parser:
+        return commands.add_parser(name, help=text, description=text, codes=codes)
 
     listing = add("list", "list a run's checkpoints, and which are whole as far as their files tell")
     listing.add_argument("run", metavar="RUN")
     listing.add_argument("--json", action="store_true", help="as one JSON object")
-    checking = add("verify", "read every array and compare it with its digest; exit code 1 if one is not whole")
+    not_whole = HERE | {ExitCode.FAILURE: "a checkpoint is not whole, or any other failure"}
+    checking = add("verify", "read every array and compare it with its digest", not_whole)
     checking.add_argument("checkpoint", metavar="CHECKPOINT", help="a run means all of its checkpoints")
     showing = add("show", "show what a checkpoint says of itself")
     showing.add_argument("checkpoint", metavar="CHECKPOINT")

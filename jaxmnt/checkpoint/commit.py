@@ -6,11 +6,14 @@ arrays) with their SHA-256. That the arrays are what they were, their digests sa
 
 While a step is being written or removed a note lies beside it, N.unfinished. So what was cut off is told from what was
 lost: the former is removed at the next occasion, the latter set aside.
+
+A step that is a link counts like any other, but what it leads to is somebody's own: it is never removed.
 """
 
 import contextlib
+import errno
 import hashlib
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ from typing import Any
 from jaxmnt import storage
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
-from jaxmnt.errors import UserError
+from jaxmnt.errors import UserError, printable
 from jaxmnt.storage import Place
 
 ORBAX_MARKER = "commit_success.txt"
+ORBAX_UNDER_WAY = ".orbax-checkpoint-tmp"
 NOTE = ".unfinished"
+_STEP = re.compile(r"(?:0|[1-9][0-9]{0,17})", re.ASCII)
 SMALL_BYTES = 1 << 20
 """Files up to this size are compared byte for byte, by digest; only array data is larger."""
 
@@ -39,6 +44,11 @@ class Committed:
         return self.manifest.step
 
 
+def step_of(name: str) -> int | None:
+    """The step that a name of a directory means; None if it is not written as steps are, in ASCII digits."""
+    return int(name) if _STEP.fullmatch(name) else None
+
+
 def commit(path: Place, manifest: Manifest) -> None:
     """Commits a step directory that Orbax has finished: lists its files and publishes the manifest."""
     manifests.write(path, manifest, _files(path))
@@ -51,26 +61,36 @@ def open_checkpoint(path: Place, run: str | None = None) -> Committed:
 
     Raises `DamagedError` with the reason why not, and `OtherFormatError`.
     """
-    present = storage.files(path)
-    if ORBAX_MARKER not in present:
+    try:
+        return _opened(path, run)
+    except OSError as error:
+        if error.errno not in _NO_FILE or isinstance(error, UserError):
+            raise
+        raise DamagedError(f"its file {printable(str(error.filename))} cannot be read: {error.strerror}") from error
+
+
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""What is wrong with what is there, or has just gone, whoever looks. Other trouble says nothing about it."""
+
+
+def _opened(path: Place, run: str | None) -> Committed:
+    if not storage.sizes(path, [ORBAX_MARKER]):
         raise DamagedError(f"it has no commit marker {ORBAX_MARKER}")
     manifest, files = manifests.read(path)
-    if path.name.isdigit() and int(path.name) != manifest.step:
+    if step_of(path.name) not in (None, manifest.step):
         raise DamagedError(f"it is a checkpoint of step {manifest.step} under another's name")
     if run is not None and manifest.run != run:
-        raise DamagedError(f"it belongs to run {manifest.run}, and this is run {run}")
+        raise DamagedError(f"it belongs to run {printable(manifest.run)}, and this is run {printable(run)}")
+    present = storage.sizes(path, files)
     for name, (size, _) in sorted(files.items()):
         if name not in present:
-            raise DamagedError(f"its file {name} is missing")
+            raise DamagedError(f"its file {printable(name)} is missing")
         if present[name] != size:
-            raise DamagedError(f"its file {name} has {present[name]} bytes instead of {size}")
-    try:
-        found = _sha256(path, [name for name, (_, sha256) in files.items() if sha256 is not None])
-    except FileNotFoundError as error:  # it is being removed
-        raise DamagedError(f"its file {error.filename} is missing") from error
+            raise DamagedError(f"its file {printable(name)} has {present[name]} bytes instead of {size}")
+    found = _sha256(path, [name for name, (_, sha256) in files.items() if sha256 is not None])
     for name, sha256 in found.items():
         if sha256 != files[name][1]:
-            raise DamagedError(f"its file {name} is not as it was written")
+            raise DamagedError(f"its file {printable(name)} is not as it was written")
     return Committed(path, manifest)
 
 
@@ -85,9 +105,26 @@ def why_not_whole(path: Place, run: str | None = None) -> str | None:
 
 def step_directories(root: Place) -> list[tuple[int, Place]]:
     """(step, directory) of everything that looks like a step, oldest first."""
-    if not root.is_dir():
-        return []
-    return sorted((int(path.name), path) for path in root.iterdir() if path.name.isdigit() and path.is_dir())
+    return [(step, path) for step, path in _named_as_steps(root) if _is_directory(path)]
+
+
+def out_of_reach(root: Place) -> list[tuple[int, Place]]:
+    """(step, link) of steps that are links, and that lead to no directory at the moment; oldest first."""
+    return [(step, path) for step, path in _named_as_steps(root) if storage.is_link(path) and not _is_directory(path)]
+
+
+def _named_as_steps(root: Place) -> list[tuple[int, Place]]:
+    named = [(step_of(path.name), path) for path in root.iterdir()] if root.is_dir() else []
+    return sorted((step, path) for step, path in named if step is not None)
+
+
+def _is_directory(path: Place) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        if storage.is_link(path):  # an archive that is away
+            return False
+        raise
 
 
 def whole(root: Place, run: str | None = None) -> list[Committed]:
@@ -119,16 +156,19 @@ def set_aside(path: Place) -> Place:
 
 
 def clear_up(root: Place, run: str | None) -> tuple[list[str], list[str]]:
-    """Removes what was cut off and sets aside what is damaged. Returns a line for people about each, in two lists.
+    """Removes what was cut off and sets aside what is damaged. Returns lines for people, those about damage apart.
 
     Only to be called by the one job that the run directory belongs to. Raises `OtherFormatError`.
     """
-    cut_off, damaged = remove_cut_off(root), []
+    told, left = remove_cut_off(root)
+    told, damaged = told + left, []
     for step, path in step_directories(root):
         reason = why_not_whole(path, run)
-        if reason is not None:
+        if reason is None and storage.is_link(path):
+            told.append(f"checkpoint {step} is a link: it is read and never removed")
+        elif reason is not None and unfinished(path) is None:  # else it could not be removed
             damaged.append(f"checkpoint {step} is not used: {reason}; kept as {set_aside(path)}")
-    return cut_off, damaged
+    return told, damaged
 
 
 def begin(path: Place) -> None:
@@ -136,7 +176,7 @@ def begin(path: Place) -> None:
 
     Raises `UserError` if it is there already and whole, which only another job can have done.
     """
-    if path.exists():
+    if storage.is_there(path):
         if why_not_whole(path) is None:
             raise UserError(f"{path} is a whole checkpoint already, of another job; stop one of the jobs")
         set_aside(path)
@@ -144,48 +184,72 @@ def begin(path: Place) -> None:
 
 
 def prune(checkpoints: list[Committed], keep: set[int]) -> None:
-    """Removes the checkpoints whose step is not in `keep`."""
-    for checkpoint in checkpoints:
-        if checkpoint.step not in keep:
-            note = _note(checkpoint.path)
-            storage.create(note, "being removed\n")
-            (checkpoint.path / manifests.FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
-            storage.remove(checkpoint.path)
-            note.unlink(missing_ok=True)
+    """Removes the checkpoints whose step is not in `keep`, but for links.
+
+    Raises `OSError` if one cannot be removed, once the others are.
+    """
+    trouble: OSError | None = None
+    for path in [found.path for found in checkpoints if found.step not in keep]:
+        if storage.is_link(path):
+            continue
+        try:
+            storage.create(_note(path), "being removed\n")
+            (path / manifests.FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
+            storage.remove(path, path.parent)
+            _note(path).unlink(missing_ok=True)
+        except OSError as error:
+            trouble = trouble or error
+    if trouble is not None:
+        raise trouble
 
 
 def unfinished(path: Place) -> str | None:
     """What is being done with a step, or was when its job ended, in words; None for one that is committed."""
-    if (path / manifests.FILE).exists():
+    if (path / manifests.FILE).exists() or not _note(path).is_file():
         return None
     try:
-        return _note(path).read_text(encoding="utf-8").strip() or "being begun"
+        return printable(_note(path).read_bytes().decode(errors="replace").strip()) or "being begun"
     except FileNotFoundError:
         return None
 
 
-def remove_cut_off(root: Place, *, keep_notes: bool = False) -> list[str]:
-    """Removes the steps whose writing or removal came to no end. Returns a line for people about each.
+def remove_cut_off(root: Place, *, keep_notes: bool = False) -> tuple[list[str], list[str]]:
+    """Removes the steps whose writing or removal came to no end. Returns a line for people about each: those that are
+    gone, and those that could not be removed, which is tried again at the next occasion.
 
     With `keep_notes` what appears of them later will be removed, too: a save that failed may go on writing for a while.
     """
-    lines: list[str] = []
-    if not root.is_dir():
-        return lines
-    for note in [path for path in root.iterdir() if path.name.endswith(NOTE)]:
-        path = note.with_name(note.name.removesuffix(NOTE))
+    removed: list[str] = []
+    left: list[str] = []
+    present: list[Place] = sorted(root.iterdir()) if root.is_dir() else []
+    for path in present:
+        step, dot, rest = path.name.partition(".")
+        if step_of(step) is None or storage.is_link(path):
+            continue  # a person's
+        try:
+            if dot + rest == NOTE and path.is_file():
+                removed += _remove_noted(root, path.with_name(step), keep_note=keep_notes)
+            elif isinstance(path, Path) and (dot + rest).startswith(ORBAX_UNDER_WAY) and path.is_dir():
+                storage.remove(path, root)
+                removed.append(f"removed {path}, which was cut off while it was being written")
+        except OSError as error:
+            left.append(f"{path} tells of a step that was cut off and cannot be removed: {error.strerror or error}")
+    return removed, left
+
+
+def _remove_noted(root: Place, path: Place, *, keep_note: bool) -> list[str]:
+    """What is there of a step beside which a note lies."""
+    if storage.is_link(path):
+        committed, present = True, {}  # whatever it is, it is not what the note tells of
+    else:
         present = storage.files(path)  # which raises what keeps it from looking: nothing is removed on a guess
-        if manifests.FILE not in present:
-            storage.remove(path)
-            if present:
-                lines.append(f"removed {path}, which was cut off while it was {unfinished(path)}")
-        if manifests.FILE in present or not keep_notes:
-            note.unlink(missing_ok=True)
-    if isinstance(root, Path):
-        for path in sorted(root.glob("*.orbax-checkpoint-tmp*")):
-            shutil.rmtree(path)
-            lines.append(f"removed {path}, which was cut off while it was being written")
-    return lines
+        committed = manifests.FILE in present
+    doing = unfinished(path)
+    if not committed and (not isinstance(path, Path) or path.is_dir()):
+        storage.remove(path, root)
+    if committed or not keep_note:
+        _note(path).unlink(missing_ok=True)
+    return [f"removed {path}, which was cut off while it was {doing}"] if present and not committed else []
 
 
 def _note(path: Place) -> Place:
@@ -205,7 +269,7 @@ def _sha256(path: Place, names: list[str]) -> dict[str, str]:
 
 def _free_name(path: Place) -> Place:
     candidate, number = path, 1
-    while candidate.exists():
+    while storage.is_there(candidate):
         number += 1
         candidate = path.with_name(f"{path.name}.{number}")
     return candidate

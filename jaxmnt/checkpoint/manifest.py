@@ -7,11 +7,14 @@ that this program does not know is refused before anything else of it is looked 
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator
 
 from jaxmnt import __version__
 from jaxmnt.checkpoint import digest
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import Place, publish
 
 FILE = "jaxmnt.json"
@@ -100,14 +103,14 @@ def read(directory: Place) -> tuple[Manifest, dict[str, list[Any]]]:
         record = json.loads((directory / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedError(f"it has no commit marker {FILE}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise DamagedError(f"its {FILE} is damaged") from None
     if not isinstance(record, dict):
         raise DamagedError(f"its {FILE} is damaged")
     version, seal = record.get("format"), record.pop("seal", None)
     sealed = seal == digest_of(record)
     # The first version had no seal; every later one has this seal.
-    if isinstance(version, int) and version != FORMAT_VERSION and (sealed or seal is None):
+    if type(version) is int and 0 < version < 1000 and version != FORMAT_VERSION and (sealed or seal is None):
         newer = version > FORMAT_VERSION
         raise OtherFormatError(
             f"checkpoint {directory} has format version {version}, this jaxmnt ({__version__}) reads {FORMAT_VERSION}; "
@@ -115,11 +118,22 @@ def read(directory: Place) -> tuple[Manifest, dict[str, list[Any]]]:
         )
     if not sealed or version != FORMAT_VERSION:
         raise DamagedError(f"its {FILE} is damaged: its seal does not fit what it says")
+    try:
+        _Record.model_validate(record)
+    except ValidationError as error:
+        raise DamagedError(f"its {FILE} is damaged: {wrong_with(error)}") from None
     manifest = from_plain(record["manifest"])
     for name, array in record["manifest"]["arrays"].items():
         if manifest.bound_digest(name) != array["digest"]:
             raise DamagedError(f"its {FILE} is damaged: the digest of {name} is not of this array, step and run")
     return manifest, record["files"]
+
+
+def wrong_with(error: ValidationError) -> str:
+    """The first thing that is wrong with a record, in a line."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"]) or "all of it"
+    return printable(f"{place[:200]}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def from_plain(fields: dict[str, Any]) -> Manifest:
@@ -138,3 +152,58 @@ def to_plain(manifest: Manifest) -> dict[str, Any]:
 
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1, "bool": 1}
+
+
+# What a sealed record may look like: a seal is no secret, so it says nothing about who wrote it.
+
+_Text = Annotated[str, Field(max_length=4096)]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*$", max_length=1000)]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Parent(_Strict):
+    """A run and step that another was forked from."""
+
+    run: _Text
+    step: _Count
+    path: _Text
+
+
+class _Array(_Strict):
+    shape: list[_Count]
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(_ITEM_BYTES)})$")]
+    content: _Text
+    digest: _Text
+
+
+class _Manifest(_Strict):
+    run: Annotated[str, Field(min_length=1, max_length=200)]
+    step: _Count
+    arrays: dict[_Name, _Array]
+    config: dict[str, Any]
+    tokens: _Count
+    data: dict[_Text, _Text]
+    loss: float | None
+    lineage: list[Parent]
+    time: Annotated[float, Field(ge=0, le=1e11)]
+    jaxmnt: _Text
+    libraries: dict[_Text, _Text]
+
+
+class _Record(_Strict):
+    format: int
+    manifest: _Manifest
+    files: dict[_Text, Annotated[tuple[_Count, _Text | None], Strict(False)]]
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, files: dict[str, Any]) -> dict[str, Any]:
+        for name in files:
+            path = PurePosixPath(name)
+            if "\0" in name or name != str(path) or {"/", ".", ".."} & {*path.parts, name}:
+                raise ValueError(f"{name!r} is no file of a checkpoint")
+        return files

@@ -62,6 +62,7 @@ class Reader:
     def pieces(self, name: str, most_bytes: int = 256 << 20) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
         """The whole array in pieces, each with the index where it begins."""
         array = self._arrays[name]
+        self._store(name)  # whose shape it is, however large the manifest says that it is
         for start, index in cut(array, most_bytes):
             yield start, self.read(name, index)
 

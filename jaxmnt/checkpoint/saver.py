@@ -31,7 +31,7 @@ from jaxmnt.cluster.rounds import Round
 from jaxmnt.cluster.runtime import share
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.errors import PeerError, UserError
-from jaxmnt.storage import Address, Place
+from jaxmnt.storage import Address, Place, is_link
 
 State = dict[str, Any]
 
@@ -168,7 +168,8 @@ class Saver:
         try:
             self._confirm()
             self._root.mkdir(parents=True, exist_ok=True)
-            remove_cut_off(self._root, keep_notes=True)
+            _, left = remove_cut_off(self._root, keep_notes=True)
+            self._not_removed = "; ".join(left) or None
             short = shortage(self._root, self._need)
             if not short:
                 begin(self._root / str(step))
@@ -186,12 +187,11 @@ class Saver:
         except (OSError, UserError) as error:
             if not _stands(path, manifest):  # or only the answer to the last write was lost
                 return _in_words(error)
-        self._not_removed = None
         try:
-            present = whole(self._root, manifest.run)
-            prune(present, kept({found.step: found.manifest.loss for found in present}, self._settings))
+            own = [found for found in whole(self._root, manifest.run) if not is_link(found.path)]
+            prune(own, kept({found.step: found.manifest.loss for found in own}, self._settings))
         except OSError as error:
-            self._not_removed = _in_words(error)
+            self._not_removed = "; ".join(filter(None, [self._not_removed, _in_words(error)]))
         return ""
 
 

@@ -1,17 +1,24 @@
 """Naming a checkpoint: RUN, RUN@STEP, or its own directory. RUN is a run directory or where its checkpoints are."""
 
 import json
+import os
 from pathlib import Path
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxmnt.checkpoint.commit import Committed, newest_whole, open_checkpoint, step_directories
-from jaxmnt.checkpoint.manifest import FILE, DamagedError
+from jaxmnt.checkpoint.commit import Committed, newest_whole, open_checkpoint, step_directories, step_of
+from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
+from jaxmnt.config.load import parse_config
+from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError
 from jaxmnt.storage import Place, place
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.json"
+NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What reading YAML from a file that holds something else may raise."""
 
 
 def find(text: str, argument: str) -> Committed:
@@ -34,10 +41,11 @@ def find(text: str, argument: str) -> Committed:
 
 def locate(text: str, argument: str) -> Place | None:
     """The directory of the one checkpoint that `text` names; None if it names a run without a step."""
-    run, at, step = text.rpartition("@")
-    if at and step.isdigit():
+    run, at, named_step = text.rpartition("@")
+    step = step_of(named_step)
+    if at and step is not None:
         root = home(run) / FOLDER
-        path = root / step
+        path = root / str(step)
         if not path.is_dir():
             known = ", ".join(str(number) for number, _ in step_directories(root)) or "none"
             raise ConfigError(f"{argument}: {root} has no checkpoint of step {step}; there are: {known}")
@@ -59,15 +67,77 @@ def home(run: str) -> Place:
     if isinstance(directory, Path):
         try:
             config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-            elsewhere = config["checkpoint"]["dir"]
-        except (FileNotFoundError, NotADirectoryError, yaml.YAMLError, ValueError, KeyError, TypeError):
+            elsewhere, start = config["checkpoint"]["dir"], started_in(directory, config["run"]["dir"])
+        except (FileNotFoundError, NotADirectoryError, *NO_YAML, KeyError, TypeError):
             elsewhere = None  # no run's config, or damaged: what is there, counts
-        if elsewhere:
-            return place(str(elsewhere))
+        if elsewhere and isinstance(elsewhere, str):
+            there = start / elsewhere if start and "://" not in elsewhere else None
+            return there if there and there.is_dir() else place(elsewhere)
     return directory
+
+
+class RunFile(BaseModel):
+    """What run.json says of a run."""
+
+    model_config = ConfigDict(strict=True)
+
+    run: Annotated[str, Field(min_length=1, max_length=200)]
+    """The run's id."""
+    lineage: list[Parent]
+    """The runs and steps that it was forked from, newest first."""
+    time: float = 0.0
+    """Unix seconds of the first start."""
+    maths: dict[str, Any] = {}
+    """With which maths it was started the last time: every key whose change has to be accepted."""
+    begun_by: dict[str, str] = {}
+    """What tells the job that began it with --fresh from others."""
+
+    @property
+    def parents(self) -> list[dict[str, Any]]:
+        return [parent.model_dump() for parent in self.lineage]
+
+
+def read_run(directory: Place) -> RunFile | None:
+    """What run.json says; None if there is none, as in a new directory. Raises `ConfigError` if it is damaged."""
+    path = directory / RUN_FILE
+    try:
+        return RunFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        why = wrong_with(error)
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    raise ConfigError(f"{path} is damaged ({why}); remove it, and the run is known by its newest checkpoint")
+
+
+def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
+    """The tokenizer that the run of a checkpoint keeps, which `text` names; of an older run, that of its data.
+
+    Raises `ConfigError` if neither is there.
+    """
+    run, at, step = text.rpartition("@")
+    homes = [place(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
+    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    assert config.run.dir is not None
+    folders = [started_in(home, config.run.dir) for home in homes if isinstance(home, Path)]
+    return of_run(homes, config.data, [folder for folder in folders if folder is not None])
+
+
+def started_in(directory: Path, configured: str) -> Path | None:
+    """The folder that a run was started in, from which the paths of its config count: the one in which its directory
+    is what `run.dir` says. None if that does not tell.
+    """
+    run_dir = Path(os.path.normpath(configured))
+    if run_dir.is_absolute() or run_dir.parts[:1] == ("..",):
+        return None
+    for found in (directory.absolute(), directory.resolve()):
+        if found.parts[-len(run_dir.parts) :] == run_dir.parts:
+            return found.parents[len(run_dir.parts) - 1]
+    return None
 
 
 def run_id(directory: Place) -> str | None:
     """The id of the run whose checkpoints are here; None where there is no run.json to tell."""
-    path = directory / RUN_FILE
-    return str(json.loads(path.read_text(encoding="utf-8"))["run"]) if path.exists() else None
+    known = read_run(directory)
+    return None if known is None else known.run

@@ -4,10 +4,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmnt.storage import Place
+from jaxmnt.checkpoint.commit import newest_whole, step_directories, step_of
+from jaxmnt.storage import Place, files, is_link
+from jaxmnt.telemetry.progress import size
 
 _OVERHEAD = 1.02
 """Orbax's own files, and file systems that round up."""
+
+_NAMED = 5
+"""So many of what could be removed are named."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,24 @@ def shortage(root: Place, wanted: Need, checkpoints: int = 1) -> str | None:
         existing = existing.parent
     status = os.statvfs(existing)
     free, inodes = status.f_bavail * status.f_frsize, status.f_favail
-    if free < wanted.bytes * checkpoints:
-        return f"{free / 2**30:.2f} GiB are free in {root}, {wanted.bytes * checkpoints / 2**30:.2f} GiB are needed"
+    wanted_bytes, wanted_files = wanted.bytes * checkpoints, wanted.files * checkpoints
+    if free < wanted_bytes:
+        short = f"{size(free)} are free in {root}, {size(wanted_bytes)} are needed, {size(wanted_bytes - free)} more"
     # Some file systems have no fixed number of inodes and say 0.
-    if status.f_files and inodes < wanted.files * checkpoints:
-        return f"{inodes} inodes are free in {root}, {wanted.files * checkpoints} are needed"
-    return None
+    elif status.f_files and inodes < wanted_files:
+        short = f"{inodes} inodes are free in {root}, {wanted_files} are needed"
+    else:
+        return None
+    removable = _removable(root)
+    return f"{short}; could be removed: {', '.join(removable)}" if removable else short
+
+
+def _removable(root: Path) -> list[str]:
+    """What takes room there and need not, with its size: what was set aside, then checkpoints before the newest."""
+    present = sorted(root.iterdir()) if root.is_dir() else []
+    aside = [path for path in present if ".damaged" in path.name and step_of(path.name.partition(".")[0]) is not None]
+    newest = newest_whole(root)
+    older = [path for step, path in step_directories(root) if newest is not None and step < newest.step]
+    taking = [(path.name, sum(files(path).values())) for path in [*aside, *older] if not is_link(path)]
+    named = [f"{name} ({size(taken)})" for name, taken in taking if taken]
+    return [*named[:_NAMED], f"{len(named) - _NAMED} more"] if len(named) > _NAMED else named

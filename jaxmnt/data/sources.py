@@ -3,6 +3,8 @@
 import functools
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from jaxmnt.config.schema import Data
 from jaxmnt.data.order import Phase
 from jaxmnt.data.store import PreparedData, open_prepared
 from jaxmnt.data.synthetic import SyntheticData
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, UnreadableError
 
 ONLY = "data"
 """The name of the source when there is one without a name."""
@@ -30,6 +32,12 @@ class Sources:
     @property
     def tokenizer(self) -> dict[str, Any]:
         return self._first.tokenizer
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The id that follows every document; None where none does."""
+        end = self.tokenizer["end_of_document"]
+        return None if end is None else int(end)
 
     @property
     def folder(self) -> Path:
@@ -81,8 +89,22 @@ def open_sources(settings: Data) -> Sources:
                 "prepare all sources with the same one"
             )
     for part in parts.values():
-        part.check()
+        with _reading(part.path):
+            part.check()
     return sources
+
+
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    """Inside, whatever is wrong with data is that it cannot be read, be it away, cut short or damaged."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UnreadableError(str(error)) from error
+    except OSError as error:
+        raise UnreadableError(
+            f"data.path: {error.filename or path} cannot be read ({error.strerror or error}); mend the access"
+        ) from error
 
 
 def phases(settings: Data) -> list[Phase]:
@@ -108,4 +130,5 @@ def _open(path: str | None, key: str) -> PreparedData:
             f"{key}: not set; make prepared data with: python -m jaxmnt.prepare --input TEXT --output DIR, "
             "and give its folder"
         )
-    return open_prepared(path, key)
+    with _reading(path):
+        return open_prepared(path, key)

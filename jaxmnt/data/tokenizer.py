@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.data.manifest import TOKENIZER_FILE
+from jaxmnt.errors import ConfigError, nearest, printable
 
-TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 """What a tokenizer of our own training calls it."""
 
@@ -21,8 +21,8 @@ class Tokenizer(Protocol):
     """What preparing data and sampling need of a tokenizer."""
 
     vocab_size: int
-    end_of_document: int
-    """The id that follows every document, and that stands before the first."""
+    end_of_document: int | None
+    """The id that follows every document, and that stands before the first. None: there is no such id."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Bytes:
     """UTF-8 bytes as ids 0–255, and 256 for the end of a document."""
 
     vocab_size = 257
-    end_of_document = 256
+    end_of_document: int | None = 256
 
     @property
     def description(self) -> dict[str, Any]:
@@ -59,7 +59,8 @@ class Bytes:
 class HuggingFace:
     """A tokenizer.json of the `tokenizers` library."""
 
-    def __init__(self, path: Path, end_token: str | None = None):
+    def __init__(self, path: Path, end_token: str | None = None, *, for_text: bool = False):
+        """`for_text` says that documents will be encoded: these need an end, and one that cannot occur in them."""
         library = _library()
         try:
             text = path.read_text(encoding="utf-8")
@@ -67,17 +68,15 @@ class HuggingFace:
         except OSError as error:
             raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"--tokenizer: {path} is no tokenizer.json: {error}") from error
+            raise ConfigError(f"--tokenizer: {path} is no tokenizer.json: {printable(str(error)[:200])}") from error
         for tokenizer in (self._plain, self._markup):
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._plain.encode_special_tokens = True  # a document must not be able to end itself
         self.vocab_size = self._plain.get_vocab_size(with_added_tokens=True)
-        self._end_token = self._find_end(end_token, path)
-        end = self._plain.token_to_id(self._end_token)
-        assert end is not None
-        self.end_of_document = int(end)
-        if self.end_of_document in self.encode_batch([self._end_token])[0]:
+        self._end_token = self._find_end(end_token, path, needed=for_text)
+        self.end_of_document = None if self._end_token is None else int(self._plain.token_to_id(self._end_token))
+        if for_text and self.end_of_document in self.encode_batch([self._end_token or ""])[0]:
             raise ConfigError(
                 f"--end-token: {self._end_token!r} of {path} can occur in text, which would end there; "
                 "name a special token"
@@ -103,7 +102,7 @@ class HuggingFace:
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
 
-    def _find_end(self, wanted: str | None, path: Path) -> str:
+    def _find_end(self, wanted: str | None, path: Path, *, needed: bool) -> str | None:
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
         if wanted is not None:
             if wanted not in vocabulary:
@@ -113,6 +112,8 @@ class HuggingFace:
         for name in _KNOWN_ENDS:
             if name in vocabulary:
                 return name
+        if not needed:
+            return None
         raise ConfigError(
             f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
         )
@@ -152,8 +153,8 @@ def make_tokenizer(description: dict[str, Any], folder: Path) -> Tokenizer:
     raise ConfigError(f"the tokenizer {json.dumps(name)} of {folder} turns no token into text")
 
 
-def choose_tokenizer(given: str, end_token: str | None) -> Tokenizer:
-    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json."""
+def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True) -> Tokenizer:
+    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json or of its folder."""
     if given == "bytes":
         if end_token is not None:
             raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
@@ -161,7 +162,12 @@ def choose_tokenizer(given: str, end_token: str | None) -> Tokenizer:
     path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
     if not path.exists():
         raise ConfigError(f"--tokenizer: there is no file {given}; give bytes, or the path of a tokenizer.json")
-    return HuggingFace(path, end_token)
+    return HuggingFace(path, end_token, for_text=for_text)
+
+
+def load(given: str) -> Tokenizer:
+    """A tokenizer for tokens that are there already, as for sampling; it may know no end of a document."""
+    return choose_tokenizer(given, None, for_text=False)
 
 
 def _library() -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt import train
+from jaxmnt.checkpoint.commit import step_directories
 from jaxmnt.cluster.environment import Identity, identify
 from jaxmnt.config import load_config
 from jaxmnt.drill.faults import Fault
@@ -133,9 +134,9 @@ class Saboteur:
 
     def _note(self, fault: Fault) -> None:
         """Into the journal, before it happens."""
-        line = json.dumps({"fault": fault.name, "process": self._identity.process_id, "time": time.time()})
+        record = {"kind": "fault", "fault": fault.name, "process": self._identity.process_id, "time": time.time()}
         with self._journal.open("a", encoding="utf-8") as journal:
-            journal.write(line + "\n")
+            journal.write(json.dumps(record) + "\n")
 
     def _note_first_step(self, config: Any, data: Any, program: Any, start_step: int) -> None:
         self._staged_step = start_step
@@ -162,8 +163,8 @@ class Saboteur:
 
 def damage_newest(run_dir: Path) -> None:
     """Flips a bit in the middle of the largest file of the newest checkpoint."""
-    steps = [path for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()]
-    newest = max(steps, key=lambda path: int(path.name))
+    step, _ = step_directories(run_dir / "checkpoints")[-1]
+    newest = run_dir / "checkpoints" / str(step)
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1

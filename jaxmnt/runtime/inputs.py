@@ -12,6 +12,7 @@ from jaxmnt.data.staging import stage
 from jaxmnt.data.store import PreparedData
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.program.compiled import Program
+from jaxmnt.runtime.trained import nothing_wrong_with_the_config
 from jaxmnt.telemetry.progress import StatusLine
 
 _READY_SECONDS = 12 * 3600.0
@@ -23,16 +24,19 @@ def ready_data(config: Config, identity: Identity, status: StatusLine) -> Source
 
     Raises `ConfigError` for data that is missing, damaged or does not fit together.
     """
-    settings, data = config.data, open_sources(config.data)
+    settings = config.data
+    with nothing_wrong_with_the_config(config):
+        data = open_sources(config.data)
     if not settings.verify and settings.stage_dir is None:
         return data
     trouble = None
     try:
-        if settings.stage_dir is not None:
-            data = _staged(data, Path(settings.stage_dir), status)
-        if settings.verify:
-            for part in data.parts.values():
-                part.verify(progress=lambda name: status.update(f"data    checking {name}"))
+        with nothing_wrong_with_the_config(config):
+            if settings.stage_dir is not None:
+                data = _staged(data, Path(settings.stage_dir), status)
+            if settings.verify:
+                for part in data.parts.values():
+                    part.verify(progress=lambda name: status.update(f"data    checking {name}"))
     except UserError as error:
         trouble = error
     all_well("the data is ready on every host", trouble, identity, _READY_SECONDS)

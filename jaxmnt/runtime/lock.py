@@ -2,11 +2,13 @@
 
 `lock.json` is made only if there is none, and says who holds it. A holder on this machine is alive if its process is.
 One elsewhere is alive if it gives signs of life, a number in `lock.beat` that goes up: nobody's clock is believed.
+A lock that cannot be read is treated like one from elsewhere, by its signs, and told with its owner and its date.
 """
 
 import contextlib
 import json
 import os
+import pwd
 import secrets
 import socket
 import threading
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import Place, create, remove_if
 
 _BEAT_SECONDS = 5.0
@@ -59,13 +61,14 @@ class RunLock:
             holder = _read(self._path)
             if holder is None:
                 continue  # it was released just now
-            sign = self._watch(holder, tell)
+            who = _who(holder) if _parsed(holder) else self._owner()
+            sign = self._watch(holder, who, tell)
             if sign is None:
                 remove_if(self._path, holder)
-                remark = f"the lock of a dead job was taken over: {_who(holder)}"
+                remark = f"the lock of a dead job was taken over: {who}"
             elif sign:
                 raise ConfigError(
-                    f"run.dir: {self._directory} is in use by another job, {_who(holder)}; "
+                    f"run.dir: {self._directory} is in use by another job, {who}; "
                     "stop that one, or choose another directory"
                 )
         raise ConfigError(f"run.dir: several jobs want {self._directory}; start one of them")
@@ -110,12 +113,12 @@ class RunLock:
             with contextlib.suppress(OSError):
                 remove_if(self._path, self._me)
 
-    def _watch(self, holder: str, tell: Callable[[str], None]) -> bool | None:
+    def _watch(self, holder: str, who: str, tell: Callable[[str], None]) -> bool | None:
         """True: the holder is alive. None: it is dead. False: the lock has changed, look again."""
         alive = _is_alive_here(holder)
         if alive is False:
             return None
-        tell(f"{self._directory} is locked by {_who(holder)}; waiting to see whether that job is alive")
+        tell(f"{self._directory} is locked by {who}; waiting to see whether that job is alive")
         patience = _LEAVING_SECONDS if alive else _SILENCE_SECONDS
         beat, silence = _read(self._beat), 0.0
         while silence < patience:
@@ -131,6 +134,16 @@ class RunLock:
             # Where looking takes long, giving signs does, too: such silence says nothing.
             silence = silence + took if took < _LOOK_SECONDS + _PROMPT_SECONDS else 0.0
         return True if alive else None
+
+    def _owner(self) -> str:
+        """Of a lock that cannot be read: whose file it is and from when, as far as files tell."""
+        told = "a job whose lock.json cannot be read"
+        if isinstance(self._path, Path):
+            with contextlib.suppress(OSError, KeyError, OverflowError):  # it is gone, or its owner has no name here
+                status = self._path.stat()
+                told += f", written {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.st_mtime))}"
+                told += f" by {pwd.getpwuid(status.st_uid).pw_name}"
+        return told
 
     def _give_signs(self) -> None:
         number = 0
@@ -159,9 +172,9 @@ def _describe_me() -> str:
 def _is_alive_here(holder: str) -> bool | None:
     """Whether the holder's process exists; None if it is not one that can be seen from here."""
     known = _parsed(holder)
-    if known.get("machine") != _machine() or _machine() is None:
+    if known is None or None in (known["machine"], known["started"]) or known["machine"] != _machine():
         return None
-    return _start_of(int(known["process"])) == known["started"]
+    return _start_of(known["process"]) == known["started"]
 
 
 def _start_of(process: int) -> str | None:
@@ -182,22 +195,34 @@ def _machine() -> str | None:
         return None
 
 
-def _who(holder: str | None) -> str:
-    known = _parsed(holder or "")
-    return f"process {known.get('process', '?')} on {known.get('host', '?')} since {known.get('since', '?')}"
+def _who(holder: str) -> str:
+    known = _parsed(holder)
+    if known is None:
+        return "a job whose lock.json cannot be read"
+    return printable(f"process {known['process']} on {known['host']} since {known['since']}")
 
 
-def _parsed(holder: str) -> dict[str, Any]:
+def _parsed(holder: str) -> dict[str, Any] | None:
+    """What a lock says; None if that is not what locks say: its writer died in the middle of it, or it was damaged."""
     try:
         known = json.loads(holder)
-    except ValueError:  # its writer died in the middle of it
-        return {}
-    return known if isinstance(known, dict) else {}
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(known, dict) or known.keys() != _KINDS.keys():
+        return None
+    return known if all(type(known[name]) in kinds for name, kinds in _KINDS.items()) else None
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "job": (str,), "host": (str,), "process": (int,), "started": (str, type(None)), "machine": (str, type(None)),
+    "since": (str,),
+}  # fmt: skip
+"""What a lock says, and what each is."""
 
 
 def _read(path: Place) -> str | None:
-    """What is in a file; None if there is none."""
+    """What is in a file, be it no text; None if there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode(errors="surrogateescape")
     except FileNotFoundError:
         return None

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -9,26 +10,36 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
-from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, set_aside
-from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
-from jaxmnt.checkpoint.source import FOLDER, RUN_FILE, find
+from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, out_of_reach, set_aside
+from jaxmnt.checkpoint.manifest import DamagedError, Parent, from_plain, to_plain
+from jaxmnt.checkpoint.source import FOLDER, NO_YAML, RUN_FILE, RunFile, find, read_run
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import share
-from jaxmnt.config.describe import Change, changes
+from jaxmnt.config.describe import Change, changes, maths
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
-from jaxmnt.data.batches import skipped_ranges
-from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources
-from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of
+from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
+from jaxmnt.runtime import fresh
+from jaxmnt.runtime.changes import config_of, numbering, refusal, skip_refusal, to_be_accepted
 from jaxmnt.runtime.lock import RunLock
-from jaxmnt.storage import Place, place, publish
+from jaxmnt.runtime.trained import has_trained
+from jaxmnt.storage import Place, is_link, place, publish
 
 _SECONDS = 1800.0
 """How long processes wait for what process 0 finds: it may look at many files, and at another job's signs of life."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """What a person says of this start, besides the config."""
+
+    accept_changes: bool = False
+    """Go on although that alters the maths of the run."""
+    fresh: bool = False
+    """Set aside the run that is in the directory, and begin another."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +96,29 @@ def open_run(
     identity: Identity,
     locks: Sequence[RunLock],
     tell: Callable[[str], None] = lambda line: None,
+    say: Say = Say(),
 ) -> Start:
     """Takes the run's locks, finds the checkpoint to go on from, and compares the config with that one's.
 
     Process 0 looks and decides; the others are told. Raises `ConfigError` when another job is in the directory, when
-    something has changed that the checkpoint cannot be continued with, or when there is nothing left to do before
-    `train.stop_after`.
+    something has changed that the checkpoint cannot be continued with, or should not without being accepted, or when
+    there is nothing left to do before `train.stop_after`.
     """
     assert config.run.dir is not None
     directory = Path(config.run.dir)
 
     def decide() -> Start:
+        begin_anew = say.fresh and not fresh.done_before(_known(config), os.environ)
+        if not begin_anew:
+            _refuse_what_is_away(config, directory)
         for where in places(config):
             where.mkdir(parents=True, exist_ok=True)
         remarks = [remark for lock in locks if (remark := lock.acquire(tell))]
-        return _decide(config, data, directory, remarks)
+        if begin_anew:
+            remarks += fresh.set_aside(places(config))
+        elif say.fresh:
+            remarks.append("--fresh was done at an earlier start of this job, which goes on now")
+        return _decide(config, data, directory, remarks, replace(say, fresh=begin_anew))
 
     return _decided("start", decide, config, identity)
 
@@ -117,7 +136,7 @@ def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources,
             raise ConfigError(f"run.{start.kind}_from: checkpoint {checkpoint.path} is damaged: {damage}; name another")
         aside = set_aside(checkpoint.path)
         remark = f"checkpoint {checkpoint.step} is damaged: {damage}; kept as {aside}"
-        return _decide(config, data, start.directory, [remark])
+        return _decide(config, data, start.directory, [remark], Say())
 
     return _decided("fall back", decide, config, identity)
 
@@ -134,8 +153,12 @@ def read_config(directory: Path) -> Config:
         return parse_config(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{directory} is no run directory: it has no config.yaml") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is damaged ({error}); restore it or start a new run.dir") from error
+    except NO_YAML as error:
+        raise ConfigError(f"{path} is damaged ({_line(error)}); restore it or start a new run.dir") from error
+
+
+def _line(error: Exception) -> str:
+    return printable(" ".join(str(error).split())[:200])
 
 
 def plain_config(config: Config) -> dict[str, Any]:
@@ -178,9 +201,10 @@ _MAY_PASS = (
 
 
 def _in_words(error: OSError, config: Config) -> UserError:
-    """Whose fault it is. A server that does not answer may do so on the next attempt, all else has to be mended."""
+    """Whose fault it is. A server that does not answer may do so on the next attempt, and what a run has used before
+    may be there again; all else has to be mended."""
     where = str(error.filename or "")
-    kind = UserError if error.errno in _MAY_PASS else ConfigError
+    kind = UserError if error.errno in _MAY_PASS or has_trained(config) else ConfigError
     for key, directory in zip(("run.dir", "checkpoint.dir"), places(config), strict=False):
         if where.startswith(str(directory)):
             return kind(
@@ -190,43 +214,96 @@ def _in_words(error: OSError, config: Config) -> UserError:
     return kind(f"{where or 'a file'} cannot be used: {error.strerror or error}; mend that and try again")
 
 
-def _decide(config: Config, data: Sources, directory: Path, remarks: list[str]) -> Start:
+def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], say: Say) -> Start:
     root = home(config) / FOLDER
     known = _known(config)
-    cut_off, damaged = clear_up(root, None if known is None else known["run"])
-    remarks = remarks + cut_off + damaged
-    checkpoint = newest_whole(root, None if known is None else known["run"])
+    checkpoint = newest_whole(root, None if known is None else known.run)
     if known is not None:
-        _refuse_to_forget(config, directory, known["run"], 0 if checkpoint is None else checkpoint.step)
+        if checkpoint is None:
+            _refuse_a_contradiction(root, known)
+        _refuse_to_forget(config, directory, known.run, 0 if checkpoint is None else checkpoint.step)
+    _refuse_to_go_back(root, 0 if checkpoint is None else checkpoint.step)
+    told, damaged = clear_up(root, None if known is None else known.run)
+    remarks = remarks + told + damaged
     if checkpoint is not None:
-        start = _resume(config, data, directory, known, checkpoint)
+        start = _resume(config, data, directory, known, checkpoint, say)
     elif root.is_dir() and any(".damaged" in path.name for path in root.iterdir()):
-        told = "; ".join(remarks) or "set aside before"
         raise ConfigError(
-            f"run.dir: no whole checkpoint is left in {root}, only damaged ones ({told}); "
-            "to train again from step 0 choose other directories, or move them away"
+            f"run.dir: no whole checkpoint is left in {root}, only damaged ones "
+            f"({'; '.join(remarks) or 'set aside before'}); to train again from step 0 say --fresh, which sets all of "
+            "this run aside, or choose other directories"
         )
     else:
         start = _begin(config, data, directory, known)
-    for where in places(config):
-        if not (where / RUN_FILE).exists():
-            about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
-            publish(where / RUN_FILE, json.dumps(about, indent=1) + "\n")
+    _note_run(config, start, say)
     return replace(start, remarks=remarks + start.remarks, damaged=damaged)
 
 
-def _known(config: Config) -> dict[str, Any] | None:
+def _note_run(config: Config, start: Start, say: Say) -> None:
+    """In run.json of each place: whose it is, and with which maths it goes on. A run that has finished does not."""
+    for where in places(config):
+        known = read_run(where)
+        noted = known or RunFile(run=start.run, lineage=[], time=time.time())
+        noted = noted.model_copy(update={"lineage": [Parent(**parent) for parent in start.lineage]})
+        if start.step < config.train.steps:
+            noted = noted.model_copy(update={"maths": maths(config)})
+        if say.fresh:
+            noted = noted.model_copy(update={"begun_by": fresh.marks(os.environ)})
+        if noted != known:
+            publish(where / RUN_FILE, json.dumps(noted.model_dump(), indent=1) + "\n")
+
+
+def _known(config: Config) -> RunFile | None:
     """What run.json says; None if this is a new run. Raises `ConfigError` if two places are of different runs."""
-    found = [(where, known) for where in places(config) if (known := _read_run(where)) is not None]
-    if len({known["run"] for _, known in found}) > 1:
-        told = ", ".join(f"{where} is of run {known['run']}" for where, known in found)
+    found = [(where, known) for where in places(config) if (known := read_run(where)) is not None]
+    if len({known.run for _, known in found}) > 1:
+        told = printable(", ".join(f"{where} is of run {known.run}" for where, known in found))
         raise ConfigError(f"checkpoint.dir: {told}; give each run a run.dir and a checkpoint.dir of its own")
     return found[0][1] if found else None
 
 
-def _begin(config: Config, data: Sources, directory: Path, known: dict[str, Any] | None) -> Start:
+def _refuse_what_is_away(config: Config, directory: Path) -> None:
+    """Raises `UserError` if the run's checkpoints lie where nothing is now, as where a mount is away."""
+    root, elsewhere = home(config) / FOLDER, places(config)[1:]
+    if is_link(root) and not root.is_dir():
+        kind = UserError if has_trained(config) else ConfigError
+        raise kind(f"run.dir: {root} is a link to a folder that is not there; mount or make that, and try again")
+    known = read_run(directory) if elsewhere else None
+    if known is None or any(read_run(where) for where in elsewhere) or not has_trained(config):
+        return
+    earlier = read_config(directory) if (directory / "config.yaml").exists() else None
+    if earlier is not None and earlier.checkpoint.dir and _same(place(earlier.checkpoint.dir), elsewhere[0]):
+        raise UserError(
+            f"checkpoint.dir: {elsewhere[0]} has nothing of run {printable(known.run)}, which has trained with it; "
+            "if it is away for the moment, try again; to begin at step 0 say --fresh"
+        )
+
+
+def _refuse_a_contradiction(root: Place, known: RunFile) -> None:
+    """Raises `ConfigError` if there are whole checkpoints, and all of another run than run.json says: one is wrong."""
+    other = newest_whole(root)
+    if other is not None:
+        theirs = printable(other.manifest.run)
+        raise ConfigError(
+            f"run.dir: {RUN_FILE} says that this is run {printable(known.run)}, and no whole checkpoint in {root} is: "
+            f"the newest, of step {other.step}, is of run {theirs}; nothing was moved; if these are the run's, put "
+            f"{theirs} into {RUN_FILE}, else take them away, or choose another run.dir"
+        )
+
+
+def _refuse_to_go_back(root: Place, step: int) -> None:
+    """Raises `UserError` if a later checkpoint than that of `step` is a link to where nothing is now."""
+    away = [path for later, path in out_of_reach(root) if later > step]
+    if away:
+        raise UserError(
+            f"run.dir: checkpoint {away[-1]} is a link to what is not there; mount or make that, or remove the link to "
+            f"go on from step {step}"
+        )
+
+
+def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None) -> Start:
     """A run that has no checkpoint of its own yet."""
-    run = secrets.token_hex(6) if known is None else known["run"]
+    run = secrets.token_hex(6) if known is None else known.run
     source = config.run.fork_from or config.run.init_from
     if source is None:
         return Start(directory, run, [], None)
@@ -240,10 +317,10 @@ def _begin(config: Config, data: Sources, directory: Path, known: dict[str, Any]
             f"train.steps: {config.train.steps} leaves nothing to do after step {manifest.step} of {key}; raise it"
         )
     parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
-    earlier = _config_of(checkpoint)
-    same_rows = manifest.data == data.digests and _numbering(earlier) == _numbering(config)
-    if same_rows and (refusal := _skip_refusal(config, checkpoint)):
-        raise ConfigError(refusal)
+    earlier = config_of(checkpoint)
+    same_rows = manifest.data == data.digests and numbering(earlier) == numbering(config)
+    if same_rows and (words := skip_refusal(config, checkpoint)):
+        raise ConfigError(words)
     different = changes(earlier, config)
     return Start(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
 
@@ -265,90 +342,19 @@ def _refuse_to_forget(config: Config, directory: Path, run: str, step: int) -> N
 
 
 def _resume(
-    config: Config, data: Sources, directory: Path, known: dict[str, Any] | None, checkpoint: Committed
+    config: Config, data: Sources, directory: Path, known: RunFile | None, checkpoint: Committed, say: Say
 ) -> Start:
     """A run that goes on from a checkpoint of its own."""
-    manifest = checkpoint.manifest
-    different = changes(_config_of(checkpoint), config)
-    if refusal := _refusal(config, data, checkpoint, different):
-        raise ConfigError(refusal)
-    lineage = manifest.lineage if known is None else known["lineage"]
-    return Start(directory, manifest.run, lineage, checkpoint, "own", different)
-
-
-def _config_of(checkpoint: Committed) -> Config:
-    return parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
-
-
-def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
-    """Which sources differ in what they hold, in words; empty if none does. A folder may have moved."""
-    found = [f"{name} was added" for name in now if name not in before]
-    found += [f"{name} was removed" for name in before if name not in now]
-    found += [f"{name} holds something else than before" for name in now if before.get(name, now[name]) != now[name]]
-    return ", ".join(found)
-
-
-def _refusal(config: Config, data: Sources, checkpoint: Committed, different: list[Change]) -> str | None:
-    """Why this config must not go on with this run directory, if so."""
-    breaking = [change for change in different if change.resume == "breaks"]
-    if breaking:
-        listed = ", ".join(f"{change.key} ({change.before} → {change.now})" for change in breaking)
-        return (
-            f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
-            f"changed {listed}; undo the change, choose another run.dir, or branch off there with run.fork_from"
-        )
-    if different_data := _different_data(checkpoint.manifest.data, data.digests):
-        return (
-            f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with other "
-            f"data: {different_data}; give the same data, choose another run.dir, or branch off with run.fork_from"
-        )
-    if refusal := _skip_refusal(config, checkpoint):
-        return refusal
-    stop = config.train.stop_after
-    if stop is not None and stop <= checkpoint.step < config.train.steps:
-        return (
-            f"train.stop_after: {stop} is not past step {checkpoint.step}, where {config.run.dir} stands; "
-            "raise it or leave it out"
-        )
-    if checkpoint.step > config.train.steps:
-        return (
-            f"train.steps: {config.train.steps} is less than step {checkpoint.step}, where {config.run.dir} stands; "
-            "raise it or choose another run.dir"
-        )
-    return None
-
-
-def _skip_refusal(config: Config, checkpoint: Committed) -> str | None:
-    """Rows that were trained on cannot be passed over any more, nor those passed over be taken in."""
-    earlier, step = _config_of(checkpoint), checkpoint.manifest.step
-    before, now = (Skipped(skipped_ranges(one.data)) for one in (earlier, config))
-    reached = int(before.nth(np.array([step * config.data.global_batch_size - 1]))[0]) + 1
-    if before.below(reached) == now.below(reached):
-        return None
-    return (
-        f"data.skip: at step {step} of {checkpoint.path} all rows before {reached} are trained on or passed over, and "
-        "that cannot be changed any more; name later rows, or branch off at an earlier checkpoint with run.fork_from"
-    )
-
-
-def _numbering(config: Config) -> Any:
-    """What the numbers of rows depend on, besides the data."""
-    data = config.data
-    return config.seed, data.sequence_length, data.rows, data.shuffle, data.global_batch_size
-
-
-def _read_run(directory: Place) -> dict[str, Any] | None:
-    """What run.json says; None if there is none, as in a new directory."""
-    path = directory / RUN_FILE
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {"run": str(known["run"]), "lineage": list(known["lineage"])}
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}); remove it, and the run is known by its newest checkpoint"
-        ) from error
+    manifest, remarks = checkpoint.manifest, []
+    different = changes(config_of(checkpoint), config)
+    if words := refusal(config, data, checkpoint, different):
+        raise ConfigError(words)
+    accepted = {} if known is None else known.maths
+    if not say.accept_changes and (words := to_be_accepted(config, checkpoint, different, accepted)):
+        raise ConfigError(words)
+    if known is not None and known.parents != manifest.lineage:
+        remarks.append(f"{RUN_FILE} told of other ancestors than checkpoint {checkpoint.step}, which is believed")
+    return Start(directory, manifest.run, manifest.lineage, checkpoint, "own", different, remarks)
 
 
 def _to_plain(start: Start) -> dict[str, Any]:

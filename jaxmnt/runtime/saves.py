@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jaxmnt.checkpoint.commit import step_directories
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named
@@ -23,6 +24,7 @@ from jaxmnt.program.compiled import Program
 from jaxmnt.program.state import stored_bytes
 from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.rundir import Start, home, plain_config
+from jaxmnt.storage import is_link
 from jaxmnt.telemetry.events import Events, history
 from jaxmnt.telemetry.progress import StatusLine
 
@@ -87,7 +89,7 @@ class Saves:
         if missing := share("room for a checkpoint", told, self._identity):
             raise UserError(f"checkpoint: there is no room for one: {missing}; make room or choose another directory")
         if self._identity.process_id == 0 and isinstance(self._root, Path):
-            present = sum(path.name.isdigit() for path in self._root.iterdir()) if self._root.is_dir() else 0
+            present = sum(not is_link(path) for _, path in step_directories(self._root))
             more = max(1, self._settings.keep + 1 - present)
             if short := shortage(self._root, self._needed, more):
                 self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {short}")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxmnt.data.manifest import SPLITS
 from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.data.preparation.held_out import split_of
 from jaxmnt.data.preparation.inputs import Input, Part
 from jaxmnt.data.preparation.reader import read_part
 from jaxmnt.data.preparation.shards import SHARD_TOKENS, ShardWriter, cannot_write, save_array, write_json
-from jaxmnt.data.store import SPLITS
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError
 
@@ -35,7 +36,7 @@ class Job:
     eval_fraction: float
     skip_bad: bool
     vocab_size: int
-    end_of_document: int
+    end_of_document: int | None
     shard_tokens: int = SHARD_TOKENS
 
     @property
@@ -61,7 +62,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
     def on_bad(error: BadRecordError) -> None:
         nonlocal skipped
         if not job.skip_bad:
-            raise ConfigError(f"--input: {error}; {_HOW_TO_SKIP}")
+            raise ConfigError(f"--input: {error}; {error.advice and error.advice + '; '}{_HOW_TO_SKIP}")
         skipped += 1
         if len(remarks) < _REMARKS:
             remarks.append(str(error))
@@ -77,8 +78,9 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
     counts = {split: _Counts(job.vocab_size, job.dtype) for split in SPLITS}
     try:
         for document, encoded in _encoded(job, read_part(part, job.inputs, job.reading, report), tokenizer):
-            split = "eval" if _held_out(document.key, job.eval_fraction) else "train"
-            writers[split].begin_document(document.file, document.record)
+            split = split_of(document, job.inputs[document.file], job.eval_fraction)
+            if not document.continues:
+                writers[split].begin_document(document.file, document.record)
             for tokens, learn in encoded:
                 counts[split].add(tokens)
                 writers[split].add(tokens, learn)
@@ -87,7 +89,8 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         record = {
             "splits": splits, "records": {str(file): number for file, number in report.records.items()},
             "skipped": skipped, "remarks": remarks,
-            "empty": report.empty, "replaced": report.replaced,
+            "empty": report.empty, "replaced": report.replaced, "long": report.long, "split": report.split,
+            "lengths": {str(length): number for length, number in report.lengths.items()},
             "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
         }  # fmt: skip
         write_json(record_path(job.work, part.number), record)
@@ -99,7 +102,7 @@ def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
     """The documents of a part with whether they are held out; bad ones are passed over."""
     report = Report({}, lambda error: None, lambda count: None)
     for document in read_part(part, job.inputs, job.reading, report):
-        yield _held_out(document.key, job.eval_fraction), document
+        yield split_of(document, job.inputs[document.file], job.eval_fraction) == "eval", document
 
 
 class _Counts:
@@ -122,10 +125,6 @@ class _Counts:
             self._totals += np.bincount(np.concatenate(self._waiting), minlength=len(self._totals))
             self._waiting, self._tokens = [], 0
         return self._totals
-
-
-def _held_out(key: bytes, fraction: float) -> bool:
-    return int.from_bytes(key[:8], "big") < fraction * 2**64
 
 
 def _encoded(
@@ -177,4 +176,7 @@ def _encode(segments: list[Segment], tokenizer: Tokenizer | None) -> list[np.nda
 
 
 def _end(job: Job, document: Document) -> list[tuple[np.ndarray, bool]]:
-    return [] if document.closed else [(np.array([job.end_of_document], job.dtype), True)]
+    if document.closed:
+        return []
+    assert job.end_of_document is not None
+    return [(np.array([job.end_of_document], job.dtype), True)]

@@ -1,0 +1,113 @@
+"""Whether a config may go on with a checkpoint of the run: what rules it out, what has to be accepted, what is told."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.config.describe import PLANNED, Change
+from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import skipped_ranges
+from jaxmnt.data.order import Skipped
+from jaxmnt.data.sources import Sources
+
+
+def config_of(checkpoint: Committed) -> Config:
+    return parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+
+
+def refusal(config: Config, data: Sources, checkpoint: Committed, different: list[Change]) -> str | None:
+    """Why this config cannot go on with this run directory whatever a person says, or None."""
+    breaking = [change for change in different if change.resume == "breaks"]
+    if breaking:
+        return (
+            f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
+            f"changed {_listed(breaking)}; undo the change, choose another run.dir, or branch off there with "
+            "run.fork_from"
+        )
+    if different_data := _different_data(checkpoint.manifest.data, data.digests):
+        return (
+            f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with other "
+            f"data: {different_data}; give the same data, choose another run.dir, or branch off with run.fork_from"
+        )
+    if words := skip_refusal(config, checkpoint):
+        return words
+    stop = config.train.stop_after
+    if stop is not None and stop <= checkpoint.step < config.train.steps:
+        return (
+            f"train.stop_after: {stop} is not past step {checkpoint.step}, where {config.run.dir} stands; "
+            "raise it or leave it out"
+        )
+    if checkpoint.step > config.train.steps:
+        return (
+            f"train.steps: {config.train.steps} is less than step {checkpoint.step}, where {config.run.dir} stands; "
+            "raise it or choose another run.dir"
+        )
+    return None
+
+
+def to_be_accepted(
+    config: Config, checkpoint: Committed, different: list[Change], accepted: dict[str, Any]
+) -> str | None:
+    """What alters the maths of a run under way and is not `accepted`, by key, at an earlier start: a refusal, or None.
+
+    What is planned passes: see `PLANNED`. So does everything once the run has finished, since nothing comes of it.
+    """
+    if checkpoint.step >= config.train.steps:
+        return None
+    planned = [key for key in PLANNED if key != "data.weight_changes" or not _other_weights_behind(config, checkpoint)]
+    open_ = [change for change in different if change.resume == "maths" and change.key not in planned]
+    open_ = [change for change in open_ if change.key not in accepted or accepted[change.key] != change.now]
+    if not open_:
+        return None
+    run = config.run.dir
+    return (
+        f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and another maths would follow: "
+        f"{_listed(open_)}; undo that, or go on with --accept-changes; another run is trained with another run.dir=, "
+        f"a branch of this one with run.fork_from={run}@{checkpoint.step} besides"
+    )
+
+
+def skip_refusal(config: Config, checkpoint: Committed) -> str | None:
+    """Rows that were trained on cannot be passed over any more, nor those passed over be taken in."""
+    before, now = (Skipped(skipped_ranges(one.data)) for one in (config_of(checkpoint), config))
+    reached = _reached(config, checkpoint)
+    if before.below(reached) == now.below(reached):
+        return None
+    return (
+        f"data.skip: at step {checkpoint.manifest.step} of {checkpoint.path} all rows before {reached} are trained on "
+        "or passed over, and that cannot be changed any more; name later rows, or branch off at an earlier checkpoint "
+        "with run.fork_from"
+    )
+
+
+def numbering(config: Config) -> Any:
+    """What the numbers of rows depend on, besides the data."""
+    data = config.data
+    return config.seed, data.sequence_length, data.rows, data.shuffle, data.global_batch_size
+
+
+def _listed(different: list[Change]) -> str:
+    return ", ".join(f"{change.key} ({change.before} → {change.now})" for change in different)
+
+
+def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
+    """Which sources differ in what they hold, in words; empty if none does. A folder may have moved."""
+    found = [f"{name} was added" for name in now if name not in before]
+    found += [f"{name} was removed" for name in before if name not in now]
+    found += [f"{name} holds something else than before" for name in now if before.get(name, now[name]) != now[name]]
+    return ", ".join(found)
+
+
+def _other_weights_behind(config: Config, checkpoint: Committed) -> bool:
+    """Whether weights are changed for rows that were read already: then others would be read twice, and some never."""
+    reached, rows = _reached(config, checkpoint), config.data.global_batch_size
+    behind = lambda one: [change for change in one.data.weight_changes if change.from_step * rows < reached]
+    return bool(behind(config_of(checkpoint)) != behind(config))
+
+
+def _reached(config: Config, checkpoint: Committed) -> int:
+    """The number of the first row that is neither trained on nor passed over."""
+    before = Skipped(skipped_ranges(config_of(checkpoint).data))
+    return int(before.nth(np.array([checkpoint.manifest.step * config.data.global_batch_size - 1]))[0]) + 1
