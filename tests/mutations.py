@@ -368,9 +368,12 @@ def _yaml_value(text: str) -> Bytes:
     return apply
 
 
-_BOMB = "{" + ", ".join(
-    f"{name}: &{name} [{', '.join(['x' if n == 0 else '*' + 'abcdefgh'[n - 1]] * 9)}]" for n, name in enumerate("abcdefgh")
-) + "}"  # fmt: skip
+_BOMB_NAMES = "abcdefgh"
+_BOMB_MEMBERS = ["x", *(f"*{name}" for name in _BOMB_NAMES)]
+_BOMB_PARTS = (
+    f"{name}: &{name} [{', '.join([member] * 9)}]" for name, member in zip(_BOMB_NAMES, _BOMB_MEMBERS, strict=False)
+)
+_BOMB = f"{{{', '.join(_BOMB_PARTS)}}}"
 
 _YAML: dict[str, Bytes] = {
     "no such day": _yaml_value("2001-99-99"),
@@ -430,10 +433,8 @@ def _values(rng: random.Random, raw: bytes) -> tuple[bytes, str]:
     flat = array.reshape(-1)
     if not len(flat):
         return raw, "nothing to change"
-    at, value = (
-        rng.randrange(len(flat)),
-        rng.choice([0, 1, info.max, info.min, info.max // 2, len(flat), 10**6 % info.max]),
-    )
+    values = [0, 1, info.max, info.min, info.max // 2, min(len(flat), info.max), 10**6 % info.max]
+    at, value = rng.randrange(len(flat)), rng.choice(values)
     flat[at] = value
     return _saved(array), f"element {at} is {value}"
 
@@ -501,10 +502,11 @@ _FILE: dict[str, Callable[[Path], None]] = {
 # Folders of checkpoints: names that stand for no step, and steps that lie elsewhere.
 
 _NAMES = [
-    "²", "٣", "1٣", "...unfinished", "..unfinished", ".unfinished", "mine.unfinished", "mine", "-5", "+5", "5 ", "5\n", "05", "010",
-    "1_0", "10.damaged", "10.damaged.2", "10.unfinished", "5.unfinished", "7", "7.unfinished", "٣.unfinished", "9" * 30, "0", "0.unfinished",
-    "7.orbax-checkpoint-tmp-1", "mine.orbax-checkpoint-tmp-0", "\x1b[2J", "a\nb.unfinished", "\udcff", "\udcff.unfinished",
-    "x" * 200, "1e3", "10 (copy)", "run.json", "10.5", "٣٣.damaged", "0x10", " ", "-", "~", "*.unfinished", "[0-9].unfinished",
+    "²", "٣", "1٣", "...unfinished", "..unfinished", ".unfinished", "mine.unfinished", "mine", "-5", "+5", "5 ", "5\n",
+    "05", "010", "1_0", "10.damaged", "10.damaged.2", "10.unfinished", "5.unfinished", "7", "7.unfinished",
+    "٣.unfinished", "9" * 30, "0", "0.unfinished", "7.orbax-checkpoint-tmp-1", "mine.orbax-checkpoint-tmp-0",
+    "\x1b[2J", "a\nb.unfinished", "\udcff", "\udcff.unfinished", "x" * 200, "1e3", "10 (copy)", "run.json", "10.5",
+    "٣٣.damaged", "0x10", " ", "-", "~", "*.unfinished", "[0-9].unfinished",
 ]  # fmt: skip
 
 

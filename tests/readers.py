@@ -1,30 +1,21 @@
 """A table of all that jaxmnt reads back, each with a small adapter: how it is read, and what may come of it."""
 
 import contextlib
-import hashlib
 import io
 import json
 import math
-import os
-import selectors
-import socket
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fuzz_files import BEGAN, JOB, NODES, RUN, STEPS, build_again, config_of
+from fuzz_network import answered, greeted, is_fate, told
 
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import load_config, parse_config
-from jaxmnt.config.schema import Config
-from jaxmnt.errors import ExitCode, UserError
-
-RUN, STEPS = "0123456789ab", (5, 10)
-JOB, BEGAN, NODES = "77", 1000.0, ["n1", "n2"]
 
 
 @dataclass(frozen=True)
@@ -135,252 +126,6 @@ def _short(value: Any) -> str:
     return text if len(text) < 200 else f"{text[:200]}…"
 
 
-# Files to begin with.
-
-
-def config_of(folder: Path) -> Config:
-    """A config of a run in this folder, which reads nothing."""
-    return parse_config(
-        {
-            "run": {"dir": str(folder / "run")},
-            "data": {"synthetic": 64, "global_batch_size": 4, "sequence_length": 8},
-            "model": {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "intermediate_size": 8},
-            "train": {"steps": 20},
-        }
-    )
-
-
-def _run_with_checkpoints(folder: Path) -> None:
-    """Steps 5 and 10 are whole, 15 was cut off; the job that had the lock is gone."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from jaxmnt.checkpoint.manifest import Manifest
-    from jaxmnt.checkpoint.saver import Saver
-    from jaxmnt.checkpoint.space import Need
-    from jaxmnt.data.sources import open_sources
-    from jaxmnt.runtime.rundir import plain_config, write_config
-
-    config, run = config_of(folder), folder / "run"
-    saver = Saver(run / "checkpoints", config.checkpoint, Need(0, 0), Identity())
-    place = NamedSharding(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]), PartitionSpec())
-    parents = [{"run": "ba9876543210", "step": 3, "path": "/runs/earlier/checkpoints/3"}]
-    for step in STEPS:
-        array = jax.device_put(jnp.arange(step, dtype=jnp.float32), place)
-        arrays = {part: {"w": array} for part in ("params", "optimizer", "counters")}
-        describe = lambda shapes, step=step: Manifest(
-            RUN, step, shapes, plain_config(config), step * 32, open_sources(config.data).digests, 2.5, parents,
-            time=1.7e9, libraries={"jax": "1"},
-        )  # fmt: skip
-        saver.save(step, arrays, describe)
-        saved = saver.result(wait=True)
-        assert saved is not None and saved.failure is None, saved
-    (run / "checkpoints" / "15" / "params").mkdir(parents=True)
-    (run / "checkpoints" / "15" / "params" / "data").write_text("half")
-    (run / "checkpoints" / "15.unfinished").write_text("being written\n")
-    (run / "run.json").write_text(json.dumps({"run": RUN, "lineage": parents, "time": 1.7e9}, indent=1) + "\n")
-    write_config(run, config)
-    holder = {
-        "job": "0" * 16,
-        "host": "n1",
-        "process": 2**22,
-        "started": "1",
-        "machine": "elsewhere",
-        "since": "2026-01-01 00:00:00",
-    }
-    (run / "lock.json").write_text(json.dumps(holder))
-    (run / "lock.beat").write_text("01234567 8")
-    (run / "kept").write_text("a person's own file")
-
-
-def _records(folder: Path) -> None:
-    """What a run notes, and what is known of its starts inside an allocation."""
-    run, lines, now = folder / "run", [], BEGAN
-    for attempt in (1, 2):
-        about = lambda kind, attempt=attempt, **more: {
-            "kind": kind,
-            "time": now,
-            "process": 0,
-            "host": "n1",
-            "attempt": attempt,
-            **more,
-        }
-        lines += [about("start", run=RUN, step=0, jax="1", devices=1), about("compile", seconds=1.5)]
-        lines += [about("started", step=1, seconds={"compile": 2.5}, compile_cache={"hits": 1, "misses": 0})]
-        lines += [about("checkpoint_begin", step=5 * attempt)]
-        lines += [about("checkpoint_commit", step=5 * attempt, seconds=0.1, bytes=100, not_removed=None)]
-        now += 10
-    lines += [about("preempted", step=10, asked_by="SIGTERM"), about("end", step=10, finished=False, peak_host_bytes=1)]
-    lines += [about("peer_lost", why="process 1 of 2 on n2 went away", code=4, at_fault=1, at_fault_host="n2")]
-    _write_lines(run / "events" / "0.jsonl", lines)
-    _write_lines(run / "events" / "1.jsonl", [{**line, "process": 1, "host": "n2"} for line in lines[:4]])
-    steps = [
-        {"kind": "train", "step": step, "time": BEGAN + step, "loss": 4 - step / 10, "grad_norm": 0.5, "tokens": step * 32,
-         "epochs": {"data": 0.1}, "mfu": None, "bad_steps": 0}
-        for step in range(1, 13)
-    ]  # fmt: skip
-    steps.insert(
-        10, {"kind": "eval", "step": 10, "time": BEGAN, "loss": 3.0, "tokens": 8, "sources": {"data": {"loss": 3.0}}}
-    )
-    _write_lines(run / "metrics.jsonl", steps)
-    (run / "launch").mkdir()
-    bad = [{"node": "n3", "why": "process 2 on n3 is silent", "since": 1.0, "until": 4e9}]
-    bad += [{"node": "n4", "why": "lost", "since": 2.0, "until": 4e9}]
-    (run / "launch" / "bad_nodes.json").write_text(json.dumps(bad, indent=1) + "\n")
-    starts = [
-        {"time": now, "began": now - 5, "job": JOB, "start": number, "nodes": NODES, "code": 4, "newest": 5,
-         "trained": True, "cancelled": False, "blamed": "n3"}
-        for number in range(2)
-    ]  # fmt: skip
-    (run / "launch" / "starts.json").write_text(json.dumps(starts, indent=1) + "\n")
-    (run / "run.key").write_text("0123456789abcdef" * 4 + "\n")
-    (run / "run.key").chmod(0o600)
-    (run / "kept").write_text("a person's own file")
-
-
-def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-_TALK = [{"text": f"word {number} and {number * 7} more words"} for number in range(60)]
-
-
-def _prepared(folder: Path) -> None:
-    """Two shards a split, with a tokenizer of its own and a mask of what is learnt."""
-    from jaxmnt.data.preparation import Selection, Settings, build
-    from jaxmnt.data.preparation.document import Reading
-
-    (folder / "text").mkdir()
-    talk = [
-        {
-            "messages": [
-                {"role": "user", "content": f"what is {n}?"},
-                {"role": "assistant", "content": f"{n} of {n * 7}"},
-            ]
-        }
-        for n in range(60)
-    ]
-    _write_lines(folder / "text" / "talk.jsonl", talk)
-    settings = Settings(
-        tokenizer=None, train_tokenizer=300, reading=Reading(chat=True), eval_fraction=0.3, shard_tokens=400, part_bytes=10**6
-    )  # fmt: skip
-    build(Selection([folder / "text"]), folder / "data", settings, lambda *progress: None)
-
-
-def _staged(folder: Path) -> None:
-    from jaxmnt.data.staging import stage
-    from jaxmnt.data.store import open_prepared
-
-    _prepared(folder)
-    copy = stage(open_prepared(folder / "data"), folder / "local")
-    copy.rename(folder / "local" / "copy")
-
-
-def _half_prepared(folder: Path) -> None:
-    """All parts are done, and nothing is committed."""
-    from jaxmnt.data.preparation import run
-
-    text = folder.parent / f"{folder.name}-text"  # outside, since the plan names files by their paths and times
-    text.mkdir()
-    for number in range(8):
-        (text / f"{number}.txt").write_text(f"some words of file {number} " * 8)
-    original = run.commit
-    try:
-        run.commit = _cut_off
-        with contextlib.suppress(_CutOffError):
-            _build(text, folder / "data")
-    finally:
-        run.commit = original
-    (folder / "input").symlink_to(text)
-
-
-class _CutOffError(Exception):
-    pass
-
-
-def _cut_off(*_: Any) -> None:
-    raise _CutOffError
-
-
-def _build(text: Path, output: Path) -> None:
-    from jaxmnt.data.preparation import Selection, Settings, build
-
-    build(Selection([text]), output, Settings(eval_fraction=0.3, part_bytes=600), lambda *progress: None)
-
-
-def _config_file(folder: Path) -> None:
-    (folder / "config.yaml").write_text(
-        "run:\n  dir: runs/x\nseed: 1\ndata:\n  path: data/x\n  global_batch_size: 16\n  shuffle: true\n"
-        "model:\n  hidden_size: 64\n  num_layers: 2\ntrain:\n  steps: 20\n  precision: float32\n"
-        "optimizer:\n  learning_rate: 3.0e-3\ncheckpoint:\n  dir: null\n  every_minutes: auto\n"
-    )
-
-
-def _words(folder: Path) -> None:
-    """What processes say to each other, a line each."""
-    facts = {"jaxmnt version": "0.1.0", "config digest": "abc", "data digest": "def"}
-    hello = {"process": 1, "processes": 3, "host": "n2", "loopback": False, "facts": facts, "trouble": None}
-    (folder / "greeting").write_text(json.dumps(hello | {"time": 1.7e9}) + "\n")
-    (folder / "trouble").write_text(json.dumps(hello | {"trouble": "no such file", "time": 1.7e9}) + "\n")
-    answer = {
-        "error": None,
-        "code": 0,
-        "absent": False,
-        "at_fault": None,
-        "host": "n1",
-        "time": 1.7e9,
-        "heard_after": 0.25,
-    }
-    (folder / "answer").write_text(json.dumps(answer) + "\n")
-    (folder / "refusal").write_text(
-        json.dumps(answer | {"error": "process 2 is missing", "code": 4, "at_fault": 2}) + "\n"
-    )
-    position = {"step": 7, "phase": "taking steps", "settled": True, "own": False}
-    fate = {"kind": "peer_lost", "why": "process 1 of 3 on n2 failed: x", "code": 4, "process": 1, "host": "n2"}
-    abandoned = fate | {
-        "kind": "start_abandoned",
-        "code": 75,
-        "reason": "stopped",
-        "asked_by": None,
-        "waited_seconds": 1.5,
-    }
-    (folder / "abandoned").write_text(json.dumps({"kind": "verdict", "fate": abandoned}) + "\n")
-    (folder / "stopping").write_text(
-        json.dumps(hello | {"time": 1.7e9}) + "\n" + json.dumps({"stopping": "SIGTERM"}) + "\n"
-    )
-    words = [
-        {"kind": "beat", "position": position},
-        {"kind": "here", "position": position},
-        {"kind": "halted", "why": "in step 7, taking steps"},
-        {"kind": "inquiry"},
-        {"kind": "gave_up", "why": "silent for 30 s"},
-        {"kind": "failed", "why": "ValueError: boom", "code": 1},
-        {"kind": "verdict", "fate": fate},
-        {"kind": "stopped", "why": "process 1 was asked to stop", "code": 75},
-        {"kind": "bye"},
-    ]
-    for word in words:
-        (folder / word["kind"]).write_text(json.dumps(word) + "\n")
-
-
-def _nothing(folder: Path) -> None:
-    (folder / "compiled").write_text("a file where a folder shall be")
-
-
-BASES: dict[str, Callable[[Path], None]] = {
-    "run": _run_with_checkpoints,
-    "records": _records,
-    "data": _prepared,
-    "staged": _staged,
-    "half prepared": _half_prepared,
-    "config": _config_file,
-    "words": _words,
-    "nothing": _nothing,
-}
-
-
 # Reading.
 
 
@@ -406,6 +151,12 @@ def _start_and_prune(folder: Path) -> Any:
     found = _start(folder)
     prune(whole(folder / "run" / "checkpoints", RUN), {STEPS[-1]})
     return found
+
+
+def _key(folder: Path) -> Any:
+    from jaxmnt.cluster.authentication import run_key
+
+    return len(run_key(folder / "run", {}))
 
 
 def _restored_config(folder: Path) -> Any:
@@ -601,7 +352,7 @@ def _staged_copy(folder: Path) -> Any:
 def _gone_on_with(folder: Path) -> Any:
     from jaxmnt.data.store import open_prepared
 
-    _build((folder / "input").resolve(), folder / "data")
+    build_again((folder / "input").resolve(), folder / "data")
     data = open_prepared(folder / "data")
     data.check()
     data.verify()
@@ -634,202 +385,6 @@ def _compile_cache(folder: Path) -> Any:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
-
-
-# Lines from the network.
-
-
-class EndedError(Exception):
-    """Stands for the end of the process."""
-
-
-@contextlib.contextmanager
-def _heard(raw: bytes) -> Any:
-    """A connection on which these bytes arrive, and then nothing more."""
-    here, there = socket.socketpair()
-
-    def send() -> None:
-        with contextlib.suppress(OSError):
-            there.sendall(raw)
-            there.shutdown(socket.SHUT_WR)
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    try:
-        yield here, there
-    finally:
-        for end in (here, there):
-            end.close()
-        sender.join(2)
-
-
-_KEY = bytes(range(32))
-_OWN_HELLO = {
-    "process": 0, "processes": 3, "host": "n1", "loopback": False, "trouble": None, "time": 1.7e9,
-    "facts": {"jaxmnt version": "0.1.0", "config digest": "abc", "data digest": "def"},
-}  # fmt: skip
-
-
-def _greeted(name: str, *, key: bytes | None = _KEY) -> Callable[[Path], Any]:
-    """Process 0 hears a greeting of one who has the key, or has none, and answers."""
-
-    def read(folder: Path) -> Any:
-        from jaxmnt.cluster.desk import Desk
-        from jaxmnt.cluster.door import Door
-
-        raw = (folder / name).read_bytes()
-        door = Door(socket.create_server(("127.0.0.1", 0)), _KEY, 3)
-        desk = Desk(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), door)
-        over = threading.Event()
-        caller = threading.Thread(target=_call, args=(door._server.getsockname(), key, raw, over), daemon=True)
-        caller.start()
-        outcome, rounds = None, 0
-        try:
-            while outcome is None and rounds < 3:
-                heard = door.wait(0.02)
-                rounds += not heard and over.is_set()
-                for connection, line in heard:
-                    outcome = outcome or desk._hear(connection, line)
-            said = f"{desk._missing('still to come')} {desk._present()} {door.account}"
-            assert said.isprintable() and len(said) < 20_000, "what is told of those present"
-            outcome = outcome or desk._unreachable()
-            peers = desk.peers()
-            assert all(type(process) is int and isinstance(peer.host, str) for process, peer in peers.items())
-            over.set()
-            desk.answer(outcome)
-        finally:
-            door.close()
-            over.set()
-            caller.join(2)
-        if outcome is not None:
-            raise outcome
-        return "here" if peers else "nobody"
-
-    return read
-
-
-def _call(address: Any, key: bytes | None, raw: bytes, over: threading.Event) -> None:
-    """The other end of such a connection, which stays open until all is over."""
-    from jaxmnt.cluster import authentication
-
-    with contextlib.suppress(OSError, ValueError), socket.create_connection(address, 2) as connection:
-        if key is not None:
-            authentication.prove(connection, key, 2)
-        sender = threading.Thread(target=_sent, args=(connection, raw), daemon=True)
-        sender.start()
-        sender.join(0.5)
-        time.sleep(0.005)
-        over.set()
-        connection.settimeout(0.05)
-        with contextlib.suppress(OSError):
-            connection.recv(1)
-
-
-def _sent(connection: socket.socket, raw: bytes) -> None:
-    with contextlib.suppress(OSError):
-        connection.sendall(raw)
-
-
-def _answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
-    """Another process hears what process 0 has to say, or somebody on its port who is none."""
-
-    def read(folder: Path) -> Any:
-        from jaxmnt.cluster import rollcall
-
-        raw = (folder / name).read_bytes()
-        here, there = socket.socketpair()
-        tries = iter([here])
-
-        def connect(*_: Any, **__: Any) -> socket.socket:
-            connection = next(tries, None)
-            if connection is None:
-                raise ConnectionRefusedError(111, "Connection refused")
-            return connection
-
-        answering = threading.Thread(target=_answer, args=(there, raw, proven), daemon=True)
-        original, hello = socket.create_connection, _OWN_HELLO | {"process": 1}
-        try:
-            socket.create_connection = connect
-            answering.start()
-            caller = rollcall._Caller(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
-            peer = caller.report(time.monotonic() + 0.1, 0.1)
-        finally:
-            socket.create_connection = original
-            here.close(), there.close()
-            answering.join(2)
-        assert isinstance(peer.host, str) and all(math.isfinite(bound) for bound in peer.clock)
-        return peer.host
-
-    return read
-
-
-def _answer(connection: socket.socket, raw: bytes, proven: bool) -> None:
-    """Process 0's end."""
-    from jaxmnt.cluster import authentication
-
-    with contextlib.suppress(OSError):
-        if proven:
-            nonce = authentication.new_nonce()
-            connection.sendall(authentication.greeting(nonce))
-            said = connection.recv(authentication.PROOF_BYTES, socket.MSG_WAITALL)
-            connection.sendall(authentication.answer_to(_KEY, nonce, said) or b"")
-        connection.sendall(raw)
-        connection.shutdown(socket.SHUT_WR)
-
-
-def _key(folder: Path) -> Any:
-    from jaxmnt.cluster.authentication import run_key
-
-    return len(run_key(folder / "run", {}))
-
-
-def _told(name: str, process: int) -> Callable[[Path], Any]:
-    """Process 0 hears this of process 1, or the other way round."""
-
-    def read(folder: Path) -> Any:
-        from jaxmnt.cluster.ending import Ending
-        from jaxmnt.cluster.lifeline import Lifeline
-        from jaxmnt.cluster.rollcall import Peer
-
-        class Noted(Ending):
-            def now(self, fate: Any) -> Any:
-                raise EndedError(fate)
-
-        other = 1 - process
-        with _heard((folder / name).read_bytes()) as (here, _):
-            lifeline = Lifeline(Identity(process, 3, "n1:1"), {other: Peer("n2", here)}, Noted(), 30.0, 60.0)
-            wire = lifeline._wires[other]
-            lifeline._selector.register(wire, selectors.EVENT_READ, other)
-            try:
-                while other in lifeline._wires and lifeline._selector.select(1):
-                    lifeline._hear(other)
-                str(lifeline._positions[other])
-                return "heard"
-            except EndedError as ended:
-                fate = ended.args[0]
-                return {
-                    "kind": fate.kind,
-                    "why": fate.why,
-                    "code": fate.code,
-                    "process": fate.process,
-                    "host": fate.host,
-                }
-            finally:
-                lifeline._selector.close()
-                lifeline._alarm.close(), lifeline._bell.close()
-
-    return read
-
-
-def _is_fate(found: Any, undamaged: Any) -> str | None:
-    if found == "heard":
-        return None
-    good = (
-        isinstance(found["kind"], str) and isinstance(found["why"], str) and found["why"].isprintable()
-        and found["code"] in tuple(ExitCode) and found["process"] in (None, 0, 1, 2)
-        and isinstance(found["host"], str | None) and len(found["why"]) < 20_000
-    )  # fmt: skip
-    return None if good else f"no fate: {_short(found)}"
 
 
 # The table.
@@ -876,10 +431,12 @@ def _of_events(name: str, read: Any, fits: Any, **more: Any) -> Reader:
 def _readers() -> list[Reader]:
     sealed = {"reseal": _resealed_checkpoint}
     commands = {
-        "list": ("list", "RUN"), "show": ("show", "RUN@10"), "verify": ("verify", "RUN@10"), "diff": ("diff", "RUN@5", "RUN@10"),
+        "list": ("list", "RUN"), "show": ("show", "RUN@10"), "verify": ("verify", "RUN@10"),
+        "diff": ("diff", "RUN@5", "RUN@10"),
     }  # fmt: skip
     launch = {"may_change": ("run/launch/*",)}
     pruned = (*_LOCKS, *_CUT_OFF, *_PRUNED)
+    network = {"on_disk": False}
     found = [
         Reader("names in checkpoints", "run", "run/checkpoints", "folder", _start_and_prune, _is_start, pruned),
         _start_reader("run.json", "json"),
@@ -890,13 +447,11 @@ def _readers() -> list[Reader]:
         _start_reader("checkpoints/10/jaxmnt.json", "json", _is_start_from_a_whole_one, **sealed),
         _start_reader("checkpoints/5/jaxmnt.json", "json", **sealed),
         _start_reader("checkpoints/10/commit_success.txt", "text", _is_start_from_a_whole_one),
-        *(
-            Reader(f"checkpoint {name}", "run", "run/checkpoints/10/jaxmnt.json", "json", _checkpoint(*given), _says, **sealed)
-            for name, given in commands.items()
-        ),
-        Reader("checkpoint list: run.json", "run", "run/run.json", "json", _checkpoint("list", "RUN"), _says),
-        Reader("checkpoint list: config.yaml", "run", "run/config.yaml", "yaml", _checkpoint("list", "RUN"), _says),
-        Reader("checkpoint list: note", "run", "run/checkpoints/15.unfinished", "text", _checkpoint("list", "RUN"), _says),
+        *(Reader(f"checkpoint {name}", "run", "run/checkpoints/10/jaxmnt.json", "json", _checkpoint(*given), _says,
+                 **sealed)
+          for name, given in commands.items()),
+        *(Reader(f"checkpoint list: {file}", "run", f"run/{file}", form, _checkpoint("list", "RUN"), _says)
+          for file, form in (("run.json", "json"), ("config.yaml", "yaml"), ("checkpoints/15.unfinished", "text"))),
         Reader("config of a run", "run", "run/config.yaml", "yaml", _restored_config, _any),
         Reader("newest of a run: config.yaml", "run", "run/config.yaml", "yaml", _newest, same),
         Reader("config file", "config", "config.yaml", "yaml", _loaded, _any),
@@ -909,32 +464,31 @@ def _readers() -> list[Reader]:
                lambda record: record.get("step", 0) <= 10, must_go_on=True),
         Reader("metrics: evaluated", "records", _METRICS, "lines", _evaluated, _any, must_go_on=True),
         Reader("metrics: replay", "records", _METRICS, "lines", _replayed, _are_steps),
-        Reader("bad_nodes.json: before", "records", "run/launch/bad_nodes.json", "json", _BEFORE, _is_answer, **launch),
-        Reader("bad_nodes.json: after", "records", "run/launch/bad_nodes.json", "json", _AFTER, _is_answer, **launch),
-        Reader("starts.json: after", "records", "run/launch/starts.json", "json", _AFTER, _is_answer, **launch),
+        *(Reader(f"{file}: {when}", "records", f"run/launch/{file}", "json", read, _is_answer, **launch)
+          for file, when, read in (("bad_nodes.json", "before", _BEFORE), ("bad_nodes.json", "after", _AFTER),
+                                   ("starts.json", "after", _AFTER))),
         *(Reader(f"data: {file}", "data", f"data/{file}", form, _rows(False), _are_rows, reseal=_seal_of(file))
           for file, form in _DATA.items()),
         *(Reader(f"verified data: {file}", "data", f"data/{file}", form, _rows(True), _same_rows)
           for file, form in _DATA.items() if file in ("manifest.json", "sources.txt", "train/tokens-*")),
         Reader("staged data", "staged", "local/copy/manifest.json", "json", _staged_copy, same, ("local/*",)),
-        Reader("preparation: plan.json", "half prepared", "data/work/plan.json", "json", _gone_on_with, same, ("data/*",)),
-        Reader("preparation: record", "half prepared", "data/work/part-00000.json", "json", _gone_on_with, _any, ("data/*",)),
-        Reader("preparation: counts", "half prepared", "data/work/counts-00000.npy", "npy", _gone_on_with, _any, ("data/*",)),
+        *(Reader(f"preparation: {file}", "half prepared", f"data/work/{file}", form, _gone_on_with, fits, ("data/*",))
+          for file, form, fits in (("plan.json", "json", same), ("part-00000.json", "json", _any),
+                                   ("counts-00000.npy", "npy", _any))),
         Reader("tokenizer", "data", "data/tokenizer.json", "json", _tokenizer, _is_tokenizer),
         Reader("folder of compiled programs", "nothing", "compiled", "text", _compile_cache, same),
-        *(Reader(f"roll call: {name}", "words", name, form, _greeted(name), _any, on_disk=False, names=_GREETING_NAMES)
-          for name, form in (("greeting", "json"), ("trouble", "json"), ("stopping", "lines"))),
-        Reader("roll call: a stranger", "words", "greeting", "json", _greeted("greeting", key=None), same, on_disk=False,
-               must_go_on=True),
-        *(Reader(f"roll call: {name}", "words", name, "json", _answered(name), _any, on_disk=False, names=("process",))
-          for name in ("answer", "refusal")),
-        Reader("roll call: a stranger's answer", "words", "refusal", "json", _answered("answer", proven=False), _any,
-               on_disk=False, names=("process",)),
         Reader("run.key", "records", "run/run.key", "text", _key, same),
-        *(Reader(f"lifeline of process 0: {name}", "words", name, "lines", _told(name, 0), _is_fate, on_disk=False, must_go_on=True)
-          for name in _WORDS_TO_0),
-        *(Reader(f"lifeline of another: {name}", "words", name, "lines", _told(name, 1), _is_fate, on_disk=False, must_go_on=True)
-          for name in _WORDS_TO_OTHERS),
+        *(Reader(f"roll call: {name}", "words", name, form, greeted(name), _any, names=_GREETING_NAMES, **network)
+          for name, form in (("greeting", "json"), ("trouble", "json"), ("stopping", "lines"))),
+        Reader("roll call: a stranger", "words", "greeting", "json", greeted("greeting", proven=False), same,
+               must_go_on=True, **network),
+        *(Reader(f"roll call: {name}", "words", name, "json", answered(name), _any, names=("process",), **network)
+          for name in ("answer", "refusal")),
+        Reader("roll call: a stranger's answer", "words", "refusal", "json", answered("refusal", proven=False), _any,
+               names=("process",), **network),
+        *(Reader(f"lifeline of process {to}: {name}", "words", name, "lines", told(name, to), is_fate, must_go_on=True,
+                 **network)
+          for to, names in enumerate((_WORDS_TO_0, _WORDS_TO_OTHERS)) for name in names),
     ]  # fmt: skip
     return found
 
