@@ -110,8 +110,10 @@ def test_the_script_hears_of_a_failure(asked, tmp_path, monkeypatch, kind, host,
     began = tmp_path / "launch" / "began"
     began.touch()
     os.utime(began, (1, 1))
-    Events(tmp_path, 1).write("start")
-    Events(tmp_path, 1).write(kind, why="x")
+    events = Events(tmp_path, 1)
+    events.write("start")
+    events.write(kind, why="x")
+    events.close()
     function = re.search(r"^a_task_has_failed\(\) \{.*?^\}", slurm.render(asked()), re.DOTALL | re.MULTILINE)[0]
     text = f'run_dir="{tmp_path}"\nnodes=n1,n2\n{function}\na_task_has_failed'
     assert (subprocess.run(["bash", "-c", text], capture_output=True).returncode == 0) == heard

@@ -18,6 +18,7 @@ from jaxmnt.checkpoint.restore import restore
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.data.rows import Windows
 from jaxmnt.data.sources import open_sources
+from jaxmnt.data.manifest import sealed
 from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.program.compiled import compile_program
@@ -207,7 +208,8 @@ def test_other_data_is_refused_and_moved_data_is_not(tiny, whole_run, tmp_path):
     shutil.copytree(whole_run.run.dir, config.run.dir)
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     manifest = tmp_path / "moved" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"eval_fraction": 0.5}))
+    other = {k: v for k, v in json.loads(manifest.read_text()).items() if k != "seal"} | {"eval_fraction": 0.5}
+    manifest.write_text(json.dumps(sealed(other)))
     with pytest.raises(ConfigError, match=r"with other data: data holds something else"):
         train(tiny(f"data.path={tmp_path / 'moved'}", "train.steps=22"), devices=one_device())
 
