@@ -16,9 +16,9 @@ from conftest import command, events, losses, metrics, mostly_slow
 from jaxmnt.checkpoint.commit import newest_whole, step_directories
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.cluster.environment import Identity
+from jaxmnt.data.manifest import sealed
 from jaxmnt.data.rows import Windows
 from jaxmnt.data.sources import open_sources
-from jaxmnt.data.manifest import sealed
 from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.program.compiled import compile_program
