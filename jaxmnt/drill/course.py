@@ -109,7 +109,7 @@ class Drill:
             int(path.stem): [event for event in read_lines(path) if event["time"] >= began]
             for path in event_files(run_dir)
         }
-        restored = [event["step"] for event in events.get(0, []) if event["kind"] == "restore"]
+        restored = [event["step"] for event in events.get(0, []) if event["kind"] == "restore" and "step" in event]
         resumed = restored[-1] if restored else max(before, default=0)
         return Attempt(
             faults, began, ended, code, resumed,

@@ -132,7 +132,7 @@ def _otherwise(attempt: Attempt, processes: list[int]) -> str:
 def _names(fault: Fault, attempt: Attempt, process: int, event: dict[str, Any]) -> bool:
     """Whether an event of the right kind says what happened."""
     if fault.act == "poison":
-        return bool(event["step"] == fault.offset)
+        return bool(event.get("step") == fault.offset)
     if fault.act == "damage":
         return f"checkpoint {_newest(attempt.before)} " in str(event.get("why")) or event.get("step") == _newest(
             attempt.before
