@@ -54,17 +54,22 @@ class PeerError(UserError):
     exit_code = ExitCode.PEER
 
 
-def printable(text: str) -> str:
-    """A name from outside as it can be shown: control characters and others that do not print are escaped."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
-
-
 def nearest(name: str, known: list[str]) -> str:
     """A phrase naming the closest known name, or the known names if none is close."""
     import difflib
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def printable(text: str) -> str:
+    r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
+
+    For names that come from files, the environment or the network: a terminal would obey what they hold.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def error_of(code: int, text: str) -> UserError:
