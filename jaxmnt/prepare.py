@@ -1,4 +1,4 @@
-"""python -m jaxmnt.prepare: text, JSON lines, Parquet or token arrays to the shards that training reads."""
+"""python -m jaxmnt.prepare: text, JSON lines, Parquet or token arrays to shards."""
 
 import argparse
 import os

@@ -13,6 +13,9 @@ from jaxmnt.errors import printable
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _PLAIN = re.compile(rb'[^\s"{}\[\],:]++')
+_HELD = 2**16
+"""Bytes of the line that are looked at at a time."""
+
 _LONGEST_KEY = 2**12
 _LONGEST_UNIT = 12
 """Bytes that belong together: half characters are spelled as two escapes."""
@@ -31,7 +34,7 @@ _UNITS = re.compile(
 
 def text_in_pieces(line: Iterator[bytes], field: str, size: int) -> Iterator[str]:
     """The text of this field, in pieces of about `size` bytes of the line. Raises `BadRecordError`."""
-    scanner = _Scanner(line)
+    scanner = _Scanner(_small(line, max(_LONGEST_UNIT, min(size, _HELD))))
     scanner.expect(b"{")
     while True:
         key = scanner.key()
@@ -46,7 +49,7 @@ def text_in_pieces(line: Iterator[bytes], field: str, size: int) -> Iterator[str
     gathered: list[str] = []
     taken = 0
     for raw in scanner.string():
-        if taken and taken + len(raw) > size:
+        if taken and taken + len(raw) > size:  # a stretch is no longer than what was read, and the rest of a unit
             yield "".join(gathered)
             gathered, taken = [], 0
         gathered.append(_decoded(raw))
@@ -60,6 +63,12 @@ def text_in_pieces(line: Iterator[bytes], field: str, size: int) -> Iterator[str
     scanner.expect(b"}")
     if scanner.peek():
         raise BadRecordError("not valid JSON: there is more behind the record")
+
+
+def _small(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
+    for piece in pieces:
+        for start in range(0, len(piece), size):
+            yield piece[start : start + size]
 
 
 def _decoded(raw: bytes) -> str:
