@@ -161,6 +161,14 @@ def test_another_tokenizer_than_the_runs_own_is_refused(moved, asked, tmp_path):
         generate.main(["--run", str(run(moved)), "--tokenizer", str(letters_json(tmp_path / "letters.json"))])
 
 
+def resealed(path: Path, found, lie) -> None:
+    """Writes a manifest that says something else of the tokenizer, with a seal that fits it."""
+    from jaxmnt.data.run_tokenizer import _digest, _record
+
+    record = _record(found) | {"tokenizer": lie}
+    path.write_text(json.dumps(record | {"seal": _digest(record)}))
+
+
 def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
     from jaxmnt.data.run_tokenizer import RunTokenizer, keep, kept, of_data
     from jaxmnt.data.tokenizer import HuggingFace, train_bpe
@@ -187,6 +195,10 @@ def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
         assert (tmp_path / "tokenizer" / name).read_bytes() == content
     for hostile in (b"", b"[" * 99999, b"[]", b'"x"', b"{}", b'{"seal": 3}', b"\xff", b"\x00" * 99, b"NaN"):
         (tmp_path / "tokenizer" / "manifest.json").write_bytes(hostile)
+        with pytest.raises(ConfigError, match="tokenizer is damaged"):
+            kept(tmp_path)
+    for lie in ({"name": "huggingface"}, {"name": 3}, {"name": "bytes", "end_of_document": 300}, {}, []):
+        resealed(tmp_path / "tokenizer" / "manifest.json", found, lie)
         with pytest.raises(ConfigError, match="tokenizer is damaged"):
             kept(tmp_path)
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()

@@ -114,7 +114,8 @@ def kept(home: Place) -> RunTokenizer | None:
                 raise damaged
             text = content.decode()
         found = RunTokenizer(dict(record["tokenizer"]), int(record["vocab_size"]), text)
-        assert found.vocab_size > 0 and found.name and (found.end_of_document or 0) >= 0
+        if not _makes_sense(found):
+            raise damaged
     except (FileNotFoundError, NotADirectoryError):
         if (path.parent / MANIFEST).exists():
             raise damaged from None  # it names a file that is not there
@@ -123,7 +124,7 @@ def kept(home: Place) -> RunTokenizer | None:
         if isinstance(error, UserError):
             raise
         raise ConfigError(f"{path.parent} cannot be read: {error.strerror}; mend the access") from error
-    except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise damaged from error
     return found
 
@@ -145,6 +146,12 @@ def of_run(homes: Sequence[Place], settings: Data, folders: Sequence[Path]) -> R
     there = next((folder / named for folder in folders if (folder / named).is_dir()), Path(named))
     prepared = open_prepared(there)
     return of_data(prepared.tokenizer, prepared.vocab_size, prepared.path)
+
+
+def _makes_sense(found: RunTokenizer) -> bool:
+    end, named = found.end_of_document, isinstance(found.description["name"], str)
+    whole = found.text is not None and isinstance(found.description.get("end_token"), str)
+    return named and (end is None or 0 <= end < found.vocab_size) and (whole or found.name != "huggingface")
 
 
 def _record(found: RunTokenizer) -> dict[str, Any]:
