@@ -12,7 +12,7 @@ from lab import Lab, outcomes, skip_without_namespaces
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 HOSTS, PORT = 3, 12355
-FROM_A_LAUNCHER = {key: {"JAXMNT_RUN_KEY": "5e" * 32} for key in range(HOSTS)}
+FROM_A_LAUNCHER = {host: {"JAXMNT_RUN_KEY": "5e" * 32} for host in range(HOSTS)}
 
 
 @pytest.fixture(scope="module")

@@ -488,4 +488,8 @@ def test_a_process_that_never_comes_is_no_failure(tiny_file, tmp_path, address):
     assert [event[name] for name in ("reason", "asked_by", "code", "at_fault", "at_fault_host")] == [
         "peers", None, 75, 1, None
     ] and event["waited_seconds"] >= 1  # fmt: skip
-    assert (tmp_path / "run" / "run.key").stat().st_mode & 0o777 == 0o600
+    run = tmp_path / "run"
+    assert (run / "run.key").stat().st_mode & 0o777 == 0o600
+    key = (run / "run.key").read_text().strip()
+    told = [path for path in run.rglob("*") if path.is_file() and key in path.read_text()]
+    assert told == [run / "run.key"] and key not in result.stdout + result.stderr

@@ -64,7 +64,7 @@ class Desk:
         news = time.monotonic() + _FIRST_NEWS_SECONDS
         while len(self._hello) < self._identity.processes:
             if (reason := wish()) is not None:
-                return stopped(reason, self._identity)
+                return wrong or stopped(reason, self._identity)
             now = time.monotonic()
             if now >= deadline:
                 return wrong or self._incomplete(timeout)
@@ -72,9 +72,11 @@ class Desk:
                 news = now + _NEWS_SECONDS
                 say(f"{self._missing('still to come')} {self._present()}")
             for connection, line in self._door.wait(min(deadline - now, LOOK_SECONDS)):
+                if line is not None and not self._door.knows(connection):
+                    continue  # it was dropped for what it said before
                 error = self._hear(connection, line)
                 if isinstance(error, StoppedError):
-                    return error
+                    return wrong or error
                 if error is not None and wrong is None:
                     wrong, deadline = error, _soon(deadline)
         return wrong or self._unreachable()

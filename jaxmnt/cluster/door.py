@@ -73,6 +73,10 @@ class Door:
         """The connections of those who have shown the key."""
         return list(self._received)
 
+    def knows(self, connection: socket.socket) -> bool:
+        """Whether this is the connection of one who has shown the key, and is still here."""
+        return connection in self._received
+
     def drop(self, connection: socket.socket) -> None:
         self._strangers.pop(connection, None)
         self._received.pop(connection, None)
@@ -139,9 +143,11 @@ class Door:
         if chunk and authentication.may_become_a_proof(stranger.received):
             return
         answer = authentication.answer_to(self._key, stranger.nonce, stranger.received)
-        if answer is not None and _sent(connection, answer):
+        if answer is not None:
             del self._strangers[connection]
             self._received[connection] = b""
+            if not _sent(connection, answer):
+                self.drop(connection)
             return
         if authentication.is_proof(stranger.received):
             _sent(connection, authentication.REFUSAL)
