@@ -126,7 +126,7 @@ def _fitted(line: str) -> list[str]:
 def _refuse_dashes(arguments: list[str]) -> None:
     """Raises `ConfigError` for a setting that is written like an option."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    for argument, following in zip(own, [*own[1:], ""], strict=True):
+    for argument, following in zip(own, [*own[1:], ""], strict=False):
         if found := _DOTTED.fullmatch(argument):
             value = following if found[2] is None and following and "=" not in following else found[2] or "VALUE"
             raise ConfigError(f"argument {argument!r}: a setting has no dashes; write {found[1]}={value}")

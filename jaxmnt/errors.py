@@ -62,6 +62,16 @@ def nearest(name: str, known: list[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
+def printable(text: str) -> str:
+    r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
+
+    For names that come from files, the environment or the network: a terminal would obey what they hold.
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
 def error_of(code: int, text: str) -> UserError:
     """The error of this exit code that another process has told us of."""
     kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}
