@@ -217,6 +217,13 @@ def test_what_is_no_setting_is_told_as_what_it_is(tmp_path, arguments, told):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", [name for name in CODES if name not in ("", "schema")])
+def test_no_arguments_are_told_in_one_line(name):
+    with pytest.raises(ConfigError) as caught:
+        _dispatch(name.split())
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("more", [["--config", "a.yaml"], ["--config=a.yaml", "train.steps=3"], ["train.steps=3"]])
 def test_arguments_of_the_training_before_the_dashes(more):
     from jaxmnt.launch import __main__ as launch

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from jaxmnt.config import fields
 from jaxmnt.config.schema import Config
 from jaxmnt.config.synonyms import SECTIONS, setting_for
-from jaxmnt.errors import nearest
+from jaxmnt.errors import nearest, printable
 
 COMMAND_LINE = "command line"
 
@@ -23,7 +23,7 @@ def explain(error: ValidationError, sources: Mapping[str, str], name: str) -> st
     different = {_problem(problem, sources) for problem in problems}
     more = f" ({len(different) - 1} more problems follow)" if len(different) > 1 else ""
     where = source_of(dotted, sources) or name
-    return one_line(": ".join(part for part in (where, dotted, text) if part) + more)
+    return printable(": ".join(part for part in (where, dotted, text) if part) + more)
 
 
 def source_of(dotted: str, sources: Mapping[str, str]) -> str | None:
@@ -107,8 +107,3 @@ def _shown(value: Any) -> str:
 def shortened(text: str) -> str:
     """As much of a text as belongs into a message."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-def one_line(text: str) -> str:
-    """The text with whatever would not print, or would begin a line, shown as an escape."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
