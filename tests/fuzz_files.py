@@ -27,6 +27,21 @@ def config_of(folder: Path) -> Config:
     )
 
 
+def start_run(folder: Path) -> Any:
+    """As far as a run comes before it takes devices."""
+    from jaxmnt.data.sources import open_sources
+    from jaxmnt.runtime.lock import RunLock
+    from jaxmnt.runtime.rundir import open_run, places
+
+    config = config_of(folder)
+    with contextlib.ExitStack() as held:
+        locks = [held.enter_context(RunLock(where)) for where in places(config)]
+        start = open_run(config, open_sources(config.data), Identity(), locks)
+        for lock in locks:
+            lock.confirm()
+    return {"run": start.run, "step": start.step, "kind": start.kind, "lineage": start.lineage}
+
+
 def _run_with_checkpoints(folder: Path) -> None:
     """Steps 5 and 10 are whole, 15 was cut off; the job that had the lock is gone."""
     import jax
@@ -53,11 +68,12 @@ def _run_with_checkpoints(folder: Path) -> None:
         saver.save(step, arrays, describe)
         saved = saver.result(wait=True)
         assert saved is not None and saved.failure is None, saved
+    (run / "run.json").write_text(json.dumps({"run": RUN, "lineage": parents, "time": 1.7e9}, indent=1) + "\n")
+    write_config(run, config)
+    start_run(folder)  # notes what it goes by
     (run / "checkpoints" / "15" / "params").mkdir(parents=True)
     (run / "checkpoints" / "15" / "params" / "data").write_text("half")
     (run / "checkpoints" / "15.unfinished").write_text("being written\n")
-    (run / "run.json").write_text(json.dumps({"run": RUN, "lineage": parents, "time": 1.7e9}, indent=1) + "\n")
-    write_config(run, config)
     holder = {
         "job": "0" * 16,
         "host": "n1",
@@ -148,6 +164,16 @@ def _staged(folder: Path) -> None:
     _prepared(folder)
     copy = stage(open_prepared(folder / "data"), folder / "local")
     copy.rename(folder / "local" / "copy")
+
+
+def _kept(folder: Path) -> None:
+    """With the tokenizer as a run keeps it."""
+    from jaxmnt.data.run_tokenizer import keep, of_data
+    from jaxmnt.data.store import open_prepared
+
+    _prepared(folder)
+    data = open_prepared(folder / "data")
+    keep(folder, of_data(data.tokenizer, data.vocab_size, data.path))
 
 
 def _half_prepared(folder: Path) -> None:
@@ -246,6 +272,7 @@ BASES: dict[str, Callable[[Path], None]] = {
     "records": _records,
     "data": _prepared,
     "staged": _staged,
+    "tokenizer": _kept,
     "half prepared": _half_prepared,
     "config": _config_file,
     "words": _words,

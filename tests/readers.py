@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fuzz_files import BEGAN, JOB, NODES, RUN, STEPS, build_again, config_of
+from fuzz_files import BEGAN, JOB, NODES, RUN, STEPS, build_again, start_run
 from fuzz_network import answered, greeted, is_fate, told
 
 from jaxmnt.cluster.environment import Identity
@@ -129,28 +129,25 @@ def _short(value: Any) -> str:
 # Reading.
 
 
-def _start(folder: Path) -> Any:
-    """As far as a run comes before it takes devices."""
-    from jaxmnt.data.sources import open_sources
-    from jaxmnt.runtime.lock import RunLock
-    from jaxmnt.runtime.rundir import open_run, places
-
-    config = config_of(folder)
-    with contextlib.ExitStack() as held:
-        locks = [held.enter_context(RunLock(where)) for where in places(config)]
-        start = open_run(config, open_sources(config.data), Identity(), locks)
-        for lock in locks:
-            lock.confirm()
-    return {"run": start.run, "step": start.step, "kind": start.kind, "lineage": start.lineage}
-
-
 def _start_and_prune(folder: Path) -> Any:
     """And then the older checkpoint is to go."""
     from jaxmnt.checkpoint.commit import prune, whole
 
-    found = _start(folder)
+    found = start_run(folder)
     prune(whole(folder / "run" / "checkpoints", RUN), {STEPS[-1]})
     return found
+
+
+def _kept_tokenizer(folder: Path) -> Any:
+    """The one that a run keeps; none is as in a run from before there was that."""
+    from jaxmnt.data.run_tokenizer import kept
+
+    found = kept(folder)
+    return None if found is None else (found.description, found.vocab_size, found.text)
+
+
+def _same_or_none(found: Any, undamaged: Any) -> str | None:
+    return None if found is None else same(found, undamaged)
 
 
 def _key(folder: Path) -> Any:
@@ -217,7 +214,7 @@ def _resealed_data(content: bytes) -> bytes:
 
 def _lines(name: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
-        from jaxmnt.telemetry.events import read_lines
+        from jaxmnt.telemetry.records import read_lines
 
         return read_lines(folder / "run" / name)
 
@@ -225,10 +222,14 @@ def _lines(name: str) -> Callable[[Path], Any]:
 
 
 def _written_on(folder: Path) -> Any:
-    from jaxmnt.telemetry.events import Events
+    """As by the next start of the process."""
+    from jaxmnt.telemetry.events import Events, event_file
+    from jaxmnt.telemetry.records import mend
 
+    mend(event_file(folder / "run", 0))
     events = Events(folder / "run", 0)
-    events.write("start", step=10)
+    events.write("end", step=10, finished=True)
+    events.close()
     return events.attempt
 
 
@@ -245,10 +246,10 @@ def _last_commit(folder: Path) -> Any:
 
 
 def _rewound(folder: Path) -> Any:
-    from jaxmnt.telemetry.events import read_lines, rewind_metrics
+    from jaxmnt.telemetry.records import mend, read_lines
 
     path = folder / "run" / "metrics.jsonl"
-    rewind_metrics(path, 10)
+    mend(path, last_step=10)
     return read_lines(path)
 
 
@@ -260,7 +261,7 @@ def _is_rewound(found: Any, undamaged: Any) -> str | None:
 def _replayed(folder: Path) -> Any:
     from jaxmnt.runtime.replay import _steps_of
 
-    return _steps_of(folder / "run", Identity())
+    return _steps_of(folder / "run", 0, 12, Identity())
 
 
 def _are_steps(found: Any, undamaged: Any) -> str | None:
@@ -421,7 +422,8 @@ _DATA = {
 
 
 def _start_reader(file: str, form: str, fits: Any = _is_start, **more: Any) -> Reader:
-    return Reader(f"start: {file}", "run", f"run/{file}", form, _start, fits, (*_LOCKS, *_CUT_OFF), **more)
+    may_change = (*_LOCKS, *_CUT_OFF, *((f"run/{file}",) if file == "run.json" else ()))
+    return Reader(f"start: {file}", "run", f"run/{file}", form, start_run, fits, may_change, **more)
 
 
 def _of_events(name: str, read: Any, fits: Any, **more: Any) -> Reader:
@@ -476,6 +478,9 @@ def _readers() -> list[Reader]:
           for file, form, fits in (("plan.json", "json", same), ("part-00000.json", "json", _any),
                                    ("counts-00000.npy", "npy", _any))),
         Reader("tokenizer", "data", "data/tokenizer.json", "json", _tokenizer, _is_tokenizer),
+        *(Reader(f"kept tokenizer: {file}", "tokenizer", f"tokenizer/{file}", "json", _kept_tokenizer, fits,
+                 names=("tokenizer",))
+          for file, fits in (("manifest.json", _same_or_none), ("tokenizer.json", same))),
         Reader("folder of compiled programs", "nothing", "compiled", "text", _compile_cache, same),
         Reader("run.key", "records", "run/run.key", "text", _key, same),
         *(Reader(f"roll call: {name}", "words", name, form, greeted(name), _any, names=_GREETING_NAMES, **network)
