@@ -190,7 +190,7 @@ def test_a_process_0_that_never_answered_is_the_same_case(monkeypatch):
 
 
 def peers(at):
-    return {"kind": ABANDONED, "reason": "peers", "time": at}
+    return {"kind": ABANDONED, "process": 0, "reason": "peers", "time": at}
 
 
 DAY, NOW = 86400.0, 1e9

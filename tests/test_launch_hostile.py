@@ -131,7 +131,7 @@ def test_events_of_strange_shapes_are_passed_over(tmp_path):
 def test_an_unreadable_events_file_is_said(tmp_path, capsys):
     (tmp_path / "events" / "0.jsonl").mkdir(parents=True)
     assert last_commit(tmp_path) == 0
-    assert "0.jsonl cannot be read (Is a directory), and counts as empty" in capsys.readouterr().err
+    assert "0.jsonl cannot be read: it is not a regular file" in capsys.readouterr().err
 
 
 # Starts that came to nothing, and nothing was lost.
@@ -258,10 +258,9 @@ def test_arguments_and_sweeps_with_control_characters_are_refused(asked, tmp_pat
         asked()
 
 
-@pytest.mark.parametrize("value", ["2026-01-01", "{1: x}"])
-def test_values_that_a_manifest_cannot_hold(asked, value):
+def test_values_that_a_manifest_cannot_hold(asked):
     with pytest.raises(ConfigError, match=r"gke\.pod.*put it in quotes"):
-        asked(f"gke.pod={{a: {value}}}")
+        asked("gke.pod={a: {1: x}}")
 
 
 SECRETS = re.findall(

@@ -6,14 +6,14 @@ None of it may keep a run from being started again: what is damaged is set aside
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from jaxmnt.errors import UserError, printable, remark
-from jaxmnt.telemetry.events import FAILED_START, read_lines
+from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines
 
 ABANDONED = "start_abandoned"
 """The event of a process that left before it took a step, with nothing lost: it was asked to, or waited in vain."""
@@ -28,12 +28,6 @@ _NUMBER = (int, float)
 _BAD_NODE: _Shape = {"node": (str,), "why": (str,), "since": _NUMBER, "until": _NUMBER}
 _START: _Shape = {"job": (str,), "start": (int,), "code": (int,), "newest": (int,), "blamed": (str, NoneType)}
 _START_MAY_HAVE: _Shape = {"began": (*_NUMBER, NoneType), "cancelled": (bool,), "waited": (bool,)}
-_EVENT: _Shape = {"kind": (str,), "time": _NUMBER, "process": (int,)}
-_EVENT_MAY_HAVE: _Shape = {
-    "host": (str, NoneType), "step": (int,), "finished": (bool,), "asked_by": (str, NoneType),
-    "reason": (str, NoneType), "why": (str, NoneType), "at_fault": (int, NoneType),
-    "at_fault_host": (str, NoneType),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,19 +120,8 @@ class Ledger:
 
 def events_since(run_dir: Path, began: float) -> list[dict[str, Any]]:
     """The events of all processes since then, in order of time."""
-    paths = sorted((run_dir / "events").glob("*.jsonl"))
-    found = [event for path in paths for event in sound_events(path) if event["time"] >= began]
-    return sorted(found, key=lambda event: float(event["time"]))
-
-
-def sound_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Those of a file that have what each has, of the right types; the others are passed over."""
-    try:
-        lines = read_lines(path)
-    except OSError as error:
-        remark(f"note: {printable(str(path))} cannot be read ({error.strerror}), and counts as empty")
-        return
-    yield from (event for event in lines if _fits(event, _EVENT, _EVENT_MAY_HAVE))
+    events = [event for path in event_files(run_dir) for event in read_lines(path) if event["time"] >= began]
+    return sorted((event for event in events if "process" in event), key=lambda event: float(event["time"]))
 
 
 def waited_in_vain(events: Iterable[dict[str, Any]]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.launch.fit import check_batch
-from jaxmnt.launch.ledger import sound_events
+from jaxmnt.telemetry.events import event_file, read_lines
 
 _TRIES = 3
 """Starts in a row that may fail without a new checkpoint."""
@@ -67,8 +67,8 @@ class Restarts:
 
 def last_commit(run_dir: Path) -> int:
     """The step of the newest checkpoint that the run's events tell of; 0 if there is none."""
-    events = sound_events(run_dir / "events" / "0.jsonl")
-    return max((event["step"] for event in events if event["kind"] == _COMMIT and "step" in event), default=0)
+    events = read_lines(event_file(run_dir, 0))
+    return max((event["step"] for event in events if event["kind"] == _COMMIT), default=0)
 
 
 _COMMIT = "checkpoint_commit"

@@ -48,6 +48,7 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
     "host": _is_text,
     "why": _is_text,
     "asked_by": _or_null(_is_text),
+    "reason": _or_null(_is_text),
     "at_fault": _or_null(_is_count),
     "at_fault_host": _or_null(_is_text),
     "finished": lambda value: isinstance(value, bool),
@@ -149,6 +150,8 @@ def _lines(path: Path) -> Iterator[bytes]:
         if path.is_file():
             with path.open("rb") as file:
                 yield from file
+        elif path.exists():
+            _say(f"{path} cannot be read: it is not a regular file")
     except OSError as error:
         _say(f"{path} cannot be read: {error.strerror}")
 
