@@ -1,7 +1,6 @@
 """Turning text into token ids and back."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -191,7 +190,10 @@ def make_tokenizer(description: dict[str, Any], folder: Path) -> Tokenizer:
         if tokenizer.description != description:
             raise ConfigError(f"data.path: {folder / TOKENIZER_FILE} is not the tokenizer that the data was made with")
         return tokenizer
-    raise ConfigError(f"the tokenizer {json.dumps(name)} of {folder} turns no token into text")
+    raise ConfigError(
+        f"--tokenizer: {folder} holds tokens that were made elsewhere ({printable(str(name))}); "
+        "give bytes, or the tokenizer.json that made them"
+    )
 
 
 def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True) -> Tokenizer:
