@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any
 
 from jaxmnt.errors import UserError, printable, remark
+from jaxmnt.storage import NO_FILE, read
 from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines
 
 ABANDONED = "start_abandoned"
@@ -76,15 +77,17 @@ class Ledger:
         """The sound entries of a file. One with anything else in it is set aside."""
         path = self._folder / name
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read(path))
         except FileNotFoundError:
             return []
-        except (ValueError, RecursionError, IsADirectoryError, NotADirectoryError):
+        except (ValueError, RecursionError):
             content = None
         except OSError as error:
-            raise UserError(
-                f"{printable(str(path))}: cannot be read: {error.strerror}; see to its file system"
-            ) from error
+            if error.errno not in NO_FILE:
+                raise UserError(
+                    f"{printable(str(path))}: cannot be read: {error.strerror}; see to its file system"
+                ) from error
+            content = None
         entries = content if isinstance(content, list) else []
         sound = [one for one in entries if _fits(one, needed, optional)]
         if content is None or content != sound:
