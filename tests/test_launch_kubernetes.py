@@ -271,6 +271,16 @@ def test_a_pod_waits_for_the_save(container, number, name):
     assert process.returncode == 75 and out == f"saving [{name}]\n"
 
 
+def test_the_script_of_a_pod_pleases_shellcheck(asked):
+    if not shutil.which("shellcheck"):
+        pytest.skip("needs shellcheck")
+    script = container_of(gke.manifests(asked("launch.setup=['cd /x']"))[1])["command"][2]
+    done = subprocess.run(
+        ["shellcheck", "--shell=bash", "-"], input=expanded(script, {}), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_second_signal_reaches_the_process(container):
     process = container("twice")
     first = first_of(process)

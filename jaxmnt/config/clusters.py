@@ -1,9 +1,10 @@
 """Settings of the launchers: what a run asks of a cluster."""
 
+import math
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from jaxmnt.config.secrets import holds_a_secret, is_secret_name
 from jaxmnt.config.section import Section, key
@@ -11,8 +12,6 @@ from jaxmnt.config.section import Section, key
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d+)?", re.ASCII)
 """Of Kubernetes: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
-
-Amount = str | Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Launch(Section):
@@ -90,8 +89,8 @@ class Gke(Section):
     grace_seconds: int = key(300, "Time for a save after SIGTERM.", ge=10)
     shared_memory_gib: int = key(64, "Size of /dev/shm.", ge=1)
     host_network: bool = key(False, "Use the node's network, as GPUDirect needs on some machine types.")
-    cpu: Amount | None = key(None, "CPU that a pod asks for, such as 100 or 500m; default none.")
-    memory: Amount | None = key(None, "Memory that a pod asks for, such as 900Gi, or bytes; default none.")
+    cpu: str | int | float | None = key(None, "CPU that a pod asks for, such as 100 or 500m; default none.")
+    memory: str | int | float | None = key(None, "Memory that a pod asks for, such as 900Gi, or bytes; default none.")
     annotations: dict[str, str] = key({}, "Annotations of every pod, such as those that attach networks.")
     pod: dict[str, Any] = key({}, "Other fields of a pod's spec; what is a list is added to ours.")
 
@@ -99,6 +98,7 @@ class Gke(Section):
     def _amounts(self) -> Self:
         for name, example in (("cpu", "100 or 500m"), ("memory", "900Gi")):
             amount = getattr(self, name)
-            if isinstance(amount, str) and not _AMOUNT.fullmatch(amount):
+            fits = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else amount is None or 0 < amount < math.inf
+            if not fits:
                 raise ValueError(f"gke.{name}: {amount!r} must be an amount such as {example}; correct it")
         return self

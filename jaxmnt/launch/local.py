@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,7 +253,7 @@ def _discard(sink: TextIO) -> None:
     os.close(nowhere)
 
 
-def _watch(children: list[_Child], asked: list[int]) -> _Child | None:
+def _watch(children: list[_Child], asked: Sequence[int] = ()) -> _Child | None:
     """Waits for all to end well (None), or for the first to fail by itself.
 
     A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; the
@@ -278,7 +278,7 @@ def _watch(children: list[_Child], asked: list[int]) -> _Child | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _ended_well(code: int | None, asked: list[int]) -> bool:
+def _ended_well(code: int | None, asked: Sequence[int]) -> bool:
     """None is a process that still runs. One that the signal ended which we have handed on had not yet begun to listen,
     and nothing to lose."""
     return code in (None, ExitCode.FINISHED, ExitCode.STOPPED) or -code in asked

@@ -6,7 +6,7 @@ import subprocess
 from importlib.resources import files
 from pathlib import Path
 
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.launch.job import Job
 from jaxmnt.launch.settings import checked, environment, filled
 
@@ -87,7 +87,7 @@ def _limit(wanted: Job) -> str:
     partition = wanted.config.slurm.partition
     where = f"partition {partition}" if partition else "default partition"
     found = _partition_limit(partition)
-    text = f"which is {found}" if found else "which sinfo --format='%P %L %l' shows (default, most)"
+    text = f"which is {printable(found)}" if found else "which sinfo --format='%P %L %l' shows (default, most)"
     return f"# launch.hours is not set, so the time limit is that of the {where}, {text}.\n"
 
 
