@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from jaxmnt import __version__, early_signals
+from jaxmnt.commands import RUN, exit_codes, wrapped
 from jaxmnt.errors import ConfigError, ExitCode, nearest, run_command
 
 COMMANDS = {
@@ -23,13 +25,26 @@ def main() -> None:
 
 def _dispatch(arguments: list[str]) -> int:
     command, *rest = arguments or ["--help"]
-    if command in ("-h", "--help"):
-        lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
-        print("usage: jaxmnt COMMAND …  (each also runs as python -m jaxmnt.COMMAND)\n" + "\n".join(lines))
+    if command == "--version":
+        print(f"jaxmnt {__version__}")
+        return ExitCode.FINISHED
+    if command in ("-h", "--help", "help"):
+        print(_help())
         return ExitCode.FINISHED
     if command not in COMMANDS:
         raise ConfigError(f"unknown command {command!r}; {nearest(command, list(COMMANDS))}")
+    if command == "train":
+        early_signals.remember()
     return int(import_module(COMMANDS[command][0]).main(rest))
+
+
+def _help() -> str:
+    parts = [
+        "usage: jaxmnt COMMAND …  (each also runs as python -m jaxmnt.COMMAND)\n       jaxmnt --version\n",
+        *(f"  {name:<10}  {text}" for name, (_, text) in COMMANDS.items()),
+        f"\njaxmnt COMMAND --help shows what a command takes, and the exit codes of its own.\n\n{exit_codes(RUN)}",
+    ]
+    return wrapped("\n".join(parts))
 
 
 if __name__ == "__main__":

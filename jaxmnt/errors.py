@@ -4,10 +4,10 @@ A `UserError` is something that a person can cause and mend: it is shown as one 
 wrong, where, and what to do, without a traceback. Anything else is a fault of ours and keeps its traceback.
 """
 
-import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import NoReturn, Self
 
@@ -58,6 +58,14 @@ class PeerError(UserError):
     exit_code = ExitCode.PEER
 
 
+def nearest(name: str, known: list[str]) -> str:
+    """A phrase naming the closest known name, or the known names if none is close."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
 def printable(text: str) -> str:
     r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
 
@@ -68,12 +76,10 @@ def printable(text: str) -> str:
     )
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """A phrase naming the closest known name, or the known names if none is close."""
-    import difflib
-
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+def remark(text: str) -> None:
+    """A line for people, on stderr. Where nobody takes it any more, nothing is shown and nothing ends."""
+    with suppress(OSError, ValueError):
+        print(f"jaxmnt: {text}", file=sys.stderr, flush=True)
 
 
 def error_of(code: int, text: str) -> UserError:
@@ -87,12 +93,12 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
 
     `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks an arrow is no reason to fail
+    from jaxmnt.output import checked, guard
+
+    guard()
     given = sys.argv[1:]
     own = given[: given.index("--")] if "--" in given else given
-    sys.exit(report(lambda: main(given), debug="--debug" in own))
+    sys.exit(checked(report(lambda: main(given), debug="--debug" in own)))
 
 
 def code_of(error: BaseException) -> int:

@@ -1,37 +1,47 @@
-"""python -m jaxmnt.prepare: text, JSON lines, Parquet or token arrays to the shards that training reads."""
+"""python -m jaxmnt.prepare: text, JSON lines, Parquet or token arrays to shards."""
 
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.errors import ConfigError, ExitCode, run_command
+from jaxmnt.commands import HERE, Parser
+from jaxmnt.errors import ConfigError, ExitCode, printable, run_command
 
 if TYPE_CHECKING:
-    from jaxmnt.data.preparation import Settings
+    from jaxmnt.data.preparation import Settings, Summary
     from jaxmnt.telemetry.progress import StatusLine
 
 _BAR = 24
 """Characters of the progress bar."""
 
+_SHORT_DOCUMENT = 16
+"""Tokens of a document below which the end of documents is in doubt."""
+
+_MOST_MIB = 2**20
+
 _EPILOG = """\
-Inputs are told apart by their names: .jsonl and .ndjson (also .gz and .zst), .parquet, .npy and .bin (token arrays);
-everything else is text, a file a document. Killed half-way, the same command goes on where it stopped.
+Inputs are told apart by their names: .jsonl and .ndjson (also .gz and .zst),
+.parquet, .npy and .bin (token arrays); everything else is text, a file a
+document. Killed half-way, the same command goes on where it stopped.
 """
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    if not 0 <= options.eval_fraction < 1:
+    if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
         raise ConfigError(f"--eval-fraction: {options.eval_fraction:g} is not a share from 0 up to 1, such as 0.02")
+    if not 1 <= options.max_document_mib <= _MOST_MIB:
+        raise ConfigError(f"--max-document-mib: {options.max_document_mib} is out of range; give 1 to {_MOST_MIB}")
     if options.workers < 1:
         raise ConfigError(f"--workers: {options.workers} is no number of processes; give 1 or more")
 
     from jaxmnt.data.preparation import Selection, build
     from jaxmnt.telemetry.progress import count, duration, size, status_line
 
-    selection = Selection(options.input, options.suffix, options.exclude)
+    selection = Selection(options.input, options.suffix, options.exclude, options.eval_input)
     started = time.monotonic()
     try:
         with status_line() as status:
@@ -49,21 +59,51 @@ def main(arguments: list[str]) -> int:
         print(f"{split:5}  {summary.documents[split]:,} documents, {count(summary.tokens[split])} tokens")
     seconds = time.monotonic() - started
     print(f"read   {size(rate.done)} in {duration(seconds)}, {size(rate.done / seconds)} a second")
+    output = printable(str(options.output))
+    for line in [*_cut_and_held_out(summary, options.eval_fraction), *_left_out(summary)]:
+        print(line)
+    print(f"prepared data is in {output}: train on it with data.path={output}")
+    return ExitCode.FINISHED
+
+
+def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[str]:
+    """What decided where documents of token arrays end, and which are held out."""
+    if summary.array_documents:
+        yield (
+            f"the id {summary.end_id} cuts the token arrays into {summary.array_documents:,} documents, "
+            f"of {summary.array_median:,} tokens in the median"
+        )
+        if summary.array_median < _SHORT_DOCUMENT:
+            yield (
+                f"warning: such short documents look as if {summary.end_id} were a token of the text; "
+                "leave --end-id out if nothing separates documents: then each file is one"
+            )
+    if summary.whole_arrays:
+        yield f"token arrays: {summary.whole_arrays}, each one document, because no --end-id was given"
+    if summary.named:
+        more = f" and {len(summary.named) - 3} more" if len(summary.named) > 3 else ""
+        yield f"held out because of their names: {', '.join(summary.named[:3])}{more} (--eval-fraction 0 trains on all)"
+    elif not summary.tokens["eval"] and fraction is None:
+        yield "nothing is held out: name files for it by --eval-input, or a share by --eval-fraction"
+
+
+def _left_out(summary: "Summary") -> Iterator[str]:
     for number, what in (
         (summary.skipped, "records that cannot be used"),
+        (summary.long, "documents that are too long"),
         (summary.empty, "empty documents"),
         (summary.binary, "binary files"),
     ):
         if number:
-            print(f"left out {number} {what}")
+            yield f"left out {number} {what}"
     if summary.binary_names:
-        print(f"  such as {', '.join(summary.binary_names[:3])}")
+        yield f"  such as {', '.join(printable(name) for name in summary.binary_names[:3])}"
     for remark in summary.remarks[:5]:
-        print(f"  {remark}")
+        yield f"  {remark}"
+    if summary.split:
+        yield f"split {summary.split} documents that are too long"
     if summary.replaced:
-        print(f"{summary.replaced} documents are not valid UTF-8; their odd bytes were replaced")
-    print(f"prepared data is in {options.output}: train on it with data.path={options.output}")
-    return ExitCode.FINISHED
+        yield f"{summary.replaced} documents are not valid UTF-8; their odd bytes were replaced"
 
 
 class _Rate:
@@ -105,6 +145,8 @@ def _settings(options: argparse.Namespace) -> "Settings":
         replace_invalid=options.replace_invalid,
         token_bytes={"uint16": 2, "uint32": 4}[options.token_dtype],
         end_id=options.end_id,
+        max_document=options.max_document_mib * 2**20,
+        long_documents=options.long_documents,
     )
     return Settings(
         tokenizer=options.tokenizer or (None if own_ids or trained else "bytes"),
@@ -119,15 +161,11 @@ def _settings(options: argparse.Namespace) -> "Settings":
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.prepare",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    codes = HERE | {ExitCode.STOPPED: "interrupted: the same command goes on from there"}
+    parser = Parser("python -m jaxmnt.prepare", description=__doc__, codes=codes, epilog=_EPILOG)
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, required=True, help="files, or folders of them")
+    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, or folders of them")
+    add("--eval-input", nargs="+", type=Path, default=[], metavar="PATH", help="files or folders that are held out")
     add("--output", type=Path, required=True, help="folder to write")
     add("--suffix", nargs="*", default=[], help="keep only files with these endings, such as .txt")
     add("--exclude", nargs="*", default=[], help="leave out files and folders of these names (*, ?)")
@@ -135,15 +173,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
     add("--end-token", help="the token that ends a document (default: <|endoftext|> or another usual name)")
     add("--text-field", default="text", help="field or column that holds a document (text)")
-    add("--chat", action="store_true", help="records hold messages, or prompt and completion; only answers are learnt")
+    add("--chat", action="store_true", help="records hold conversations; only answers are learnt")
     add("--vocab-size", type=int, help="token arrays: how many ids there are, if no --tokenizer says it")
-    add("--end-id", type=int, help="token arrays: the id that ends a document")
+    add("--end-id", type=int, help="token arrays: the id that ends a document (without it a file is one)")
     add("--token-dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin token arrays (uint16)")
-    add("--eval-fraction", type=float, default=0.02, help="share of documents held out (0.02)")
+    add("--eval-fraction", type=float, metavar="F", help="share of documents held out (0.02, or 0 with --eval-input)")
+    add("--max-document-mib", type=int, default=64, metavar="N", help="largest record, line or cell, in MiB (64)")
+    add("--long-documents", choices=("error", "split", "skip"), default="error", help="larger ones (error)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
     add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8; they are no error then")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)")
-    add("--debug", action="store_true", help="show a traceback with an error")
     return parser.parse_args(arguments)
 
 

@@ -174,6 +174,10 @@ def sizes(path: Place, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
+"""What is wrong with what is there, or has just gone, whoever looks. Other trouble says nothing about it."""
+
+
 def read(path: Place) -> bytes:
     """What is in a file. Raises `OSError` with its name, also for a pipe or the like, which would never end."""
     if isinstance(path, Address):

@@ -3,6 +3,11 @@
 Trains a language model, from the start or from where it stopped. One such process runs on each host.
 """
 
+from jaxmnt import early_signals
+
+if __name__ == "__main__":
+    early_signals.remember()
+
 import argparse
 import os
 import re
@@ -14,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.cluster.environment import Identity, identify
+from jaxmnt.commands import RUN, Parser
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ConfigError, ExitCode, report, run_command
+from jaxmnt.output import outlive_output
 from jaxmnt.plan.command import add_arguments, check_arguments, dry_run
 from jaxmnt.telemetry.startup import StartClock
 
@@ -33,10 +40,13 @@ def main(arguments: list[str]) -> int:
     steps = _replayed(options.replay)
     config = load_config(options.config, options.overrides)
     if options.dry_run:
+        early_signals.release()
         return report(lambda: dry_run(config, options), debug=options.debug)
+    outlive_output()
     identity = identify(config.cluster)
     clock.lap("environment")
 
+    from jaxmnt.cluster.abandoned import EarlyLeave
     from jaxmnt.cluster.ending import Ending, Fate
     from jaxmnt.cluster.lifeline import end_on_exceptions_in_threads
     from jaxmnt.cluster.runtime import joined
@@ -44,6 +54,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.runtime.failed_start import noting_a_failed_start
 
     ending = Ending(identity.label)
+    leave = EarlyLeave(identity, ending)
     heard: list[Lifeline] = []
 
     def at_once(reason: str) -> None:
@@ -53,12 +64,13 @@ def main(arguments: list[str]) -> int:
 
     def run() -> int:
         with ExitStack() as held:
-            stop = held.enter_context(stop_request(config, identity, at_once))
-            import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
-            clock.lap("import")
             opened = lambda: steps is not None or "data" in clock.seconds
             held.enter_context(noting_a_failed_start(config, identity, ending, opened))
-            lifeline = held.enter_context(joined(identity, config, ending, lambda: digest_of_data(config)))
+            stop = held.enter_context(stop_request(config, identity, at_once, leave.now))
+            import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
+            clock.lap("import")
+            find_data = lambda: digest_of_data(config)
+            lifeline = held.enter_context(joined(identity, config, ending, find_data, leave))
             heard.append(lifeline)
             end_on_exceptions_in_threads(lifeline)
             clock.lap("rendezvous")
@@ -132,15 +144,20 @@ def digest_of_data(config: Config) -> str:
         return open_sources(config.data).digest
 
 
-def stop_request(config: Config, identity: Identity, at_once: Callable[[str], object]) -> "StopRequest":
+def stop_request(
+    config: Config,
+    identity: Identity,
+    at_once: Callable[[str], object],
+    early: Callable[[str], object] | None = None,
+) -> "StopRequest":
     """What hears of the wish to stop. In process 0 also by the file STOP, and by the end of the allocation."""
     from jaxmnt.runtime.stop import StopRequest, end_of_allocation
 
     if identity.process_id != 0:
-        return StopRequest(None, at_once)
+        return StopRequest(None, at_once, None, early)
     assert config.run.dir is not None
     ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
-    return StopRequest(Path(config.run.dir), at_once, ends_at)
+    return StopRequest(Path(config.run.dir), at_once, ends_at, early)
 
 
 def train_again(config: Config, identity: Identity, first: int, last: int) -> int:
@@ -155,24 +172,18 @@ def train_again(config: Config, identity: Identity, first: int, last: int) -> in
 def _replayed(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    first, _, last = text.partition(":")
-    if not re.fullmatch("[0-9]{1,18}:[0-9]{1,18}", text) or int(first) >= int(last):
+    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
+    if not found or int(found[1]) >= int(found[2]):
         raise ConfigError(f"--replay: {text!r} is not FROM:TO, a checkpoint's step and a later one, such as 500:510")
-    return int(first), int(last)
+    return int(found[1]), int(found[2])
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     from jaxmnt.config.describe import help_text
 
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.train",
-        description=__doc__,
-        epilog=f"config keys (type, default):\n{help_text()}" if {"-h", "--help"} & set(arguments) else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    keys = f"config keys:\n{help_text()}" if {"-h", "--help"} & set(arguments) else ""
+    parser = Parser("python -m jaxmnt.train", description=__doc__, codes=RUN, epilog=keys)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the config")
-    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     parser.add_argument(
         "--replay", metavar="FROM:TO", help="take these steps of the run again from its checkpoint FROM, and compare"
     )
@@ -181,7 +192,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="set the run in run.dir aside, and begin another there")
     add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    parser.add_settings()
     return parser.parse_intermixed_args(arguments)
 
 

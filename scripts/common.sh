@@ -81,3 +81,17 @@ run_tests() {
 run_tests_side_by_side() {
     "$1" -m pytest -m "$2 and not alone" --numprocesses auto --maxprocesses 4 --dist worksteal "${@:3}"
 }
+
+# The three tiers, as marks of pytest.
+quick="not slow and not exhaustive and not gpu"
+slow="slow and not exhaustive and not gpu"
+all="not gpu"
+
+# share_compiled_programs: what one test compiles no other has to, in all that this script runs. Private, and gone at
+# its end.
+share_compiled_programs() {
+    [ -z "${JAX_COMPILATION_CACHE_DIR:-}" ] || return 0
+    JAX_COMPILATION_CACHE_DIR=$(mktemp -d "${TMPDIR:-/tmp}/jaxmnt-test-cache-XXXXXX")
+    export JAX_COMPILATION_CACHE_DIR
+    trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
+}

@@ -27,11 +27,16 @@ from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.telemetry.events import read_lines
 
-# Programs that several tests compile are compiled once, also across processes. The folder is private.
+# Programs that several tests compile are compiled once, also across processes. The folder is private; scripts/test has
+# one for all that it runs.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxmnt-test-cache-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+SITE = str(Path(__file__).with_name("site"))
+if SITE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # workers of pytest-xdist have it already
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, os.environ.get("PYTHONPATH")]))
 
 # How long an example takes says nothing on a machine that does other things as well.
 settings.register_profile("unhurried", deadline=None)
@@ -110,6 +115,13 @@ def whole_run(tmp_path_factory, prepared):
     config = parse_config(tree)
     assert train(config, devices=jax.devices()[:1]) == 0
     return config
+
+
+def mostly_slow(quick: set[int], matrix: list) -> list:
+    """The cases of a matrix, of which only those at the places `quick` are quick tests."""
+    values = [case if isinstance(case, tuple) else (case,) for case in matrix]
+    marks = [() if place in quick else pytest.mark.slow for place in range(len(matrix))]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(values, marks, strict=True)]
 
 
 def metrics(run_dir: Path | str, kind: str = "train") -> list[dict]:

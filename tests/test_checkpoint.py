@@ -200,7 +200,7 @@ def test_how_often_a_run_fails():
 
 def test_history_counts_attempts_without_an_end(tmp_path):
     lines = [
-        {"kind": "start", "attempt": 0, "time": 100.0}, {"kind": "end", "attempt": 0, "time": 110.0},
+        {"kind": "start", "attempt": 0, "time": 100.0}, {"kind": "end", "attempt": 0, "time": 110.0, "finished": False},
         {"kind": "start", "attempt": 1, "time": 50.0}, {"kind": "restore", "attempt": 1, "time": 55.0},
     ]  # fmt: skip
     (tmp_path / "0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -21,16 +21,21 @@ def drill(config, tmp_path, *arguments, timeout):
     return result, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_short_drill(tiny_file, tmp_path):
-    faults = "NaN in a batch,kill in a save,exception in prefetch"
-    result, out = drill(tiny_file, tmp_path, "--faults", faults, timeout=300)
+    """One fault of each kind: in the numbers, on disk, killed, asked to stop, raised, hanging."""
+    faults = [
+        "NaN in a batch", "full disk in a save", "kill in a save", "kill the coordinator", "damaged checkpoint",
+        "preempt one", "exception in prefetch", "hang in reading data",
+    ]  # fmt: skip
+    result, out = drill(tiny_file, tmp_path, "--faults", ",".join(faults), timeout=500)
     assert result.returncode == 0, out
     rows = [line for line in out.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 3 and all(row.count(" yes ") == 2 for row in rows), out
+    assert len(rows) == len(faults) and all(row.count(" yes ") == 2 for row in rows), out
     assert not (tmp_path / "drill").exists(), "nothing is left of a drill that went well"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
     """Each is noticed, named rightly and made good, and no committed step is lost."""
     result, _ = drill(tiny_file, tmp_path, "--processes", "2,4", "--json", timeout=1200)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, command, launch, losses, metrics, write_words
+from conftest import TINY, command, launch, losses, metrics, mostly_slow, write_words
 
 from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.batches import TrainingData
@@ -78,7 +78,7 @@ def digests(run: Path) -> list[str]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", mostly_slow({1}, [1, 2, 4]))
 def test_processes_read_the_same_batches(mixture, tmp_path, reference, processes):
     config = mixture(tmp_path)
     result = launch(config, f"data.read_threads={processes - 1}", processes=processes, devices=4 // processes)
@@ -92,6 +92,7 @@ def test_processes_read_the_same_batches(mixture, tmp_path, reference, processes
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_four_processes_stop_and_two_go_on(mixture, tmp_path, reference):
     config = mixture(tmp_path)
     stopped = launch(config, "train.stop_after=5", processes=4, devices=1)

@@ -10,6 +10,7 @@ import jax
 import pytest
 from conftest import events, until
 
+from jaxmnt.cluster.abandoned import StoppedError, fate_of
 from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.lifeline import STARTING, Lifeline, Position, account_of
@@ -170,6 +171,38 @@ def test_those_who_say_good_bye_are_not_missed(cluster):
     made.sockets[1].close()
     time.sleep(1.5)
     assert not any(ending.fates for ending in made.endings)
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_those_who_hear_of_an_early_stop_stop_as_well(cluster, asked):
+    """With 75, and not with 4: nobody has failed."""
+    made = cluster().start()
+    error = StoppedError("it was asked to stop before the first step (SIGTERM)", "SIGTERM").blaming(processes=[asked])
+    made.lifelines[asked].stop_early(fate_of(error))
+    for heard in made.fates(*(process for process in range(COUNT) if process != asked)):
+        assert (heard.kind, heard.code, heard.process) == ("start_abandoned", 75, asked)
+        assert (heard.reason, heard.asked_by, heard.why) == ("stopped", None, str(error))
+    assert not made.endings[asked].fates, "it ends by itself"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[1]",
+        b'{"kind": "beat", "position": {"x": 1}}',
+        b'{"kind": "verdict", "fate": {"kind": "failed"}}',
+        b'{"kind": "verdict", "fate": 3}',
+        b'{"kind": "failed", "why": "x", "code": 77}',
+        b'{"no": "kind"}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_peer_that_makes_no_sense_is_a_lost_one(cluster, line):
+    """Its words end no thread that listens."""
+    made = cluster().start(2)
+    made.sockets[2].sendall(line + b"\n")
+    for heard in made.fates(0, 1):
+        assert (heard.kind, heard.code, heard.process) == ("peer_lost", 4, 2)
 
 
 def test_accounts():

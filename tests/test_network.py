@@ -12,6 +12,7 @@ from lab import Lab, outcomes, skip_without_namespaces
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 HOSTS, PORT = 3, 12355
+FROM_A_LAUNCHER = {host: {"JAXMNT_RUN_KEY": "5e" * 32} for host in range(HOSTS)}
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +152,18 @@ def test_another_version_of_a_package(on_all, tmp_path):
 
 def test_a_run_directory_that_is_not_shared(on_all, tmp_path):
     (tmp_path / "run").mkdir()
-    ended = on_all("preflight", private={2: tmp_path / "run"})
+    ended = on_all("preflight", private={2: tmp_path / "run"}, extra=FROM_A_LAUNCHER)
     assert [code for code, _ in ended] == [3, 3, 3], ended
     assert f"run directory: h2: {tmp_path / 'run'}: what another process has written there" in ended[0][1]
+
+
+def test_without_a_launchers_key_a_run_directory_that_is_not_shared_is_seen_by_its_key(lab, on_all, tmp_path):
+    (tmp_path / "run").mkdir()
+    ended = on_all("preflight", "--wait", "8", private={2: tmp_path / "run"})
+    assert [code for code, _ in ended] == [3, 3, 3], ended
+    assert f"process 0 at h0:{PORT} has another key than h2: share run.dir among all hosts" in ended[2][1]
+    for _, text in ended[:2]:
+        assert f"process 2 of 3 did not arrive within 8 s (here: 0 on h0, 1 on h1), and {lab.address(2)} came" in text
 
 
 def test_a_clock_that_is_wrong(on_all, tmp_path):
@@ -170,7 +180,7 @@ def test_a_clock_that_is_wrong(on_all, tmp_path):
 
 def test_a_run_starts_with_the_fast_form(on_all, tmp_path):
     (tmp_path / "run").mkdir()
-    ended = on_all("train", private={1: tmp_path / "run"})
+    ended = on_all("train", private={1: tmp_path / "run"}, extra=FROM_A_LAUNCHER)
     assert [code for code, _ in ended] == [3, 3, 3], ended
     assert all("run directory: h1: " in text for _, text in ended)
 

@@ -339,7 +339,11 @@ def test_odd_text_files(tmp_path):
     [
         (lambda p: np.save(p / "t.npy", np.arange(60)), {"vocab_size": 50}, r"t\.npy holds the id 50 at element 50"),
         (lambda p: np.save(p / "t.npy", np.zeros(3)), {"vocab_size": 50}, r"1-dimensional float64; token arrays are"),
-        (lambda p: np.save(p / "t.npy", np.arange(3)), {}, r"t\.npy is a token array; give --vocab-size and --end-id"),
+        (
+            lambda p: np.save(p / "t.npy", np.arange(3)),
+            {},
+            r"t\.npy is a token array; give --vocab-size \(and --end-id",
+        ),
         (lambda p: (p / "t.bin").write_bytes(b"abc"), {"vocab_size": 50}, r"t\.bin is no token array"),
         (lambda p: (p / "t.parquet").write_bytes(b"no"), {}, r"t\.parquet cannot be read as Parquet"),
         (lambda p: (p / "t.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-9]), {}, r"is damaged after"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import command, events
+from conftest import command, events, mostly_slow
 
 from jaxmnt.config.schema import Mesh
 from jaxmnt.errors import UserError
@@ -54,7 +54,9 @@ def with_flip(monkeypatch, at_step: int, part: str, number: int) -> None:
 @pytest.mark.parametrize("part", ["params", "optimizer"])
 @pytest.mark.parametrize(
     ("mesh", "odd"),
-    [(["mesh.data=4"], [2]), (["mesh.data=2", "mesh.fsdp=2"], [0, 2]), (["mesh.data=4", "mesh.model=2"], [2])],
+    mostly_slow(
+        {1}, [(["mesh.data=4"], [2]), (["mesh.data=2", "mesh.fsdp=2"], [0, 2]), (["mesh.data=4", "mesh.model=2"], [2])]
+    ),
     ids=str,
 )
 def test_a_flipped_bit_is_found_with_the_device_and_the_host(tiny, monkeypatch, mesh, odd, part):

@@ -250,6 +250,7 @@ def test_two_jobs_and_one_address(tiny, address, monkeypatch):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_processes_save_in_a_bucket_together(tiny_file, tmp_path, address, cloud):
     there = f"checkpoint.dir={address}"
     result = launch(tiny_file, there, "mesh.fsdp=2", "train.stop_after=10", processes=2, devices=1)

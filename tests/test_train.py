@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from conftest import command, events, losses, metrics
+from conftest import command, events, losses, metrics, mostly_slow
 
 from jaxmnt.checkpoint.commit import newest_whole, step_directories
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.cluster.environment import Identity
+from jaxmnt.data.manifest import sealed
 from jaxmnt.data.rows import Windows
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
@@ -72,14 +73,14 @@ def test_learns_more_than_frequencies(tiny):
 
 @pytest.mark.parametrize(
     ("devices", "overrides"),
-    [
+    mostly_slow({3, 4}, [
         (8, ["mesh.data=8"]),
         (8, ["mesh.fsdp=8"]),
         (8, ["mesh.model=4", "mesh.data=2"]),
         (8, ["mesh.fsdp=2", "mesh.model=2", "mesh.data=2"]),
         (1, ["train.microbatch_size=4"]),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_twenty_steps_are_the_same_on_every_mesh(tiny, whole_run, devices, overrides):
     config = tiny(*overrides)
     assert train(config, devices=jax.devices()[:devices]) == ExitCode.FINISHED
@@ -207,7 +208,8 @@ def test_other_data_is_refused_and_moved_data_is_not(tiny, whole_run, tmp_path):
     shutil.copytree(whole_run.run.dir, config.run.dir)
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     manifest = tmp_path / "moved" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"eval_fraction": 0.5}))
+    other = {k: v for k, v in json.loads(manifest.read_text()).items() if k != "seal"} | {"eval_fraction": 0.5}
+    manifest.write_text(json.dumps(sealed(other)))
     with pytest.raises(ConfigError, match=r"with other data: data holds something else"):
         train(tiny(f"data.path={tmp_path / 'moved'}", "train.steps=22"), devices=one_device())
 
@@ -320,7 +322,7 @@ def test_generate_continues_a_prompt(whole_run):
     assert first.stdout.startswith("ab") and len(first.stdout) > 3
     assert first.stdout == second.stdout != other.stdout
     empty = command("jaxmnt.generate", "--run", str(Path(whole_run.run.dir).parent))
-    assert empty.returncode == 2 and "no run directory" in empty.stderr
+    assert empty.returncode == 2 and "neither a run directory nor a checkpoint" in empty.stderr
     long = command("jaxmnt.generate", "--run", whole_run.run.dir, "--prompt", "a" * 99)
     assert long.returncode == 2 and "window of 32" in long.stderr
 

@@ -9,10 +9,11 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmnt.commands import HERE, Parser
 from jaxmnt.errors import ConfigError, ExitCode, UserError, printable, run_command
 
 if TYPE_CHECKING:
@@ -152,12 +153,17 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.export import export
-    from jaxmnt.checkpoint.source import find
+    from jaxmnt.checkpoint.source import find, tokenizer_of
 
     if options.file_gb <= 0:
         raise ConfigError("--file-gb takes a number above 0")
     checkpoint = find(options.checkpoint, "checkpoint")
-    files = export(checkpoint, options.output, int(options.file_gb * 1e9), _progress)
+    try:
+        tokenizer = tokenizer_of(options.checkpoint, checkpoint)
+    except ConfigError as error:  # a run from before runs kept theirs, without its data here
+        tokenizer = None
+        print(f"note    the export has no tokenizer: {error}", file=sys.stderr)
+    files = export(checkpoint, options.output, int(options.file_gb * 1e9), _progress, tokenizer)
     _progress("")
     for file in files:
         print(file)
@@ -194,23 +200,17 @@ def _size(count: int) -> str:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m jaxmnt.checkpoint", description=__doc__, codes=HERE)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("--debug", action="store_true", help="show a traceback with an error")
-        return command
+    def add(name: str, text: str, codes: Mapping[ExitCode, str] = HERE) -> Parser:
+        return commands.add_parser(name, help=text, description=text, codes=codes)
 
     listing = add("list", "list a run's checkpoints, and which are whole as far as their files tell")
     listing.add_argument("run", metavar="RUN")
     listing.add_argument("--json", action="store_true", help="as one JSON object")
-    checking = add("verify", "read every array and compare it with its digest; exit code 1 if one is not whole")
+    not_whole = HERE | {ExitCode.FAILURE: "a checkpoint is not whole, or any other failure"}
+    checking = add("verify", "read every array and compare it with its digest", not_whole)
     checking.add_argument("checkpoint", metavar="CHECKPOINT", help="a run means all of its checkpoints")
     showing = add("show", "show what a checkpoint says of itself")
     showing.add_argument("checkpoint", metavar="CHECKPOINT")

@@ -11,7 +11,6 @@ A step that is a link counts like any other, but what it leads to is somebody's 
 """
 
 import contextlib
-import errno
 import hashlib
 import re
 from dataclasses import dataclass
@@ -64,13 +63,9 @@ def open_checkpoint(path: Place, run: str | None = None) -> Committed:
     try:
         return _opened(path, run)
     except OSError as error:
-        if error.errno not in _NO_FILE or isinstance(error, UserError):
+        if error.errno not in storage.NO_FILE or isinstance(error, UserError):
             raise
         raise DamagedError(f"its file {printable(str(error.filename))} cannot be read: {error.strerror}") from error
-
-
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
-"""What is wrong with what is there, or has just gone, whoever looks. Other trouble says nothing about it."""
 
 
 def _opened(path: Place, run: str | None) -> Committed:

@@ -11,18 +11,25 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.data.run_tokenizer import RunTokenizer
+from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 
 
 def export(
-    checkpoint: Committed, folder: Path, file_bytes: int, tell: Callable[[str], None] = lambda name: None
+    checkpoint: Committed,
+    folder: Path,
+    file_bytes: int,
+    tell: Callable[[str], None] = lambda name: None,
+    tokenizer: RunTokenizer | None = None,
 ) -> list[Path]:
     """Writes the parameters into a new `folder`, in files of about `file_bytes`, each array whole, with their index.
 
     Names are those of the checkpoint without `params/`, with dots; layers stay stacked in their first dimension. The
-    config lies beside them. Each array is compared with its digest first: raises `DamagedError`.
+    config lies beside them, and the tokenizer: its tokenizer.json, if it has one, and what the run knows of it. Each
+    array is compared with its digest first: raises `DamagedError`.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; name a new folder")
@@ -54,6 +61,11 @@ def export(
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (building / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     (building / "jaxmnt-config.json").write_text(json.dumps(manifest.config, indent=1) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        about = {"tokenizer": tokenizer.description, "vocab_size": tokenizer.vocab_size}
+        (building / "jaxmnt-tokenizer.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        if tokenizer.text is not None:
+            (building / TOKENIZER_FILE).write_bytes(tokenizer.text.encode())
     for path in sorted(building.glob("*.safetensors")):  # which are made for their owner alone, whatever the umask
         path.chmod((building / _INDEX).stat().st_mode & 0o777)
     building.rename(folder)

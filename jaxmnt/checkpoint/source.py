@@ -1,6 +1,7 @@
 """Naming a checkpoint: RUN, RUN@STEP, or its own directory. RUN is a run directory or where its checkpoints are."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxmnt.checkpoint.commit import Committed, newest_whole, open_checkpoint, step_directories, step_of
 from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
+from jaxmnt.config.load import parse_config
+from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError
 from jaxmnt.storage import Place, is_link, place, read
 
@@ -64,13 +67,14 @@ def home(run: str) -> Place:
     if isinstance(directory, Path):
         try:
             config = yaml.safe_load(read(directory / "config.yaml").decode())
-            elsewhere = config["checkpoint"]["dir"]
+            elsewhere, start = config["checkpoint"]["dir"], started_in(directory, config["run"]["dir"])
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *NO_YAML, KeyError, TypeError):
             elsewhere = None  # no run's config, or damaged: what is there, counts
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; mend the access") from error
         if elsewhere and isinstance(elsewhere, str):
-            return place(elsewhere)
+            there = start / elsewhere if start and "://" not in elsewhere else None
+            return there if there and there.is_dir() else place(elsewhere)
     return directory
 
 
@@ -107,6 +111,32 @@ def read_run(directory: Place) -> RunFile | None:
     except (ValueError, RecursionError) as error:
         why = str(error)
     raise ConfigError(f"{path} is damaged ({why}); remove it, and the run is known by its newest checkpoint")
+
+
+def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
+    """The tokenizer that the run of a checkpoint keeps, which `text` names; of an older run, that of its data.
+
+    Raises `ConfigError` if neither is there.
+    """
+    run, at, step = text.rpartition("@")
+    homes = [place(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
+    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    assert config.run.dir is not None
+    folders = [started_in(home, config.run.dir) for home in homes if isinstance(home, Path)]
+    return of_run(homes, config.data, [folder for folder in folders if folder is not None])
+
+
+def started_in(directory: Path, configured: str) -> Path | None:
+    """The folder that a run was started in, from which the paths of its config count: the one in which its directory
+    is what `run.dir` says. None if that does not tell.
+    """
+    run_dir = Path(os.path.normpath(configured))
+    if run_dir.is_absolute() or run_dir.parts[:1] == ("..",):
+        return None
+    for found in (directory.absolute(), directory.resolve()):
+        if found.parts[-len(run_dir.parts) :] == run_dir.parts:
+            return found.parents[len(run_dir.parts) - 1]
+    return None
 
 
 def run_id(directory: Place) -> str | None:

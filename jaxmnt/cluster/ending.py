@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from jaxmnt.errors import ExitCode
 
-_ACTS_SECONDS = 2.0
+_ACTS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ending:
     def with_last(self, act: Act) -> Iterator[None]:
         """Inside, and after an exception from there on, `act` is among the last acts.
 
-        They have two seconds in all, and come in order of entering.
+        They have five seconds in all, side by side: one on a file system that hangs keeps no other from its own.
         """
         self._acts.append(act)
         yield
@@ -79,17 +79,24 @@ class Ending:
             os._exit(int(code))
 
     def _act(self, fate: Fate | None, told: bool) -> None:
-        if fate is not None:
-            if not told:
-                self._say(f"error: {fate.why}")
-            for act in tuple(self._acts):
-                try:
-                    act(fate)
-                except Exception as error:  # the end comes anyway, and the other acts may still work
-                    self._say(f"note: {type(error).__name__}: {error}")
+        acting = []
+        for act in self._acts if fate is not None else []:
+            acting.append(threading.Thread(target=self._try, args=(act, fate), daemon=True))
+            acting[-1].start()
+        if fate is not None and not told:
+            self._say(fate.why if fate.code == ExitCode.STOPPED else f"error: {fate.why}")
         for stream in (sys.stderr, sys.stdout):
             with suppress(OSError, ValueError):  # nobody reads it any more
                 stream.flush()
+        for thread in acting:
+            thread.join()
+
+    def _try(self, act: Act, fate: Fate | None) -> None:
+        assert fate is not None
+        try:
+            act(fate)
+        except Exception as error:  # the end comes anyway
+            self._say(f"note: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):

@@ -1,14 +1,16 @@
 """Which process of how many this is, and which GPUs are its own: from the config, or from what started it."""
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxmnt.cluster.gpus import gpus_here, own_gpus
 from jaxmnt.cluster.launchers import LAUNCHERS, Claim, Machine, claims, shown
+from jaxmnt.cluster.variables import number_of, shortened
 from jaxmnt.config.schema import Cluster
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 
 VARIABLES = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -16,6 +18,8 @@ VARIABLES = {
     "process_id": "JAX_PROCESS_ID",
 }
 """The same names that JAX itself reads."""
+
+_PROCESSES_AT_MOST = 100_000
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,6 @@ class Identity:
         assert self.coordinator is not None
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
-
-    @property
-    def bind_host(self) -> str:
-        """Where process 0 listens: on this machine only if the others are on it, else on all interfaces."""
-        host, _ = self.address
-        return host if is_loopback(host) else ""
 
     @property
     def label(self) -> str:
@@ -117,9 +115,8 @@ def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
         if setting is not None:
             found[name], used[f"cluster.{name}"] = setting, str(setting)
         elif text:
-            if name != "coordinator" and not text.isdecimal():
-                raise ConfigError(f"{variable}: {text!r} is not a number; correct the environment variable")
-            found[name], used[variable] = text if name == "coordinator" else int(text), text
+            number = None if name == "coordinator" else number_of(variable, text, least=int(name == "processes"))
+            found[name], used[variable] = text if number is None else number, text
     return Claim("explicit", used=used, **found)
 
 
@@ -203,12 +200,15 @@ def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
             f"cluster.process_id: {process_id} is out of range for {processes} processes "
             f"(0 to {processes - 1}); correct it or cluster.processes"
         )
+    if processes > _PROCESSES_AT_MOST:
+        raise ConfigError(f"cluster.processes: {processes} are more than {_PROCESSES_AT_MOST}; correct it")
     if processes == 1:
         return Identity(local_devices=devices)
     assert winner.coordinator is not None
-    host, _, port = winner.coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"cluster.coordinator: {winner.coordinator!r} is not HOST:PORT, such as node0:12355")
+    found = re.fullmatch(r"([^\s/]{1,255}):([0-9]{1,5})", winner.coordinator)
+    if not found or not found[1].isprintable() or not 0 < int(found[2]) < 65536:
+        shown = shortened(winner.coordinator)
+        raise ConfigError(f"cluster.coordinator: {shown!r} is not HOST:PORT, such as node0:12355")
     return Identity(process_id, processes, winner.coordinator, devices)
 
 
@@ -220,6 +220,10 @@ def _ignored(said: list[Claim], asked: list[Claim], winner: Claim) -> dict[str, 
         elif claim.trouble:
             ignored[claim.launcher] = claim.trouble
         elif claim.launcher != winner.launcher:
-            what = "says the same" if claim.process_id is not None else "does not say which process this is"
+            what = "does not say which process this is"
+            if claim.process_id is not None:
+                what = "says the same"
+                if claim.coordinator not in (None, winner.coordinator):
+                    what += f", but that process 0 is at {printable(str(claim.coordinator))}"
             ignored[claim.launcher] = f"{what} ({shown(claim.used)})"
     return ignored

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxmnt.errors import ConfigError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DEVICE = re.compile(r"\d|GPU-|MIG-")
+_DEVICE = re.compile(r"[0-9]|GPU-|MIG-")
 """How a device's name begins. CUDA reads the list up to the first that is none, such as -1."""
 
 
@@ -25,7 +25,7 @@ class Neighbours:
 
 def gpus_here() -> int:
     """The number of NVIDIA GPUs that this machine, or this container, has a device file for."""
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+    return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in Path("/dev").glob("nvidia*"))
 
 
 def visible_gpus(environment: Mapping[str, str], here: int) -> list[str]:

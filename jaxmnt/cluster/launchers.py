@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from jaxmnt.cluster.gpus import Neighbours
 from jaxmnt.cluster.hostlist import counts_in, hosts_in
-from jaxmnt.errors import ConfigError
+from jaxmnt.cluster.variables import number_of
+from jaxmnt.errors import ConfigError, printable
 
 Environment = Mapping[str, str]
 _Item = TypeVar("_Item")
@@ -67,17 +68,18 @@ class Claim:
 
 
 def shown(variables: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in variables.items())
+    return ", ".join(f"{name}={printable(value)}" for name, value in variables.items())
 
 
 def slurm(environment: Environment, machine: Machine) -> Claim | None:
     """A task of `srun`. What else is in an allocation (a batch script, the shell of salloc) is no process of a run."""
-    if "SLURM_JOB_ID" not in environment:
+    if not environment.get("SLURM_JOB_ID"):
         return None
+    job = number_of("SLURM_JOB_ID", environment["SLURM_JOB_ID"])
     step = environment.get("SLURM_STEP_ID", "")
-    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
+    if step in _NAMES_OF_SPECIAL_STEPS or number_of("SLURM_STEP_ID", step) >= _FIRST_SPECIAL_STEP:
         return _outside_srun(environment)
-    if int(environment.get("SLURM_HET_SIZE") or 1) > 1:
+    if number_of("SLURM_HET_SIZE", environment.get("SLURM_HET_SIZE") or "1") > 1:
         return Claim("slurm", trouble="a heterogeneous Slurm job has no single list of tasks; set cluster.* by hand")
     read = _Reader("slurm", environment)
     processes, process_id = read.number("SLURM_STEP_NUM_TASKS"), read.number("SLURM_PROCID")
@@ -85,11 +87,11 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
         return _outside_srun(environment)  # an interactive shell, in a step that keeps the allocation's variables
     node, local = read.number("SLURM_NODEID"), read.number("SLURM_LOCALID")
     hosts, tasks = read.hosts("SLURM_STEP_NODELIST"), read.counts("SLURM_STEP_TASKS_PER_NODE")
-    if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts):
+    if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts) or local >= tasks[node]:
         raise ConfigError(f"the variables of Slurm contradict each other: {shown(read.used)}; start with srun")
     gpus = read.optional_number("SLURM_GPUS_ON_NODE")
     read.optional_number("SLURM_RESTART_COUNT")  # for people: how often the job was requeued
-    port = _FIRST_PORT + (int(environment["SLURM_JOB_ID"]) + 509 * int(step)) % _PORTS
+    port = _FIRST_PORT + (job + 509 * int(step)) % _PORTS
     first = hosts[0] if len(hosts) > 1 else _LOCALHOST
     return Claim(
         "slurm", process_id, processes, f"{first}:{port}", Neighbours(local, tasks[node], gpus), read.used
@@ -97,7 +99,8 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
 
 
 _FIRST_SPECIAL_STEP = 2**32 - 16
-"""From here on Slurm numbers what is no step of srun's: interactive, batch, extern."""
+"""From here on Slurm numbers what is no step of srun's."""
+_NAMES_OF_SPECIAL_STEPS = ("", "interactive", "batch", "extern")
 
 
 def _outside_srun(environment: Environment) -> Claim:
@@ -133,7 +136,7 @@ def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
     if job is not None and pods is not None:
         return Claim("kubernetes", job * pods + index, used=read.used)
     service = machine.domain.partition(".")[0]
-    of_jobset = re.fullmatch(rf"{re.escape(service)}-.+-(\d+)-\d+", machine.hostname) if service else None
+    of_jobset = re.fullmatch(rf"{re.escape(service)}-.+-([0-9]+)-[0-9]+", machine.hostname) if service else None
     if (of_jobset and int(of_jobset[1]) > 0) or job:
         return Claim(
             "kubernetes",
@@ -160,7 +163,8 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     local, together = read.optional_number(names[2]), read.optional_number(names[3])
     if processes is None:
         return Claim("mpi", process_id, used=read.used)
-    found = re.match(r"(\d+)\.\d+;tcp6?://([^:,]+|\[[^\]]+\])", environment.get(_HEAD, ""))
+    _check_local(local, together, read.used)
+    found = re.match(r"([0-9]+)\.[0-9]+;tcp6?://([^:,]+|\[[^\]]+\])", environment.get(_HEAD, ""))
     port = _FIRST_PORT + zlib.crc32(found[1].encode()) % _PORTS if found else DEFAULT_PORT
     coordinator = f"{_LOCALHOST}:{port}" if together == processes else f"{found[2]}:{port}" if found else None
     if found:
@@ -193,17 +197,25 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
             trouble="RANK and WORLD_SIZE belong together, and only one is set; set both, or unset what is left over",
         )
     process_id, processes = read.number("RANK"), read.number("WORLD_SIZE")
-    local = read.optional_number("LOCAL_RANK") or 0
-    together = read.optional_number("LOCAL_WORLD_SIZE") or 1
+    local, together = read.optional_number("LOCAL_RANK"), read.optional_number("LOCAL_WORLD_SIZE")
     host, port = environment.get("MASTER_ADDR"), read.optional_number("MASTER_PORT") or DEFAULT_PORT
+    _check_local(local, together, read.used)
     if host:
         read.used["MASTER_ADDR"] = host
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun's own store listens on that port
     name = f"[{host}]" if host and ":" in host else host
     return Claim(
-        "torchrun", process_id, processes, f"{name}:{port}" if name else None, Neighbours(local, together), read.used
-    )
+        "torchrun", process_id, processes, f"{name}:{port}" if name else None,
+        Neighbours(local or 0, together or 1), read.used,
+    )  # fmt: skip
+
+
+def _check_local(rank: int | None, processes: int | None, used: Mapping[str, str]) -> None:
+    if rank is not None and processes is not None and rank >= processes:
+        raise ConfigError(
+            f"process {rank} of {processes} on its host is out of range ({shown(used)}); correct the variables"
+        )
 
 
 LAUNCHERS: dict[str, Callable[[Environment, Machine], Claim | None]] = {
@@ -255,10 +267,9 @@ class _Reader:
         text = self._environment.get(name, "").strip()
         if not text:
             return None
-        if not text.isdecimal() or not text.isascii():
-            raise ConfigError(f"{name}: {text!r} is not a number; correct the environment variable")
+        number = number_of(name, text)
         self.used[name] = text
-        return int(text)
+        return number
 
     def hosts(self, name: str) -> list[str]:
         return self._listed(name, hosts_in)

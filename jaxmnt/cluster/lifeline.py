@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from jaxmnt.cluster.abandoned import ABANDONED, Abandoned
+from jaxmnt.cluster.desk import Peer
 from jaxmnt.cluster.ending import Ending, Fate, code_for_peers
 from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.rollcall import Peer
 from jaxmnt.cluster.signs import may_tell_of_a_lost_peer
 from jaxmnt.cluster.wire import Wire
 from jaxmnt.errors import ExitCode, code_of, summary
@@ -29,6 +30,7 @@ _VERDICT_SECONDS = 10.0
 _GOING_LAST_SECONDS = 1.0
 _MISSED_SECONDS = 3.0
 _NOTE_SECONDS = 1.0
+_LONGEST_WHY = 10_000
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,16 @@ class Lifeline:
 
     def fail(self, why: str, code: int) -> Fate:
         """Tells the others that this process fails, and why. Returns when they know, or after a few seconds."""
+        return self._announce(self._fate("failed", why[:_LONGEST_WHY], code))
+
+    def stop_early(self, fate: Abandoned) -> None:
+        """Tells the others that this process was asked to stop before its first step: they stop, too. Returns as `fail`
+        does."""
+        self._announce(fate)
+
+    def _announce(self, fate: Fate) -> Fate:
         if self._own is None:
-            self._own = self.ending.fate = self._fate("failed", why, code)
+            self._own = self.ending.fate = fate
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._bell.send(b"!")
             self._told.wait(_MISSED_SECONDS)
@@ -149,7 +159,8 @@ class Lifeline:
             if self._identity.process_id == 0:
                 self._tell_all(self._own)
             else:
-                self._broadcast({"kind": "failed", "why": self._own.why, "code": int(self._own.code)})
+                kind = "stopped" if isinstance(self._own, Abandoned) else "failed"
+                self._broadcast({"kind": kind, "why": self._own.why, "code": int(self._own.code)})
             self._told.set()
         halted, self._halted = self._halted, None
         if halted is None or self._own is not None:
@@ -182,30 +193,39 @@ class Lifeline:
             return
         self._unheard[process] = 0
         for message in messages:
-            self._obey(process, message)
+            try:
+                told = Position(**message["position"]) if "position" in message else None
+                fate = _fate_from(message["fate"]) if message["kind"] == "verdict" else None
+                code = ExitCode(message.get("code", ExitCode.PEER))
+            except (ValueError, KeyError, TypeError):
+                self._lost(process, "said what no process of this version says")
+                return
+            if told is not None:
+                self._positions[process] = told
+            self._obey(process, message, fate, code)
 
-    def _obey(self, process: int, message: dict[str, Any]) -> None:
-        kind = message["kind"]
-        if "position" in message:
-            self._positions[process] = Position(**message["position"])
+    def _obey(self, process: int, message: dict[str, Any], fate: Fate | None, code: ExitCode) -> None:
+        kind, why = message["kind"], str(message.get("why"))
         if kind == "bye" and process in self._wires:
             self._drop(process)
         elif kind == "failed":
-            self._tell_all(self._fate("peer_lost", f"failed: {message['why']}", message["code"], process))
+            self._tell_all(self._fate("peer_lost", f"failed: {why}", code, process))
+        elif kind == "stopped":
+            self._tell_all(Abandoned(ABANDONED, why, ExitCode.STOPPED, process, self._hosts[process]))
         elif kind == "halted":
-            self._inquire(str(message["why"]), process)
+            self._inquire(why, process)
         elif kind == "inquiry":
             self._broadcast({"kind": "here", "position": asdict(self.position())})
             self._note_stacks_once()
         elif kind == "gave_up":
-            why = f"was given up by {self._label(process)}: {message['why']}"
+            why = f"was given up by {self._label(process)}: {why}"
             self._tell_all(self._fate("peer_lost", why, ExitCode.PEER, 0))
         elif kind == "here" and self._inquiry is not None:
             self._inquiry.answered.add(process)
             if self._inquiry.answered >= set(self._wires):
                 self._conclude()
-        elif kind == "verdict":
-            self._end(Fate(**message["fate"]))
+        elif fate is not None:
+            self._end(fate)
 
     def _lost(self, process: int, why: str) -> None:
         if process == 0:
@@ -239,6 +259,8 @@ class Lifeline:
         """Ends the run: process 0 tells the others why, and goes last, because JAX's service goes with it."""
         if self._identity.process_id == 0:
             told = asdict(fate) | {"code": int(code_for_peers(fate.code))}
+            if isinstance(fate, Abandoned):
+                told |= {"code": int(fate.code), "asked_by": None}
             if fate.kind == "failed":
                 told |= {"kind": "peer_lost", "why": self._blame(fate.process, f"failed: {fate.why}")}
             self._broadcast({"kind": "verdict", "fate": told})
@@ -275,6 +297,12 @@ class Lifeline:
 
     def _label(self, process: int) -> str:
         return f"process {process} of {self._identity.processes} on {self._hosts[process]}"
+
+
+def _fate_from(record: dict[str, Any]) -> Fate:
+    """What process 0 says. Raises `TypeError` or `ValueError` if that makes no sense."""
+    ExitCode(record["code"])
+    return Abandoned(**record) if record["kind"] == ABANDONED else Fate(**record)
 
 
 @dataclass

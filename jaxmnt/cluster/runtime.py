@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -17,7 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.cluster import rollcall
+from jaxmnt.cluster import authentication, rollcall
+from jaxmnt.cluster.abandoned import EarlyLeave
+from jaxmnt.cluster.addresses import listening_address
 from jaxmnt.cluster.ending import Ending
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.lifeline import Lifeline
@@ -26,6 +29,7 @@ from jaxmnt.cluster.software import software
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, PeerError, UserError, code_of, error_of, summary
+from jaxmnt.output import guarded
 
 BARRIER_SECONDS = 300.0
 _LATE = "timed out task names"
@@ -38,13 +42,15 @@ _turns_lock = threading.Lock()
 
 
 @contextmanager
-def joined(identity: Identity, config: Config, ending: Ending, find_data: Callable[[], str]) -> Iterator[Lifeline]:
+def joined(
+    identity: Identity, config: Config, ending: Ending, find_data: Callable[[], str], leave: EarlyLeave | None = None
+) -> Iterator[Lifeline]:
     """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
 
     Holds the roll call first, whose errors are those of `rollcall.hold`. `find_data` returns the digest of the data; if
-    it raises a `UserError`, every process hears of it. Afterwards the lifeline ends this process when another fails;
-    what is raised here is told to the others, and all leave together when nothing is. A single process has nobody to
-    join and gets a lifeline without connections.
+    it raises a `UserError`, every process hears of it. `leave` is told how the others hear of a wish to stop early.
+    Afterwards the lifeline ends this process when another fails; what is raised here is told to the others, and all
+    leave together when nothing is. A single process has nobody to join and gets a lifeline without connections.
     """
     cluster = config.cluster
     silence, patience = cluster.silence_timeout_seconds, 0.9 * cluster.heartbeat_timeout_seconds
@@ -59,14 +65,19 @@ def joined(identity: Identity, config: Config, ending: Ending, find_data: Callab
         return
     assert config.run.dir is not None
     digest, trouble, log = "", None, os.devnull
+    key = secrets.token_bytes()  # fits none: without a key it can only say that it was here
     try:
         log = str(_native_log(Path(config.run.dir), identity))
+        key = authentication.run_key(Path(config.run.dir))
         digest = find_data()
     except UserError as error:
         trouble = error
+    leave = leave or EarlyLeave(identity, ending)
     with _native_output_to(log):
-        peers = rollcall.hold(identity, _facts(config, digest), cluster.start_timeout_seconds, trouble)
-        lifeline = Lifeline(identity, peers, ending, silence, patience)
+        with leave.meeting():
+            facts, limit = _facts(config, digest), cluster.start_timeout_seconds
+            peers = rollcall.hold(identity, facts, limit, key, trouble, leave.wish)
+        lifeline = leave.lifeline = Lifeline(identity, peers, ending, silence, patience)
         lifeline.start()
         with telling(lifeline):
             _initialize(identity, config)
@@ -127,8 +138,8 @@ def telling(lifeline: Lifeline) -> Iterator[None]:
 
 
 def _bind_address(identity: Identity) -> str | None:
-    """None is JAX's default, all interfaces."""
-    host = identity.bind_host
+    """For process 0. None is JAX's default, all interfaces."""
+    host = listening_address(identity)[0] if identity.process_id == 0 else ""
     return f"[{host}]:{identity.address[1]}" if ":" in host else f"{host}:{identity.address[1]}" if host else None
 
 
@@ -286,7 +297,7 @@ def _native_output_to(path: str) -> Iterator[None]:
     os.dup2(log, 1)
     os.close(log)
     before = sys.stdout
-    sys.stdout = os.fdopen(original, "w", buffering=1, closefd=False, encoding=before.encoding, errors="replace")
+    sys.stdout = guarded(before, original, line_buffering=True)
     try:
         yield
     finally:

@@ -1,11 +1,41 @@
 """Objects as lines of JSON over a TCP connection that is watched with others by a selector."""
 
 import json
+import math
 import socket
 from typing import Any
 
-_LONGEST_LINE = 2**20
+_LONGEST_LINE = 2**18
 _SEND_SECONDS = 1.0
+_DIGITS = 20
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The object in a line. Raises `ValueError` for anything else, and for numbers that no process says."""
+    try:
+        found = json.loads(line.decode(), parse_constant=_no_number, parse_int=_whole, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError("a number too large")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number too large")
+    return number
 
 
 class Wire:
@@ -33,11 +63,11 @@ class Wire:
             chunk = self._connection.recv(2**16)
         except OSError:
             chunk = b""
+        *lines, self._received = (self._received + chunk).split(b"\n")
         if not chunk or len(self._received) > _LONGEST_LINE:
             return None
-        *lines, self._received = (self._received + chunk).split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
+            return [parse(line) for line in lines]
         except ValueError:
             return None
 

@@ -1,14 +1,17 @@
 """Settings of the launchers: what a run asks of a cluster."""
 
+import math
 import re
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
+from jaxmnt.config.secrets import holds_a_secret, is_secret_name
 from jaxmnt.config.section import Section, key
 
-_SECRET = re.compile(r"(?i)(^|_)(secrets?|tokens?|passw\w*|credentials?|api_?key|private_?key)($|_)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d+)?", re.ASCII)
+"""Of Kubernetes: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
 
 
 class Launch(Section):
@@ -18,6 +21,10 @@ class Launch(Section):
     hours: float | None = key(None, "How long a job may take; default what the cluster allows.", gt=0)
     warning_seconds: int = key(300, "How long before the end of a job the run is asked to save and stop.", ge=1)
     restarts: int = key(10, "Starts inside one allocation after the first.", ge=0)
+    wait_minutes: float | None = key(
+        None, "How long the processes of a job wait for each other at a start; default on Slurm "
+        "cluster.start_timeout_seconds, on Kubernetes 30 unless that is given.", gt=0, le=1440,
+    )  # fmt: skip
     environment: dict[str, str] = key({}, "Variables for every process; no secrets.")
     setup: list[str] = key([], "Shell lines that come first on each host, such as: source /shared/env/bin/activate.")
     python: str = key("python", "The interpreter.")
@@ -30,10 +37,10 @@ class Launch(Section):
 
     @model_validator(mode="after")
     def _fit_to_print(self) -> Self:
-        for name in self.environment:
+        for name, value in self.environment.items():
             if not _VARIABLE.fullmatch(name):
                 raise ValueError(f"launch.environment: {name!r} is no name of a variable; correct it")
-            if _SECRET.search(name):
+            if is_secret_name(name) or holds_a_secret(value):
                 raise ValueError(
                     f"launch.environment: {name} looks like a secret, and scripts and manifests are readable; "
                     "keep it in a file of yours or a Kubernetes secret, and read it in launch.setup"
@@ -60,10 +67,10 @@ class Slurm(Section):
     srun_options: list[str] = key([], "Any other options of srun.")
 
     @model_validator(mode="after")
-    def _one_line_each(self) -> Self:
+    def _options_only(self) -> Self:
         for name in ("options", "srun_options"):
             for option in getattr(self, name):
-                if not option.startswith("-") or "\n" in option:
+                if not option.startswith("-"):
                     raise ValueError(f"slurm.{name}: {option!r} is no option such as --mail-type=END; correct it")
         return self
 
@@ -82,7 +89,16 @@ class Gke(Section):
     grace_seconds: int = key(300, "Time for a save after SIGTERM.", ge=10)
     shared_memory_gib: int = key(64, "Size of /dev/shm.", ge=1)
     host_network: bool = key(False, "Use the node's network, as GPUDirect needs on some machine types.")
-    cpu: str | None = key(None, "CPU that a pod asks for; default none.")
-    memory: str | None = key(None, "Memory that a pod asks for; default none.")
+    cpu: str | int | float | None = key(None, "CPU that a pod asks for, such as 100 or 500m; default none.")
+    memory: str | int | float | None = key(None, "Memory that a pod asks for, such as 900Gi, or bytes; default none.")
     annotations: dict[str, str] = key({}, "Annotations of every pod, such as those that attach networks.")
     pod: dict[str, Any] = key({}, "Other fields of a pod's spec; what is a list is added to ours.")
+
+    @model_validator(mode="after")
+    def _amounts(self) -> Self:
+        for name, example in (("cpu", "100 or 500m"), ("memory", "900Gi")):
+            amount = getattr(self, name)
+            fits = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else amount is None or 0 < amount < math.inf
+            if not fits:
+                raise ValueError(f"gke.{name}: {amount!r} must be an amount such as {example}; correct it")
+        return self

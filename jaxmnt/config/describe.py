@@ -5,7 +5,8 @@ from typing import Any, NamedTuple, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from jaxmnt.config.load import field_of, flatten, is_section
+from jaxmnt.config.fields import field_of, is_section, takes
+from jaxmnt.config.load import flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
 
@@ -26,15 +27,10 @@ class Change(NamedTuple):
 
 
 def help_text() -> str:
-    """Every key with its type, default and line of explanation."""
-    rows = [
-        (name, _type_name(field.annotation), _default(field), field.description or "")
-        for name, field in sorted_fields().items()
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    """Every key with what it takes, its default and its line of explanation, for a terminal to wrap."""
     return "\n".join(
-        f"  {name:<{widths[0]}}  {kind:<{widths[1]}}  {default:<{widths[2]}}  {text}"
-        for name, kind, default, text in rows
+        f"  {name}  {takes(field.annotation, field.metadata)}; {_default(field)}\n      {field.description}"
+        for name, field in sorted_fields().items()
     )
 
 
@@ -86,19 +82,10 @@ def _resume_class(dotted: str) -> Resume:
     return cast(Resume, field.json_schema_extra["resume"])
 
 
-def _type_name(annotation: Any) -> str:
-    if annotation is type(None):
-        return "null"
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (dict, list):
-        return f"{'mapping' if origin is dict else 'list'} of {_type_name(arguments[-1])}"
-    if origin is not None and arguments:
-        return "|".join(repr(a)[1:-1] if isinstance(a, str) else _type_name(a) for a in arguments)
-    return getattr(annotation, "__name__", str(annotation))
-
-
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value in (None, [], {}):
+        return f"default {'null' if value is None else 'empty'}"
+    return f"default {str(value).lower() if isinstance(value, bool) else value}"

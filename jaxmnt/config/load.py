@@ -1,27 +1,45 @@
 """Loading: YAML file, dotted overrides, and one message for whatever is wrong with them."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
+from jaxmnt.config.explain import COMMAND_LINE, explain, shortened
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
-from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 3e-4 is a number and a key given twice is an error."""
+    """Safe YAML in which 3e-4 is a number and a key given twice is an error.
+
+    What only YAML 1.1 takes for numbers and dates is text, as it is meant: 12:00 is not 720, 010 not 8.
+    """
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, shape) for tag, shape in shapes if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
+    for first, shapes in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 _Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+)$"),
+    list("-+0123456789"),
+)
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    re.compile(
+        r"^[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
     list("-+0123456789."),
 )
+
+_NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What PyYAML raises, the last ones for a tag that its value does not fit, or for deep nesting."""
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -32,7 +50,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     path = Path(path)
     tree, lines = _read(path)
     sources = {key: f"{path}:{line}" for key, line in lines.items()}
-    sources |= dict.fromkeys(apply_overrides(tree, overrides or []), "command line")
+    for key in apply_overrides(tree, overrides or []):
+        sources = {known: line for known, line in sources.items() if not known.startswith(f"{key}.")}
+        sources[key] = COMMAND_LINE
     tree.setdefault("run", None)
     tree["run"] = tree["run"] or {}
     if isinstance(tree["run"], dict):
@@ -40,11 +60,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, sources, str(path))) from error
+        raise ConfigError(explain(error, sources, str(path))) from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
     """Sets each `key.sub=value` in the tree, in order, and returns the dotted keys."""
+    for number, override in enumerate(overrides):
+        if not re.match(r"[^\s=-][^\s=]*=", override):
+            raise ConfigError(_no_setting(overrides, number))
     return [_apply(tree, override) for override in overrides]
 
 
@@ -53,19 +76,35 @@ def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, {}, name)) from error
+        raise ConfigError(explain(error, {}, name)) from error
 
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, without anything about this process."""
-    return yaml.safe_dump(config.model_dump(exclude=NOT_OF_THE_RUN), sort_keys=False)
+    return _dumped(config.model_dump(exclude=NOT_OF_THE_RUN))
 
 
 def dump_for_hosts(config: Config) -> str:
     """The resolved config as YAML for the processes of a run, with what it says about their cluster."""
     tree = config.model_dump(exclude=NOT_OF_THE_RUN - {"cluster"})
     tree["cluster"] = {name: value for name, value in tree["cluster"].items() if value is not None}
-    return yaml.safe_dump(tree, sort_keys=False)
+    return _dumped(tree)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML in which no text is one of the numbers that only our loader knows."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if text[:1] in set("-+.0123456789") else None
+    ),
+)
+
+
+def _dumped(tree: dict[str, Any]) -> str:
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -83,30 +122,6 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
-def field_of(dotted: str) -> FieldInfo | None:
-    """The field that a dotted key names; any name will do for an entry of a mapping. None if there is none."""
-    *parents, last = dotted.split(".")
-    fields = section_fields(parents)
-    return None if fields is None else fields.get(last)
-
-
-def section_fields(parents: Sequence[str]) -> dict[str, FieldInfo] | None:
-    """The fields of a section, given as the names on the way to it; None if that is no section."""
-    section: Any = Config
-    for parent in parents:
-        if get_origin(section) in (dict, list):
-            section = get_args(section)[-1]
-        elif is_section(section) and parent in section.model_fields:
-            section = section.model_fields[parent].annotation
-        else:
-            return None
-    return dict(section.model_fields) if is_section(section) else None
-
-
-def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The file's tree, and the line of each dotted key."""
     try:
@@ -120,11 +135,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         node = yaml.compose(text, Loader=_Loader)
         tree = yaml.load(text, Loader=_Loader) or {}  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from error
+    except _NOT_YAML as error:
+        raise ConfigError(f"{path}{_what_is_not_yaml(error, text)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections such as 'train:', not a {_kind(tree)}")
     lines: dict[str, int] = {}
@@ -133,27 +145,50 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     return tree, lines
 
 
-def _collect_lines(path: Path, node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
-    if not isinstance(node, yaml.MappingNode):
+def _what_is_not_yaml(error: Exception, text: str) -> str:
+    """The line, if it is known, and the problem."""
+    if isinstance(error, RecursionError):
+        return ": not valid YAML: nested too deeply"
+    problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), "")
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f": not valid YAML: {problem}"
+    lines = text.splitlines()
+    if mark.line < len(lines) and "\t" in lines[mark.line]:
+        return f":{mark.line + 1}: a tab is in this line, and YAML is laid out with spaces; replace it"
+    return f":{mark.line + 1}: not valid YAML: {problem}"
+
+
+def _collect_lines(
+    path: Path, node: yaml.Node, prefix: str, lines: dict[str, int], above: tuple[yaml.Node, ...] = ()
+) -> None:
+    """The line of each dotted key, and of each entry of a list."""
+    if node in above:
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: {prefix[:-1]} contains itself; write it out")
+    if isinstance(node, yaml.SequenceNode):
+        pairs = [(str(number), entry, entry) for number, entry in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        pairs = [(key.value, key, value) for key, value in node.value]
+    else:
         return
-    for key_node, value_node in node.value:
-        dotted = f"{prefix}{key_node.value}"
-        line = key_node.start_mark.line + 1
+    for name, marked, value in pairs:
+        dotted = f"{prefix}{name}"
+        line = marked.start_mark.line + 1
         if dotted in lines:
             raise ConfigError(f"{path}:{line}: {dotted} is given twice (first on line {lines[dotted]}); keep one")
         lines[dotted] = line
-        _collect_lines(path, value_node, f"{dotted}.", lines)
+        _collect_lines(path, value, f"{dotted}.", lines, (*above, node))
 
 
 def _apply(tree: dict[str, Any], override: str) -> str:
     """Sets one `key.sub=value` in the tree and returns the dotted key."""
-    dotted, equals, text = override.partition("=")
-    if not equals or not dotted or dotted.startswith("-"):
-        raise ConfigError(f"argument {override!r} is no override; write key.sub=value, such as train.steps=100")
+    dotted, _, text = override.partition("=")
     try:
         value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    except _NOT_YAML as error:
+        raise ConfigError(
+            f"override {shortened(repr(override))}: the value is not valid YAML; correct it, or put it in quotes"
+        ) from error
     *parents, last = dotted.split(".")
     place = tree
     for parent in parents:
@@ -161,51 +196,36 @@ def _apply(tree: dict[str, Any], override: str) -> str:
             place[parent] = {}
         place = place[parent]
         if not isinstance(place, dict):
-            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
+            raise ConfigError(
+                f"override {shortened(repr(override))}: {parent} is a value, not a section; name a key of a section"
+            )
     place[last] = value
     return dotted
 
 
-def _explain(error: ValidationError, sources: dict[str, str], name: str) -> str:
-    """One message for the first problem, and a count of the others."""
-    problems = error.errors()
-    first = problems[0]
-    dotted = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "value_error":  # ours, from a rule over several keys: it names its key itself
-        message = str(first["ctx"]["error"])
-        dotted = message.partition(":")[0]
-        text = message.partition(": ")[2]
-    elif first["type"] == "extra_forbidden":
-        text = f"unknown key; {_suggest(dotted)}"
-    else:
-        text = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}"
-        text += f" ({_help_line(dotted)})" if _help_line(dotted) else ""
-    where = sources.get(dotted) or next(
-        (place for known, place in sources.items() if known.startswith(f"{dotted}.")), name
+def _no_setting(overrides: list[str], number: int) -> str:
+    """What an argument is that is no `key.sub=value`, and what to write instead."""
+    given, before = overrides[number], overrides[number - 1] if number else ""
+    shown = shortened(repr(given))
+    if given.endswith((".yaml", ".yml")):
+        return f"argument {shown} is no setting; name a config file by --config {given}"
+    if colon := re.fullmatch(r"([a-z]\w*(?:\.\w+)+):(.*)", given, re.DOTALL):
+        return f"argument {shown} is no setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
+    first = number - 1 if before and (given.startswith("=") or before.endswith("=")) else number
+    pieces: list[str] = []
+    for piece in overrides[first : first + 3]:
+        if "=" in piece.strip("=") and pieces:
+            break  # the next setting, and whole
+        pieces.append(piece)
+        if whole := re.fullmatch(r"\s*([^\s=]+)\s*=\s*([^=]+)", "".join(pieces)):
+            text, better = " ".join(pieces), f"{whole[1]}={whole[2].strip()}"
+            return f"argument {shortened(repr(text))}: a setting has no spaces around its =; write {better}"
+    if re.fullmatch(r"[a-z]\w*(\.\w+)+", given) and len(pieces) > 1:
+        return f"argument {shortened(repr(' '.join(pieces[:2])))} is no setting; write {given}={pieces[1]}"
+    return (
+        f"argument {shown} is no setting; write key.sub=value, such as train.steps=100, with quotes around it "
+        "if there are spaces in it"
     )
-    more = f" ({len(problems) - 1} more problems follow)" if len(problems) > 1 else ""
-    return f"{where}: {dotted}: {text}{more}"
-
-
-def _suggest(dotted: str) -> str:
-    *parents, last = dotted.split(".")
-    known = list(section_fields(parents) or {})
-    elsewhere = [
-        f"{name}.{last}"
-        for name, field in Config.model_fields.items()
-        if is_section(field.annotation) and last in (section_fields([name]) or {})
-    ]
-    if elsewhere and last not in known:
-        return f"did you mean {elsewhere[0]}?"
-    hint = nearest(last, known)
-    prefix = ".".join(parents)
-    return hint.replace("did you mean ", f"did you mean {prefix}.") if prefix else hint
-
-
-def _help_line(dotted: str) -> str:
-    """The key's line of help, or nothing for a section."""
-    field = field_of(dotted)
-    return "" if field is None or is_section(field.annotation) else field.description or ""
 
 
 def _kind(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 
+from jaxmnt.commands import HERE, Parser
 from jaxmnt.errors import ConfigError, ExitCode, run_command
 
 
@@ -11,6 +12,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data import inspection
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.sources import open_sources
+    from jaxmnt.data.store import PreparedData
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.telemetry.progress import status_line
 
@@ -28,6 +30,9 @@ def main(arguments: list[str]) -> int:
                 part.verify(progress=lambda name: status.update(f"checking {name}"))
         print("every file is what was written")
     sections = [inspection.sources_table(sources), list(inspection.lengths(sources))]
+    for name, part in sources.parts.items():
+        if isinstance(part, PreparedData) and not part.is_sealed:
+            sections[0].append(f"{name}: prepared by an earlier version, which did not seal its manifest")
     training = TrainingData(config, sources)
     sections.append(inspection.mixture_table(config, training))
     step = 1 if options.batch is None else options.batch
@@ -46,15 +51,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m jaxmnt.data", description=__doc__, allow_abbrev=False)
+    parser = Parser("python -m jaxmnt.data", description=__doc__, codes=HERE)
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file with the config")
     add("--path", metavar="DIR", help="prepared data, in place of a config")
     add("--batch", type=int, metavar="STEP", help="show all rows of this step, counted as in metrics.jsonl")
     add("--rows", type=int, metavar="N", help="show at most so many rows (3; all with --batch)")
     add("--verify", action="store_true", help="compare every file with its digest")
-    add("--debug", action="store_true", help="show a traceback with an error")
-    add("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    parser.add_settings()
     options = parser.parse_intermixed_args(arguments)
     if options.config is None and options.path is None:
         raise ConfigError("give --config FILE or --path DIR")

@@ -13,6 +13,7 @@ from jaxmnt.data.rows import Packed
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.data.store import PreparedData
 from jaxmnt.data.tokenizer import Tokenizer
+from jaxmnt.errors import printable
 
 _BAR = 40
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
@@ -101,7 +102,7 @@ def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | N
         text = "" if tokenizer is None else f"  {_shorten(tokenizer.decode(values))}"
         yield (
             f"  {place:>6}  {len(piece):>6} tokens from {first:,} of document {document:,}"
-            f"  {origin.file}:{origin.record}{text}"
+            f"  {printable(origin.file)}:{origin.record}{text}"
         )
 
 

@@ -2,7 +2,8 @@
 
 Shapes: R rows asked for, L length. Rows are aligned by their *targets*: every token is a target once, the end of
 a document included, and the input at a place is the token before its target. Before the first token of a document
-stands an end of document.
+stands an end of document. Where documents have none (token arrays without an id for it) nothing is known before that
+token: it is no target, unless the document before is seen.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ class Windows:
         else:
             for line, start in zip(tokens, starts.tolist(), strict=True):
                 self._read_at_an_end(start, line)
+        if not self.stream.holds_ids(tokens):
+            self.stream.refuse(starts[:, None] + np.arange(-1, self.length))
         result = {
             "tokens": tokens[:, :-1],
             "targets": tokens[:, 1:],
@@ -69,10 +72,13 @@ class Windows:
             result["weights"] = self._read_weights(starts)
         if self.document_mask:
             result["segments"], result["positions"], opens = self._documents(starts)
-            if (result["tokens"][opens] != self.stream.end_of_document).any():
+            if (result["tokens"][opens] != self.stream.filler).any():
                 # Tokens given as arrays may lack ends; the last token of a document must not begin the next.
                 result["tokens"] = result["tokens"].copy()
-                result["tokens"][opens] = self.stream.end_of_document
+                result["tokens"][opens] = self.stream.filler
+        if self.stream.end_of_document is None:
+            unknown = opens if self.document_mask else (starts == 0)[:, None] & (self._positions == 0)
+            result["weights"] = np.where(unknown, np.float32(0), result["weights"])
         return result
 
     def offsets(self, row: int) -> np.ndarray:
@@ -82,7 +88,7 @@ class Windows:
     def _read_at_an_end(self, start: int, line: np.ndarray) -> None:
         """L + 1 tokens from the one before `start`; offset -1 and those past the end read as an end of document."""
         stop = min(start + self.length, self.stream.tokens)
-        line[:] = self.stream.end_of_document
+        line[:] = self.stream.filler
         if stop > start:
             skip = int(start == 0)
             self.stream.read(start - 1 + skip, line[skip : stop - start + 1])
@@ -94,6 +100,7 @@ class Windows:
             some = np.flatnonzero(real)
             outs = [weights[line, : real[line]] for line in some.tolist()]
             self.stream.read_all_learn(starts[some], outs)
+            self.stream.check_learn(weights)
         return weights
 
     def _documents(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -133,7 +140,7 @@ class Packed:
         place = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[line]
         targets = np.empty((len(wanted), self.length), np.int32)
         for row in np.flatnonzero(filled < self.length).tolist():
-            targets[row, filled[row] :] = self.stream.end_of_document
+            targets[row, filled[row] :] = self.stream.filler
         stretches = list(zip(line.tolist(), place.tolist(), (place + lengths).tolist(), strict=True))
         self.stream.read_all(starts, [targets[row, first:stop] for row, first, stop in stretches])
         weights = np.broadcast_to(self._weights, targets.shape)
@@ -141,9 +148,17 @@ class Packed:
             weights = (self._places < filled[:, None]).astype(np.float32)
         if self.stream.has_learn_mask:
             self.stream.read_all_learn(starts, [weights[row, first:stop] for row, first, stop in stretches])
+            self.stream.check_learn(weights)
+        if self.stream.end_of_document is None:
+            weights = weights.copy()
+            weights[line[opens], place[opens]] = 0
+        tokens = self._inputs(targets, line, place, starts, opens)
+        if not (self.stream.holds_ids(targets) and self.stream.holds_ids(tokens[line[~opens], place[~opens]])):
+            offsets = np.concatenate([self.offsets(row) for row in wanted.tolist() if row < self.rows])
+            self.stream.refuse(np.concatenate([offsets - 1, offsets]))
         segments, positions = self._documents(line, place, lengths, filled)
         return {
-            "tokens": self._inputs(targets, line, place, starts, opens),
+            "tokens": tokens,
             "targets": targets,
             "weights": weights,
             "segments": segments,
@@ -172,9 +187,9 @@ class Packed:
     ) -> np.ndarray:
         """The token before each target: before the first of a document its end, never another document's."""
         tokens = np.empty_like(targets)
-        tokens[:, 0] = self.stream.end_of_document
+        tokens[:, 0] = self.stream.filler
         tokens[:, 1:] = targets[:, :-1]
-        tokens[line, place] = self.stream.end_of_document
+        tokens[line, place] = self.stream.filler
         for number in np.flatnonzero(~opens).tolist():  # the rest of a long document
             row, at = line[number], place[number]
             self.stream.read(int(starts[number]) - 1, tokens[row, at : at + 1])

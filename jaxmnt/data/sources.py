@@ -34,6 +34,12 @@ class Sources:
         return self._first.tokenizer
 
     @property
+    def end_of_document(self) -> int | None:
+        """The id that follows every document; None where none does."""
+        end = self.tokenizer["end_of_document"]
+        return None if end is None else int(end)
+
+    @property
     def folder(self) -> Path:
         """Where the tokenizer lies."""
         return Path(self._first.path)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmnt.data.store import MANIFEST, PreparedData, open_prepared
+from jaxmnt.data.manifest import MANIFEST
+from jaxmnt.data.store import PreparedData, open_prepared
 from jaxmnt.errors import ConfigError, UserError
 
 _PIECE = 2**22

@@ -1,9 +1,9 @@
 """The format of prepared data, and reading it: flat NumPy arrays and a manifest that commits them.
 
-    DIR/manifest.json              what is inside; its presence says that the rest is complete
+    DIR/manifest.json              what is inside, sealed; its presence says that the rest is complete
     DIR/tokenizer.json             the tokenizer, unless it is bytes
     DIR/sources.txt                the input files by number, a JSON string a line
-    DIR/SPLIT/tokens-SHARD.npy     token ids; each document is followed by the end-of-document id
+    DIR/SPLIT/tokens-SHARD.npy     token ids; each document is followed by the end-of-document id, if there is one
     DIR/SPLIT/documents-SHARD.npy  int64 [documents]: offsets in this shard at which a document starts
     DIR/SPLIT/origins-SHARD.npy    int64 [documents, 2]: the input file's number, and the record in it (from 1)
     DIR/SPLIT/learn-SHARD.npy      uint8 per token, 0 where it is no target; only if the manifest says `learn_mask`
@@ -11,6 +11,10 @@
 A split is one stream, cut into shards, so a document may go on in the next shard. Files open with `numpy.load`.
 Memory-mapped and read a batch at a time this gives several times the tokens of a record format for the same CPU time
 (benchmarks/data.py).
+
+What is here may have been damaged or changed by hand. Reading every file to compare its digest is left to whoever asks
+for it; what is cheap to know is looked at always: the manifest, each file's type and size, where documents start when
+that is loaded, and the ids of each batch.
 """
 
 import functools
@@ -20,17 +24,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxmnt.errors import ConfigError
+from jaxmnt.data.manifest import SOURCES, SPLITS, UNSEALED, content_digest, how_to_prepare, read_manifest
+from jaxmnt.errors import ConfigError, printable
 
-FORMAT = "jaxmnt-tokens"
-VERSION = 2
-MANIFEST = "manifest.json"
-SOURCES = "sources.txt"
-SPLITS = ("train", "eval")
+_AGAIN = "copy it again or prepare the data again"
+_KINDS = {"learn": "uint8", "documents": "int64", "origins": "int64"}
+"""The type of each kind of file. That of the tokens is in the manifest."""
 
 
 class Origin(NamedTuple):
@@ -48,9 +51,14 @@ class TokenStream:
         self,
         tokens: Sequence[np.ndarray],
         document_starts: Callable[[], np.ndarray],
-        end_of_document: int,
+        end_of_document: int | None,
         learn: Sequence[np.ndarray] | None = None,
+        *,
+        vocab_size: int | None = None,
+        folder: Path = Path(),
+        names: Sequence[str] = (),
     ):
+        """`vocab_size` is given where tokens may hold other ids; `folder` and `names` then say where the shards are."""
         self._offsets = [0]
         for array in tokens:
             self._offsets.append(self._offsets[-1] + len(array))
@@ -59,8 +67,14 @@ class TokenStream:
         self._learn = None if learn is None else [np.asarray(array) for array in learn]
         self._document_starts = document_starts
         self.end_of_document = end_of_document
+        self._vocab_size, self._folder, self._names = vocab_size, folder, names
         self._bounds = np.array(self._offsets, np.int64)
         self.tokens = self._offsets[-1]
+
+    @property
+    def filler(self) -> int:
+        """What stands before a document, and where nothing is: its end, or just any id where documents have none."""
+        return self.end_of_document or 0
 
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
@@ -87,6 +101,28 @@ class TokenStream:
     def documents(self, offsets: np.ndarray) -> np.ndarray:
         """The number of the document that each offset lies in."""
         return np.searchsorted(self.document_starts, offsets, side="right") - 1
+
+    def holds_ids(self, tokens: np.ndarray) -> bool:
+        """Whether int32 tokens that were read are all of the vocabulary: one comparison of their maximum."""
+        return self._vocab_size is None or not tokens.size or int(tokens.view(np.uint32).max()) < self._vocab_size
+
+    def refuse(self, offsets: np.ndarray) -> NoReturn:
+        """Raises `ConfigError` with the first of these tokens, of which one is not of the vocabulary."""
+        assert self._vocab_size is not None
+        for offset in np.unique(offsets[(offsets >= 0) & (offsets < self.tokens)]).tolist():
+            shard = bisect_right(self._offsets, offset) - 1
+            place = offset - self._offsets[shard]
+            if (token := int(self._tokens[shard][place])) >= self._vocab_size:
+                raise ConfigError(
+                    f"data.path: {self._folder / self._names[shard]} is damaged: it holds the id {token} at element "
+                    f"{place}, which the vocabulary of {self._vocab_size} does not have; {_AGAIN}"
+                )
+        raise AssertionError("all of them are")
+
+    def check_learn(self, weights: np.ndarray) -> None:
+        """Raises `ConfigError` if weights that were read of the mask are not all 0 or 1."""
+        if weights.max(initial=0) > 1:
+            raise ConfigError(f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {_AGAIN}")
 
     def _copy_all(self, shards: list[np.ndarray], starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
         """One slice a stretch: a copy of a thousand tokens costs as much as the Python around it."""
@@ -129,8 +165,12 @@ class PreparedData:
     @property
     def digest(self) -> str:
         """Identifies the contents, wherever they lie."""
-        canonical = json.dumps(self.manifest, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return content_digest(self.manifest)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the manifest would show a change. Those of the version before have no seal."""
+        return bool(self.manifest["version"] != UNSEALED)
 
     def tokens(self, split: str) -> int:
         return int(self.manifest["splits"][split]["tokens"])
@@ -148,27 +188,37 @@ class PreparedData:
         shards = self.manifest["splits"][split]["shards"]
         tokens = [self._load(split, "tokens", shard, "tokens") for shard in shards]
         learn = [self._load(split, "learn", shard, "tokens") for shard in shards] if self._has_learn else None
-        end = int(self.manifest["tokenizer"]["end_of_document"])
-        return TokenStream(tokens, lambda: self._document_starts(split), end, learn)
+        return TokenStream(
+            tokens,
+            lambda: self._document_starts(split),
+            self.manifest["tokenizer"]["end_of_document"],
+            learn,
+            vocab_size=self.vocab_size,
+            folder=self.path / split,
+            names=[f"tokens-{shard['name']}.npy" for shard in shards],
+        )
 
     def check(self) -> None:
         """Looks for every file, so that one that is missing or too short is named before anything else happens."""
         for name, _ in self.files():
             if not (self.path / name).is_file():
-                raise ConfigError(
-                    f"data.path: {self.path / name} cannot be read (No such file or directory); "
-                    "copy it again or prepare the data again"
-                )
+                raise ConfigError(f"data.path: {self.path / name} cannot be read (No such file or directory); {_AGAIN}")
         for split in SPLITS:
             self.stream(split)
             for shard in self.manifest["splits"][split]["shards"]:
-                self._load(split, "documents", shard, "documents")
+                for kind in ("documents", "origins"):
+                    self._load(split, kind, shard, "documents")
 
     def origin(self, split: str, document: int) -> Origin:
         """Where a document, numbered over the whole split, came from."""
         for shard in self.manifest["splits"][split]["shards"]:
             if document < shard["documents"]:
                 file, record = self._load(split, "origins", shard, "documents")[document].tolist()
+                if not (0 <= file < len(self._source_names) and record >= 1):
+                    raise ConfigError(
+                        f"data.path: {self.path / split} is damaged: origins-{shard['name']}.npy names record {record} "
+                        f"of file {file}, which is not there; {_AGAIN}"
+                    )
                 return Origin(self._source_names[file], record)
             document -= shard["documents"]
         raise IndexError("no such document")
@@ -197,28 +247,51 @@ class PreparedData:
 
     @functools.cached_property
     def _source_names(self) -> list[str]:
-        return [json.loads(line) for line in (self.path / SOURCES).read_text(encoding="utf-8").splitlines()]
+        path = self.path / SOURCES
+        try:
+            names = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"data.path: {path} cannot be read ({error}); {_AGAIN}") from error
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"data.path: {path} is damaged: it holds something else than names; {_AGAIN}")
+        return names
 
     def _document_starts(self, split: str) -> np.ndarray:
         first, starts = 0, [np.zeros(0, np.int64)]
         for shard in self.manifest["splits"][split]["shards"]:
-            starts.append(self._load(split, "documents", shard, "documents") + first)
+            own = self._load(split, "documents", shard, "documents")
+            inside = not len(own) or (own[0] >= 0 and own[-1] < shard["tokens"] and bool((own[1:] > own[:-1]).all()))
+            if not inside or (first == 0 and (not len(own) or own[0] != 0)):
+                raise ConfigError(
+                    f"data.path: {self.path / split} is damaged: the documents of documents-{shard['name']}.npy do not "
+                    f"start one after another within its {shard['tokens']} tokens; {_AGAIN}"
+                )
+            starts.append(own + first)
             first += shard["tokens"]
         return np.concatenate(starts)
 
     def _load(self, split: str, kind: str, shard: dict[str, Any], length: str) -> np.ndarray:
+        """A file, memory-mapped, whose type, shape and size are what they have to be."""
         path = self.path / split / f"{kind}-{shard['name']}.npy"
         try:
-            array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            array = np.lib.format.open_memmap(path, mode="r")
+            size = path.stat().st_size
+        except Exception as error:  # on a damaged header NumPy raises what it likes
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ConfigError(f"data.path: {path} cannot be read ({printable(reason[:200])}); {_AGAIN}") from error
+        dtype = np.dtype(_KINDS.get(kind, self.manifest["dtype"]))
+        width = (2,) if kind == "origins" else ()
+        if array.dtype != dtype or array.shape[1:] != width or array.ndim == 0 or not array.flags.c_contiguous:
             raise ConfigError(
-                f"data.path: {path} cannot be read ({reason}); copy it again or prepare the data again"
-            ) from error
+                f"data.path: {path} holds {array.dtype} of shape {array.shape}, where {dtype} belongs; {_AGAIN}"
+            )
         if len(array) != shard[length]:
             raise ConfigError(
-                f"data.path: {path} has {len(array)} {length}, the manifest says {shard[length]}; "
-                "copy it again or prepare the data again"
+                f"data.path: {path} has {len(array)} {length}, the manifest says {shard[length]}; {_AGAIN}"
+            )
+        if size != array.offset + array.nbytes:
+            raise ConfigError(
+                f"data.path: {path} has {size} bytes, where its header says {array.offset + array.nbytes}; {_AGAIN}"
             )
         return array
 
@@ -226,24 +299,12 @@ class PreparedData:
 def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
     """Opens a directory written by jaxmnt.prepare; `key` is the config key that named it.
 
-    Raises `ConfigError` when it is missing, incomplete or of another format version.
+    Raises `ConfigError` when it is missing, incomplete, damaged or of another format version.
     """
-    how = "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
     directory = Path(path)
     if not directory.is_dir():
-        raise ConfigError(f"{key}: there is no directory {path}; {how}")
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{key}: {path} has no {MANIFEST}, so it is no prepared data or was not finished; {how}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {directory / MANIFEST} is damaged ({error}); prepare it again") from error
-    found = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else None
-    if found != (FORMAT, VERSION):
-        raise ConfigError(f"{key}: {path} has format {found}, this version reads {(FORMAT, VERSION)}; prepare it again")
-    return PreparedData(directory, manifest)
+        raise ConfigError(f"{key}: there is no directory {path}; {how_to_prepare()}")
+    return PreparedData(directory, read_manifest(directory, key))
 
 
 def file_digest(path: Path) -> str:

@@ -1,18 +1,27 @@
 """Turning text into token ids and back."""
 
 import hashlib
-import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.data.manifest import TOKENIZER_FILE
+from jaxmnt.errors import ConfigError, nearest, printable
 
-TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 """What a tokenizer of our own training calls it."""
+
+_STRETCH = 2**19
+"""Characters of a text that are encoded at a time, about."""
+
+_BETWEEN_WORDS = re.compile(r"\S\n(?=\S)|[^\W\d_](?= [^\W\d_])")
+_TRIED_PLACES = 8
+_AROUND = 2**11
+"""Characters on both sides of a place that are encoded to see whether a text can be cut there."""
 
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
@@ -21,8 +30,8 @@ class Tokenizer(Protocol):
     """What preparing data and sampling need of a tokenizer."""
 
     vocab_size: int
-    end_of_document: int
-    """The id that follows every document, and that stands before the first."""
+    end_of_document: int | None
+    """The id that follows every document, and that stands before the first. None: there is no such id."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -42,7 +51,7 @@ class Bytes:
     """UTF-8 bytes as ids 0–255, and 256 for the end of a document."""
 
     vocab_size = 257
-    end_of_document = 256
+    end_of_document: int | None = 256
 
     @property
     def description(self) -> dict[str, Any]:
@@ -59,7 +68,8 @@ class Bytes:
 class HuggingFace:
     """A tokenizer.json of the `tokenizers` library."""
 
-    def __init__(self, path: Path, end_token: str | None = None):
+    def __init__(self, path: Path, end_token: str | None = None, *, for_text: bool = False):
+        """`for_text` says that documents will be encoded: these need an end, and one that cannot occur in them."""
         library = _library()
         try:
             text = path.read_text(encoding="utf-8")
@@ -67,17 +77,15 @@ class HuggingFace:
         except OSError as error:
             raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"--tokenizer: {path} is no tokenizer.json: {error}") from error
+            raise ConfigError(f"--tokenizer: {path} is no tokenizer.json: {printable(str(error)[:200])}") from error
         for tokenizer in (self._plain, self._markup):
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._plain.encode_special_tokens = True  # a document must not be able to end itself
         self.vocab_size = self._plain.get_vocab_size(with_added_tokens=True)
-        self._end_token = self._find_end(end_token, path)
-        end = self._plain.token_to_id(self._end_token)
-        assert end is not None
-        self.end_of_document = int(end)
-        if self.end_of_document in self.encode_batch([self._end_token])[0]:
+        self._end_token = self._find_end(end_token, path, needed=for_text)
+        self.end_of_document = None if self._end_token is None else int(self._plain.token_to_id(self._end_token))
+        if for_text and self.end_of_document in self.encode_batch([self._end_token or ""])[0]:
             raise ConfigError(
                 f"--end-token: {self._end_token!r} of {path} can occur in text, which would end there; "
                 "name a special token"
@@ -97,13 +105,24 @@ class HuggingFace:
 
     def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
         tokenizer = self._markup if markup else self._plain
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+        def encode(several: Sequence[str]) -> list[np.ndarray]:
+            encodings = tokenizer.encode_batch_fast(list(several), add_special_tokens=False)
+            return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+        if tokenizer.pre_tokenizer is None or all(len(text) <= _STRETCH for text in texts):
+            return encode(texts)
+
+        def can_cut(before: str, after: str) -> bool:
+            one, other, both = encode([before, after, before + after])
+            return np.array_equal(np.concatenate([one, other]), both)
+
+        return [np.concatenate([encode([piece])[0] for piece in _stretches(text, can_cut)]) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
 
-    def _find_end(self, wanted: str | None, path: Path) -> str:
+    def _find_end(self, wanted: str | None, path: Path, *, needed: bool) -> str | None:
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
         if wanted is not None:
             if wanted not in vocabulary:
@@ -113,9 +132,29 @@ class HuggingFace:
         for name in _KNOWN_ENDS:
             if name in vocabulary:
                 return name
+        if not needed:
+            return None
         raise ConfigError(
             f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
         )
+
+
+def _stretches(text: str, can_cut: Callable[[str, str], bool]) -> Iterator[str]:
+    """The text in stretches that give the tokens of the whole: encoding takes a hundred times a text's memory.
+
+    Words are encoded one by one, so the text may be cut between two. Whether it can be cut at a place is asked with
+    the text around it. Where no such place is found, a stretch becomes longer.
+    """
+    start, reach = 0, _STRETCH
+    while reach < len(text):
+        for match in islice(_BETWEEN_WORDS.finditer(text, reach, reach + _STRETCH), _TRIED_PLACES):
+            place = match.end()
+            if can_cut(text[max(0, place - _AROUND) : place], text[place : place + _AROUND]):
+                yield text[start:place]
+                start = reach = place
+                break
+        reach += _STRETCH
+    yield text[start:]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
@@ -135,7 +174,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # Words as ByteLevel finds them end at every place that is looked at.
+    pieces = (piece for text in texts for piece in _stretches(text, lambda before, after: True))
+    tokenizer.train_from_iterator(pieces, trainer)
     return str(tokenizer.to_str())
 
 
@@ -149,11 +190,14 @@ def make_tokenizer(description: dict[str, Any], folder: Path) -> Tokenizer:
         if tokenizer.description != description:
             raise ConfigError(f"data.path: {folder / TOKENIZER_FILE} is not the tokenizer that the data was made with")
         return tokenizer
-    raise ConfigError(f"the tokenizer {json.dumps(name)} of {folder} turns no token into text")
+    raise ConfigError(
+        f"--tokenizer: {folder} holds tokens that were made elsewhere ({printable(str(name))}); "
+        "give bytes, or the tokenizer.json that made them"
+    )
 
 
-def choose_tokenizer(given: str, end_token: str | None) -> Tokenizer:
-    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json."""
+def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True) -> Tokenizer:
+    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json or of its folder."""
     if given == "bytes":
         if end_token is not None:
             raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
@@ -161,7 +205,12 @@ def choose_tokenizer(given: str, end_token: str | None) -> Tokenizer:
     path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
     if not path.exists():
         raise ConfigError(f"--tokenizer: there is no file {given}; give bytes, or the path of a tokenizer.json")
-    return HuggingFace(path, end_token)
+    return HuggingFace(path, end_token, for_text=for_text)
+
+
+def load(given: str) -> Tokenizer:
+    """A tokenizer for tokens that are there already, as for sampling; it may know no end of a document."""
+    return choose_tokenizer(given, None, for_text=False)
 
 
 def _library() -> Any:

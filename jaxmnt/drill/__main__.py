@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxmnt.commands import HERE, Parser
 from jaxmnt.config import load_config
 from jaxmnt.drill.faults import WITH_MORE, Fault, chosen, starts
 from jaxmnt.errors import ConfigError, ExitCode, run_command
@@ -122,12 +123,8 @@ def _may_cut(prefix: list[str]) -> bool:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.drill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    codes = HERE | {ExitCode.FAILURE: "a fault was not made good, or any other failure"}
+    parser = Parser("python -m jaxmnt.drill", description=__doc__, codes=codes)
     parser.add_argument("--config", metavar="FILE", required="--list" not in arguments, help="the config of the run")
     parser.add_argument("--processes", default="2", metavar="N,N", help="with how many processes; default 2")
     parser.add_argument(
@@ -145,8 +142,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the table as JSON, and all else to stderr")
     parser.add_argument("--keep", action="store_true", help="keep the folder also if all went well")
-    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    parser.add_settings()
     return parser.parse_intermixed_args(arguments)
 
 

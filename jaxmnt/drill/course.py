@@ -1,7 +1,6 @@
 """The course of a drill: a run that is started over and over, each time into a fault, and one that is not disturbed."""
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.drill.faults import Fault
 from jaxmnt.drill.shrink import shrunk
 from jaxmnt.errors import ConfigError, ExitCode, UserError
-from jaxmnt.telemetry.events import read_lines
+from jaxmnt.telemetry.events import event_files, read_lines
 
 STEPS_A_START = 16
 """So many at most are taken before a fault ends a start."""
@@ -105,13 +104,12 @@ class Drill:
             raise UserError(f"the drill's {name} hangs: nothing ended it; its output is {log}")
         ended = time.time()
         lines = read_lines(run_dir / "metrics.jsonl")
-        new = [line for line in lines if line["time"] >= began]
+        new = [line for line in lines if line["time"] >= began and "step" in line]
         events = {
             int(path.stem): [event for event in read_lines(path) if event["time"] >= began]
-            for path in sorted((run_dir / "events").glob("*.jsonl"))
-            if re.fullmatch("[0-9]+", path.stem)
+            for path in event_files(run_dir)
         }
-        restored = [event["step"] for event in events.get(0, []) if event["kind"] == "restore"]
+        restored = [event["step"] for event in events.get(0, []) if event["kind"] == "restore" and "step" in event]
         resumed = restored[-1] if restored else max(before, default=0)
         return Attempt(
             faults, began, ended, code, resumed,

@@ -62,7 +62,7 @@ def findings(drill: Drill, undisturbed: Path) -> list[Finding]:
 
 
 def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | None, *, identical: bool) -> Finding:
-    caused = [entry["time"] for entry in attempt.journal if entry["fault"] == fault.name]
+    caused = [entry["time"] for entry in attempt.journal if entry.get("fault") == fault.name]
     if not caused:
         return Finding(fault.name, drill.processes, None, False, None, 0, 0, None, False)
     when, again, lost, back = min(caused), 0, 0, None
@@ -132,18 +132,20 @@ def _otherwise(attempt: Attempt, processes: list[int]) -> str:
 def _names(fault: Fault, attempt: Attempt, process: int, event: dict[str, Any]) -> bool:
     """Whether an event of the right kind says what happened."""
     if fault.act == "poison":
-        return bool(event["step"] == fault.offset)
+        return bool(event.get("step") == fault.offset)
     if fault.act == "damage":
-        return f"checkpoint {_newest(attempt.before)} " in event["why"] or event.get("step") == _newest(attempt.before)
+        return f"checkpoint {_newest(attempt.before)} " in str(event.get("why")) or event.get("step") == _newest(
+            attempt.before
+        )
     if fault.act == "terminate":
         return fault.victim not in (None, process) or event["asked_by"] == "SIGTERM"
     if fault.act == "fill":
         later = [one for one in attempt.events[process] if one["time"] > event["time"]]
         made_good = any(one["kind"] == "checkpoint_commit" for one in later)
-        return made_good and f"process {fault.victim} of" in event["why"]
+        return made_good and f"process {fault.victim} of" in str(event.get("why"))
     if fault.act == "cut":  # nobody can tell which end of a link it was
-        return event["at_fault"] in (None, fault.victim)
-    return bool(event["at_fault"] == fault.victim)
+        return event.get("at_fault") in (None, fault.victim)
+    return bool(event.get("at_fault") == fault.victim)
 
 
 def _is_step(line: dict[str, object]) -> bool:

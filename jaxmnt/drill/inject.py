@@ -134,9 +134,9 @@ class Saboteur:
 
     def _note(self, fault: Fault) -> None:
         """Into the journal, before it happens."""
-        line = json.dumps({"fault": fault.name, "process": self._identity.process_id, "time": time.time()})
+        record = {"kind": "fault", "fault": fault.name, "process": self._identity.process_id, "time": time.time()}
         with self._journal.open("a", encoding="utf-8") as journal:
-            journal.write(line + "\n")
+            journal.write(json.dumps(record) + "\n")
 
     def _note_first_step(self, config: Any, data: Any, program: Any, start_step: int) -> None:
         self._staged_step = start_step

@@ -7,6 +7,7 @@ Starts the processes of a run: on this machine, or on a cluster by a job script 
 import argparse
 from pathlib import Path
 
+from jaxmnt.commands import HERE, RUN, Parser, expect_separator
 from jaxmnt.errors import ConfigError, ExitCode, run_command
 
 
@@ -55,12 +56,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.launch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m jaxmnt.launch", description=__doc__, codes=RUN)
     where = parser.add_subparsers(dest="where", required=True)
     _add_local(where)
     clusters = {
@@ -70,16 +66,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if arguments and arguments[0] in clusters:  # settings may stand between options, which subparsers cannot do
         given = argparse.Namespace(where=arguments[0])
         return clusters[arguments[0]].parse_intermixed_args(arguments[1:], given)
+    if arguments[:1] == ["local"]:
+        expect_separator(arguments, "local --processes 2 -- --config FILE train.steps=20")
     return parser.parse_args(arguments)
 
 
-def _add_local(where: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_local(where: "argparse._SubParsersAction[Parser]") -> None:
     local = where.add_parser(
         "local",
         help="several processes on this machine",
         usage="%(prog)s --processes N [--devices-per-process K] [--max-restarts R] [--elastic MIN:MAX] "
         "-- --config FILE [key=value ...]",
-        allow_abbrev=False,
+        codes=RUN,
     )
     local.add_argument("--processes", type=int, required=True, help="how many")
     local.add_argument("--devices-per-process", type=int, help="virtual CPU devices of each; default: what it has")
@@ -87,13 +85,10 @@ def _add_local(where: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     local.add_argument(
         "--elastic", metavar="MIN:MAX", help="go on with fewer processes, down to MIN, when a restart gains no step"
     )
-    local.add_argument("--debug", action="store_true", help="show a traceback with an error of the launcher")
 
 
-def _add_cluster(
-    where: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
-) -> argparse.ArgumentParser:
-    cluster = where.add_parser(name, help=text, allow_abbrev=False)
+def _add_cluster(where: "argparse._SubParsersAction[Parser]", name: str, text: str) -> Parser:
+    cluster = where.add_parser(name, help=text, description=text, codes=HERE)
     cluster.add_argument("--config", required=True, metavar="FILE", help="the config of the run")
     cluster.add_argument("--nodes", type=int, metavar="N", help="hosts, over the config's launch.nodes")
     cluster.add_argument("--dry-run", action="store_true", help="print what would be submitted")
@@ -101,8 +96,7 @@ def _add_cluster(
         "--sweep", action="append", default=[], metavar="key=VALUE,VALUE",
         help="a job array with a run for each value, or combination of values",
     )  # fmt: skip
-    cluster.add_argument("--debug", action="store_true", help="show a traceback with an error")
-    cluster.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    cluster.add_settings()
     return cluster
 
 

@@ -5,77 +5,110 @@ https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-polic
 """
 
 import hashlib
+import os.path
 import re
-import shlex
-import subprocess
-from pathlib import Path
-from typing import Any
-
-import yaml
+import secrets
+from pathlib import PurePosixPath
 
 from jaxmnt.cluster.launchers import DEFAULT_PORT
 from jaxmnt.config.load import dump_for_hosts
-from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.errors import ConfigError, ExitCode, printable
+from jaxmnt.launch import kubectl
 from jaxmnt.launch.job import Job
-from jaxmnt.launch.settings import checked, environment
+from jaxmnt.launch.manifest import Manifest, to_yaml
+from jaxmnt.launch.pod import CONFIG_FILE, CONFIG_FOLDER, CONTAINER, KEY_FIELD, key_name, pod
+from jaxmnt.launch.settings import KEY_BYTES
 
-_JOB, _CONTAINER = "workers", "train"
-_IMAGES_USER = 1000
-"""Of our Dockerfile: volumes are writable for this group."""
-_CONFIG_FOLDER, _CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
+_JOB = "workers"
 _DIGITS = 6
 _LONGEST_NAME = 63 - len(f"-{_JOB}-0-") - len("99999") - len("-abcde")
 """Of a JobSet: its pods' names, with a number and a random end, have at most 63 letters."""
-
-Manifest = dict[str, Any]
-
-
-class _Text(str):
-    """Shown as it is, line by line."""
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|"))
+_WAIT_SECONDS = 1800.0
+"""For all pods at a start: a node that is added for one takes minutes."""
+_GONE_WITH_THE_POD = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
+"""Kinds of volumes."""
 
 
 def render(wanted: Job) -> str:
-    """The config as a ConfigMap, and the JobSet, as YAML. Raises `ConfigError` for what a cluster could not run."""
-    return yaml.dump_all(manifests(wanted), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
+    """The config as a ConfigMap, and the JobSet, as YAML. Raises `ConfigError` for what a cluster could not run.
+
+    The run's key is not in it, since it is kept and shown: without one the processes make their own in `run.dir`.
+    """
+    config, jobset = manifests(wanted)
+    return to_yaml(config, jobset) + _KEY_NOTE.format(
+        namespace=config["metadata"]["namespace"], secret=key_name(config["metadata"]["name"]), field=KEY_FIELD,
+        size=KEY_BYTES,
+    )  # fmt: skip
 
 
-def manifests(wanted: Job) -> list[Manifest]:
+_KEY_NOTE = """\
+# The processes know each other by a key. Without --dry-run it is made, as a Secret that the JobSet owns. Here they make
+# a file of it, run.dir/run.key, unless there is such a Secret before the JobSet, with another key for each run:
+#   kubectl --namespace={namespace} create secret generic {secret} --from-literal={field}="$(openssl rand -hex {size})"
+"""
+
+
+def manifests(wanted: Job, salt: str = "") -> list[Manifest]:
+    """ConfigMap and JobSet. What belongs to the JobSet has a name that follows from the config and `salt`."""
     if wanted.sweep:
         raise ConfigError("--sweep: a sweep on Kubernetes is a JobSet for each run; launch them one by one")
     if wanted.config.launch.image is None:
         raise ConfigError("launch.image: missing; give the container image that has jaxmnt in it")
     if wanted.config.train.stop_after is not None:
         raise ConfigError("train.stop_after: a JobSet would start it again for ever; leave it out")
-    _check_run_dir(wanted)
-    name, text = _name(wanted), dump_for_hosts(wanted.config)
+    name, text = _name(wanted), _config_text(wanted)
     metadata: Manifest = {"name": name, "namespace": wanted.config.gke.namespace}
-    config_name = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}"
+    config_name = f"{name}-{hashlib.sha256(f'{text}{salt}'.encode()).hexdigest()[:_DIGITS]}"
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata | {"name": config_name},
         "immutable": True,
-        "data": {_CONFIG_FILE: _Text(text)},
+        "data": {CONFIG_FILE: text},
     }
-    return [config, _jobset(wanted, name, config_name, metadata)]
+    jobset = _jobset(wanted, name, config_name, metadata)
+    _check_folders(wanted, jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
+    return [config, jobset]
 
 
-def _check_run_dir(wanted: Job) -> None:
-    """It has to outlive the pods. Raises `ConfigError`."""
-    run_dir = Path(wanted.config.run.dir or "")
-    folders = [mount.split(":", 1)[1] for mount in wanted.config.launch.mounts]
-    if not wanted.config.gke.pod and not any(run_dir.is_relative_to(folder) for folder in folders):
-        raise ConfigError(
-            f"run.dir: {run_dir} is on no volume, and would be gone with its pod; choose one below a path of "
-            "launch.mounts"
+def _config_text(wanted: Job) -> str:
+    """The config, in which processes wait for each other as pods have to."""
+    cluster = wanted.config.cluster.model_copy(
+        update={"start_timeout_seconds": wanted.start_timeout_seconds(_WAIT_SECONDS)}
+    )
+    return dump_for_hosts(wanted.config.model_copy(update={"cluster": cluster}))
+
+
+def _check_folders(wanted: Job, pod: Manifest) -> None:
+    """What a run reads has to be in the pod, and what it writes has to outlive it. Raises `ConfigError`."""
+    config = wanted.config
+    gone = {one.get("name") for one in _items(pod, "volumes") if any(kind in one for kind in _GONE_WITH_THE_POD)}
+    train = [one for one in _items(pod, "containers") if one.get("name") == CONTAINER]
+    mounts = [one for one in _items(train[0], "volumeMounts") if one.get("mountPath") != CONFIG_FOLDER]
+    read = {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
+    read |= {"data.path": config.data.path}
+    written = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}
+    for key, path in (written | read).items():
+        if path is None or "://" in path:
+            continue
+        held = any(
+            PurePosixPath(os.path.normpath(path)).is_relative_to(str(mount.get("mountPath")))
+            for mount in mounts
+            if key in read or mount.get("name") not in gone
         )
+        if not held:
+            end = "would be gone with its pod" if key in written else "is not in the pods"
+            raise ConfigError(
+                f"{key}: {printable(path)} is on no volume, and {end}; choose one below a path of launch.mounts"
+            )
+
+
+def _items(of: Manifest, field: str) -> list[Manifest]:
+    """Raises `ConfigError` where gke.pod has made something else of them."""
+    found = of[field]
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ConfigError(f"gke.pod: {field} must be a list of mappings; correct it")
+    return found
 
 
 def _name(wanted: Job) -> str:
@@ -84,6 +117,11 @@ def _name(wanted: Job) -> str:
     name = name if name[:1].isalpha() else f"run-{name}"
     digest = hashlib.sha256(str(wanted.run_dir).encode()).hexdigest()[:_DIGITS]
     return f"{name[: _LONGEST_NAME - _DIGITS - 1].strip('-')}-{digest}"
+
+
+def _address(name: str) -> str:
+    """Of process 0."""
+    return f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"
 
 
 def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Manifest:
@@ -109,7 +147,7 @@ def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Man
                     ),
                 ],
             },
-            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": job(wanted, name, config_name)}],
+            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": _job(wanted, name, config_name)}],
         },
     }  # fmt: skip
 
@@ -123,13 +161,13 @@ def _rule(name: str, action: str, patterns: list[str]) -> Manifest:
     }
 
 
-def job(wanted: Job, name: str, config_name: str) -> Manifest:
+def _job(wanted: Job, name: str, config_name: str) -> Manifest:
     """The template of the Indexed Job: as many pods as nodes, all of which fail when one does."""
-    nodes, pod = wanted.config.launch.nodes, _pod(wanted, name, config_name)
+    nodes = wanted.config.launch.nodes
     stop: Manifest = {"action": "FailJob"}
     codes = [[int(ExitCode.CONFIG)], [int(ExitCode.STOPPED)]]
     rules = [
-        stop | {"onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": values}} for values in codes
+        stop | {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": values}} for values in codes
     ]
     rules.append(stop | {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
     return {
@@ -139,112 +177,19 @@ def job(wanted: Job, name: str, config_name: str) -> Manifest:
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": rules},
-            "template": {**_pod_metadata(wanted), "spec": _merged(pod, wanted.config.gke.pod)},
+            "template": pod(wanted, _address(name), config_name),
         }
     }
 
 
-def _pod_metadata(wanted: Job) -> Manifest:
-    annotations = wanted.config.gke.annotations
-    return {"metadata": {"annotations": dict(sorted(annotations.items()))}} if annotations else {}
-
-
-def _merged(ours: Any, more: Any) -> Any:
-    """Mappings are merged, so are items of lists that have one name, and other items added; else `more` counts."""
-    if isinstance(ours, dict) and isinstance(more, dict):
-        return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in more.items()}
-    if isinstance(ours, list) and isinstance(more, list):
-        named = {_called(item): item for item in more if _called(item)}
-        known = {_called(item) for item in ours}
-        joined = [_merged(item, named[_called(item)]) if _called(item) in named else item for item in ours]
-        return joined + [item for item in more if not _called(item) or _called(item) not in known]
-    return more
-
-
-def _called(item: Any) -> str | None:
-    """What tells an item of a list from the others; mounts of one volume may be several."""
-    return item.get("mountPath", item.get("name")) if isinstance(item, dict) else None
-
-
-def _pod(wanted: Job, name: str, config_name: str) -> Manifest:
-    gke, launch = wanted.config.gke, wanted.config.launch
-    selector, tolerations = dict(gke.node_selector), list[Manifest]()
-    if launch.gpus_per_node:
-        selector["cloud.google.com/gke-accelerator"] = gke.accelerator
-        tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
-    if gke.spot:
-        selector["cloud.google.com/gke-spot"] = "true"
-        tolerations.append(
-            {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-        )
-    pod: Manifest = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": gke.grace_seconds,
-        "securityContext": {"fsGroup": _IMAGES_USER, "fsGroupChangePolicy": "OnRootMismatch"},
-        "containers": [_container(wanted, name)],
-        "volumes": _volumes(wanted, config_name),
-    }
-    optional: Manifest = {
-        "nodeSelector": dict(sorted(selector.items())),
-        "tolerations": tolerations,
-        "serviceAccountName": gke.service_account,
-        "priorityClassName": gke.priority,
-    }
-    if gke.host_network:
-        optional |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return pod | {key: value for key, value in optional.items() if value}
-
-
-def _container(wanted: Job, name: str) -> Manifest:
-    gke, launch = wanted.config.gke, wanted.config.launch
-    variables = environment(wanted.config) | {
-        "JAX_NUM_PROCESSES": str(launch.nodes),
-        "JAX_COORDINATOR_ADDRESS": f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}",
-    }
-    asked = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
-    resources = {what: str(amount) for what, amount in asked.items() if amount}
-    command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}"]
-    script = "\n".join([*checked(launch.setup), f"exec {shlex.join(command)}"])
-    mounts = [mount.split(":", 1) for mount in launch.mounts]
-    container: Manifest = {
-        "name": _CONTAINER,
-        "image": launch.image,
-        "command": ["bash", "-c", _Text(script)],
-        "env": [{"name": key, "value": value} for key, value in sorted(variables.items())],
-        "ports": [{"containerPort": DEFAULT_PORT}],
-        "volumeMounts": [
-            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's, not ours
-            *({"name": f"data-{number}", "mountPath": path} for number, (_, path) in enumerate(mounts)),
-        ],
-    }
-    return container | ({"resources": {"limits": resources}} if resources else {})
-
-
-def _volumes(wanted: Job, config_name: str) -> list[Manifest]:
-    memory = {"medium": "Memory", "sizeLimit": f"{wanted.config.gke.shared_memory_gib}Gi"}
-    claims = [mount.split(":", 1)[0] for mount in wanted.config.launch.mounts]
-    return [
-        {"name": "config", "configMap": {"name": config_name}},
-        {"name": "shared-memory", "emptyDir": memory},
-        *(
-            {"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}}
-            for number, claim in enumerate(claims)
-        ),
-    ]
-
-
 def submit(wanted: Job) -> str:
-    """Hands the manifests to kubectl; what that says. Raises `UserError` if it refuses."""
-    said = []
-    # What is there already is not changed: a JobSet that runs, or has run, is deleted by whoever wants another.
-    for verb, manifest in zip(("apply", "create"), manifests(wanted), strict=True):
-        text = yaml.dump(manifest, Dumper=_Dumper, sort_keys=False)
-        try:
-            done = subprocess.run(["kubectl", verb, "-f", "-"], input=text, capture_output=True, text=True)
-        except FileNotFoundError:
-            raise ConfigError("kubectl: there is no such command here; see --dry-run, or install it") from None
-        if done.returncode != 0:
-            raise UserError(f"kubectl refused the {manifest['kind']}: {done.stderr.strip()}")
-        said.append(done.stdout.strip())
-    return "\n".join(said)
+    """Hands the manifests to kubectl; what that says. Raises `UserError` if it refuses.
+
+    What is there already is not changed: a JobSet that runs, or has run, is deleted by whoever wants another.
+    """
+    # Of a JobSet that was just deleted, Kubernetes may still be about to delete what belonged to it, by name.
+    config, jobset = manifests(wanted, salt=secrets.token_hex())
+    metadata = config["metadata"]
+    key = kubectl.run_key_secret(metadata, key_name(metadata["name"]), KEY_FIELD, KEY_BYTES)
+    # Kueue lets go what waits in its queues.
+    return kubectl.create(jobset, [key, config], resume=not wanted.config.gke.queue)

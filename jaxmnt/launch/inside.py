@@ -5,77 +5,21 @@ prints a word and what belongs to it. What happened is read from the run's event
 """
 
 import argparse
-import json
-import os
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxmnt.cluster.signs import tells_of_a_broken_device
+from jaxmnt.commands import HERE, Parser
 from jaxmnt.errors import ExitCode, run_command
+from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, waited_in_vain
 from jaxmnt.launch.restarts import last_commit
-from jaxmnt.telemetry.events import FAILED_START, read_lines
 
 _TRIES, _MOST_FAILURES = 3, 12
 """Starts of a job in a row that may fail without a new checkpoint: without a node to blame, and in all."""
-_BAD_FOR_SECONDS = 24 * 3600.0
-_BLAMING = ("peer_lost", "hang", FAILED_START)
-"""Events that tell of a host."""
-_RAISED, _TRAINED = "failed", "started"
 _ASKED_BY_SLURM = ("SIGUSR1", "SIGTERM", "the allocation ends")
 """What asked a run to stop that shall go on in another allocation. A person's STOP, or train.stop_after, is no such."""
-
-
-@dataclass(frozen=True)
-class BadNode:
-    """A node that is left out for a while."""
-
-    node: str
-    why: str
-    since: float
-    until: float
-    """Unix seconds."""
-
-
-class Ledger:
-    """What is known of a run's starts and nodes, in `run.dir/launch/`."""
-
-    def __init__(self, run_dir: Path):
-        self.run_dir, self._folder = run_dir, run_dir / "launch"
-
-    def bad_nodes(self, now: float) -> list[BadNode]:
-        """Those that are still to be left out, the oldest first."""
-        path = self._folder / "bad_nodes.json"
-        known = [BadNode(**one) for one in json.loads(path.read_text())] if path.exists() else []
-        return sorted((one for one in known if one.until > now), key=lambda one: one.since)
-
-    def blame(self, node: str, why: str, now: float) -> None:
-        others = [one for one in self.bad_nodes(now) if one.node != node]
-        bad = [*others, BadNode(node, why, now, now + _BAD_FOR_SECONDS)]
-        self._write("bad_nodes.json", [asdict(one) for one in bad])
-
-    def starts(self) -> list[dict[str, Any]]:
-        path = self._folder / "starts.json"
-        return list(json.loads(path.read_text())) if path.exists() else []
-
-    def note(self, start: dict[str, Any]) -> None:
-        """Once, however often it is told."""
-        others = [one for one in self.starts() if (one["job"], one.get("began")) != (start["job"], start["began"])]
-        self._write("starts.json", [*others, start])
-
-    def events(self, began: float) -> list[dict[str, Any]]:
-        """Those of all processes since then, in order of time."""
-        paths = sorted((self.run_dir / "events").glob("*.jsonl"))
-        found = [event for path in paths for event in read_lines(path) if event["time"] >= began]
-        return sorted(found, key=lambda event: float(event["time"]))
-
-    def _write(self, name: str, content: Any) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._folder / f".{name}.{os.getpid()}"
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(self._folder / name)
 
 
 def before(ledger: Ledger, wanted: int, usable: list[str], drained: list[str], now: float) -> tuple[str, str]:
@@ -91,35 +35,63 @@ def before(ledger: Ledger, wanted: int, usable: list[str], drained: list[str], n
 
 
 def after(
-    ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int, cancelled: bool, job: str
-) -> tuple[str, str]:
-    """`end`, `requeue` or `again`, and why, after a start on `nodes` has ended with srun's exit code."""
+    ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int, cancelled: bool, job: str,
+    spare_nodes: int | None = None,
+) -> tuple[str, str]:  # fmt: skip
+    """`end`, `requeue` or `again`, and why, after a start on `nodes` has ended with srun's exit code.
+
+    `spare_nodes` are those that the allocation has beyond them; None where the script does not say.
+    """
     now, events = time.time(), _of_nodes(ledger.events(began), nodes)
     ended = next((event for event in reversed(events) if event["kind"] == "end"), None)
     newest = last_commit(ledger.run_dir)
-    trained = any(event["kind"] == _TRAINED for event in events)
-    earlier = [one for one in ledger.starts() if one["job"] == job and one.get("began") != began]
-    if code == ExitCode.CONFIG and not trained and any(one.get("trained") for one in earlier):
-        code = ExitCode.FAILURE  # what this job has trained with cannot be wrong: a file system or a host is
-    well = code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.STOPPED) or cancelled or ended is not None
+    final = code in (ExitCode.FINISHED, ExitCode.CONFIG) or cancelled
+    waited = not final and waited_in_vain(events)
+    asked = any(event["kind"] == ABANDONED and event.get("asked_by") for event in events)
+    stopped = code == ExitCode.STOPPED or asked or (ended is not None and ended.get("finished") is False)
+    well = final or ended is not None or (stopped and not waited)
     blamed = None if well else _blamed(events, nodes)
     if blamed is not None:
         ledger.blame(blamed[0], blamed[1], now)
+    earlier = [one for one in ledger.starts() if one["job"] == job and one.get("began") != began]
     this = {
         "time": now, "began": began, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest,
-        "trained": trained, "cancelled": cancelled, "blamed": None if blamed is None else blamed[0],
+        "cancelled": cancelled, "waited": waited, "blamed": None if blamed is None else blamed[0],
     }  # fmt: skip
     ledger.note(this)
     if cancelled:
         return "end", "Slurm has ended this allocation"
-    if code in (ExitCode.FINISHED, ExitCode.CONFIG):
+    if final:
         return "end", ""
-    if code == ExitCode.STOPPED or (ended and not ended["finished"]):
-        stopped_by = _stopped_by(events)
-        if stopped_by in _ASKED_BY_SLURM:
-            return "requeue", f"{stopped_by}: saved at step {newest}"
-        return "end", f"stopped by {stopped_by or 'train.stop_after'}"
+    if waited:
+        return _after_waiting(earlier, this, restarts, spare_nodes)
+    if stopped:
+        return _after_a_stop(events, newest)
     return _after_a_failure(earlier, this, restarts, silent=not events)
+
+
+def _after_a_stop(events: list[dict[str, Any]], newest: int) -> tuple[str, str]:
+    """The same, when the start has left with what it had. Every process notes that, but why only those know that were
+    asked; process 0's word counts first. Where nobody could note it, 75 alone says: run me again."""
+    stops = [event for event in events if event["kind"] in ("preempted", ABANDONED)]
+    asked = [event for event in stops if event.get("asked_by")]
+    stopped_by = min(asked, key=lambda event: int(event["process"]))["asked_by"] if asked else None
+    if stopped_by in _ASKED_BY_SLURM:
+        return "requeue", f"{stopped_by}: saved at step {newest}"
+    if not stops:
+        return "requeue", f"stopped, and could not note why: saved at step {newest}"
+    return "end", f"stopped by {stopped_by or 'train.stop_after'}"
+
+
+def _after_waiting(
+    earlier: list[dict[str, Any]], this: dict[str, Any], restarts: int, spare_nodes: int | None
+) -> tuple[str, str]:
+    """The same, when processes never appeared: without their node, or in another allocation. For how long that may go
+    on the processes know, who end with 2 at last."""
+    blamed = this["blamed"]
+    if blamed and spare_nodes != 0 and this["start"] < restarts and not _tried_twice(earlier, this):
+        return "again", f"{blamed} did not come; without it if there is another"
+    return "requeue", f"{blamed or 'a node'} did not come"
 
 
 def _after_a_failure(
@@ -134,24 +106,24 @@ def _after_a_failure(
         return "requeue", "nothing was started"
     if start >= restarts:
         return "requeue", f"after {start} restarts in this allocation"
-    here = earlier[len(earlier) - start :] if start else []
-    if blamed and blamed in [one["blamed"] for one in here]:
+    if _tried_twice(earlier, this):
         return "requeue", f"{blamed} was tried twice here"
     who = f"without {blamed} if there is another" if blamed else "on the same nodes"
     return "again", f"from step {this['newest']}, {who}"
 
 
-def _stopped_by(events: list[dict[str, Any]]) -> str | None:
-    """Every process notes that it stops, but why only those know that were asked; process 0's word counts first."""
-    stops = [event for event in events if event["kind"] == "preempted" and event["asked_by"]]
-    return min(stops, key=lambda event: int(event["process"]))["asked_by"] if stops else None
+def _tried_twice(earlier: list[dict[str, Any]], this: dict[str, Any]) -> bool:
+    """Whether the node that is blamed was blamed before in this allocation."""
+    start, blamed = this["start"], this["blamed"]
+    here = earlier[max(0, len(earlier) - start) :] if start > 0 else []
+    return blamed is not None and blamed in [one["blamed"] for one in here]
 
 
 def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
     """How many of the last starts failed with the same newest checkpoint: without a node to blame, and in all. Those
-    that were cut off from outside do not count."""
+    that were cut off from outside, or waited in vain, do not count."""
     unexplained = failures = 0
-    for one in reversed([one for one in starts if not one.get("cancelled")]):
+    for one in reversed([one for one in starts if not one.get("cancelled") and not one.get("waited")]):
         failed = one["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
         if not failed or one["newest"] != starts[-1]["newest"]:
             break
@@ -172,13 +144,13 @@ def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] |
     What a process raises is its program's fault, unless it tells of a broken device. All speak to process 0, so its
     word counts, unless all others blame its node; if it says nothing, most voices do.
     """
-    raised = {event["process"] for event in events if event["kind"] == _RAISED}
+    raised = {event["process"] for event in events if event["kind"] == RAISED}
     votes: dict[int, tuple[str, str]] = {}
     for event in events:
         why = str(event.get("why"))
-        its_program = event.get("at_fault") in raised or f" {_RAISED}: " in why
+        its_program = event.get("at_fault") in raised or f" {RAISED}: " in why
         node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
-        if event["kind"] not in (*_BLAMING, _RAISED) or (its_program and not tells_of_a_broken_device(why)):
+        if event["kind"] not in (*BLAMING, RAISED) or (its_program and not tells_of_a_broken_device(why)):
             continue
         if node is not None:
             votes.setdefault(event["process"], (node, why))
@@ -196,7 +168,7 @@ def _node(host: str | None, process: int | None, nodes: list[str]) -> str | None
         same = [node for node in nodes if node == host or node.partition(".")[0] == host.partition(".")[0]]
         if same:
             return same[0]
-    return nodes[process] if process is not None and process < len(nodes) else None
+    return nodes[process] if process is not None and 0 <= process < len(nodes) else None
 
 
 def main(arguments: list[str]) -> int:
@@ -207,16 +179,16 @@ def main(arguments: list[str]) -> int:
     else:
         answer = after(
             ledger, options.code, options.began, options.nodes.split(","), options.start, options.restarts,
-            options.cancelled == "yes", options.job,
+            options.cancelled == "yes", options.job, options.spare_nodes,
         )  # fmt: skip
     print(*answer)
     return ExitCode.FINISHED
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m jaxmnt.launch.inside", description=__doc__, allow_abbrev=False)
+    parser = Parser("python -m jaxmnt.launch.inside", description=__doc__, codes=HERE)
     when = parser.add_subparsers(dest="when", required=True)
-    first, later = when.add_parser("before", allow_abbrev=False), when.add_parser("after", allow_abbrev=False)
+    first, later = when.add_parser("before", codes=HERE), when.add_parser("after", codes=HERE)
     for one in (first, later):
         one.add_argument("--run-dir", required=True)
     first.add_argument("--wanted", type=int, required=True)
@@ -229,6 +201,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     later.add_argument("--restarts", type=int, required=True)
     later.add_argument("--cancelled", choices=("yes", "no"), required=True)
     later.add_argument("--job", required=True)
+    later.add_argument("--spare-nodes", type=int, help="of the allocation; scripts of older versions do not say")
     return parser.parse_args(arguments)
 
 

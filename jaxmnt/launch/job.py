@@ -9,6 +9,7 @@ from jaxmnt.config.load import load_config
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch.fit import check_batch
+from jaxmnt.launch.rendered import check_rendered
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class Job:
         digest = hashlib.sha256(self.config_file.read_bytes()).hexdigest()[:8]
         return self.run_dir / "launch" / f"{self.config_file.stem}-{digest}.yaml"
 
+    def start_timeout_seconds(self, default: float) -> float:
+        """How long its processes wait for each other at a start."""
+        if self.config.launch.wait_minutes is not None:
+            return 60 * self.config.launch.wait_minutes
+        given = "start_timeout_seconds" in self.config.cluster.model_fields_set
+        return self.config.cluster.start_timeout_seconds if given else default
+
     def freeze(self) -> None:
         """Writes it. Raises `OSError`."""
         self.frozen_file.parent.mkdir(parents=True, exist_ok=True)
@@ -40,14 +48,19 @@ class Job:
 
 
 def job(config_file: Path, overrides: list[str], sweep: list[str]) -> Job:
-    """Raises `ConfigError` for a config that does not fit the nodes, also with the settings of a sweep."""
+    """Raises `ConfigError` for a config that does not fit the nodes, also with the settings of a sweep, and for texts
+    that a script or manifest must not hold."""
     points = _points(sweep)
     config = load_config(config_file, overrides)
     for point in points or [[]]:
         tried = load_config(config_file, [*overrides, *point])
         devices = tried.launch.nodes * max(1, tried.launch.gpus_per_node)
         check_batch(tried, devices)
-    return Job(config, config_file.absolute(), overrides, points)
+        check_rendered(tried.model_dump())
+    wanted = Job(config, config_file.absolute(), overrides, points)
+    places = {"run.dir": wanted.run_dir, "--config": wanted.config_file, "this folder": Path.cwd()}
+    check_rendered(places | {"overrides": overrides, "--sweep": points})
+    return wanted
 
 
 def _points(sweep: list[str]) -> list[list[str]]:

@@ -1,13 +1,17 @@
 """Several processes of one run on this machine: output prefixed, logs kept, stopped when one fails, started again."""
 
 import contextlib
+import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
@@ -15,9 +19,12 @@ from typing import IO, TextIO
 from jaxmnt.cluster.environment import VARIABLES
 from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.errors import ConfigError, ExitCode, printable, remark
+from jaxmnt.launch.ledger import events_since, waited_in_vain
 from jaxmnt.launch.restarts import Restarts, last_commit
-from jaxmnt.runtime.stop import on_stop_signals
+from jaxmnt.launch.settings import KEY_BYTES, RUN_KEY
+from jaxmnt.output import outlive_output
+from jaxmnt.runtime.stop import ASKING, WARNING, Handler
 
 _GRACE_SECONDS = 10.0
 """How long the others may take to end by themselves after one has failed."""
@@ -27,8 +34,8 @@ _PATIENCE_SECONDS = 2.0
 
 _POLL_SECONDS = 0.05
 
-_ENDED_WELL = (None, ExitCode.FINISHED, ExitCode.STOPPED)
-"""None is a process that still runs."""
+_FOLLOW_SECONDS = 120.0
+"""How long the others may take to end after one has stopped early."""
 
 _ENDED_BY_A_PEER = (ExitCode.PEER, -signal.SIGABRT)
 
@@ -64,30 +71,43 @@ class Local:
 def launch(local: Local, processes: int, restarts: Restarts) -> int:
     """Runs a config in `processes` processes, again after failures as `restarts` has it; returns the exit code.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on; after one nothing is started again. Raises `ConfigError` for
-    arguments that no process could use.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on; after one nothing is started again. They are ignored from the
+    return on: the caller has nothing left but to exit with the code, which a signal must not replace. Raises
+    `ConfigError` for arguments that no process could use.
     """
+    outlive_output()
     log_dir = _log_dir(local)
-    children: list[_Child] = []
-    asked: list[int] = []
-
-    def hear(number: int, _: object) -> None:
-        asked.append(number)
-        _send(children, number)
-
-    with on_stop_signals(hear):
+    with _Crew(local, log_dir) as crew, _heard_to_the_end(crew.hear):
         while True:
-            outcome = _run(local, processes, log_dir, children, asked)
+            began = time.time()
+            outcome = crew.run(processes)
             if outcome.why:
-                print(f"jaxmnt: {outcome.why}", file=sys.stderr, flush=True)
-            if asked:
+                remark(outcome.why)
+            if crew.asked:
                 return outcome.code
-            verdict = restarts.after(outcome.code, processes, last_commit(local.run_dir))
+            waited = outcome.code == ExitCode.STOPPED and waited_in_vain(events_since(local.run_dir, began))
+            verdict = restarts.after(outcome.code, processes, last_commit(local.run_dir), waited=waited)
             if verdict.why:
-                print(f"jaxmnt: {verdict.why}", file=sys.stderr, flush=True)
-            if verdict.processes is None or _asked_within(verdict.wait_seconds, asked):
+                remark(verdict.why)
+            if verdict.processes is None:
                 return outcome.code
+            if _asked_within(verdict.wait_seconds, crew.asked):
+                return ExitCode.STOPPED  # nothing runs, and nothing is lost
             processes = verdict.processes
+
+
+@contextmanager
+def _heard_to_the_end(handler: Handler) -> Iterator[None]:
+    """As `on_stop_signals`, but afterwards they are ignored. Python brings back the defaults when it ends, and one more
+    signal would then take the exit code's place; what is ignored stays so."""
+    heard = [number for number in (*ASKING, WARNING) if signal.getsignal(number) != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _asked_within(seconds: float, asked: list[int]) -> bool:
@@ -97,50 +117,77 @@ def _asked_within(seconds: float, asked: list[int]) -> bool:
     return bool(asked)
 
 
-def _run(local: Local, processes: int, log_dir: Path, children: "list[_Child]", asked: list[int]) -> Outcome:
-    """One start of all processes, to the end of the last. `children` holds them meanwhile.
+class _Crew:
+    """The processes of a run, one start of them after the other."""
 
-    A signal that was `asked` for before they were all there is handed on when they are.
+    def __init__(self, local: Local, log_dir: Path):
+        self._local, self._log_dir = local, log_dir
+        self._children: list[_Child] = []
+        self._run_key = secrets.token_hex(KEY_BYTES)
+        self.asked: list[int] = []
+        """The signals that came."""
 
-    The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
-    """
-    coordinator = f"127.0.0.1:{_free_port()}"
-    children.clear()
-    try:
+    def __enter__(self) -> "_Crew":
+        # Only we have the writing end: when we are gone, however that comes, our children read its end.
+        self._pipe, self._life = os.pipe()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._pipe)
+        os.close(self._life)
+
+    def hear(self, number: int, _: object) -> None:
+        self.asked.append(number)
+        _send(self._children, number)
+
+    def run(self, processes: int) -> Outcome:
+        """One start of all processes, to the end of the last.
+
+        The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
+        """
+        try:
+            self._start(processes)
+            failed = _watch(self._children, self.asked)
+        except BaseException:
+            _end(self._children)
+            raise
+        _end(self._children)
+        for child in self._children:
+            child.finish()
+        if failed is None:
+            early = any(child.code != ExitCode.FINISHED for child in self._children)
+            return Outcome(int(ExitCode.STOPPED if early else ExitCode.FINISHED), "")
+        assert failed.code is not None
+        lost = failed.code in _ENDED_BY_A_PEER
+        code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
+        return Outcome(code, f"process {failed.number} {failed.fate}; its log is {printable(str(failed.log_path))}")
+
+    def _start(self, processes: int) -> None:
+        """A signal that came before a process was there is handed on to it when it is."""
+        local, coordinator = self._local, f"127.0.0.1:{_free_port()}"
+        self._children.clear()
         for number in range(processes):
             environment = _environment(number, processes, coordinator, local.devices)
-            settings = _settings(number, processes, environment)
-            children.append(_Child(number, [*local.module, *local.arguments, *settings], log_dir, environment))
-        for signal_number in asked:
-            _send(children, signal_number)
-        failed = _watch(children)
-    except BaseException:
-        _end(children)
-        raise
-    if failed is not None:
-        _end(children)
-    for child in children:
-        child.finish()
-    if failed is None:
-        codes = {child.code for child in children}
-        return Outcome(int(ExitCode.STOPPED if ExitCode.STOPPED in codes else ExitCode.FINISHED), "")
-    assert failed.code is not None
-    lost = failed.code in _ENDED_BY_A_PEER
-    code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
-    return Outcome(code, f"process {failed.number} {failed.fate}; its log is {failed.log_path}")
+            environment[RUN_KEY] = self._run_key
+            arguments = [*local.module, *local.arguments, *_settings(number, processes, environment)]
+            self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe))
+            for signal_number in self.asked:
+                _send(self._children[-1:], signal_number)
 
 
 class _Child:
     """One process, with threads that pass on its output line by line."""
 
-    def __init__(self, number: int, arguments: list[str], log_dir: Path, environment: dict[str, str]):
+    def __init__(self, number: int, arguments: list[str], log_dir: Path, environment: dict[str, str], pipe: int):
         self.number = number
         self.log_path = log_dir / f"process-{number}.log"
+        self._buried = False
         self._log = self.log_path.open("a", encoding="utf-8")
         # A session of its own: the terminal's Ctrl-C reaches it once, through us.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-m", "jaxmnt.launch.child", str(pipe), str(self.log_path.absolute()), *arguments],
             env=environment,
+            pass_fds=(pipe,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -157,8 +204,13 @@ class _Child:
 
     @property
     def code(self) -> int | None:
-        """None while it runs; negative if a signal ended it."""
-        return self.process.poll()
+        """None while it runs; negative if a signal ended it. What it has started, and left behind, is then ended."""
+        code = self.process.poll()
+        if code is not None and not self._buried:
+            self._buried = True  # now, because its number may be another's later
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in its group
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return code
 
     @property
     def fate(self) -> str:
@@ -175,15 +227,15 @@ class _Child:
         with contextlib.suppress(OSError):
             self._log.close()
 
-    def _pass_on(self, source: IO[str], sink: TextIO) -> None:
-        shown = True
+    def _pass_on(self, source: IO[str], sink: TextIO | None) -> None:
+        shown = sink is not None  # it is None where our own was closed
         for line in source:  # to the end, whatever becomes of log and sink: a full pipe would stop the process
             self._keep(line)
-            if shown:
+            if sink is not None and shown:
                 try:
                     sink.write(f"[{self.number}] {line}")
                     sink.flush()
-                except OSError as error:
+                except (OSError, ValueError) as error:
                     shown = False
                     self._keep(f"(the launcher shows no more of this: {error})\n")
                     _discard(sink)
@@ -201,25 +253,35 @@ def _discard(sink: TextIO) -> None:
     os.close(nowhere)
 
 
-def _watch(children: list[_Child]) -> _Child | None:
+def _watch(children: list[_Child], asked: Sequence[int] = ()) -> _Child | None:
     """Waits for all to end well (None), or for the first to fail by itself.
 
     A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; the
-    other one is then given a moment to be found.
+    other one is then given a moment to be found. One that does not follow the others when they have stopped is not
+    waited for: they have saved together, or given up waiting for it.
     """
-    deadline: float | None = None
+    limits: dict[float, float] = {}
     while True:
         # Asked once a round: a child that ends between two questions must not be judged by half of the answers.
         codes = [child.code for child in children]
-        failed = [child for child, code in zip(children, codes, strict=True) if code not in _ENDED_WELL]
+        failed = [child for child, code in zip(children, codes, strict=True) if not _ended_well(code, asked)]
         by_itself = [child for child in failed if child.code not in _ENDED_BY_A_PEER]
         if by_itself:
             return by_itself[0]
-        if failed and deadline is None:
-            deadline = time.monotonic() + _PATIENCE_SECONDS
-        if None not in codes or (deadline is not None and time.monotonic() > deadline):
+        now = time.monotonic()
+        if failed:
+            limits.setdefault(_PATIENCE_SECONDS, now + _PATIENCE_SECONDS)
+        elif any(code not in (None, ExitCode.FINISHED) for code in codes):
+            limits.setdefault(_FOLLOW_SECONDS, now + _FOLLOW_SECONDS)
+        if None not in codes or now > min(limits.values(), default=math.inf):
             return failed[0] if failed else None
         time.sleep(_POLL_SECONDS)
+
+
+def _ended_well(code: int | None, asked: Sequence[int]) -> bool:
+    """None is a process that still runs. One that the signal ended which we have handed on had not yet begun to listen,
+    and nothing to lose."""
+    return code in (None, ExitCode.FINISHED, ExitCode.STOPPED) or -code in asked
 
 
 def _end(children: list[_Child]) -> None:
@@ -231,6 +293,7 @@ def _end(children: list[_Child]) -> None:
     _send(children, signal.SIGKILL)
     for child in children:
         child.process.wait()
+        assert child.code is not None
 
 
 def _send(children: list[_Child], number: int) -> None:
@@ -281,7 +344,9 @@ def _log_dir(local: Local) -> Path:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir: {log_dir} cannot be made: {error.strerror}; choose another run.dir") from error
+        raise ConfigError(
+            f"run.dir: {printable(str(log_dir))} cannot be made: {error.strerror}; choose another run.dir"
+        ) from error
     return log_dir
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.launch.fit import check_batch
-from jaxmnt.telemetry.events import read_lines
+from jaxmnt.telemetry.events import event_file, read_lines
 
 _TRIES = 3
 """Starts in a row that may fail without a new checkpoint."""
@@ -33,36 +33,42 @@ class Restarts:
     def __init__(self, most: int, counts: list[int] | None = None):
         """`counts` are the numbers of processes that it may go on with."""
         self._most, self._counts = most, sorted(counts or [])
-        self._done = self._in_vain = 0
+        self._done = self._in_vain = self._waits = 0
         self._newest: int | None = None
 
-    def after(self, code: int, processes: int, newest: int) -> Verdict:
-        """`newest` is the step of the newest checkpoint of the run, 0 if it has none."""
-        if code in _NOT_AGAIN or self._most == 0:
+    def after(self, code: int, processes: int, newest: int, *, waited: bool = False) -> Verdict:
+        """`newest` is the step of the newest checkpoint of the run, 0 if it has none.
+
+        `waited` is a start that came to nothing because a process never appeared: neither a failure nor a restart.
+        """
+        if self._most == 0 or (code in _NOT_AGAIN and not waited):
             return Verdict(None, 0.0, "")
+        if waited:
+            self._waits += 1
+            return self._again("a process did not appear: started again", processes, newest, self._waits)
         gained = self._newest is None or newest > self._newest
-        self._newest = newest
+        self._newest, self._waits = newest, 0
         self._in_vain = 1 if gained else self._in_vain + 1
         if self._in_vain >= _TRIES:
             return Verdict(None, 0.0, f"given up: {_TRIES} starts failed without a checkpoint after step {newest}")
         if self._done >= self._most:
             return Verdict(None, 0.0, f"given up after {self._done} restarts (--max-restarts)")
         self._done += 1
-        wait = min(_FIRST_WAIT_SECONDS * 2 ** (self._in_vain - 1), _LONGEST_WAIT_SECONDS)
+        return self._again(f"restart {self._done} of {self._most}", processes, newest, self._in_vain)
+
+    def _again(self, what: str, processes: int, newest: int, times: int) -> Verdict:
+        """With fewer processes, where it may, when that is not the first time without a step gained."""
+        wait = min(_FIRST_WAIT_SECONDS * 2 ** min(times - 1, 10), _LONGEST_WAIT_SECONDS)
         fewer = [count for count in self._counts if count < processes]
-        chosen = fewer[-1] if not gained and fewer else processes
+        chosen = fewer[-1] if times > 1 and fewer else processes
         how = f" with {chosen} processes instead of {processes}" if chosen != processes else ""
-        return Verdict(
-            chosen,
-            wait,
-            f"restart {self._done} of {self._most} in {wait:g} s{how}, from the checkpoint of step {newest}",
-        )
+        return Verdict(chosen, wait, f"{what} in {wait:g} s{how}, from the checkpoint of step {newest}")
 
 
 def last_commit(run_dir: Path) -> int:
     """The step of the newest checkpoint that the run's events tell of; 0 if there is none."""
-    steps = [event["step"] for event in read_lines(run_dir / "events" / "0.jsonl") if event["kind"] == _COMMIT]
-    return max(steps, default=0)
+    events = read_lines(event_file(run_dir, 0))
+    return max((event["step"] for event in events if event["kind"] == _COMMIT), default=0)
 
 
 _COMMIT = "checkpoint_commit"

@@ -1,8 +1,12 @@
-"""Variables that every process of a job on several GPU hosts gets, unless a config says otherwise (docs/cluster.md)."""
+"""What job scripts and manifests have in common: variables for GPU hosts (docs/cluster.md), setup, slots."""
 
+import re
 import shlex
 
 from jaxmnt.config.schema import Config
+
+RUN_KEY, KEY_BYTES = "JAXMNT_RUN_KEY", 32
+"""The variable of the key by which the processes of a job know each other, and its length, in hex digits' bytes."""
 
 _GPU_HOSTS = {
     # Collectives and products overlap, pipelined over layers: XLA's own bundle of flags for that.
@@ -17,6 +21,11 @@ _GPU_HOSTS = {
 def checked(setup: list[str]) -> list[str]:
     """Lines of the shell that end it when one of the given ones fails."""
     return [f"eval {shlex.quote(line)} || exit 1" for line in setup]
+
+
+def filled(template: str, **values: str) -> str:
+    """With `@name@` replaced by a value: what else there is belongs to the shell."""
+    return re.sub(r"@(\w+)@", lambda slot: values[slot[1]], template)
 
 
 def environment(config: Config) -> dict[str, str]:

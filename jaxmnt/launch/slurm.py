@@ -1,18 +1,18 @@
 """A job script for Slurm, and its submission."""
 
 import os
-import re
 import shlex
 import subprocess
 from importlib.resources import files
 from pathlib import Path
 
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.launch.job import Job
-from jaxmnt.launch.settings import checked, environment
+from jaxmnt.launch.settings import checked, environment, filled
 
 _REQUEUES = 1000
 _AFTER_THE_ROLL_CALL_SECONDS = 60
+_SINFO_SECONDS = 10
 _OF_ANOTHER_JOB = ("SLURM_", "SBATCH_", "SRUN_")
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
 
@@ -24,14 +24,16 @@ def render(wanted: Job) -> str:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(config).items()]
     setup = [*checked(launch.setup), *lines] or [":"]
     srun = "".join(f" {shlex.quote(option)}" for option in config.slurm.srun_options)
-    return _filled(
+    wait_seconds = round(wanted.start_timeout_seconds(config.cluster.start_timeout_seconds))
+    waits = [f"cluster.start_timeout_seconds={wait_seconds}"] if launch.wait_minutes is not None else []
+    return filled(
         template,
         options="\n".join(f"#SBATCH {shlex.quote(option)}" for option in _options(wanted)),
         directory=shlex.quote(str(Path.cwd())),
         run_dir=shlex.quote(str(wanted.run_dir)),
         frozen=shlex.quote(str(wanted.frozen_file)),
         config=shlex.quote(str(wanted.config_file)),
-        arguments=shlex.join([*wanted.overrides, f"run.dir={wanted.run_dir}"]),
+        arguments=shlex.join([*wanted.overrides, *waits, f"run.dir={wanted.run_dir}"]),
         container=shlex.join(_container(wanted)),
         sweep=_sweep(wanted),
         setup="\n".join(f"    {line}" for line in setup),
@@ -40,20 +42,16 @@ def render(wanted: Job) -> str:
         spare_nodes=str(launch.spare_nodes),
         restarts=str(launch.restarts),
         requeues=str(_REQUEUES),
-        wait=str(int(config.cluster.start_timeout_seconds) + _AFTER_THE_ROLL_CALL_SECONDS),
+        wait=str(wait_seconds + _AFTER_THE_ROLL_CALL_SECONDS),
+        limit=_limit(wanted),
         srun_options=srun,
     )
-
-
-def _filled(template: str, **values: str) -> str:
-    """With `@name@` replaced by a value: what else there is belongs to the shell."""
-    return re.sub(r"@(\w+)@", lambda slot: values[slot[1]], template)
 
 
 def _options(wanted: Job) -> list[str]:
     """Of sbatch. Those of the config come last, and count more."""
     launch, slurm = wanted.config.launch, wanted.config.slurm
-    log = f"{wanted.run_dir}/logs/slurm-{'%A-%a' if wanted.sweep else '%j'}.log"
+    log = f"{str(wanted.run_dir).replace('%', '%%')}/logs/slurm-{'%A-%a' if wanted.sweep else '%j'}.log"
     options = [
         f"--job-name=jaxmnt-{wanted.run_dir.name}",
         f"--nodes={launch.nodes + launch.spare_nodes}",
@@ -78,6 +76,36 @@ def _options(wanted: Job) -> list[str]:
         if value := getattr(slurm, name):
             options.append(f"--{name}={value}")
     return [*options, *slurm.options]
+
+
+def _limit(wanted: Job) -> str:
+    """A comment on how long the job may take, where the config does not say."""
+    if wanted.config.launch.hours or any(
+        option.startswith(("--time=", "-t")) for option in wanted.config.slurm.options
+    ):
+        return ""
+    partition = wanted.config.slurm.partition
+    where = f"partition {partition}" if partition else "default partition"
+    found = _partition_limit(partition)
+    text = f"which is {printable(found)}" if found else "which sinfo --format='%P %L %l' shows (default, most)"
+    return f"# launch.hours is not set, so the time limit is that of the {where}, {text}.\n"
+
+
+def _partition_limit(partition: str | None) -> str | None:
+    """As sinfo has it, which may not be here: the default for jobs that ask for no time, else the most."""
+    asked = [f"--partition={partition}"] if partition else []
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--format=%P|%L|%l", *asked], capture_output=True, text=True,
+            timeout=_SINFO_SECONDS, env=_environment(), check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for line in done.stdout.splitlines():
+        name, default, most = ([*line.split("|"), "", ""])[:3]
+        if (name.rstrip("*") == partition or (partition is None and name.endswith("*"))) and most:
+            return most if default in ("", "n/a") else f"{default} ({most} at most)"
+    return None
 
 
 def _container(wanted: Job) -> list[str]:
@@ -114,14 +142,10 @@ def submit(wanted: Job) -> str:
         wanted.freeze()
     except OSError as error:
         raise ConfigError(f"run.dir: {wanted.run_dir} cannot be written: {error.strerror}; choose another") from error
-    # What an interactive job has set would count more than the script's options.
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_ANOTHER_JOB) or name in _OF_THE_CLUSTER
-    }
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=render(wanted), env=clean, capture_output=True, text=True)
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=render(wanted), env=_environment(), capture_output=True, text=True
+        )
     except FileNotFoundError:
         raise ConfigError("sbatch: there is no such command here; submit from a login node, or see --dry-run") from None
     if done.returncode != 0:
@@ -129,3 +153,12 @@ def submit(wanted: Job) -> str:
     number = done.stdout.strip().partition(";")[0]
     log = "%A-%a" if wanted.sweep else number
     return f"job {number}, log {wanted.run_dir}/logs/slurm-{log.replace('%A', number)}.log"
+
+
+def _environment() -> dict[str, str]:
+    """Without what an interactive job has set, which would count more than the script's options."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OF_ANOTHER_JOB) or name in _OF_THE_CLUSTER
+    }

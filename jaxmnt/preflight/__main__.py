@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.cluster.environment import Identity, identify, survey
+from jaxmnt.commands import CHECKS, Parser
 from jaxmnt.config import Config, load_config
 from jaxmnt.config.schema import Cluster
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report, run_command
@@ -157,12 +158,7 @@ def explain(cluster: Cluster, *, as_json: bool = False) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m jaxmnt.preflight",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m jaxmnt.preflight", description=__doc__, codes=CHECKS)
     parser.add_argument("--config", metavar="FILE", help="the config of the run")
     parser.add_argument("--explain", action="store_true", help="say which process this is, and from which variables")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -170,8 +166,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--wait", type=float, default=_WAIT_SECONDS, metavar="SECONDS", help="for all processes to come; default 45"
     )
     parser.add_argument("--nccl-debug", action="store_true", help="say which network NCCL chooses, and keep its logs")
-    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+    parser.add_settings()
     return parser.parse_intermixed_args(arguments)
 
 

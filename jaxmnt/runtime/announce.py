@@ -12,10 +12,10 @@ from jaxmnt.plan.notes import notes
 from jaxmnt.program.compiled import Program
 from jaxmnt.runtime.rundir import Start, home
 from jaxmnt.runtime.saves import Saves
-from jaxmnt.telemetry.events import rewind_metrics
 from jaxmnt.telemetry.flops import flops_per_token, peak_flops
 from jaxmnt.telemetry.metrics import Finished, TrainLog
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
+from jaxmnt.telemetry.records import mend
 
 _BYTES_A_TOKEN = 20
 """Five fields of four bytes."""
@@ -113,7 +113,7 @@ def train_log(
     `finished` is called with each step when it is finished.
     """
     if writer:
-        rewind_metrics(start.directory / "metrics.jsonl", start.step)
+        mend(start.directory / "metrics.jsonl", last_step=start.step)
     setting = program.setting
     device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, setting.dtype)
     return TrainLog(

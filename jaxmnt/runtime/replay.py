@@ -27,8 +27,8 @@ from jaxmnt.runtime.compile_cache import use_compile_cache
 from jaxmnt.runtime.inputs import fit_to_data, ready_data, training_feed
 from jaxmnt.runtime.resume import completed, wanted_of
 from jaxmnt.runtime.rundir import home
-from jaxmnt.telemetry.events import read_lines
 from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.records import records
 
 _COMPARED = ("loss", "grad_norm", "tokens")
 
@@ -44,13 +44,15 @@ def replay(
     """Takes the steps after the checkpoint of step `first` up to `last`, and writes nothing.
 
     Returns 0 if loss, gradient norm and tokens of each are those in metrics.jsonl, and the state that of the checkpoint
-    of step `last` if there is one; else 1. Raises `ConfigError` for a config that cannot lead to the same.
+    of step `last` if there is one; else 1. Steps whose line is lost are not compared. Raises `ConfigError` for a config
+    that cannot lead to the same, and for steps that the run has not taken.
     """
     data = ready_data(config, identity, status)
     config = fit_to_data(config, data)
     run_dir = Path(config.run.dir or "")
     path = locate(f"{home(config)}@{first}", "--replay")
     assert path is not None
+    expected = _steps_of(run_dir, first, last, identity)
     try:
         checkpoint = open_checkpoint(path)
     except DamagedError as damage:
@@ -67,7 +69,7 @@ def replay(
     restored = restore(checkpoint, wanted_of(program, checkpoint), identity, verify=True)
     state = completed(program, program.from_canonical(restored.state))
     feed = training_feed(config, TrainingData(config, data), program, first)
-    wishes, expected = Wishes(program.wishes_sharding), _steps_of(run_dir, identity)
+    wishes = Wishes(program.wishes_sharding)
     same, tokens = True, checkpoint.manifest.tokens
     for step in range(first + 1, last + 1):
         batch, _ = feed.take()
@@ -86,19 +88,32 @@ def replay(
     return ExitCode.FINISHED if same else ExitCode.FAILURE
 
 
-def _steps_of(run_dir: Path, identity: Identity) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step, the same in all processes."""
-    told = None
+def _steps_of(run_dir: Path, first: int, last: int, identity: Identity) -> dict[int, dict[str, Any]]:
+    """The lines of metrics.jsonl after step `first` up to `last`, by step, the same in all processes.
+
+    Raises `ConfigError` if the last of these steps was not taken yet.
+    """
+    path, told = run_dir / "metrics.jsonl", None
     if identity.process_id == 0:
-        lines = [line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == "train"]
-        told = json.dumps({line["step"]: {name: line[name] for name in _COMPARED} for line in lines})
-    return {int(step): line for step, line in json.loads(share("what steps were", told, identity)).items()}
+        newest, found = 0, {}
+        for line in records(path):
+            if line["kind"] == "train":
+                newest = max(newest, line["step"])
+                if first < line["step"] <= last:
+                    found[line["step"]] = {name: line[name] for name in _COMPARED}
+        told = json.dumps([newest, found])
+    newest, found = json.loads(share("what steps were", told, identity))
+    if last > newest:
+        there = f"step {newest} is the last in {path}" if newest else f"there are no steps in {path}"
+        hint = f"give {first}:TO with TO up to {newest}" if newest > first else "name an earlier checkpoint"
+        raise ConfigError(f"--replay: {first}:{last} ends after what the run has recorded: {there}; {hint}")
+    return {int(step): line for step, line in found.items()}
 
 
 def _compare(status: StatusLine, step: int, found: dict[str, float], expected: dict[str, Any] | None) -> bool:
     if expected is None:
-        status.line(f"step {step}  loss {found['loss']:.6f}: metrics.jsonl has no such step")
-        return False
+        status.line(f"step {step}  loss {found['loss']:.6f}: not compared, metrics.jsonl lacks this step")
+        return True
     finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
     wrong = [name for name in _COMPARED if finite[name] != expected[name]]
     told = ", ".join(f"{name} was {expected[name]} and is {finite[name]}" for name in wrong)

@@ -1,12 +1,13 @@
 """The wish to stop: by signal, by a file STOP in the run directory, or because the allocation ends.
 
-The run then ends after a step, with a checkpoint. A second signal ends it at once, whatever the main thread is in.
+The run then ends after a step, with a checkpoint; before the first step of a start it ends at once. A second signal
+ends it at once, whatever the main thread is in.
 """
 
 import contextlib
-import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jaxmnt import early_signals
+from jaxmnt.cluster.variables import number_of
+
 Handler = Callable[[int, FrameType | None], Any]
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -22,6 +26,8 @@ WARNING = signal.SIGUSR1
 """What a scheduler sends ahead of the end (Slurm: --signal=USR1@SECONDS). What follows it is a first signal."""
 FILE = "STOP"
 
+_LATEST = 2**40
+"""No clock shows more seconds."""
 _LOOK_SECONDS = 2.0
 _SAME_SECONDS = 1.0
 """What comes so soon after a first signal is the same request once more, handed on by a launcher."""
@@ -45,16 +51,25 @@ class StopRequest:
     Signals are heard by a thread, because Python's own handlers wait while the main thread is in a library.
     """
 
-    def __init__(self, run_dir: Path | None, at_once: Callable[[str], Any], ends_at: float | None = None):
+    def __init__(
+        self,
+        run_dir: Path | None,
+        at_once: Callable[[str], Any],
+        ends_at: float | None = None,
+        early: Callable[[str], Any] | None = None,
+    ):
         """`run_dir` is watched for the file STOP, and `ends_at` (Unix seconds) obeyed, if given: by process 0.
 
-        `at_once` is called with the reason when a second signal comes.
+        `at_once` is called with the reason when a second signal comes, `early` when the wish comes before the first
+        step, to end the process; without it that step is taken.
         """
         self.reason: str | None = None
         """What asked for it, in a word; None if nothing did."""
         self._file = None if run_dir is None else run_dir / FILE
         self._at_once = at_once
         self._ends_at = ends_at
+        self._early = early
+        self._leaving = threading.Lock()
         self._asked: float | None = None
         self._over = False
         self._end = threading.Event()
@@ -64,6 +79,11 @@ class StopRequest:
     @property
     def wanted(self) -> bool:
         return self.reason is not None
+
+    def steps_begin(self) -> None:
+        """From now on there may be something to save. Does not return if the process is leaving already."""
+        with self._leaving:
+            self._early = None
 
     def obeyed(self) -> None:
         """The run is over, and nothing more to be asked of it. Removes the file that asked for it: else the next start
@@ -77,9 +97,11 @@ class StopRequest:
         bell.setblocking(False)
         ear.settimeout(_LOOK_SECONDS)
         self._ear, self._bell = ear, bell
+        self._scope.callback(early_signals.release)
         self._scope.enter_context(on_stop_signals(lambda *_: None))
         before = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         self._scope.callback(signal.set_wakeup_fd, before)
+        bell.send(bytes(early_signals.taken()))
         self._thread.start()
         return self
 
@@ -124,10 +146,18 @@ class StopRequest:
     def _want(self, reason: str) -> None:
         if self.reason is not None:
             return
-        self.reason = reason
-        line = f"\n{reason}: saving a checkpoint after this step, then stopping (by a second signal: at once)\n"
-        with contextlib.suppress(OSError):  # a closed terminal must not keep us from saving
-            os.write(2, line.encode())
+        with self._leaving:
+            self.reason = reason
+            early = self._early
+            what = "nothing to save before the first step: stopping"
+            if early is None:
+                what = "saving a checkpoint after this step, then stopping (by a second signal: at once)"
+            with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us from saving
+                print(f"\n{reason}: {what}", file=sys.stderr, flush=True)
+            if early is not None:
+                with contextlib.suppress(OSError):  # a STOP that stays stops the next start as well, which says so
+                    self.obeyed()
+                early(reason)
 
 
 def end_of_allocation(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:
@@ -136,7 +166,7 @@ def end_of_allocation(minutes: float | None, margin: float, environment: Mapping
     It ends `minutes` after now, or when Slurm says so (SLURM_JOB_END_TIME, in Unix seconds), whichever is sooner.
     """
     ends = [time.time() + 60 * minutes] if minutes is not None else []
-    told = environment.get("SLURM_JOB_END_TIME", "")
-    if told.isdigit() and int(told) > time.time():
-        ends.append(float(told))
+    told = environment.get("SLURM_JOB_END_TIME")
+    if told and (end := number_of("SLURM_JOB_END_TIME", told, most=_LATEST)) > time.time():
+        ends.append(float(end))
     return min(ends) - margin if ends else None

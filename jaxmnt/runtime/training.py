@@ -15,6 +15,7 @@ from jaxmnt.cluster.runtime import barrier, hosts, share
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import Feed, Wishes
+from jaxmnt.data.run_tokenizer import keep, of_data
 from jaxmnt.program.compiled import Program, compile_program, plan
 from jaxmnt.runtime import announce
 from jaxmnt.runtime.compile_cache import use_compile_cache
@@ -25,13 +26,14 @@ from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.replicas import Replicas
 from jaxmnt.runtime.resume import starting_state
 from jaxmnt.runtime.row_watch import RowWatch
-from jaxmnt.runtime.rundir import Say, Start, open_run, write_config
+from jaxmnt.runtime.rundir import Say, Start, open_run, places, write_config
 from jaxmnt.runtime.saves import Saves
 from jaxmnt.runtime.stop import StopRequest
 from jaxmnt.runtime.watchdog import Watchdog
-from jaxmnt.telemetry.events import Events, peak_host_bytes, read_lines
+from jaxmnt.telemetry.events import Events, event_file, peak_host_bytes
 from jaxmnt.telemetry.metrics import Finished, TrainLog
 from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.records import mend, records
 from jaxmnt.telemetry.startup import StartClock
 
 _A_DAY_SECONDS = 86400.0
@@ -93,6 +95,7 @@ def prepare(
     use_compile_cache(config.run.compile_cache, start.directory)
     clock.lap("data")
     events = _begun_events(start, identity, len(devices or jax.devices()))
+    held.callback(events.close)
     held.enter_context(ending.with_last(lambda fate: note_fate(events, fate)))
     with watchdog.during("compiling", limits.compile_seconds):
         program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
@@ -106,6 +109,8 @@ def prepare(
     clock.lap("restore")
     if identity.process_id == 0:
         write_config(start.directory, config)
+        for where in places(config):
+            keep(where, of_data(data.tokenizer, data.vocab_size, data.folder))
         for change in start.changes:
             events.write("config_change", **change._asdict())
     saves = Saves(config, start, program, data, identity, events, status, locks)
@@ -121,6 +126,7 @@ def prepare(
     rows = RowWatch(config, training, events, status, writer=writer)
     finished = _on_finished_steps(start.step, watchdog, rows, events, clock)
     log = announce.train_log(config, program, start, training, status, writer=writer, finished=finished)
+    held.callback(log.close)
     feed = training_feed(config, training, program, start.step)
     watchdog.reads = lambda: feed.reading
     events.write("data", digest=data.digest, **announce.input_memory(status, config, training, feed.local_rows))
@@ -145,7 +151,8 @@ def prepare(
 
 
 def _begun_events(start: Start, identity: Identity, devices: int) -> Events:
-    """This process's events, with the start in them."""
+    """This process's events, with the start in them. From here on nobody else writes to their file."""
+    mend(event_file(start.directory, identity.process_id))
     events = Events(start.directory, identity.process_id)
     for trouble in start.damaged if identity.process_id == 0 else []:
         events.write("checkpoint_damaged", why=trouble)
@@ -176,6 +183,7 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
     if _due(run.step, settings.eval_every) and _was_not_evaluated(run):
         _evaluate(run, stop)
     log.restart_clock()
+    stop.steps_begin()
     run.watchdog.steps_begin(run.step + 1)
     while run.step < last and not run.preempted:
         run.watchdog.begins(run.step + 1)
@@ -196,11 +204,12 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
             log.flush()
             run.replicas.check()
             with run.watchdog.during("saving", run.config.watchdog.save_seconds):
+                log.settle()
                 log.pause(saves.save(run.step, run.state, log.tokens, run.loss))
         saves.poll()
         for lock in locks:
             lock.check()
-    log.close()
+    log.flush()
 
 
 def conclude(run: Training, stop: StopRequest, started: float) -> bool:
@@ -241,6 +250,6 @@ def _was_not_evaluated(run: Training) -> bool:
         return False
     told = None
     if run.identity.process_id == 0:
-        lines = read_lines(run.start.directory / "metrics.jsonl")
+        lines = records(run.start.directory / "metrics.jsonl")
         told = str(not any(line["kind"] == "eval" and line["step"] == run.step for line in lines))
     return share("an evaluation to make up for", told, run.identity) == str(True)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmnt.telemetry.events import JsonLines
 from jaxmnt.telemetry.progress import StatusLine, count, duration
+from jaxmnt.telemetry.writer import LineWriter
 
 Finished = Callable[[int, float, dict[str, Any]], None]
 
@@ -40,7 +40,7 @@ class TrainLog:
         """Whether some process wished to stop in the last step that was read."""
         self.save_seen = 0
         """The last step in which some process wished to save."""
-        self._lines = JsonLines(run_dir / "metrics.jsonl") if writer else None
+        self._lines = LineWriter(run_dir / "metrics.jsonl") if writer else None
         self._status = status
         self._steps = steps
         self._flops_per_token = flops_per_token
@@ -109,8 +109,13 @@ class TrainLog:
         )
         return loss
 
+    def settle(self) -> None:
+        """Waits until lines are written, or a few seconds: what a checkpoint has trained on shall be in them."""
+        if self._lines is not None:
+            self._lines.settle()
+
     def close(self) -> None:
-        self.flush()
+        """Lines that are on their way have a few seconds."""
         if self._lines is not None:
             self._lines.close()
 

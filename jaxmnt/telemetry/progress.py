@@ -1,5 +1,6 @@
 """Progress for people: one live line on a terminal, plain lines elsewhere."""
 
+import io
 import shutil
 import sys
 import time
@@ -56,7 +57,8 @@ class StatusLine:
 @contextmanager
 def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
     """A status line on stdout that is gone afterwards, also after an error. A quiet one shows nothing."""
-    status = StatusLine(sys.stdout, quiet=quiet)
+    # Nobody sees a process that was started without a stdout.
+    status = StatusLine(sys.stdout or io.StringIO(), quiet=quiet or sys.stdout is None)
     try:
         yield status
     finally:

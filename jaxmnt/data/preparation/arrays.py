@@ -1,4 +1,4 @@
-"""Token arrays: a document ends with its end token, or after a block."""
+"""Token arrays: a document ends with its end token, or after a block; without such a token a file is a document."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,26 +16,42 @@ TOKEN_BLOCK = 2**20
 def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
     """The documents that begin in this stretch. Held out by place, so that a changed token moves no document."""
     array = open_tokens(file, f"u{reading.token_bytes}")
-    assert reading.end_id is not None
+    if reading.end_id is None:
+        report.records[piece.file] = int(piece.start == 0)
+        segments = _stretches(file, array, piece, reading, report)
+        yield Document(piece.file, 1, _key(file, 0), segments, closed=True, continues=piece.start > 0)
+        return
     number = 0
     start = 0 if piece.start == 0 else _after_end(array, piece.start - 1, reading.end_id)
     while start < piece.stop:
         stop = _after_end(array, start, reading.end_id)
         number += 1
         _check_ids(file, array[start:stop], start, reading.vocab_size)
-        key = hashlib.sha256(f"{file.name}/{start}".encode("utf-8", "surrogateescape")).digest()
         report.advance((stop - start) * array.dtype.itemsize)
-        yield Document(piece.file, number, key, [Segment(array[start:stop])], closed=True)
+        report.lengths[stop - start] += 1
+        yield Document(piece.file, number, _key(file, start), [Segment(array[start:stop])], closed=True)
         start = stop
     report.records[piece.file] = number
+
+
+def _stretches(file: Input, array: np.ndarray, piece: Piece, reading: Reading, report: Report) -> Iterator[Segment]:
+    for start in range(piece.start, piece.stop, TOKEN_BLOCK):
+        tokens = array[start : min(start + TOKEN_BLOCK, piece.stop)]
+        _check_ids(file, tokens, start, reading.vocab_size)
+        report.advance(tokens.nbytes)
+        yield Segment(tokens)
+
+
+def _key(file: Input, start: int) -> bytes:
+    return hashlib.sha256(f"{file.name}/{start}".encode("utf-8", "surrogateescape")).digest()
 
 
 def _check_ids(file: Input, tokens: np.ndarray, start: int, vocab_size: int) -> None:
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(wrong):
         raise ConfigError(
-            f"--input: {file.path} holds the id {tokens[wrong[0]]} at element {start + wrong[0]}, which the vocabulary "
-            f"of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
+            f"--input: {file.shown} holds the id {tokens[wrong[0]]} at element {start + wrong[0]}, which the "
+            f"vocabulary of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
         )
 
 

@@ -1,16 +1,18 @@
 """Putting the parts together: the manifest that commits them."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from jaxmnt.data.manifest import FORMAT, MANIFEST, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
 from jaxmnt.data.preparation.inputs import Part
 from jaxmnt.data.preparation.part import Job, counts_path, record_path
 from jaxmnt.data.preparation.shards import origins_name, save_array, write_json
-from jaxmnt.data.store import FORMAT, MANIFEST, SOURCES, SPLITS, VERSION, file_digest
-from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from jaxmnt.data.store import file_digest
+from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError
 from jaxmnt.storage import publish
 
@@ -25,10 +27,21 @@ class Summary:
     empty: int = 0
     binary: int = 0
     replaced: int = 0
+    long: int = 0
+    split: int = 0
     remarks: list[str] = field(default_factory=list)
     """What was wrong with the first records that were skipped."""
     binary_names: list[str] = field(default_factory=list)
     """Some of the files that are no text."""
+    end_id: int | None = None
+    """The id that separates documents in token arrays."""
+    array_documents: int = 0
+    """Into how many documents it cut them, and how many tokens these have in the median."""
+    array_median: int = 0
+    whole_arrays: int = 0
+    """Token arrays that are a document each."""
+    named: list[str] = field(default_factory=list)
+    """Files that were held out because of their names."""
 
 
 def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
@@ -48,6 +61,9 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
         raise ConfigError(
             "--input: nothing was found for training; give more text, or remove the output and lower --eval-fraction"
         )
+    if any(file.split == "eval" for file in job.inputs) and not splits["eval"]["tokens"]:
+        raise ConfigError("--eval-input: nothing was found in it; give files that hold text, or leave it out")
+    _note_arrays(summary, job, records)
     publish(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
     counts = sum(np.load(counts_path(job.work, part.number)) for part in parts)
@@ -63,11 +79,12 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
         "eval_fraction": job.eval_fraction,
         "unigram_nats": {split: _unigram_nats(counts[0], counts[n]) for n, split in enumerate(SPLITS)},
         "input": {"files": len(job.inputs), "bytes": sum(file.size for file in job.inputs)},
-        "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary},
+        "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary}
+        | ({"long": summary.long} if summary.long else {}),
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
     }
-    write_json(job.output / MANIFEST, manifest)
+    write_json(job.output / MANIFEST, sealed(manifest))
     return summary
 
 
@@ -87,11 +104,29 @@ def _summary(records: list[dict[str, Any]], splits: dict[str, Any]) -> Summary:
         {split: entry["tokens"] for split, entry in splits.items()},
     )
     for record in records:
-        for name in ("skipped", "empty", "binary", "replaced"):
+        for name in ("skipped", "empty", "binary", "replaced", "long", "split"):
             setattr(summary, name, getattr(summary, name) + record[name])
         summary.remarks += record["remarks"]
         summary.binary_names += record["binary_names"]
     return summary
+
+
+def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> None:
+    """How token arrays were cut into documents, of which a wrong end would make nonsense."""
+    arrays = sum(file.kind == "tokens" for file in job.inputs)
+    if job.reading.end_id is None:
+        summary.whole_arrays = arrays
+        return
+    lengths: Counter[int] = Counter()
+    for record in records:
+        lengths.update({int(length): number for length, number in record["lengths"].items()})
+    summary.end_id, summary.array_documents = job.reading.end_id, lengths.total()
+    seen = 0
+    for length in sorted(lengths):
+        seen += lengths[length]
+        if 2 * seen >= summary.array_documents:
+            summary.array_median = length
+            break
 
 
 def _unigram_nats(train: np.ndarray, counted: np.ndarray) -> float | None:

@@ -1,8 +1,9 @@
 """What a document is until it is encoded, and how the reading of documents is set up and reported."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,11 @@ class Segment(NamedTuple):
 class BadRecordError(Exception):
     """A record that cannot be used. The text says which and why."""
 
+    def __init__(self, text: str, advice: str = ""):
+        super().__init__(text)
+        self.advice = advice
+        """What there is to do about it besides leaving such records out."""
+
 
 class Document(NamedTuple):
     """One document, before it is encoded."""
@@ -34,6 +40,8 @@ class Document(NamedTuple):
     """Its contents, to be gone through once."""
     closed: bool = False
     """Whether an end of document must not be added, because the tokens are given as they are."""
+    continues: bool = False
+    """Whether this is the rest of the document before, of which the part before has the beginning."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,12 @@ class Reading:
     replace_invalid: bool = False
     token_bytes: int = 2
     end_id: int | None = None
+    """What separates documents in token arrays. None: a file is one document."""
     vocab_size: int = 0
+    max_document: int = 64 * 2**20
+    """Bytes of a record that is held in memory at most. Text files and token arrays are read in stretches."""
+    long_documents: Literal["error", "split", "skip"] = "error"
+    """What becomes of longer ones."""
 
 
 @dataclass
@@ -60,5 +73,11 @@ class Report:
     """Called with the bytes that were read."""
     empty: int = 0
     replaced: int = 0
+    long: int = 0
+    """Documents left out because they are too long."""
+    split: int = 0
+    """Documents that were split because they are too long."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """How many documents of token arrays have so many tokens."""
     binary: list[str] = field(default_factory=list)
     """Names of files that are no text."""

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 
 Kind = Literal["text", "jsonl", "compressed", "parquet", "tokens"]
 
@@ -26,13 +26,15 @@ _SMALLEST_PART, _LARGEST_PART = 2**22, 2**28
 
 @dataclass(frozen=True)
 class Selection:
-    """What --input, --suffix and --exclude select."""
+    """What --input, --eval-input, --suffix and --exclude select."""
 
     inputs: Sequence[Path]
     suffixes: Sequence[str] = ()
     """Keeps files whose name ends in one of them; all if empty."""
     excludes: Sequence[str] = ()
     """Leaves out files and folders whose name matches one of these patterns."""
+    eval_inputs: Sequence[Path] = ()
+    """What is held out, also where it lies below one of the inputs."""
 
 
 class Input(NamedTuple):
@@ -45,6 +47,13 @@ class Input(NamedTuple):
     size: int
     changed: int
     """When, in nanoseconds, by the file system."""
+    split: Literal["train", "eval"] | None = None
+    """Where all its documents go; None if that is asked for each."""
+
+    @property
+    def shown(self) -> str:
+        """The path as a person is shown it."""
+        return printable(str(self.path))
 
 
 class Piece(NamedTuple):
@@ -64,19 +73,27 @@ class Part(NamedTuple):
 
 def find_inputs(selection: Selection, output: Path) -> list[Input]:
     """The selected files by name in order, each once, without those in `output`. Raises `ConfigError` if none is."""
-    found: dict[Path, tuple[str, Path]] = {}  # by real path: inputs may overlap
+    trained = _find(selection.inputs, selection, output, "--input")
+    held_out = _find(selection.eval_inputs, selection, output, "--eval-input")
+    every = sorted((trained | held_out).items(), key=lambda one: one[1])
+    return [_describe(name, path, "eval" if real in held_out else None) for real, (name, path) in every]
+
+
+def _find(roots: Sequence[Path], selection: Selection, output: Path, option: str) -> dict[Path, tuple[str, Path]]:
+    """Names and paths of the files below these, by real path: inputs may overlap."""
+    found: dict[Path, tuple[str, Path]] = {}
 
     def add(name: str, path: Path) -> None:
         real = path.resolve()
         if output.resolve() not in real.parents:
             found[real] = min(found.get(real, (name, path)), (name, path))
 
-    for root in selection.inputs:
+    for root in roots:
         if root.is_file():
             add(root.name, root)
             continue
         if not root.is_dir():
-            raise ConfigError(f"--input: there is no file or folder {root}")
+            raise ConfigError(f"{option}: there is no file or folder {printable(str(root))}")
         visited: set[Path] = set()  # links may lead round in circles
         for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
             if (here := Path(folder).resolve()) in visited:
@@ -89,20 +106,20 @@ def find_inputs(selection: Selection, output: Path) -> list[Input]:
                 wanted = not selection.suffixes or name.endswith(tuple(selection.suffixes))
                 if wanted and not _matches(name, selection.excludes) and path.is_file():
                     add(f"{root.resolve().name}/{path.relative_to(root)}", path)
-    if not found:
+    if roots and not found:
         what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
-        raise ConfigError(f"--input: no file{what} below {', '.join(map(str, selection.inputs))}")
-    return [_describe(name, path) for name, path in sorted(found.values())]
+        raise ConfigError(f"{option}: no file{what} below {printable(', '.join(map(str, roots)))}")
+    return found
 
 
-def _describe(name: str, path: Path) -> Input:
+def _describe(name: str, path: Path, split: Literal["train", "eval"] | None) -> Input:
     status = path.stat()
-    return Input(name, path, _kind(path), status.st_size, status.st_mtime_ns)
+    return Input(name, path, _kind(path), status.st_size, status.st_mtime_ns, split)
 
 
 def is_unchanged(file: Input) -> bool:
     try:
-        return _describe(file.name, file.path) == file
+        return _describe(file.name, file.path, file.split) == file
     except OSError:
         return False
 
@@ -127,7 +144,7 @@ def cut_into_parts(inputs: Sequence[Input], token_bytes: int, part_bytes: int | 
 
 
 def unreadable(error: OSError) -> NoReturn:
-    raise ConfigError(f"--input: {error.filename} cannot be read: {error.strerror}") from error
+    raise ConfigError(f"--input: {printable(str(error.filename))} cannot be read: {error.strerror}") from error
 
 
 def open_tokens(file: Input, dtype: str) -> np.ndarray:
@@ -138,10 +155,10 @@ def open_tokens(file: Input, dtype: str) -> np.ndarray:
         else:
             array = np.memmap(file.path, np.dtype(dtype), "r") if file.size else np.zeros(0, dtype)
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"--input: {file.path} is no token array: {error}") from error
+        raise ConfigError(f"--input: {file.shown} is no token array: {printable(str(error)[:200])}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
-            f"--input: {file.path} holds {array.ndim}-dimensional {array.dtype}; "
+            f"--input: {file.shown} holds {array.ndim}-dimensional {array.dtype}; "
             "token arrays are 1-dimensional integers"
         )
     return array

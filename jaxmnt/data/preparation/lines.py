@@ -1,19 +1,15 @@
 """JSON lines, plain and compressed: a line is a document."""
 
-import gzip
 import json
-import sys
-import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
+from jaxmnt.data.preparation.blocks import compressed_blocks, plain_blocks, signs_of_damage
 from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
-from jaxmnt.data.preparation.record import documents_of
-from jaxmnt.errors import ConfigError
-
-_COMPRESSED_PIECE = 2**12
-"""Bytes that are decompressed at a time: a few may become very many."""
+from jaxmnt.data.preparation.linewise import Lines
+from jaxmnt.data.preparation.long_text import text_in_pieces
+from jaxmnt.data.preparation.record import documents_of, documents_of_pieces, leave_out_long
+from jaxmnt.errors import ConfigError, printable
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -21,76 +17,37 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def read_lines(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
     """The lines that begin in this stretch of the file."""
     with file.path.open("rb") as stream:
-        if piece.start:
-            stream.seek(piece.start - 1)
-            stream.readline()  # ends the line that began before; nothing is lost if it ended just there
-        name = lambda line: f"{file.path}:{_lines_before(file, piece.start) + line}"
-        number = 0
-        while stream.tell() < piece.stop and (line := stream.readline()):
-            number += 1
-            report.advance(len(line))
-            line = line.removeprefix(_BYTE_ORDER_MARK) if stream.tell() == len(line) else line
-            yield from _line(line, number, piece.file, name, reading, report)
-        report.records[piece.file] = number
+        lines = Lines(plain_blocks(stream, piece, report.advance), reading.max_document)
+        name = lambda line: f"{file.shown}:{_lines_before(file, piece.start) + line}"
+        yield from _documents(lines, piece, name, reading, report)
 
 
 def read_compressed(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
-    number, read = 0, 0
     with file.path.open("rb") as raw:
+        lines = Lines(compressed_blocks(file, raw, report.advance), reading.max_document)
         try:
-            for line in _decompress(file, raw):
-                number += 1
-                line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-                report.advance(raw.tell() - read)
-                read = raw.tell()
-                yield from _line(line, number, piece.file, lambda line: f"{file.path}:{line}", reading, report)
-        except _signs_of_damage() as error:
-            raise ConfigError(f"--input: {file.path} is damaged after line {number}: {error}") from error
-    report.records[piece.file] = number
+            yield from _documents(lines, piece, lambda line: f"{file.shown}:{line}", reading, report)
+        except signs_of_damage() as error:
+            raise ConfigError(
+                f"--input: {file.shown} is damaged after line {lines.number}: {printable(str(error))}"
+            ) from error
 
 
-def _decompress(file: Input, raw: BinaryIO) -> Iterator[bytes]:
-    """The lines of a .gz or .zst file."""
-    if file.path.suffix == ".gz":
-        with gzip.open(raw) as lines:
-            yield from lines
-        return
-    pieces: list[bytes] = []  # of a line that is not at its end
-    for block in _zstandard_blocks(file, raw):
-        *ends, rest = block.split(b"\n")
-        for end in ends:
-            yield b"".join([*pieces, end, b"\n"])
-            pieces = []
-        pieces.append(rest)
-    if any(pieces):
-        yield b"".join(pieces)
-
-
-def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
-    """Decompressed frame by frame: the library's own stream takes a file that was cut off for one that ends there."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ConfigError(
-            f"--input: {file.path} needs zstandard; install it with: pip install 'jaxmnt[data]'"
-        ) from error
-    frame = None
-    while block := raw.read(_COMPRESSED_PIECE):
-        while block:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(block)
-            block = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("it ends in the middle of a frame")
-
-
-def _signs_of_damage() -> tuple[type[Exception], ...]:
-    """What reading a damaged compressed file raises."""
-    known: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
-    if "zstandard" in sys.modules:
-        known.append(sys.modules["zstandard"].ZstdError)
-    return tuple(known)
+def _documents(
+    lines: Lines, piece: Piece, name: Callable[[int], str], reading: Reading, report: Report
+) -> Iterator[Document]:
+    for line in lines:
+        number = lines.number
+        if isinstance(line, bytes):
+            line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 and piece.start == 0 else line
+            yield from _line(line, number, piece.file, name, reading, report)
+        elif reading.long_documents == "split" and not reading.chat:
+            pieces = text_in_pieces(line, reading.text_field, reading.max_document)
+            yield from documents_of_pieces(pieces, number, piece.file, name, report)
+        else:
+            leave_out_long(name(number), reading, report)
+    report.records[piece.file] = lines.number
+    report.empty += lines.blank
 
 
 def _line(

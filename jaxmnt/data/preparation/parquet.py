@@ -3,10 +3,19 @@
 from collections.abc import Iterator
 from typing import Any
 
+from jaxmnt.data.preparation.chat import CHAT_FIELDS, KNOWN, what_it_holds
 from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
-from jaxmnt.data.preparation.record import documents_of
-from jaxmnt.errors import ConfigError
+from jaxmnt.data.preparation.parquet_pages import largest_page
+from jaxmnt.data.preparation.record import documents_of, documents_of_pieces, leave_out_long, names_of
+from jaxmnt.data.preparation.text import whole_characters
+from jaxmnt.errors import ConfigError, printable
+
+_ROWS = 8
+"""Rows that are held at a time: each may be as long as a document may be."""
+
+_LARGE_PAGE = 2**27
+"""Pages of so many bytes are read whatever the limit is; some programs write them."""
 
 
 def open_parquet(file: Input) -> Any:
@@ -14,41 +23,101 @@ def open_parquet(file: Input) -> Any:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ConfigError(f"--input: {file.path} needs pyarrow; install it with: pip install 'jaxmnt[data]'") from error
+        raise ConfigError(
+            f"--input: {file.shown} needs pyarrow; install it with: pip install 'jaxmnt[data]'"
+        ) from error
     try:
         # Without these a whole column of a row group would be held at a time.
         return parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"--input: {file.path} cannot be read as Parquet: {error}") from error
+        raise _damaged(file, error) from error
 
 
 def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+    from pyarrow import ArrowException
+
     parquet = open_parquet(file)
     groups = list(range(piece.start, piece.stop))
     before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
     rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
-    name = lambda row: f"{file.path}: row {before + row}"
-    known = parquet.schema_arrow.names
-    wanted = (
-        [reading.text_field] if not reading.chat else [n for n in ("messages", "prompt", "completion") if n in known]
-    )
-    if not set(wanted) <= set(known) or not wanted:
-        lacking = "messages, or prompt and completion" if reading.chat else reading.text_field
-        raise ConfigError(f"--input: {file.path} has no column {lacking}; its columns: {', '.join(known)}")
+    name = lambda row: f"{file.shown}: row {before + row}"
+    wanted = _columns(file, parquet.schema_arrow.names, reading)
+    if reading.long_documents == "error":
+        _check_pages(file, parquet.metadata, groups, wanted, reading)
     number, share = 0, file.size // max(1, parquet.metadata.num_rows)
-    for batch in parquet.iter_batches(64, row_groups=groups, columns=wanted, use_threads=False):
-        for record in _records_of(batch, reading):
-            number += 1
-            report.advance(share)
-            if isinstance(record, UnicodeDecodeError):
-                report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8: {record.reason}"))
-                continue
-            yield from documents_of(record, number, piece.file, name, reading, report)
+    try:
+        for batch in parquet.iter_batches(_ROWS, row_groups=groups, columns=wanted, use_threads=False):
+            for record, size in _records_of(batch, reading):
+                number += 1
+                report.advance(share)
+                if isinstance(record, UnicodeDecodeError):
+                    report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8: {record.reason}"))
+                elif size <= reading.max_document:
+                    yield from documents_of(record, number, piece.file, name, reading, report)
+                elif reading.long_documents == "split" and not reading.chat:
+                    pieces = _pieces(record[reading.text_field], reading)
+                    yield from documents_of_pieces(pieces, number, piece.file, name, report)
+                else:
+                    leave_out_long(name(number), reading, report)
+    except ArrowException as error:
+        raise _damaged(file, error) from error
     report.records[piece.file] = rows
 
 
-def _records_of(batch: Any, reading: Reading) -> Iterator[Any]:
-    """The rows of a batch; in place of one that cannot be decoded, the error.
+def _columns(file: Input, known: list[str], reading: Reading) -> list[str]:
+    """The columns to read. Raises `ConfigError` if they are not there."""
+    wanted = [name for name in CHAT_FIELDS if name in known] if reading.chat else [reading.text_field]
+    if wanted and set(wanted) <= set(known):
+        return wanted
+    lacking = KNOWN if reading.chat else printable(reading.text_field)
+    advice = "" if reading.chat else what_it_holds(known)
+    raise ConfigError(
+        f"--input: {file.shown} has no column {lacking}; its columns: {names_of(known)}{advice and '; ' + advice}"
+    )
+
+
+def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str], reading: Reading) -> None:
+    """Refuses what would take much memory before it is read: a small file may hold a very large cell."""
+    limit, first = max(2 * reading.max_document, _LARGE_PAGE), 1
+    with file.path.open("rb") as stream:
+        for group in range(groups[-1] + 1):
+            row_group = metadata.row_group(group)
+            columns = [row_group.column(number) for number in range(row_group.num_columns)] if group in groups else []
+            for column in columns:
+                if column.path_in_schema.split(".")[0] not in wanted or column.total_uncompressed_size <= limit:
+                    continue
+                try:
+                    size = largest_page(stream, column)
+                except ValueError as error:
+                    raise _damaged(file, error) from error
+                if size > limit:
+                    raise ConfigError(
+                        f"--input: {file.shown}: between rows {first} and {first + row_group.num_rows - 1} is a page "
+                        f"of {size / 2**20:.0f} MiB, to be read at once; raise --max-document-mib if there is the "
+                        "memory for it, or say what becomes of long documents by --long-documents split or skip"
+                    )
+            first += row_group.num_rows
+
+
+def _pieces(text: bytes, reading: Reading) -> Iterator[str]:
+    """A long text in pieces that can be held, each of whole characters."""
+    start = 0
+    while start < len(text):
+        piece = text[start : start + reading.max_document]
+        piece = piece[: whole_characters(piece) or None] if start + len(piece) < len(text) else piece
+        start += len(piece)
+        try:
+            yield piece.decode("utf-8", errors="replace" if reading.replace_invalid else "strict")
+        except UnicodeDecodeError as error:
+            raise BadRecordError(f"not valid UTF-8 near byte {start} of {printable(reading.text_field)}") from error
+
+
+def _damaged(file: Input, error: Exception) -> ConfigError:
+    return ConfigError(f"--input: {file.shown} cannot be read as Parquet: {printable(str(error)[:200])}")
+
+
+def _records_of(batch: Any, reading: Reading) -> Iterator[tuple[Any, int]]:
+    """The rows of a batch with their sizes in bytes; in place of one that cannot be decoded, the error.
 
     Text by itself is taken as bytes, because Parquet files are not checked for being UTF-8.
     """
@@ -56,10 +125,14 @@ def _records_of(batch: Any, reading: Reading) -> Iterator[Any]:
 
     if reading.chat:
         for row in range(len(batch)):
+            record = batch.slice(row, 1)
+            if record.nbytes > reading.max_document:
+                yield None, record.nbytes
+                continue
             try:
-                yield batch.slice(row, 1).to_pylist()[0]
+                yield record.to_pylist()[0], record.nbytes
             except UnicodeDecodeError as error:
-                yield error
+                yield error, 0
         return
     column = batch.column(0)
     if pyarrow.types.is_string(column.type):
@@ -67,4 +140,5 @@ def _records_of(batch: Any, reading: Reading) -> Iterator[Any]:
     elif pyarrow.types.is_large_string(column.type):
         column = column.cast(pyarrow.large_binary())
     for value in column:
-        yield {reading.text_field: value.as_py()}
+        text = value.as_py()
+        yield {reading.text_field: text}, len(text) if isinstance(text, bytes) else 0

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxmnt.data.manifest import SPLITS
 from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.data.preparation.held_out import split_of
 from jaxmnt.data.preparation.inputs import Input, Part
 from jaxmnt.data.preparation.reader import read_part
 from jaxmnt.data.preparation.shards import SHARD_TOKENS, ShardWriter, cannot_write, save_array, write_json
-from jaxmnt.data.store import SPLITS
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError
 
 _BATCH_CHARACTERS = 2**19
 """Text that is encoded at a time; encoding many short texts one by one would cost more."""
+
+_COUNTED_TOKENS = 2**20
 
 _REMARKS = 20
 """Bad records of a part that are described; all are counted."""
@@ -35,7 +38,7 @@ class Job:
     eval_fraction: float
     skip_bad: bool
     vocab_size: int
-    end_of_document: int
+    end_of_document: int | None
     shard_tokens: int = SHARD_TOKENS
 
     @property
@@ -61,7 +64,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
     def on_bad(error: BadRecordError) -> None:
         nonlocal skipped
         if not job.skip_bad:
-            raise ConfigError(f"--input: {error}; {_HOW_TO_SKIP}")
+            raise ConfigError(f"--input: {error}; {error.advice and error.advice + '; '}{_HOW_TO_SKIP}")
         skipped += 1
         if len(remarks) < _REMARKS:
             remarks.append(str(error))
@@ -77,8 +80,9 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
     counts = {split: _Counts(job.vocab_size, job.dtype) for split in SPLITS}
     try:
         for document, encoded in _encoded(job, read_part(part, job.inputs, job.reading, report), tokenizer):
-            split = "eval" if _held_out(document.key, job.eval_fraction) else "train"
-            writers[split].begin_document(document.file, document.record)
+            split = split_of(document, job.inputs[document.file], job.eval_fraction)
+            if not document.continues:
+                writers[split].begin_document(document.file, document.record)
             for tokens, learn in encoded:
                 counts[split].add(tokens)
                 writers[split].add(tokens, learn)
@@ -87,7 +91,8 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         record = {
             "splits": splits, "records": {str(file): number for file, number in report.records.items()},
             "skipped": skipped, "remarks": remarks,
-            "empty": report.empty, "replaced": report.replaced,
+            "empty": report.empty, "replaced": report.replaced, "long": report.long, "split": report.split,
+            "lengths": {str(length): number for length, number in report.lengths.items()},
             "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
         }  # fmt: skip
         write_json(record_path(job.work, part.number), record)
@@ -99,7 +104,7 @@ def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
     """The documents of a part with whether they are held out; bad ones are passed over."""
     report = Report({}, lambda error: None, lambda count: None)
     for document in read_part(part, job.inputs, job.reading, report):
-        yield _held_out(document.key, job.eval_fraction), document
+        yield split_of(document, job.inputs[document.file], job.eval_fraction) == "eval", document
 
 
 class _Counts:
@@ -112,20 +117,18 @@ class _Counts:
         self._tokens = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        self._waiting.append(tokens.astype(self._dtype, copy=False))
-        self._tokens += len(tokens)
-        if self._tokens >= 2**20:
-            self.total()
+        for start in range(0, len(tokens), _COUNTED_TOKENS):  # counting takes 8 bytes for each
+            piece = tokens[start : start + _COUNTED_TOKENS]
+            self._waiting.append(piece.astype(self._dtype, copy=False))
+            self._tokens += len(piece)
+            if self._tokens >= _COUNTED_TOKENS:
+                self.total()
 
     def total(self) -> np.ndarray:
         if self._waiting:
             self._totals += np.bincount(np.concatenate(self._waiting), minlength=len(self._totals))
             self._waiting, self._tokens = [], 0
         return self._totals
-
-
-def _held_out(key: bytes, fraction: float) -> bool:
-    return int.from_bytes(key[:8], "big") < fraction * 2**64
 
 
 def _encoded(
@@ -177,4 +180,7 @@ def _encode(segments: list[Segment], tokenizer: Tokenizer | None) -> list[np.nda
 
 
 def _end(job: Job, document: Document) -> list[tuple[np.ndarray, bool]]:
-    return [] if document.closed else [(np.array([job.end_of_document], job.dtype), True)]
+    if document.closed:
+        return []
+    assert job.end_of_document is not None
+    return [(np.array([job.end_of_document], job.dtype), True)]

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jaxmnt.data.manifest import MANIFEST, SPLITS, TOKENIZER_FILE, VERSION
 from jaxmnt.data.preparation.inputs import Input, is_unchanged
 from jaxmnt.data.preparation.settings import Settings
 from jaxmnt.data.preparation.shards import write_json
-from jaxmnt.data.store import MANIFEST, SPLITS, VERSION
-from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError
 
 
@@ -44,11 +43,13 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     given = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
     path = Path(settings.tokenizer or "")
     path = path / TOKENIZER_FILE if path.is_dir() else path
-    plan = {
+    plan: dict[str, Any] = {
         "version": VERSION,
         "settings": given | {"tokenizer_sha256": _tokenizer_digest(path)},
-        "inputs": [[file.name, str(file.path), file.size, file.changed] for file in inputs],
+        "inputs": [[file.name, str(file.path), file.size, file.changed, file.split] for file in inputs],
     }
+    reading = plan["settings"]["reading"]
+    plan["long_documents"] = {name: reading.pop(name) for name in ("long_documents", "max_document")}
     return dict(json.loads(json.dumps(plan)))
 
 
@@ -56,7 +57,9 @@ def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings
     """Writes down what is prepared, or refuses to go on with something else that is half done."""
     plan, path = _plan(inputs, settings), work / "plan.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if before != plan:
+    if before is not None and _allows_more(before, plan):
+        write_json(path, plan)
+    elif before != plan:
         if before is not None and any(work.glob("part-*.json")):
             changed = sorted(name for name in plan if before.get(name) != plan[name])
             raise ConfigError(
@@ -71,11 +74,22 @@ def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings
         (output / split).mkdir(exist_ok=True)
 
 
+def _allows_more(before: dict[str, Any], plan: dict[str, Any]) -> bool:
+    """Whether just longer documents are allowed than before, when they were an error: parts that are done have none."""
+    old, new = before.get("long_documents"), plan["long_documents"]
+    return (
+        old is not None
+        and before | {"long_documents": new} == plan
+        and old["long_documents"] == "error"
+        and new["max_document"] >= old["max_document"]
+    )
+
+
 def check_unchanged(inputs: list[Input]) -> None:
     for file in inputs:
         if not is_unchanged(file):
             raise ConfigError(
-                f"--input: {file.path} was changed or taken away while it was being prepared; "
+                f"--input: {file.shown} was changed or taken away while it was being prepared; "
                 "remove the output and prepare the data again"
             )
 

@@ -8,7 +8,7 @@ from jaxmnt.data.preparation.inputs import Input, Part, unreadable
 from jaxmnt.data.preparation.lines import read_compressed, read_lines
 from jaxmnt.data.preparation.parquet import read_parquet
 from jaxmnt.data.preparation.text import read_text
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 
 
 def read_part(part: Part, inputs: list[Input], reading: Reading, report: Report) -> Iterator[Document]:
@@ -23,5 +23,5 @@ def read_part(part: Part, inputs: list[Input], reading: Reading, report: Report)
             yield from readers[file.kind](file, piece, reading, report)
         except OSError as error:
             if error.filename is None:
-                raise ConfigError(f"--input: {file.path} cannot be read: {error}") from error
+                raise ConfigError(f"--input: {file.shown} cannot be read: {printable(str(error))}") from error
             unreadable(error)

@@ -1,13 +1,17 @@
 """One record of JSON lines or Parquet as a document."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from jaxmnt.data.preparation.chat import segments_of_chat
+from jaxmnt.data.preparation.chat import segments_of_chat, what_it_holds
 from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.errors import printable
+
+_NAMED_FIELDS = 12
+"""Fields of a record that an error names."""
 
 
 def documents_of(
@@ -17,7 +21,7 @@ def documents_of(
     try:
         segments = segments_of_chat(record) if reading.chat else [Segment(_text_of(record, reading, report))]
     except BadRecordError as error:
-        report.on_bad(BadRecordError(f"{name(number)}: {error}"))
+        report.on_bad(BadRecordError(f"{name(number)}: {error}", error.advice))
         return
     if not any(segment.content for segment in segments):
         report.empty += 1
@@ -32,6 +36,41 @@ def documents_of(
         segments = [segment._replace(content=_without_surrogates(segment.content)) for segment in segments]
         key = _key(segments)
     yield Document(file, number, key, segments)
+
+
+def documents_of_pieces(
+    pieces: Iterator[str], number: int, file: int, name: Callable[[int], str], report: Report
+) -> Iterator[Document]:
+    """A record that is too long, as several documents, all of them held out or none."""
+    key = b""
+    try:
+        for text in pieces:
+            segments = [Segment(text)]
+            report.split += not key
+            key = key or _key(segments)
+            yield Document(file, number, key, segments)
+        report.empty += not key
+    except BadRecordError as error:
+        report.on_bad(BadRecordError(f"{name(number)}: {error}"))
+
+
+def leave_out_long(where: str, reading: Reading, report: Report) -> None:
+    """What becomes of a record that is too long and is not split."""
+    if reading.long_documents == "skip":
+        report.long += 1
+        return
+    what = f"{where}: the record is longer than {reading.max_document / 2**20:g} MiB"
+    if reading.long_documents == "split":
+        report.on_bad(BadRecordError(f"{what}, and a conversation cannot be split"))
+    else:
+        advice = "to allow for it: --max-document-mib, or --long-documents split or skip"
+        report.on_bad(BadRecordError(what, advice))
+
+
+def names_of(fields: Iterable[Any]) -> str:
+    """Names of fields, as an error shows them."""
+    names = [printable(str(name)[:40]) for name in fields]
+    return ", ".join(names[:_NAMED_FIELDS]) + (" …" if len(names) > _NAMED_FIELDS else "")
 
 
 def _key(segments: list[Segment]) -> bytes:
@@ -52,9 +91,8 @@ def _text_of(record: Any, reading: Reading, report: Report) -> str:
     if not isinstance(record, dict):
         raise BadRecordError("a record must be an object with fields")
     if field not in record:
-        raise BadRecordError(
-            f"has no field {field}; its fields: {', '.join(sorted(record))} (--text-field names another)"
-        )
+        lacks = f"has no field {printable(field)}; its fields: {names_of(sorted(record))} (--text-field names another)"
+        raise BadRecordError(lacks, what_it_holds(record))
     text = record[field]
     if text is None:
         return ""
@@ -63,9 +101,9 @@ def _text_of(record: Any, reading: Reading, report: Report) -> str:
             return text.decode("utf-8")
         except UnicodeDecodeError as error:
             if not reading.replace_invalid:
-                raise BadRecordError(f"not valid UTF-8 at byte {error.start} of {field}") from error
+                raise BadRecordError(f"not valid UTF-8 at byte {error.start} of {printable(field)}") from error
             report.replaced += 1
             return text.decode("utf-8", errors="replace")
     if not isinstance(text, str):
-        raise BadRecordError(f"{field} is no text")
+        raise BadRecordError(f"{printable(field)} is no text")
     return text

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxmnt.data.manifest import LARGEST_VOCABULARY, MANIFEST
 from jaxmnt.data.preparation.commit import Summary, commit
+from jaxmnt.data.preparation.held_out import decide
 from jaxmnt.data.preparation.inputs import Input, Part, Selection, cut_into_parts, find_inputs
 from jaxmnt.data.preparation.part import Job, do_part, record_path
 from jaxmnt.data.preparation.plan import check_output, check_plan, check_unchanged, claimed
@@ -15,9 +17,8 @@ from jaxmnt.data.preparation.settings import Settings
 from jaxmnt.data.preparation.shards import cannot_write
 from jaxmnt.data.preparation.tokenizing import Progress, check_kinds, prepare_tokenizer
 from jaxmnt.data.preparation.workers import Work, run
-from jaxmnt.data.store import MANIFEST
 from jaxmnt.data.tokenizer import Tokenizer, make_tokenizer
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 
 _WORK = "work"
 
@@ -33,9 +34,9 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
         check_output(output, work)
         inputs = find_inputs(selection, output)
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be read: {error.strerror}; check the path and its rights"
-        ) from error
+        name = printable(str(error.filename))
+        raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its rights") from error
+    inputs, settings = decide(inputs, settings)
     check_kinds(inputs, settings)
     parts = cut_into_parts(inputs, settings.reading.token_bytes, settings.part_bytes)
     try:
@@ -45,7 +46,9 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
             job = _job(inputs, output, work, settings, tokenizer)
             _do_parts(job, parts, tokenizer, settings.workers, progress)
             check_unchanged(inputs)
-            return commit(job, parts, tokenizer)
+            summary = commit(job, parts, tokenizer)
+            summary.named = [file.shown for file in inputs if file.split == "eval" and not selection.eval_inputs]
+            return summary
     except OSError as error:
         raise cannot_write(output, error) from error
     finally:
@@ -57,17 +60,18 @@ def _job(inputs: list[Input], output: Path, work: Path, settings: Settings, toke
     end = settings.reading.end_id
     if tokenizer is not None:
         if end not in (None, tokenizer.end_of_document):
-            raise ConfigError(f"--end-id: the tokenizer's is {tokenizer.end_of_document}; name another by --end-token")
+            known = "is not named" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
+            raise ConfigError(f"--end-id: the tokenizer's own {known}; name another by --end-token")
         end = tokenizer.end_of_document
         vocab = max(tokenizer.vocab_size, settings.vocab_size or 0)
     else:
         assert settings.vocab_size is not None
         vocab = settings.vocab_size
-    assert end is not None
-    if vocab > 2**31:
-        raise ConfigError(f"--vocab-size: {vocab} ids do not fit 32 bits; give the vocabulary's size")
-    if not 0 <= end < vocab:
-        raise ConfigError(f"--end-id: {end} is not below the vocabulary's {vocab}")
+    if not 2 <= vocab <= LARGEST_VOCABULARY:
+        raise ConfigError(f"--vocab-size: {vocab} is no size of a vocabulary; give one from 2 to {LARGEST_VOCABULARY}")
+    if end is not None and not 0 <= end < vocab:
+        raise ConfigError(f"--end-id: {end} is not one of the vocabulary's ids, which are 0 to {vocab - 1}")
+    assert settings.eval_fraction is not None
     reading = replace(settings.reading, end_id=end, vocab_size=vocab)
     return Job(
         inputs, output, work, reading, settings.eval_fraction, settings.skip_bad, vocab, end, settings.shard_tokens

@@ -18,7 +18,8 @@ class Settings:
     reading: Reading = field(default_factory=Reading)
     vocab_size: int | None = None
     """Of token arrays, where no tokenizer says it."""
-    eval_fraction: float = 0.02
+    eval_fraction: float | None = 0.02
+    """None: as much as is usual with these inputs."""
     skip_bad: bool = False
     workers: int = 1
     shard_tokens: int = SHARD_TOKENS

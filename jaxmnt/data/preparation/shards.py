@@ -14,6 +14,8 @@ from jaxmnt.storage import publish
 
 SHARD_TOKENS = 2**26
 _HEADER_BYTES = 128
+_PIECE = 2**20
+"""Values that are written at a time."""
 
 
 class NpyWriter:
@@ -27,7 +29,8 @@ class NpyWriter:
         self._file.write(b"\0" * _HEADER_BYTES)
 
     def append(self, values: np.ndarray) -> None:
-        self._file.write(values.astype(self._dtype, copy=False).tobytes())
+        for start in range(0, len(values), _PIECE):
+            self._file.write(values[start : start + _PIECE].astype(self._dtype, copy=False).tobytes())
         self.length += len(values)
 
     def close(self) -> str:

@@ -47,7 +47,7 @@ def _check_utf8(file: Input, stream: BinaryIO, reading: Reading, report: Report)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         if not reading.replace_invalid:
-            raise BadRecordError(f"{file.path}: not valid UTF-8 near byte {place + error.start}") from error
+            raise BadRecordError(f"{file.shown}: not valid UTF-8 near byte {place + error.start}") from error
         report.replaced += 1
 
 
@@ -57,7 +57,7 @@ def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Se
         report.advance(len(block))
         block = rest + block
         cut = block.rfind(b"\n") + 1 if len(block) >= TEXT_PIECE else len(block)
-        cut = cut or _whole_characters(block)
+        cut = cut or whole_characters(block)
         yield Segment(block[:cut].decode("utf-8", errors="replace"))
         rest = block[cut:]
     if rest:
@@ -69,10 +69,10 @@ def _read_block(file: Input, stream: BinaryIO) -> bytes:
     try:
         return stream.read(TEXT_PIECE)
     except OSError as error:
-        raise ConfigError(f"--input: {file.path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"--input: {file.shown} cannot be read: {error.strerror or error}") from error
 
 
-def _whole_characters(block: bytes) -> int:
+def whole_characters(block: bytes) -> int:
     """The length of `block` without a character that is cut off at its end."""
     for back in range(1, min(4, len(block)) + 1):
         byte = block[-back]

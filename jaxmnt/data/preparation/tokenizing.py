@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxmnt.data.manifest import TOKENIZER_FILE
 from jaxmnt.data.preparation.inputs import Input, Part
 from jaxmnt.data.preparation.part import Job, held_out_documents
 from jaxmnt.data.preparation.settings import Settings
-from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, choose_tokenizer, train_bpe
+from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError
 from jaxmnt.storage import publish
 
@@ -29,7 +30,8 @@ def prepare_tokenizer(
             publish(target, _train(inputs, parts, output, work, settings, progress))
         return choose_tokenizer(str(target), settings.end_token)
     assert settings.tokenizer is not None
-    tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token)
+    has_text = any(file.kind != "tokens" for file in inputs)
+    tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
     if settings.tokenizer != "bytes" and not target.exists():
         source = Path(settings.tokenizer)
         publish(target, (source / TOKENIZER_FILE if source.is_dir() else source).read_text(encoding="utf-8"))
@@ -41,17 +43,21 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
     arrays = [file for file in inputs if file.kind == "tokens"]
     texts = [file for file in inputs if file.kind != "tokens"]
     if texts and settings.tokenizer is None and settings.train_tokenizer is None:
-        raise ConfigError(f"--tokenizer: {texts[0].path} is text and needs one; give it, or leave --vocab-size out")
-    said = settings.vocab_size is not None and settings.reading.end_id is not None
-    if arrays and settings.tokenizer in (None, "bytes") and settings.train_tokenizer is None and not said:
+        raise ConfigError(f"--tokenizer: {texts[0].shown} is text and needs one; give it, or leave --vocab-size out")
+    if (
+        arrays
+        and settings.tokenizer in (None, "bytes")
+        and settings.train_tokenizer is None
+        and not settings.vocab_size
+    ):
         raise ConfigError(
-            f"--input: {arrays[0].path} is a token array; give --vocab-size and --end-id, "
-            "or the --tokenizer that made it"
+            f"--input: {arrays[0].shown} is a token array; give --vocab-size (and --end-id, if an id separates "
+            "documents), or the --tokenizer that made it"
         )
     odd = [file for file in inputs if file.kind in ("text", "tokens")]
     if settings.reading.chat and odd:
         raise ConfigError(
-            f"--chat: {odd[0].path} holds no records; give JSON lines or Parquet, or leave others out by --suffix"
+            f"--chat: {odd[0].shown} holds no records; give JSON lines or Parquet, or leave others out by --suffix"
         )
 
 
@@ -70,6 +76,7 @@ def _train(
         raise ConfigError(
             "--train-tokenizer: token arrays have tokens of another tokenizer; prepare them by themselves"
         )
+    assert settings.eval_fraction is not None
     job = Job(inputs, output, work, settings.reading, settings.eval_fraction, True, 0, 0)
     each = max(_TRAINING_BYTES // max(1, len(parts)), 1)
     total = min(sum(file.size for file in inputs), _TRAINING_BYTES)

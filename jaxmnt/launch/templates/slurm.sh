@@ -3,7 +3,8 @@
 
 # Starts the run on @nodes@ of the allocation's nodes, again without a node that has failed, and asks Slurm for another
 # allocation when that cannot be done here or the time is over. What to do is decided by jaxmnt.launch.inside.
-set -o pipefail
+# The job is requeued @requeues@ times at most, and in each allocation the run is started again @restarts@ times at most.
+@limit@set -o pipefail
 cd @directory@ || exit 1
 
 run_dir=@run_dir@
@@ -13,6 +14,10 @@ arguments=(--config "$config" @arguments@)
 container=(@container@)
 spare_nodes=@spare_nodes@
 @sweep@
+# By it the processes know each other: new in each allocation, and in no file.
+JAXMNT_RUN_KEY=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n')
+export JAXMNT_RUN_KEY
+
 # shellcheck disable=SC1091
 prepare() {
 @setup@
@@ -59,7 +64,7 @@ hasten() {
 # One of this start, by the last line of its events. Their keys are in the order in which telemetry/events.py writes them.
 a_task_has_failed() {
     find "$run_dir/events" -name '*.jsonl' -newer "$run_dir/launch/began" -exec tail -qn 1 {} + |
-        grep -E "\"kind\": \"(failed|peer_lost|hang|start_failed)\".*\"host\": \"(${nodes//,/|})[\".]"
+        grep -E "\"kind\": \"(failed|peer_lost|hang|start_failed|start_abandoned)\".*\"host\": \"(${nodes//,/|})[\".]"
 }
 
 cancelled=no
@@ -100,7 +105,7 @@ while :; do
         while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends a wait
         kill "$hasten" 2>/dev/null
         ask after --run-dir "$run_dir" --code "$code" --began "$began" --nodes "$nodes" --start "$start" \
-            --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID"
+            --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID" --spare-nodes "$spare_nodes"
         read -r action why <<<"$answer"
         echo "jaxmnt: start $start on $nodes ended with exit code $code: $action${why:+, $why}"
     else

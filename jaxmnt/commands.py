@@ -1,0 +1,141 @@
+"""What the parsers of all commands have in common: help that fits the terminal, exit codes, mistakes in words."""
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxmnt.errors import ConfigError, ExitCode
+
+HERE: dict[ExitCode, str] = {
+    ExitCode.FINISHED: "finished",
+    ExitCode.FAILURE: "any other failure",
+    ExitCode.CONFIG: "the config or the arguments are wrong: do not try again",
+}
+"""How a command of a single process can end."""
+
+CHECKS: dict[ExitCode, str] = {
+    **HERE,
+    ExitCode.PREFLIGHT: "a check of the hosts or their network failed",
+    ExitCode.PEER: "another process of the run failed or went missing",
+}
+"""How a command can end in which all processes of a run meet."""
+
+RUN: dict[ExitCode, str] = {**CHECKS, ExitCode.STOPPED: "stopped early, nothing is lost: run me again"}
+"""How a command can end that runs a config in one or several processes."""
+
+_NARROWEST = 40
+
+_OWN_LINE = (" ", "usage: ", "python -m ")
+"""How a line begins that is not part of a paragraph."""
+
+_DOTTED = re.compile(r"--?([a-z]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
+"""A setting that was given dashes, as an option is."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser as all commands have it, and their subcommands.
+
+    Description and epilog are wrapped, but for lines that begin with a space. `codes` are the exit codes that the
+    command can end with, `unknown` is what is said of an argument that it does not know.
+    """
+
+    def __init__(
+        self,
+        prog: str | None = None,
+        *,
+        codes: Mapping[ExitCode, str] | None = None,
+        description: str | None = None,
+        epilog: str = "",
+        unknown: str = "",
+        **rest: Any,
+    ):
+        rest.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        rest.setdefault("allow_abbrev", False)
+        below = "\n\n".join(part for part in (epilog.strip("\n"), exit_codes(codes or {})) if part)
+        super().__init__(prog, description=wrapped(description or ""), epilog=wrapped(below), **rest)
+        self.add_argument("--debug", action="store_true", help="show a traceback with an error")
+        self._takes_settings = False
+        self._unknown = unknown
+
+    def add_settings(self) -> None:
+        """Lets the command take key=value arguments, as `overrides`."""
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+        self._takes_settings = True
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._takes_settings:
+            _refuse_dashes(list(args or ()))
+        return super().parse_intermixed_args(args, namespace)
+
+    def format_help(self) -> str:
+        lines = super().format_help().split("\n")  # a usage that is written by hand is not wrapped by argparse
+        return "\n".join(part for line in lines for part in _fitted(line))
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `ConfigError` for whatever argparse finds wrong."""
+        advice = f"{self.prog} --help shows what it takes"
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown:
+            advice = self._unknown or (self._takes_settings and _as_setting(unknown[1])) or advice
+        raise ConfigError(f"{message}; {advice}")
+
+
+def expect_separator(arguments: Sequence[str], example: str) -> None:
+    """Raises `ConfigError` if arguments of jaxmnt.train stand among a launcher's own, which come before the `--`."""
+    for argument in arguments:
+        if argument == "--config" or argument.startswith("--config=") or re.match(r"[a-z]\w*(\.\w+)*=", argument):
+            raise ConfigError(f"{argument}: the arguments of jaxmnt.train come after a lone --, such as: {example}")
+
+
+def exit_codes(codes: Mapping[ExitCode, str]) -> str:
+    """The part of a help text about exit codes."""
+    lines = [f"  {int(code):<4}{text}" for code, text in sorted(codes.items())]
+    return "\n".join(["exit codes:", *lines]) if lines else ""
+
+
+def wrapped(text: str) -> str:
+    """A text whose paragraphs fit the terminal. Lines that begin with a space, and commands, stay lines."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if lines and lines[-1] and line and not lines[-1].startswith(_OWN_LINE) and not line.startswith(_OWN_LINE):
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return "\n".join(part for line in lines for part in _fitted(line))
+
+
+def width() -> int:
+    """Columns of the terminal, or what COLUMNS says."""
+    return max(_NARROWEST, shutil.get_terminal_size().columns)
+
+
+def _fitted(line: str) -> list[str]:
+    """A line, cut into several if it is too long. What follows begins where its second column does, or as it does."""
+    if len(line) <= width():
+        return [line.rstrip()]
+    if columns := re.match(r" *\S+ {2,}", line):
+        indent = len(columns[0])
+    else:
+        indent = 4 if line.startswith(("usage: ", "python -m ")) else len(line) - len(line.lstrip())
+    return textwrap.wrap(line, width(), subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def _refuse_dashes(arguments: list[str]) -> None:
+    """Raises `ConfigError` for a setting that is written like an option."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for argument, following in zip(own, [*own, ""][1:], strict=True):
+        if found := _DOTTED.fullmatch(argument):
+            value = following if found[2] is None and following and "=" not in following else found[2] or "VALUE"
+            raise ConfigError(f"argument {argument!r}: a setting has no dashes; write {found[1]}={value}")
+
+
+def _as_setting(argument: str) -> str:
+    """What to write instead of an option that is none, if there is a setting of that or a usual name."""
+    from jaxmnt.config.synonyms import setting_for
+
+    name, _, value = argument.lstrip("-").partition("=")
+    meant = setting_for(name.replace("-", "_"))
+    return f"settings have no dashes: write {meant.key}={value or 'VALUE'}" if meant else ""

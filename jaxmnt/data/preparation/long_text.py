@@ -1,0 +1,169 @@
+"""The text of a JSON record that is too long to be held, taken from the pieces of its line as they are read.
+
+Of the fields beside the text no more is looked at than is needed to find their ends.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+from jaxmnt.data.preparation.document import BadRecordError
+from jaxmnt.errors import printable
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SPACE = re.compile(rb"[ \t\r\n]*+")
+_PLAIN = re.compile(rb'[^\s"{}\[\],:]++')
+_HELD = 2**16
+"""Bytes of the line that are looked at at a time."""
+
+_LONGEST_KEY = 2**12
+_LONGEST_UNIT = 12
+"""Bytes that belong together: half characters are spelled as two escapes."""
+
+_UNITS = re.compile(
+    rb"""(?: [^"\\\x80-\xff]++
+    | (?:[\xc2-\xdf][\x80-\xbf])++ | (?:[\xe0-\xef][\x80-\xbf]{2})++ | (?:[\xf0-\xf4][\x80-\xbf]{3})++
+    | \\["\\/bfnrt]
+    | \\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}
+    | \\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}
+    )*+""",
+    re.VERBOSE,
+)
+"""What can be decoded by itself: whole characters and whole escapes."""
+
+
+def text_in_pieces(line: Iterator[bytes], field: str, size: int) -> Iterator[str]:
+    """The text of this field, in pieces of about `size` bytes of the line. Raises `BadRecordError`."""
+    scanner = _Scanner(_small(line, max(_LONGEST_UNIT, min(size, _HELD))))
+    scanner.expect(b"{")
+    while True:
+        key = scanner.key()
+        scanner.expect(b":")
+        if key == field:
+            break
+        scanner.skip()
+        if not scanner.found(b","):
+            raise BadRecordError(f"has no field {printable(field)} (--text-field names another)")
+    if not scanner.found(b'"'):
+        raise BadRecordError(f"{printable(field)} is no text")
+    gathered: list[str] = []
+    taken = 0
+    for raw in scanner.string():
+        if taken and taken + len(raw) > size:  # a stretch is no longer than what was read, and the rest of a unit
+            yield "".join(gathered)
+            gathered, taken = [], 0
+        gathered.append(_decoded(raw))
+        taken += len(raw)
+    if taken:
+        yield "".join(gathered)
+    while scanner.found(b","):
+        scanner.key()
+        scanner.expect(b":")
+        scanner.skip()
+    scanner.expect(b"}")
+    if scanner.peek():
+        raise BadRecordError("not valid JSON: there is more behind the record")
+
+
+def _small(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
+    for piece in pieces:
+        for start in range(0, len(piece), size):
+            yield piece[start : start + size]
+
+
+def _decoded(raw: bytes) -> str:
+    try:
+        return str(json.loads(f'"{raw.decode("utf-8")}"'))
+    except ValueError as error:
+        raise BadRecordError(f"not valid JSON: {error}") from error
+
+
+class _Scanner:
+    """Goes through the bytes of a record, of which it holds no more than a piece."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self._pieces = pieces
+        self._buffer = next(pieces, b"").removeprefix(_BYTE_ORDER_MARK)
+        self._place = 0
+
+    def peek(self) -> bytes:
+        """The next byte that is no white space; none at the end."""
+        while True:
+            match = _SPACE.match(self._buffer, self._place)
+            assert match
+            self._place = match.end()
+            if self._place < len(self._buffer) or not self._read():
+                return self._buffer[self._place : self._place + 1]
+
+    def found(self, wanted: bytes) -> bool:
+        """Whether the next byte is this one; goes behind it then."""
+        is_next = self.peek() == wanted
+        self._place += is_next
+        return is_next
+
+    def expect(self, wanted: bytes) -> None:
+        if not self.found(wanted):
+            raise BadRecordError(f"not valid JSON: it lacks {wanted.decode()!r} where {self.peek()!r} stands")
+
+    def key(self) -> str:
+        self.expect(b'"')
+        raw = b""
+        for piece in self.string():
+            raw += piece
+            if len(raw) > _LONGEST_KEY:
+                raise BadRecordError("the name of a field is too long")
+        return _decoded(raw)
+
+    def string(self) -> Iterator[bytes]:
+        """What stands before the closing quote, in stretches that can be decoded by themselves."""
+        while True:
+            match = _UNITS.match(self._buffer, self._place)
+            assert match
+            if match.end() > self._place:
+                yield match[0]
+            self._place = match.end()
+            if self._buffer[self._place : self._place + 1] == b'"':
+                self._place += 1
+                return
+            if len(self._buffer) - self._place >= _LONGEST_UNIT or not self._read():
+                raise BadRecordError("not valid JSON or UTF-8, or half of a character, in a text that is to be split")
+
+    def skip(self) -> None:
+        """Goes behind a value."""
+        depth = 0
+        while True:
+            byte = self.peek()
+            if byte == b'"':
+                self._place += 1
+                for _ in self.string():
+                    pass
+            elif byte and byte in b"{[":
+                self._place += 1
+                depth += 1
+            elif byte and byte in b"}]" and depth:
+                self._place += 1
+                depth -= 1
+            elif byte and byte in b",:" and depth:
+                self._place += 1
+                continue
+            elif not self._skip_plain():
+                raise BadRecordError("not valid JSON: it ends within a value, or lacks one")
+            if not depth:
+                return
+
+    def _skip_plain(self) -> bool:
+        """Goes behind a number or a name."""
+        begun = False
+        while match := _PLAIN.match(self._buffer, self._place):
+            self._place, begun = match.end(), True
+            if self._place < len(self._buffer) or not self._read():
+                break
+        return begun
+
+    def _read(self) -> bool:
+        more = next(self._pieces, None)
+        if more is None:
+            return False
+        self._buffer = self._buffer[self._place :] + more
+        self._place = 0
+        return True

@@ -1,0 +1,168 @@
+"""The tokenizer that a run keeps, so that its tokens are text on any machine, without the data.
+
+tokenizer/manifest.json    which tokenizer it is, how many ids the data has, and the digest of the file; sealed
+tokenizer/tokenizer.json   the data's, unless that is bytes, or token arrays, whose tokenizer nobody named
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.config.schema import Data
+from jaxmnt.data.store import open_prepared
+from jaxmnt.data.synthetic import SyntheticData
+from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
+from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.storage import Place, publish
+
+FOLDER = "tokenizer"
+MANIFEST = "manifest.json"
+FORMAT = "jaxmnt-tokenizer"
+VERSION = 1
+
+NAMELESS = "none"
+"""What data calls the tokenizer of token arrays."""
+
+
+@dataclass(frozen=True)
+class RunTokenizer:
+    """What is known of a run's tokens."""
+
+    description: dict[str, Any]
+    """As in the manifest of the data."""
+    vocab_size: int
+    """How many ids the data has."""
+    text: str | None
+    """Of tokenizer.json, if there is one."""
+
+    @property
+    def name(self) -> str:
+        return str(self.description["name"])
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The id between documents, if there is one."""
+        end = self.description.get("end_of_document")
+        return None if end is None else int(end)
+
+    def open(self) -> Tokenizer:
+        """The tokenizer itself. Raises `ConfigError` if it turns no token into text."""
+        with tempfile.TemporaryDirectory() as folder:
+            if self.text is not None:
+                Path(folder, TOKENIZER_FILE).write_bytes(self.text.encode())
+            return make_tokenizer(self.description, Path(folder))
+
+
+def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTokenizer:
+    """What prepared data says in its manifest, with the file in its folder."""
+    path = folder / TOKENIZER_FILE
+    if description["name"] != "huggingface":
+        return RunTokenizer(description, vocab_size, None)
+    try:
+        return RunTokenizer(description, vocab_size, path.read_bytes().decode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data.path: {path} cannot be read ({error}); copy it again or prepare the data again"
+        ) from error
+
+
+def keep(home: Place, found: RunTokenizer) -> None:
+    """Writes it into a run's directory, unless it is there. By process 0. One that is cut off counts as none."""
+    folder = home / FOLDER
+    try:
+        if kept(home) == found:
+            return
+    except ConfigError:  # damaged, and now written anew
+        pass
+    if isinstance(folder, Path) and folder.is_symlink():
+        raise ConfigError(f"{folder} is a link to something else than this run's tokenizer; remove the link")
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        if found.text is not None:
+            publish(folder / TOKENIZER_FILE, found.text)
+        record = _record(found)
+        publish(folder / MANIFEST, json.dumps(record | {"seal": _digest(record)}, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; mend that") from error
+
+
+def kept(home: Place) -> RunTokenizer | None:
+    """What a run's directory keeps; None if that is nothing. Raises `ConfigError` if it is not what was written."""
+    path = home / FOLDER / MANIFEST
+    damaged = ConfigError(
+        f"{path.parent} is damaged: it is not what the run has written there; remove it, and the run's next start or "
+        "its data has it again"
+    )
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        seal = record.pop("seal")
+        if seal != _digest(record):
+            raise damaged
+        if (record["format"], record["version"]) != (FORMAT, VERSION):
+            raise ConfigError(f"{path} is of version {record['version']}, this jaxmnt reads {VERSION}; use a newer one")
+        text = None
+        if record["file"] is not None:
+            content = (path.parent / TOKENIZER_FILE).read_bytes()
+            if hashlib.sha256(content).hexdigest() != record["file"]:
+                raise damaged
+            text = content.decode()
+        found = RunTokenizer(dict(record["tokenizer"]), int(record["vocab_size"]), text)
+        if not _makes_sense(found):
+            raise damaged
+    except (FileNotFoundError, NotADirectoryError):
+        if (path.parent / MANIFEST).exists():
+            raise damaged from None  # it names a file that is not there
+        return None
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise ConfigError(f"{path.parent} cannot be read: {error.strerror}; mend the access") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise damaged from error
+    return found
+
+
+def of_run(homes: Sequence[Place], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
+    """What a run keeps in one of its places; of a run from before there was that, what its data says.
+
+    Paths of the data that are not absolute are looked for in `folders`. Raises `ConfigError` if neither tells.
+    """
+    for home in homes:
+        if found := kept(home):
+            return found
+    if settings.synthetic is not None:
+        data = SyntheticData(settings.synthetic)
+        return of_data(data.tokenizer, data.vocab_size, Path())
+    named = next((settings.sources[name].path for name in sorted(settings.sources)), settings.path)
+    if named is None:
+        raise ConfigError("its config names no data")
+    there = next((folder / named for folder in folders if (folder / named).is_dir()), Path(named))
+    prepared = open_prepared(there)
+    return of_data(prepared.tokenizer, prepared.vocab_size, prepared.path)
+
+
+def _makes_sense(found: RunTokenizer) -> bool:
+    end, named = found.end_of_document, isinstance(found.description["name"], str)
+    whole = found.text is not None and isinstance(found.description.get("end_token"), str)
+    return named and (end is None or 0 <= end < found.vocab_size) and (whole or found.name != "huggingface")
+
+
+def _record(found: RunTokenizer) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "tokenizer": found.description,
+        "vocab_size": found.vocab_size,
+        "file": None if found.text is None else hashlib.sha256(found.text.encode()).hexdigest(),
+    }
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

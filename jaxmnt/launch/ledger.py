@@ -1,0 +1,155 @@
+"""What is known of a run's starts and nodes, in `run.dir/launch/`, and what its events say.
+
+None of it may keep a run from being started again: what is damaged is set aside or passed over, and said.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from jaxmnt.errors import UserError, printable, remark
+from jaxmnt.storage import NO_FILE, read
+from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines
+
+ABANDONED = "start_abandoned"
+"""The event of a process that left before it took a step, with nothing lost: it was asked to, or waited in vain."""
+RAISED, TRAINED = "failed", "started"
+BLAMING = ("peer_lost", "hang", FAILED_START, ABANDONED)
+"""Events that tell of a host."""
+
+_BAD_FOR_SECONDS = 24 * 3600.0
+
+_Shape = dict[str, tuple[type, ...]]
+_NUMBER = (int, float)
+_BAD_NODE: _Shape = {"node": (str,), "why": (str,), "since": _NUMBER, "until": _NUMBER}
+_START: _Shape = {"job": (str,), "start": (int,), "code": (int,), "newest": (int,), "blamed": (str, NoneType)}
+_START_MAY_HAVE: _Shape = {"began": (*_NUMBER, NoneType), "cancelled": (bool,), "waited": (bool,)}
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """A node that is left out for a while."""
+
+    node: str
+    why: str
+    since: float
+    until: float
+    """Unix seconds."""
+
+
+class Ledger:
+    """Starts and nodes of the run in `run_dir`."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir, self._folder = run_dir, run_dir / "launch"
+
+    def bad_nodes(self, now: float) -> list[BadNode]:
+        """Those that are still to be left out, the oldest first."""
+        names = [field.name for field in fields(BadNode)]
+        known = [BadNode(**{name: one[name] for name in names}) for one in self._read("bad_nodes.json", _BAD_NODE, {})]
+        # Nobody writes a date that far ahead, so a clock or a bit was wrong.
+        kept = [one for one in known if now < one.until <= now + 2 * _BAD_FOR_SECONDS]
+        return sorted(kept, key=lambda one: one.since)
+
+    def blame(self, node: str, why: str, now: float) -> None:
+        others = [one for one in self.bad_nodes(now) if one.node != node]
+        bad = [*others, BadNode(node, why, now, now + _BAD_FOR_SECONDS)]
+        self._write("bad_nodes.json", [asdict(one) for one in bad])
+
+    def starts(self) -> list[dict[str, Any]]:
+        return self._read("starts.json", _START, _START_MAY_HAVE)
+
+    def note(self, start: dict[str, Any]) -> None:
+        """Once, however often it is told."""
+        others = [one for one in self.starts() if (one["job"], one.get("began")) != (start["job"], start["began"])]
+        self._write("starts.json", [*others, start])
+
+    def events(self, began: float) -> list[dict[str, Any]]:
+        """Those of all processes since then, in order of time."""
+        return events_since(self.run_dir, began)
+
+    def _read(self, name: str, needed: _Shape, optional: _Shape) -> list[dict[str, Any]]:
+        """The sound entries of a file. One with anything else in it is set aside."""
+        path = self._folder / name
+        try:
+            content = json.loads(read(path))
+        except FileNotFoundError:
+            return []
+        except (ValueError, RecursionError):
+            content = None
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise UserError(
+                    f"{printable(str(path))}: cannot be read: {error.strerror}; see to its file system"
+                ) from error
+            content = None
+        entries = content if isinstance(content, list) else []
+        sound = [one for one in entries if _fits(one, needed, optional)]
+        if content is None or content != sound:
+            self._set_aside(path, len(sound))
+            if sound:
+                self._write(name, sound)
+        return sound
+
+    def _set_aside(self, path: Path, kept: int) -> None:
+        taken = {other.name for other in path.parent.glob(f"{path.name}.damaged-*")} if path.parent.is_dir() else set()
+        number = next(number for number in range(len(taken) + 1) if f"{path.name}.damaged-{number}" not in taken)
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        try:
+            path.rename(aside)
+            told = f"it is set aside as {aside.name}"
+        except OSError as error:
+            told = f"it could not be set aside ({error.strerror})"
+        remark(
+            f"note: {printable(str(path))} is damaged: {told}; the run goes on with what can be read, {kept} entries"
+        )
+
+    def _write(self, name: str, content: Any) -> None:
+        """Raises `UserError` where that is not possible."""
+        temporary = self._folder / f".{name}.{os.getpid()}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self._folder / name)
+        except OSError as error:
+            path = printable(str(self._folder / name))
+            raise UserError(f"{path}: cannot be written: {error.strerror}; see to its file system") from error
+
+
+def events_since(run_dir: Path, began: float) -> list[dict[str, Any]]:
+    """The events of all processes since then, in order of time."""
+    events = [event for path in event_files(run_dir) for event in read_lines(path) if event["time"] >= began]
+    return sorted((event for event in events if "process" in event), key=lambda event: float(event["time"]))
+
+
+def waited_in_vain(events: Iterable[dict[str, Any]]) -> bool:
+    """Whether a start came to nothing because processes never appeared. What was said later is of its end."""
+    for event in events:
+        if event["kind"] == ABANDONED and event.get("reason") == "peers":
+            return True
+        if event["kind"] in (RAISED, TRAINED, *BLAMING):
+            return False
+    return False
+
+
+def _fits(record: object, needed: _Shape, optional: _Shape) -> bool:
+    """Whether a record has all that is needed, and nothing of a wrong type."""
+    return (
+        isinstance(record, dict)
+        and all(name in record and _is(record[name], kinds) for name, kinds in needed.items())
+        and all(_is(record[name], kinds) for name, kinds in optional.items() if name in record)
+    )
+
+
+def _is(value: object, kinds: tuple[type, ...]) -> bool:
+    """Types as in JSON, where a boolean is no number; numbers are finite, and have a place in a float."""
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, (int, float)) and not (isinstance(value, float) and not math.isfinite(value)):
+        return isinstance(value, kinds) and abs(value) < 2**62
+    return isinstance(value, (str, NoneType)) and isinstance(value, kinds)

@@ -1,0 +1,113 @@
+"""Standard output and error that may go away: a reader that has seen enough, a closed terminal, a full disk.
+
+What cannot be shown is dropped, and nothing raises: no work ends because nobody looks at it.
+"""
+
+import errno
+import io
+import os
+import select
+import sys
+from typing import Any, TextIO
+
+from jaxmnt.errors import ExitCode, remark
+
+_CHUNK = 1024
+"""Bytes that fit at once where `poll` finds any room."""
+_PATIENCE_SECONDS = 5.0
+
+
+class _Raw(io.FileIO):
+    """A descriptor to which writing never fails."""
+
+    def __init__(self, descriptor: int):
+        super().__init__(descriptor, "w", closefd=False)
+        self.lost: OSError | None = None
+        """Why something was not written."""
+        self.outlived = False
+        """Whether the work goes on without this output: then it is waited for only so long."""
+        self._stuck = False
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left and self._has_room():
+                done = super().write(left[:_CHUNK])
+                left = left[done or 0 :]  # nothing where somebody has made the descriptor non-blocking
+        except OSError as error:
+            if self.lost is None and self.outlived and self.fileno() != 2:
+                remark(f"note: nothing more is shown ({error.strerror}); the work goes on")
+            self.lost = error
+        return size
+
+    def _has_room(self) -> bool:
+        """Waits for room: as long as it takes, or once for a few seconds and then no more until there is some."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLOUT)
+        seconds = 0.0 if self._stuck else _PATIENCE_SECONDS
+        ready = bool(poll.poll(1000 * seconds if self.outlived else None))
+        self._stuck = not ready
+        return ready
+
+
+def guard() -> None:
+    """Makes stdout and stderr such streams, also where this process was started without them.
+
+    Descriptors that are closed lead to /dev/null from now on, or the next file that is opened would be one of them.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            assert opened == descriptor, "the lowest that is free"
+            os.set_inheritable(descriptor, True)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:  # its descriptor may have become another file's meanwhile
+            setattr(sys, name, guarded(None, os.open(os.devnull, os.O_WRONLY)))
+        elif type(stream) is io.TextIOWrapper and stream.fileno() == descriptor:
+            setattr(sys, name, guarded(stream, descriptor))
+
+
+def guarded(like: TextIO | None, descriptor: int, *, line_buffering: bool = False) -> TextIO:
+    """A text stream on `descriptor` that never fails, otherwise as the one that it takes the place of."""
+    raw = _Raw(descriptor)
+    before = _raw(like)
+    raw.outlived = before is not None and before.outlived
+    by_line = line_buffering or like is None or like.line_buffering or getattr(like, "write_through", False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding="utf-8" if like is None else like.encoding,
+        errors="replace",  # a terminal that lacks an arrow is no reason to fail
+        line_buffering=bool(by_line),
+    )
+
+
+def outlive_output() -> None:
+    """For commands whose work is not their output: they wait no longer than a few seconds for whoever reads it."""
+    for stream in (sys.stdout, sys.stderr):
+        raw = _raw(stream)
+        if raw is not None:
+            raw.outlived = True
+
+
+def checked(code: int) -> int:
+    """The exit code of a command that ends with `code`: an error if its output is its result and was lost.
+
+    A reader that has gone has seen enough.
+    """
+    raw = _raw(sys.stdout)
+    if raw is None:
+        return code
+    sys.stdout.flush()
+    if raw.lost is None or raw.outlived or raw.lost.errno == errno.EPIPE or code != ExitCode.FINISHED:
+        return code
+    remark(f"error: the output cannot be written: {raw.lost.strerror}")
+    return int(ExitCode.FAILURE)
+
+
+def _raw(stream: TextIO | None) -> _Raw | None:
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return raw if isinstance(raw, _Raw) else None

@@ -1,0 +1,276 @@
+"""Starts that are asked to stop before their first step, or that wait in vain: exit code 75, and an event of it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import events, until
+from test_authentication import Roll
+
+from jaxmnt.cluster import abandoned
+from jaxmnt.cluster.abandoned import ABANDONED, AbsentError, EarlyLeave, refuse_to_wait_for_ever
+from jaxmnt.cluster.ending import Ending
+from jaxmnt.cluster.environment import Identity
+from jaxmnt.errors import ConfigError, PeerError
+from jaxmnt.runtime import stop
+from jaxmnt.runtime.failed_start import noting_a_failed_start
+from jaxmnt.runtime.stop import StopRequest, end_of_allocation
+
+SLOW_IMPORT = """
+import importlib.abc, pathlib, sys, time
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "pydantic":
+            sys.meta_path.remove(self)
+            pathlib.Path({mark!r}).touch()
+            time.sleep(2)
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.fixture
+def started():
+    """Starts jaxmnt commands; whatever still runs at the end is ended."""
+    processes = []
+
+    def start(*command, **environment):
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=dict(os.environ, JAX_NUM_CPU_DEVICES="1", **environment),
+        )  # fmt: skip
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("command", [["jaxmnt.train"], ["jaxmnt", "train"]])
+def test_a_signal_while_python_imports_is_a_wish_to_stop(started, tiny_file, tmp_path, command):
+    (tmp_path / "site").mkdir()
+    mark = tmp_path / "mark"
+    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_IMPORT.format(mark=str(mark)))
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+    process = started(*command, "--config", str(tiny_file), PYTHONPATH=path)
+    until(mark.exists)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "SIGTERM: nothing to save before the first step: stopping" in err
+    (event,) = events(tmp_path / "run", ABANDONED)
+    assert [event[name] for name in ("reason", "asked_by", "code", "at_fault")] == ["stopped", "SIGTERM", 75, 0]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_in_the_roll_call_ends_the_start_for_all_who_are_here(started, tiny_file, tmp_path, asked):
+    """Process 2 of 3 does not come. Nobody waits for it any longer, and nobody calls it a failure."""
+    roll = Roll(processes=3)
+    settings = [f"cluster.coordinator={roll.address}", "cluster.processes=3", "cluster.start_timeout_seconds=100"]
+    processes = [
+        started("jaxmnt.train", "--config", str(tiny_file), *settings, f"cluster.process_id={number}")
+        for number in range(2)
+    ]
+    until(lambda: is_connected(roll.port), 60)
+    time.sleep(0.3)
+    began = time.monotonic()
+    processes[asked].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=30)[1] for process in processes]
+    assert [process.returncode for process in processes] == [75, 75], outputs
+    assert time.monotonic() - began < 20
+    for number, err in enumerate(outputs):
+        assert f"process {asked} of 3 on" in err and "was asked to stop before the first step (SIGTERM)" in err, err
+        assert "Traceback" not in err
+        (event,) = events(tmp_path / "run", ABANDONED, number)
+        told = [event[name] for name in ("reason", "asked_by", "at_fault")]
+        assert told == ["stopped", "SIGTERM" if number == asked else None, asked]
+
+
+def is_connected(port):
+    ends = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(here.endswith(f":{port:04X}") and state == "01" for here, _, state in ends)
+
+
+# Parts of it, in one process.
+
+
+class Noted(Ending):
+    """Notes the fate, and lets the thread go no further."""
+
+    def __init__(self):
+        super().__init__()
+        self.fates = []
+
+    def now(self, fate):
+        self.fates.append(fate)
+        raise SystemExit
+
+
+def test_before_the_first_step_a_wish_ends_the_process_and_after_it_it_waits(tmp_path):
+    ended = []
+    with StopRequest(tmp_path, lambda why: None, early=ended.append) as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: ended)
+    assert ended == ["SIGTERM"]
+    with StopRequest(tmp_path, lambda why: None, early=ended.append) as request:
+        request.steps_begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: request.wanted)
+        time.sleep(0.1)
+    assert ended == ["SIGTERM"]
+
+
+def test_a_stop_file_is_removed_when_it_ends_a_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    (tmp_path / "STOP").touch()
+    ended = []
+    with StopRequest(tmp_path, lambda why: None, early=ended.append):
+        until(lambda: ended)
+    assert ended == ["STOP"] and not (tmp_path / "STOP").exists()
+
+
+def test_no_step_begins_in_a_process_that_is_leaving(tmp_path):
+    leaving, left = threading.Event(), threading.Event()
+
+    def early(reason):
+        leaving.set()
+        time.sleep(0.3)
+        left.set()
+
+    with StopRequest(tmp_path, lambda why: None, early=early) as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert leaving.wait(5)
+        request.steps_begin()
+        assert left.is_set()
+
+
+@pytest.mark.parametrize("text", ["77x", "²", "1" * 400, "-5", "Unknown"])
+def test_an_end_of_the_allocation_that_is_none(text):
+    with pytest.raises(ConfigError, match=r"^SLURM_JOB_END_TIME: "):
+        end_of_allocation(None, 60, {"SLURM_JOB_END_TIME": text})
+
+
+def test_those_who_never_appeared_and_those_who_went_away_are_told_apart():
+    """The first may come to another start; what became of the others is a failure."""
+    start = Roll(processes=3)
+    start.come(0, timeout=1.0)
+    outcome = start.outcome(0)
+    assert isinstance(outcome, AbsentError) and outcome.processes == [1, 2]
+    start = Roll(processes=3)
+    start.come(0, timeout=1.5)
+    with start.stranger_with_the_key(1):
+        time.sleep(0.3)
+    start.come(2)
+    for number in (0, 2):
+        outcome = start.outcome(number)
+        assert isinstance(outcome, PeerError) and not isinstance(outcome, AbsentError)
+        assert "process 1 had arrived and went away" in str(outcome) and list(outcome.processes) == [1]
+
+
+def test_a_process_0_that_never_answered_is_the_same_case(monkeypatch):
+    for environment, coordinator in ((None, None), ("10.0.0.1", "nowhere.invalid:1234")):
+        start = Roll(processes=2)
+        if environment:  # a pod has a name only from when it is there
+            monkeypatch.setenv("KUBERNETES_SERVICE_HOST", environment)
+            start.address = coordinator
+        outcome = start.come(1, timeout=0.3).outcome(1)
+        assert isinstance(outcome, AbsentError) and list(outcome.processes) == [0], outcome
+
+
+def peers(at):
+    return {"kind": ABANDONED, "process": 0, "reason": "peers", "time": at}
+
+
+DAY, NOW = 86400.0, 1e9
+VAIN = [peers(NOW - DAY - 600 + 1800 * number) for number in range(49)]
+
+
+@pytest.mark.parametrize(
+    ("records", "for_ever"),
+    [
+        (VAIN, True),
+        (VAIN[1:], False),
+        ([*VAIN[:30], {"kind": "start", "time": VAIN[30]["time"]}, *VAIN[30:]], False),
+        ([{"kind": "start", "time": NOW - 2 * DAY}, *VAIN], True),
+        ([*VAIN[:2], VAIN[-1]], True),
+        ([peers(NOW - 9 * DAY), peers(NOW - 100)], False),  # somebody started it again after a while
+        ([peers(NOW - 9 * DAY)], False),
+        ([{"kind": ABANDONED, "reason": "stopped", "time": NOW - DAY - 1}, peers(NOW - 60)], False),
+        ([{"kind": ABANDONED, "reason": "peers", "time": "soon"}, {"kind": "x"}, {}], False),
+        ([], False),
+    ],
+)
+def test_waiting_in_vain_has_an_end(records, for_ever):
+    error = AbsentError("process 1 of 2 did not arrive").blaming(processes=[1])
+    if not for_ever:
+        refuse_to_wait_for_ever(records, error, NOW)
+        return
+    with pytest.raises(ConfigError, match=r"process 1 of 2 did not arrive; since .* no start of this run has met all"):
+        refuse_to_wait_for_ever(records, error, NOW)
+
+
+def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
+    """And each of the waits before it with 75."""
+    config = tiny()
+    error = AbsentError("process 1 of 2 did not arrive").blaming(processes=[1])
+    ending = Noted()
+    with pytest.raises(SystemExit), noting_a_failed_start(config, Identity(0, 2, "h:1"), ending, lambda: False):
+        raise error
+    (fate,) = ending.fates
+    assert (fate.kind, fate.code, fate.reason, fate.process) == (ABANDONED, 75, "peers", 1)
+    path = Path(config.run.dir) / "events" / "0.jsonl"
+    path.parent.mkdir(parents=True)
+    records = [record | {"time": record["time"] - NOW + time.time()} for record in VAIN]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with (
+        pytest.raises(ConfigError, match="no start of this run has met all"),
+        noting_a_failed_start(config, Identity(0, 2, "h:1"), Noted(), lambda: False),
+    ):
+        raise error
+    assert events(config.run.dir, "start_failed")[0]["code"] == 2
+
+
+def test_what_ends_a_process_before_it_has_met_the_others_is_noted(tiny):
+    """Those who wait for it leave with 75: a launcher has to see that this start failed."""
+    config = tiny()
+    with pytest.raises(ImportError), noting_a_failed_start(config, Identity(0, 2, "h:1"), Noted(), lambda: False):
+        raise ImportError("no such module")
+    (event,) = events(config.run.dir, "failed")
+    assert (event["code"], event["at_fault"], event["why"]) == (1, 0, "ImportError: no such module")
+
+
+def test_leaving_gives_the_roll_call_time_to_tell_the_others(monkeypatch):
+    """What that raises ends the process then, and not the thread that heard the signal."""
+    monkeypatch.setattr(abandoned, "_TELLING_SECONDS", 0.2)
+    for raises in (True, False):
+        ending = Noted()
+        leave = EarlyLeave(Identity(1, 3, "h:1"), ending)
+        thread = threading.Thread(target=lambda leave=leave: ignoring(leave.now, "SIGTERM"), daemon=True)
+        with contextlib.suppress(PeerError), leave.meeting():
+            thread.start()
+            until(leave.wish)
+            assert not ending.fates
+            if raises:
+                raise PeerError("")
+            thread.join(5)
+        thread.join(5)
+        assert len(ending.fates) == (0 if raises else 1)
+    (fate,) = ending.fates
+    assert fate.why.startswith("process 1 of 3 on") and (fate.reason, fate.asked_by) == ("stopped", "SIGTERM")
+
+
+def ignoring(act, *arguments):
+    with contextlib.suppress(SystemExit):
+        act(*arguments)

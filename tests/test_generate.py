@@ -1,0 +1,214 @@
+"""What a run keeps of its tokens, so that generate and export work anywhere, and what generate says of a request."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+
+from jaxmnt import generate
+from jaxmnt.checkpoint import __main__ as checkpoint
+from jaxmnt.config.load import apply_overrides, parse_config
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.train import train
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, prepared):
+    """A folder with data and a run of ten steps, started in it: no path of its config is absolute."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(prepared, folder / "data")
+    tree = {name: dict(section) for name, section in TINY.items()}
+    apply_overrides(tree, ["run.dir=runs/a", "data.path=data", "checkpoint.dir=kept/a", "train.stop_after=10"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train(parse_config(tree), devices=jax.devices()[:1]) == ExitCode.STOPPED
+    return folder
+
+
+@pytest.fixture
+def moved(project, tmp_path, monkeypatch):
+    """A copy of the project without its data, seen from another folder."""
+    shutil.copytree(project, tmp_path / "moved", ignore=shutil.ignore_patterns("data"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "moved"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of the model, instead of asking it: the prompts and lengths. It answers 'xyz'."""
+    found = []
+
+    def sample(setting, params, prompt, length, temperature, seed):
+        found.append((prompt.tolist(), length, setting.real_vocab))
+        return np.frombuffer(b"xyz", np.uint8).astype(np.int32)
+
+    monkeypatch.setattr("jaxmnt.program.sample.sample", sample)
+    return found
+
+
+def run(folder: Path) -> Path:
+    return folder / "runs" / "a"
+
+
+def test_generate_needs_neither_the_data_nor_the_folder_of_the_start(moved, capsys):
+    assert generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokens", "4"]) == ExitCode.FINISHED
+    newest = capsys.readouterr().out
+    assert newest.startswith("ab")
+    assert generate.main(["--run", f"{run(moved)}@10", "--prompt", "ab", "--tokens", "4"]) == ExitCode.FINISHED
+    assert capsys.readouterr().out == newest
+
+
+def test_generate_takes_a_step_and_a_place_of_checkpoints(moved, asked, capsys):
+    for named in (f"{run(moved)}@5", str(moved / "kept" / "a"), str(moved / "kept" / "a" / "checkpoints" / "5")):
+        assert generate.main(["--run", named, "--prompt", "ab"]) == ExitCode.FINISHED
+        assert capsys.readouterr().out == "abxyz\n"
+    with pytest.raises(ConfigError, match="no checkpoint of step 7; there are: 5, 10"):
+        generate.main(["--run", f"{run(moved)}@7"])
+
+
+def test_export_carries_the_tokenizer(moved, capsys):
+    assert checkpoint.main(["export", str(run(moved)), "weights"]) == ExitCode.FINISHED
+    about = json.loads(Path("weights", "jaxmnt-tokenizer.json").read_text())
+    assert about == {"tokenizer": {"name": "bytes", "end_of_document": 256}, "vocab_size": 257}
+
+
+def test_a_run_from_before_it_kept_a_tokenizer_works_through_its_data(project, moved, asked, capsys):
+    for home in (run(moved), moved / "kept" / "a"):
+        shutil.rmtree(home / "tokenizer")
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer: not given, and the run does not tell: data\.path: there is no"
+    ):
+        generate.main(["--run", str(run(moved))])
+    assert generate.main(["--run", str(run(moved)), "--tokenizer", "bytes"]) == ExitCode.FINISHED
+    shutil.copytree(project / "data", moved / "data")
+    assert generate.main(["--run", str(run(moved))]) == ExitCode.FINISHED
+    assert asked[0] == asked[1]
+    shutil.rmtree(moved / "data")
+    assert checkpoint.main(["export", str(run(moved)), "weights"]) == ExitCode.FINISHED
+    assert (
+        "the export has no tokenizer" in capsys.readouterr().err and not Path("weights/jaxmnt-tokenizer.json").exists()
+    )
+
+
+def test_what_does_not_fit_the_window_is_said(moved, asked, capsys):
+    assert generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokens", "999"]) == ExitCode.FINISHED
+    told = capsys.readouterr()
+    assert told.out == "abxyz\n"
+    assert "999 and the prompt's 3 are more than the model's window of 32 tokens; 29 are generated" in told.err
+    for more in ([], ["--tokens", "29"]):
+        assert generate.main(["--run", str(run(moved)), "--prompt", "ab", *more]) == ExitCode.FINISHED
+        assert capsys.readouterr().err == ""
+    assert [length for _, length, _ in asked] == [29, 29, 29]
+    with pytest.raises(ConfigError, match="100 tokens fill the model's window of 32; shorten it"):
+        generate.main(["--run", str(run(moved)), "--prompt", "a" * 99])
+
+
+@pytest.mark.parametrize("wrong", [["--temperature", "nan"], ["--temperature", "inf"], ["--seed", "9" * 30]])
+def test_numbers_that_no_sample_has(moved, wrong):
+    with pytest.raises(ConfigError, match=r"takes|out of range"):
+        generate.main(["--run", str(run(moved)), *wrong])
+
+
+def letters_json(path: Path) -> Path:
+    """A tokenizer.json of somebody else's: a letter a token, and nothing that ends a document."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {letter: number for number, letter in enumerate("abcdefghij ?")}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(path))
+    return path
+
+
+def token_arrays(folder: Path, end: int | None) -> None:
+    """Makes the run one that was trained on token arrays, as far as that shows."""
+    from jaxmnt.data.run_tokenizer import RunTokenizer, keep
+
+    for home in (run(folder), folder / "kept" / "a"):
+        keep(home, RunTokenizer({"name": "none", "end_of_document": end}, 257, None))
+
+
+def test_a_run_on_token_arrays_says_what_to_give_and_takes_it(moved, asked, capsys, tmp_path):
+    token_arrays(moved, end=11)
+    with pytest.raises(ConfigError, match=r"token arrays.*give bytes, or the path of the tokenizer\.json that did"):
+        generate.main(["--run", str(run(moved)), "--prompt", "ab"])
+    assert generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", "bytes"]) == ExitCode.FINISHED
+    assert asked[-1][0] == [11, 97, 98] and capsys.readouterr().out == "abxyz\n"
+    letters = letters_json(tmp_path / "letters.json")
+    generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", str(letters)])
+    assert asked[-1][0] == [11, 0, 1]
+    assert "has 12 ids, the run's tokens 257: it may not be theirs" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="there is no file nowhere"):
+        generate.main(["--run", str(run(moved)), "--tokenizer", "nowhere"])
+
+
+def test_documents_that_nothing_ends(moved, asked):
+    token_arrays(moved, end=None)
+    generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", "bytes"])
+    assert asked[-1][0] == [97, 98]
+    with pytest.raises(ConfigError, match="--prompt: missing"):
+        generate.main(["--run", str(run(moved)), "--tokenizer", "bytes"])
+
+
+def test_another_tokenizer_than_the_runs_own_is_refused(moved, asked, tmp_path):
+    assert generate.main(["--run", str(run(moved)), "--tokenizer", "bytes"]) == ExitCode.FINISHED
+    with pytest.raises(ConfigError, match=r"--tokenizer|--end-token"):
+        generate.main(["--run", str(run(moved)), "--tokenizer", str(letters_json(tmp_path / "letters.json"))])
+
+
+def resealed(path: Path, found, lie) -> None:
+    """Writes a manifest that says something else of the tokenizer, with a seal that fits it."""
+    from jaxmnt.data.run_tokenizer import _digest, _record
+
+    record = _record(found) | {"tokenizer": lie}
+    path.write_text(json.dumps(record | {"seal": _digest(record)}))
+
+
+def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
+    from jaxmnt.data.run_tokenizer import RunTokenizer, keep, kept, of_data
+    from jaxmnt.data.tokenizer import HuggingFace, train_bpe
+
+    pytest.importorskip("tokenizers")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "tokenizer.json").write_text(train_bpe(["some text, and more of it"] * 3, 300), newline="")
+    description = HuggingFace(tmp_path / "data" / "tokenizer.json").description
+    found = of_data(description, 300, tmp_path / "data")
+    keep(tmp_path, found)
+    assert kept(tmp_path) == found
+    assert kept(tmp_path).open().encode_batch(["some text"])[0].tolist()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
+    assert sorted(before) == ["manifest.json", "tokenizer.json"]
+    rng = np.random.default_rng(0)
+    for name, content in before.items():
+        for _ in range(40):
+            changed = bytearray(content)
+            changed[rng.integers(len(changed))] ^= 1 << int(rng.integers(8))
+            (tmp_path / "tokenizer" / name).write_bytes(changed)
+            with pytest.raises(ConfigError, match="tokenizer is damaged"):
+                kept(tmp_path)
+        keep(tmp_path, found)
+        assert (tmp_path / "tokenizer" / name).read_bytes() == content
+    for hostile in (b"", b"[" * 99999, b"[]", b'"x"', b"{}", b'{"seal": 3}', b"\xff", b"\x00" * 99, b"NaN"):
+        (tmp_path / "tokenizer" / "manifest.json").write_bytes(hostile)
+        with pytest.raises(ConfigError, match="tokenizer is damaged"):
+            kept(tmp_path)
+    for lie in ({"name": "huggingface"}, {"name": 3}, {"name": "bytes", "end_of_document": 300}, {}, []):
+        resealed(tmp_path / "tokenizer" / "manifest.json", found, lie)
+        with pytest.raises(ConfigError, match="tokenizer is damaged"):
+            kept(tmp_path)
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    keep(tmp_path, found)
+    assert kept(tmp_path) == found
+    (tmp_path / "tokenizer" / "manifest.json").unlink()
+    assert kept(tmp_path) is None, "cut off before the end counts as none"
+    assert kept(tmp_path / "nowhere") is None
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "tokenizer").symlink_to(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match="is a link"):
+        keep(linked, RunTokenizer({"name": "bytes", "end_of_document": 256}, 257, None))

@@ -1,0 +1,505 @@
+"""What prepare makes of its inputs: long documents, held-out files, arrays without ends, kinds of conversations."""
+
+import gzip
+import json
+import os
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmnt.config.load import parse_config
+from jaxmnt.data import tokenizer as tokenizers
+from jaxmnt.data.batches import EvaluationData, TrainingData
+from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.document import BadRecordError, Reading
+from jaxmnt.data.preparation.linewise import Lines
+from jaxmnt.data.preparation.long_text import text_in_pieces
+from jaxmnt.data.rows import make_reader
+from jaxmnt.data.sources import open_sources
+from jaxmnt.data.store import open_prepared
+from jaxmnt.data.tokenizer import Bytes, HuggingFace, load, make_tokenizer
+from jaxmnt.errors import ConfigError
+from jaxmnt.prepare import main
+
+MIB = 2**20
+
+
+def prepare(inputs, output, eval_inputs=(), **options):
+    selection = Selection([inputs] if isinstance(inputs, Path) else inputs, eval_inputs=eval_inputs)
+    return build(selection, output, Settings(**{"eval_fraction": 0.0} | options), lambda *progress: None)
+
+
+def command(*arguments: object) -> int:
+    """`prepare` in this process."""
+    return main([str(one) for one in (*arguments, "--workers", 1)])
+
+
+def tokens_of(path: Path, split: str = "train") -> list[np.ndarray]:
+    """The tokens of each document."""
+    stream = open_prepared(path).stream(split)
+    tokens = np.empty(stream.tokens, np.int64)
+    stream.read(0, tokens)
+    return np.split(tokens, stream.document_starts[1:]) if stream.tokens else []
+
+
+def texts_of(path: Path, split: str = "train") -> list[tuple[str, int]]:
+    """The text of each document, and its record."""
+    data = open_prepared(path)
+    tokenizer = make_tokenizer(data.tokenizer, path)
+    pieces = enumerate(tokens_of(path, split))
+    return [(tokenizer.decode(piece), data.origin(split, number).record) for number, piece in pieces]
+
+
+# -- lines
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 10**6])
+def test_lines_of_blocks_are_those_of_the_whole(block):
+    text = b'\n\n  \n{"a": 1}\n\t\r\n\n  {"b"}\r\nlast\n\n \x0b\x0c\n end\n   '
+    for raw in (text, text.strip(), b"", b"\n", b" ", b"x", b"\n" * 50):
+        reader = Lines((raw[first : first + block] for first in range(0, len(raw), block)), 10**6)
+        found = [(reader.number, line.strip()) for line in reader]
+        expected = raw.split(b"\n") if not raw.endswith(b"\n") else raw.split(b"\n")[:-1]
+        expected = [] if not raw else expected
+        assert found == [(number, line.strip()) for number, line in enumerate(expected, 1) if line.strip()]
+        assert (reader.number, reader.blank) == (len(expected), sum(not line.strip() for line in expected))
+
+
+def test_blank_lines_are_counted_in_bulk(tmp_path):
+    """Blank lines cost no Python each: 20 million take as long as some thousand records."""
+    lines = 20_000_000
+    with gzip.open(tmp_path / "t.jsonl.gz", "wb", compresslevel=1) as stream:
+        for _ in range(20):
+            stream.write(b"\n" * (lines // 20))
+        stream.write(b'{"text": "end"}\n')
+    counted = Counter()
+
+    def progress(*given):
+        counted["calls"] += 1
+
+    settings = Settings(eval_fraction=0.0)
+    build(Selection([tmp_path / "t.jsonl.gz"]), tmp_path / "out", settings, progress)
+    assert open_prepared(tmp_path / "out").manifest["left_out"]["empty"] == lines
+    assert texts_of(tmp_path / "out") == [("end", lines + 1)]
+    assert counted["calls"] < 1000  # one a block; one a line would be twenty million, and some minutes
+
+
+# -- documents that are too long
+
+
+def long_lines(folder: Path, kind: str, text: bytes) -> Path:
+    """A file of three records, the second of this text."""
+    records = [
+        b'{"text": "first"}\n',
+        b'{"id": [1, {"x": "]"}], "text": "' + text + b'", "z": null}\n',
+        b'{"text": "last"}',
+    ]
+    path = folder / f"t.{kind}"
+    if kind == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": ["first", text.decode(), "last"]}), path, compression="zstd")
+    elif kind == "jsonl.zst":
+        import zstandard
+
+        path.write_bytes(zstandard.compress(b"".join(records)))
+    else:
+        path.write_bytes(b"".join(records) if kind == "jsonl" else gzip.compress(b"".join(records)))
+    return path
+
+
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_document_is_an_error_or_left_out_or_split(tmp_path, kind):
+    text = ("a ä 漢字 \U0001f600 " * 40_000).encode()
+    path = long_lines(tmp_path, kind, text)
+    reading = {"max_document": MIB // 4}
+    where = r"t\.parquet: row 2" if kind == "parquet" else rf"t\.{kind}:2"
+    with pytest.raises(ConfigError, match=rf"{where}: the record is longer than 0\.25 MiB; .*--max-document-mib, or"):
+        prepare(path, tmp_path / "error", reading=Reading(**reading))
+    summary = prepare(path, tmp_path / "skip", reading=Reading(**reading, long_documents="skip"))
+    assert summary.long == 1 and texts_of(tmp_path / "skip") == [("first", 1), ("last", 3)]
+    assert open_prepared(tmp_path / "skip").manifest["left_out"]["long"] == 1
+    summary = prepare(path, tmp_path / "split", reading=Reading(**reading, long_documents="split"))
+    found = texts_of(tmp_path / "split")
+    assert summary.split == 1 and found[0] == ("first", 1) and found[-1] == ("last", 3)
+    assert {record for _, record in found[1:-1]} == {2} and len(found) > 4
+    assert "".join(piece for piece, _ in found[1:-1]) == text.decode()
+    assert all(len(piece.encode()) <= MIB // 4 for piece, _ in found)
+    assert prepare(path, tmp_path / "more").documents["train"] == 3  # it is below the default
+
+
+def test_a_bomb_takes_no_memory(tmp_path):
+    """A line of 400 MB in a file of 13 KB, of which nothing is kept, and an error names its place."""
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor().compressobj()
+    with (tmp_path / "t.jsonl.zst").open("wb") as stream:
+        stream.write(compressor.compress(b'{"text": "'))
+        for _ in range(100):
+            stream.write(compressor.compress(b"a" * 4 * 10**6))
+        stream.write(compressor.compress(b'"}\n{"text": "last"}\n') + compressor.flush())
+    limits = {"max_document": 8 * MIB}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"t\.jsonl\.zst:1: the record is longer than 8 MiB"):
+            prepare(tmp_path / "t.jsonl.zst", tmp_path / "error", reading=Reading(**limits))
+        prepare(tmp_path / "t.jsonl.zst", tmp_path / "skip", reading=Reading(**limits, long_documents="skip"))
+        assert texts_of(tmp_path / "skip") == [("last", 2)]
+        assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_cell_of_parquet_is_refused_before_it_is_read(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": ["first", "a" * 140 * MIB, "last"], "other": ["", "", ""]})
+    parquet.write_table(table, tmp_path / "t.parquet", compression="zstd", use_dictionary=False)
+    assert (tmp_path / "t.parquet").stat().st_size < MIB
+    before = pyarrow.default_memory_pool().max_memory()
+    with pytest.raises(
+        ConfigError, match=r"between rows 1 and 3 is a page of 140 MiB, to be read at once; raise --max"
+    ):
+        prepare(tmp_path / "t.parquet", tmp_path / "out")
+    assert pyarrow.default_memory_pool().max_memory() <= max(before, 160 * MIB)
+
+
+def test_a_long_conversation_is_not_split(tmp_path):
+    record = {"messages": [{"role": "user", "content": "x" * 10_000}, {"role": "assistant", "content": "y"}]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(record) + "\n")
+    reading = Reading(chat=True, max_document=5000, long_documents="split")
+    with pytest.raises(ConfigError, match=r"t\.jsonl:1: .*, and a conversation cannot be split"):
+        prepare(tmp_path / "t.jsonl", tmp_path / "out", reading=reading)
+
+
+def test_a_larger_limit_goes_on_with_what_is_done(tmp_path):
+    """The error says to raise the limit: parts before it are not done again."""
+    for name, size in (("a", 10), ("b", 9000)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * size}) + "\n")
+    inputs, out = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"b\.jsonl:1: the record is longer"):
+        prepare(inputs, out, part_bytes=10, reading=Reading(max_document=5000))
+    assert list((out / "work").glob("part-*.json"))
+    with pytest.raises(ConfigError, match="unfinished preparation with other long_documents"):
+        prepare(inputs, out, part_bytes=10, reading=Reading(max_document=500))
+    prepare(inputs, out, part_bytes=10, reading=Reading(max_document=5000, long_documents="skip"))
+    assert texts_of(out) == [("a" * 10, 1)]
+
+
+@pytest.mark.parametrize("piece", [1, 5, 1000])
+@pytest.mark.parametrize("size", [12, 60, 10**6])
+def test_text_in_pieces_is_the_text(piece, size):
+    text = 'a "quoted" \\ back\n' + "\u00e4\u6f22\U0001f600\x7f\t" * 9 + "\\" * 7 + "\ud7ff\ue000"
+    before = {"n": [1.5e3, True, None, {"text": "no", "\\": "]}"}], "s": '\\"}{', "e": {}}
+    for ascii_only in (True, False):
+        line = json.dumps(before | {"text": text, "after": [[], 0]}, ensure_ascii=ascii_only).encode() + b"\r\n"
+        pieces = iter([line[first : first + piece] for first in range(0, len(line), piece)])
+        found = list(text_in_pieces(pieces, "text", size))
+        assert "".join(found) == text
+        assert len(found) == 1 if size == 10**6 else all(len(one.encode()) <= max(size, piece) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"body": "x"}', "has no field text"),
+        (b'{"text": 5}', "text is no text"),
+        (b'["text"]', "it lacks '{' where"),
+        (b'{"text": "cut', "not valid JSON or UTF-8"),
+        (b'{"text": "\xff\xff"}', "not valid JSON or UTF-8"),
+        (b'{"text": "half \\ud800 of it, and more"}', "half of a character"),
+        (b'{"text": "x\x01y"}', "not valid JSON: Invalid control character"),
+        (b'{"text": "x"', "it lacks '}'"),
+        (b'{"text": "x"} {', "there is more behind"),
+        (b'{"a": [1, [2, "text": "x"', "ends within a value"),
+        (b'{"a": ]', "ends within a value, or lacks one"),
+        (b'{"' + b"k" * 9000 + b'": 1, "text": "x"}', "name of a field is too long"),
+        (b'{"a": ' + b"[" * 10**6, "ends within a value"),
+    ],
+)
+def test_a_long_record_that_cannot_be_used(line, message):
+    for piece in (7, 10**7):
+        pieces = iter([line[first : first + piece] for first in range(0, len(line), piece)])
+        with pytest.raises(BadRecordError, match=message):
+            list(text_in_pieces(pieces, "text", 100))
+
+
+def test_pieces_of_a_document_are_held_out_together(tmp_path):
+    lines = [json.dumps({"text": f"{number} " * 2000}) for number in range(40)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    reading = Reading(max_document=2000, long_documents="split")
+    prepare(tmp_path / "t.jsonl", tmp_path / "out", reading=reading, eval_fraction=0.3)
+    splits = [{record for _, record in texts_of(tmp_path / "out", split)} for split in ("train", "eval")]
+    assert all(splits) and not splits[0] & splits[1]
+
+
+def test_a_long_text_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    """Encoded in stretches, for the memory's sake, and cut only where that changes nothing."""
+    (tmp_path / "in.txt").write_text("".join(f"def f{n}(x):\n    return x  # ä 漢\n\n\n" for n in range(300)))
+    prepare(tmp_path / "in.txt", tmp_path / "bpe", train_tokenizer=400)
+    tokenizer = HuggingFace(tmp_path / "bpe" / "tokenizer.json")
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("ab \n\t.'ä漢"), 20_000)), "漢" * 9000, "a b" * 5000, "short", ""]
+    whole = tokenizer.encode_batch(texts)
+    monkeypatch.setattr(tokenizers, "_STRETCH", 1000)
+    largest = []
+    encode = tokenizer._plain.encode_batch_fast
+
+    class Watched:
+        pre_tokenizer = tokenizer._plain.pre_tokenizer
+
+        def encode_batch_fast(self, given, **options):
+            largest.append(max(map(len, given)))
+            return encode(given, **options)
+
+    monkeypatch.setattr(tokenizer, "_plain", Watched())
+    for one, other in zip(tokenizer.encode_batch(texts), whole, strict=True):
+        assert (one == other).all()
+    assert max(largest) == 9000  # nothing to cut at; the others were
+
+
+# -- held-out files
+
+
+def write_records(path: Path, name: str, count: int = 20) -> Path:
+    path.write_text("".join(json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(count)))
+    return path
+
+
+def test_files_are_held_out_by_name(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    write_records(tmp_path / "in" / "a.jsonl", "a")
+    held_out = write_records(tmp_path / "in" / "b.jsonl", "b")
+    other = write_records(tmp_path / "other.jsonl", "other")
+    out = tmp_path / "out"
+    assert command("--input", tmp_path / "in", "--eval-input", held_out, other, "--output", out) == 0
+    assert [text for text, _ in texts_of(out)] == [f"a {number}" for number in range(20)]
+    assert [text for text, _ in texts_of(out, "eval")] == [f"{name} {n}" for name in ("b", "other") for n in range(20)]
+    assert open_prepared(out).manifest["eval_fraction"] == 0
+    share = ("--eval-fraction", "0.5", "--output", tmp_path / "both")
+    assert command("--input", tmp_path / "in", "--eval-input", held_out, *share) == 0
+    assert len(texts_of(tmp_path / "both", "eval")) > 20
+    with pytest.raises(ConfigError, match="--eval-input: there is no file or folder"):
+        command("--input", tmp_path / "in", "--eval-input", tmp_path / "none", "--output", tmp_path / "o")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="--eval-input: nothing was found in it"):
+        command("--input", tmp_path / "in", "--eval-input", tmp_path / "empty.jsonl", "--output", tmp_path / "o")
+
+
+def test_token_arrays_are_held_out_by_their_names(tmp_path, capsys):
+    for name, first in (("train", 0), ("val", 30)):
+        (np.arange(30, dtype=np.uint16) + first).tofile(tmp_path / f"{name}.bin")
+    given = ("--input", tmp_path / "train.bin", tmp_path / "val.bin", "--vocab-size", 65, "--output")
+    assert command(*given, tmp_path / "out") == 0
+    assert "held out because of their names: " in capsys.readouterr().out
+    (train,), (held_out,) = tokens_of(tmp_path / "out"), tokens_of(tmp_path / "out", "eval")
+    assert train.tolist() == list(range(30)) and held_out.tolist() == list(range(30, 60))
+    assert command(*given, tmp_path / "all", "--eval-fraction", 0) == 0
+    assert len(tokens_of(tmp_path / "all")) == 2 and not tokens_of(tmp_path / "all", "eval")
+    (tmp_path / "train.bin").rename(tmp_path / "fineweb_val_1.bin")  # beside val.bin there is nothing to train on
+    with pytest.raises(ConfigError, match=r"--input: there is no file or folder .*train\.bin"):
+        command(*given, tmp_path / "o")
+
+
+# -- token arrays without ends
+
+
+def test_without_an_end_every_file_is_one_document(tmp_path, capsys):
+    """65 characters need 65 ids, and every one of them may occur."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 65, size).astype(np.uint16) for size in (3_000_000, 700)]
+    for name, array in zip("ab", arrays, strict=True):
+        np.save(tmp_path / f"{name}.npy", array)
+    settings = {"tokenizer": None, "vocab_size": 65, "part_bytes": 10**6, "shard_tokens": 400_000}
+    inputs = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    for workers in (1, 2):
+        summary = prepare(inputs, tmp_path / str(workers), workers=workers, **settings)
+        found = tokens_of(tmp_path / str(workers))
+        assert summary.whole_arrays == 2 and [len(one) for one in found] == [3_000_000, 700]
+        assert all((one == other).all() for one, other in zip(found, arrays, strict=True))
+    data = open_prepared(tmp_path / "1")
+    assert data.digest == open_prepared(tmp_path / "2").digest
+    assert data.tokenizer == {"name": "none", "end_of_document": None}
+    assert [data.origin("train", number) for number in (0, 1)] == [("a.npy", 1), ("b.npy", 1)]
+    assert command("--input", *inputs, "--vocab-size", 65, "--output", tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    assert "token arrays: 2, each one document" in shown and "nothing is held out" in shown
+    config = parse_config({"data": {"path": str(tmp_path / "out"), "sequence_length": 16, "global_batch_size": 4}})
+    assert open_sources(config.data).end_of_document is None
+
+
+@pytest.mark.parametrize(("rows", "mask"), [("windows", False), ("windows", True), ("packed", False)])
+def test_what_has_nothing_before_it_is_no_target(tmp_path, rows, mask):
+    """Every other token is, once, and what stands before it is its input."""
+    for name, first in (("a", 1), ("b", 101)):
+        np.save(tmp_path / f"{name}.npy", np.arange(first, first + 50, dtype=np.uint8))
+    settings = {"tokenizer": None, "vocab_size": 151}
+    prepare([tmp_path / "a.npy", tmp_path / "b.npy"], tmp_path / "out", **settings)
+    reader = make_reader(open_prepared(tmp_path / "out").stream("train"), rows, 16, mask)
+    batch = reader.read(range(reader.all_rows))
+    learnt = batch["weights"] > 0
+    openings = [1, 101] if mask or rows == "packed" else [1]
+    expected = [token for token in [*range(1, 51), *range(101, 151)] if token not in openings]
+    assert sorted(batch["targets"][learnt].tolist()) == expected
+    before = np.where(batch["targets"][learnt] == 101, 50, batch["targets"][learnt] - 1)
+    assert (batch["tokens"][learnt] == before).all()
+    assert (batch["weights"] == learnt).all()
+    tree = {"path": str(tmp_path / "out"), "rows": rows, "document_mask": mask, "sequence_length": 16}
+    config = parse_config({"data": tree | {"global_batch_size": 2}})
+    sources = open_sources(config.data)
+    assert TrainingData(config, sources).batch(0, range(2))["tokens"].shape == (2, 16)
+    assert EvaluationData(config, sources.parts["data"])
+
+
+def test_an_end_that_is_a_token_of_the_text_is_noticed(tmp_path, capsys):
+    text = np.random.default_rng(0).integers(0, 65, 50_000).astype(np.uint16)
+    text[::9] = 64
+    text.tofile(tmp_path / "t.bin")
+    given = ("--input", tmp_path / "t.bin", "--vocab-size", 65, "--eval-fraction", 0, "--output")
+    assert command(*given, tmp_path / "out", "--end-id", 64) == 0
+    shown = capsys.readouterr().out
+    documents = len(tokens_of(tmp_path / "out"))
+    assert f"the id 64 cuts the token arrays into {documents:,} documents, of 9 tokens in the median" in shown
+    assert "warning: such short documents look as if 64 were a token of the text" in shown
+    text[:] = 1
+    text[99::100] = 0
+    text.tofile(tmp_path / "t.bin")
+    assert command(*given, tmp_path / "long", "--end-id", 0) == 0
+    shown = capsys.readouterr().out
+    assert "into 500 documents, of 100 tokens in the median" in shown and "warning" not in shown
+    for wrong in (-1, 65):
+        with pytest.raises(ConfigError, match=rf"--end-id: {wrong} is not one of the vocabulary's ids, which are 0 to"):
+            command(*given, tmp_path / "o", "--end-id", wrong)
+    with pytest.raises(ConfigError, match=r"--vocab-size: -1 is no size"):
+        command("--input", tmp_path / "t.bin", "--vocab-size", -1, "--output", tmp_path / "o")
+
+
+def test_a_tokenizer_without_an_end_goes_with_arrays(tmp_path):
+    """Its ids turn into text again; documents cannot be encoded with it."""
+    import tokenizers as library
+
+    vocabulary = {character: number for number, character in enumerate("abcdefghij")}
+    library.Tokenizer(library.models.WordLevel(vocabulary, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    np.save(tmp_path / "t.npy", np.arange(1000, dtype=np.uint8) % 10)
+    prepare(tmp_path / "t.npy", tmp_path / "out", tokenizer=str(tmp_path))
+    data = open_prepared(tmp_path / "out")
+    assert data.tokenizer["end_of_document"] is None and len(tokens_of(tmp_path / "out")) == 1
+    assert make_tokenizer(data.tokenizer, tmp_path / "out").decode(np.array([1, 2, 3])).replace(" ", "") == "bcd"
+    assert load(str(tmp_path)).end_of_document is None and load("bytes").end_of_document == 256
+    (tmp_path / "t.txt").write_text("abc")
+    with pytest.raises(ConfigError, match="name the token that ends a document"):
+        prepare(tmp_path / "t.txt", tmp_path / "o", tokenizer=str(tmp_path))
+
+
+# -- conversations
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "shape"),
+    [
+        ({"messages": [{"role": "user", "content": "q"}]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "q"}]}, "conversations"),
+        ({"instruction": "q", "input": "", "output": "a"}, "instruction and output"),
+        ({"prompt": "q", "completion": "a"}, "completion and prompt"),
+    ],
+)
+def test_conversations_without_chat_are_told_as_what_they_are(tmp_path, kind, record, shape):
+    if kind == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "chat.parquet")
+    else:
+        (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=rf"chat\.{kind}.*hold conversations \({shape}\): give --chat"):
+        prepare(tmp_path / f"chat.{kind}", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_other_shapes_of_conversations_become_messages(tmp_path, kind):
+    def messages(*turns):
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    pairs = [
+        (
+            {"conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")]},
+            messages(("system", "system"), ("user", "human"), ("assistant", "gpt")),
+        ),
+        (
+            {"instruction": "do", "input": "this", "output": "done"},
+            messages(("user", "do\n\nthis"), ("assistant", "done")),
+        ),
+        ({"instruction": "do", "input": "", "output": "done"}, messages(("user", "do"), ("assistant", "done"))),
+    ]
+    for side in (0, 1):
+        records = [pair[side] for pair in pairs]
+        if kind == "parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            names = sorted({name for record in records for name in record})
+            columns = {name: [record.get(name) for record in records] for name in names}
+            parquet.write_table(pyarrow.table(columns), tmp_path / f"{side}.parquet")
+        else:
+            (tmp_path / f"{side}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        prepare(tmp_path / f"{side}.{kind}", tmp_path / str(side), reading=Reading(chat=True))
+    one, other = (open_prepared(tmp_path / str(side)).manifest["splits"]["train"]["shards"][0] for side in (0, 1))
+    for name in ("tokens-00000-00.npy", "learn-00000-00.npy"):
+        assert one["sha256"][name] == other["sha256"][name]
+    assert texts_of(tmp_path / "0")[1][0].startswith("<|im_start|>user\ndo\n\nthis<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, r"turn 1 needs from \(system, human, user, gpt"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1 needs from"),
+        ({"conversations": "x"}, "conversations must be a list"),
+        ({"conversations": [{"from": "human"}]}, "message 1 needs a role"),
+        ({"instruction": "x", "output": 5}, "needs instruction, output and"),
+        ({"instruction": "x"}, "needs instruction, output and"),
+        ({"\x1b[2J" * 1000: 1}, r"its fields: \\x1b\[2J"),
+    ],
+)
+def test_a_conversation_of_another_shape(tmp_path, record, message):
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=rf"chat\.jsonl:1: .*{message}") as raised:
+        prepare(tmp_path / "chat.jsonl", tmp_path / "out", reading=Reading(chat=True))
+    assert len(str(raised.value)) < 600
+
+
+# -- names
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "fine.txt").write_text("text")
+    (folder / "\x1b]0;owned\x07\nb").write_bytes(b"\0")
+    os.mkfifo(folder / "pipe")  # is no file, and would be waited for
+    assert command("--input", folder, "--output", tmp_path / "out", "--eval-fraction", 0) == 0
+    shown = capsys.readouterr().out
+    assert r"in/\x1b]0;owned\x07\nb" in shown and "\x1b" not in shown and "\x07" not in shown
+    (folder / "\x1b[2J.jsonl").write_text('{"\x7f[": 1, "text": "\n')
+    (folder / "\x1b[3J.jsonl").write_text('{"\\u001b[": 1}\n')
+    for suffix, expected in ((["2J.jsonl"], r"\x1b[2J.jsonl:1"), (["3J.jsonl"], r"its fields: \x1b[ (")):
+        with pytest.raises(ConfigError) as raised:
+            prepare([folder / f"\x1b[{suffix[0]}"], tmp_path / "o")
+        assert expected in str(raised.value) and "\x1b" not in str(raised.value)
+
+
+def test_help_fits_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
+    assert Bytes().end_of_document == 256
