@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote
 
 from jaxmnt.errors import ConfigError, ExitCode, UserError
@@ -182,17 +182,17 @@ def read(path: Place) -> bytes:
     """What is in a file. Raises `OSError` with its name, also for a pipe or the like, which would never end."""
     if isinstance(path, Address):
         return path.read_bytes()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is no file", str(path))
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else _refuse_to_read(path)
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read()
     except OSError as error:
-        error.filename = error.filename or str(path)
+        error.filename = str(path)
         raise
-
-
-def _refuse_to_read(path: Path) -> NoReturn:
-    number = errno.EISDIR if path.is_dir() else errno.EINVAL
-    raise OSError(number, "it is no file", str(path))
 
 
 def read_all(path: Place, names: Iterable[str]) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError
-from jaxmnt.storage import Place, place, read
+from jaxmnt.storage import Place, is_link, place, read
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.json"
@@ -103,7 +103,9 @@ def read_run(directory: Place) -> RunFile | None:
     try:
         return RunFile.model_validate(json.loads(read(path).decode()))
     except FileNotFoundError:
-        return None
+        if not is_link(path):
+            return None
+        why = "it is a link to what is not there"
     except ValidationError as error:
         why = wrong_with(error)
     except (ValueError, RecursionError) as error:
