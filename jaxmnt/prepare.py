@@ -60,13 +60,13 @@ def main(arguments: list[str]) -> int:
     seconds = time.monotonic() - started
     print(f"read   {size(rate.done)} in {duration(seconds)}, {size(rate.done / seconds)} a second")
     output = printable(str(options.output))
-    for line in [*_cut_and_held_out(summary), *_left_out(summary)]:
+    for line in [*_cut_and_held_out(summary, options.eval_fraction), *_left_out(summary)]:
         print(line)
     print(f"prepared data is in {output}: train on it with data.path={output}")
     return ExitCode.FINISHED
 
 
-def _cut_and_held_out(summary: "Summary") -> Iterator[str]:
+def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[str]:
     """What decided where documents of token arrays end, and which are held out."""
     if summary.array_documents:
         yield (
@@ -83,7 +83,7 @@ def _cut_and_held_out(summary: "Summary") -> Iterator[str]:
     if summary.named:
         more = f" and {len(summary.named) - 3} more" if len(summary.named) > 3 else ""
         yield f"held out because of their names: {', '.join(summary.named[:3])}{more} (--eval-fraction 0 trains on all)"
-    elif not summary.tokens["eval"]:
+    elif not summary.tokens["eval"] and fraction is None:
         yield "nothing is held out: name files for it by --eval-input, or a share by --eval-fraction"
 
 

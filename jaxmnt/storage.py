@@ -9,13 +9,14 @@ import errno
 import functools
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 from jaxmnt.errors import ConfigError, ExitCode, UserError
@@ -173,10 +174,27 @@ def sizes(path: Place, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
+def read(path: Place) -> bytes:
+    """What is in a file. Raises `OSError` with its name, also for a pipe or the like, which would never end."""
+    if isinstance(path, Address):
+        return path.read_bytes()
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else _refuse_to_read(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _refuse_to_read(path: Path) -> NoReturn:
+    number = errno.EISDIR if path.is_dir() else errno.EINVAL
+    raise OSError(number, "it is no file", str(path))
+
+
 def read_all(path: Place, names: Iterable[str]) -> dict[str, bytes]:
     """The contents of small files below it; from an address, many at a time."""
     if isinstance(path, Path):
-        return {name: (path / name).read_bytes() for name in names}
+        return {name: read(path / name) for name in names}
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
         return dict(pool.map(lambda name: (name, (path / name).read_bytes()), names))
 
@@ -235,7 +253,7 @@ def remove_if(path: Place, text: str) -> bool:
                     return False
                 blob.delete(if_generation_match=blob.generation)
                 return True
-        if path.read_bytes() != wanted:
+        if read(path) != wanted:
             return False
         aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
         path.rename(aside)

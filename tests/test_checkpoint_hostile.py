@@ -240,20 +240,26 @@ def committed_like(path: Path) -> None:
     (path / "note.txt").write_text("a person's")
 
 
-@pytest.mark.parametrize("keep_notes", [True, False])
-def test_marks_that_name_no_step_remove_nothing(root, keep_notes):
+MARKS = ("...unfinished", "..unfinished", ".unfinished", "mine.unfinished", "٣.unfinished", "5.x.unfinished")
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_marks_that_name_no_step_remove_nothing(root, mark):
     """`...unfinished` names the folder above, `mine.unfinished` a person's."""
-    committed_like(root / "mine")
-    committed_like(root / "٣")
-    committed_like(root / "20.unfinished")
-    committed_like(root / "mine.orbax-checkpoint-tmp")
-    committed_like(root / "archive")
-    for name in ("...unfinished", "..unfinished", ".unfinished", "mine.unfinished", "٣.unfinished", "5.x.unfinished"):
-        (root / name).write_text("being removed\n")
+    for name in ("mine", "٣", "20.unfinished"):
+        committed_like(root / name)
+    (root / mark).write_text("being removed\n")
+    before = snapshot(root.parent)
+    for keep_notes in (True, False):
+        commit.remove_cut_off(root, keep_notes=keep_notes)
+        assert snapshot(root.parent) == before
+
+
+def test_what_orbax_has_left_is_a_folder_named_by_a_step(root):
+    for name in ("mine.orbax-checkpoint-tmp", "archive"):
+        committed_like(root / name)
     (root / "6.orbax-checkpoint-tmp-1").symlink_to("archive")
     before = snapshot(root.parent)
-    assert commit.remove_cut_off(root, keep_notes=keep_notes) == ([], [])
-    assert snapshot(root.parent) == before
     (root / "7.orbax-checkpoint-tmp-1").mkdir()
     assert len(commit.remove_cut_off(root)[0]) == 1 and snapshot(root.parent) == before
 
@@ -339,6 +345,21 @@ def test_what_is_no_manifest_at_all(root, raw):
     assert "its file" in (commit.why_not_whole(root / "15") or "")
 
 
+@pytest.mark.parametrize(
+    "name", [manifest.FILE, "../../run.json", "../../config.yaml", "../15.unfinished", "params/data"]
+)
+def test_a_pipe_is_no_file(root, name, capsys):
+    """Reading one would never end."""
+    path = root / "15" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    for command in (["list", str(root.parent)], ["verify", f"{root.parent}@15"]):
+        code, said = ran(capsys, *command)
+        assert code in (0, 1, 2) and "Traceback" not in said
+    with pytest.raises(OSError, match=f"it is no file: '{path}'"):
+        storage.read(path)
+
+
 def test_a_forged_shape_is_no_work(root, capsys):
     """Of an array that the files do not hold: found before it is cut into pieces."""
 
@@ -362,7 +383,7 @@ def test_a_format_of_the_future_is_still_left_alone(root):
 
 RUN_FILES = [
     "[]", "{}", "[" * 9999, '{"run": 5, "lineage": []}', '{"run": "a", "lineage": [1]}', '{"run": "a", "lineage": {}}',
-    '{"run": "a", "lineage": [], "maths": 3}',
+    '{"run": "a", "lineage": [], "begun_by": 3}',
 ]  # fmt: skip
 
 
@@ -407,7 +428,6 @@ def test_a_wrong_digit_in_the_id_moves_nothing(tiny, whole_run):
     start = opened(config)
     assert start.step == 20 and start.lineage == []
     assert any("told of other ancestors than checkpoint 20" in remark for remark in start.remarks)
-    assert json.loads(path.read_text())["lineage"] == []
 
 
 # -- locks

@@ -217,10 +217,10 @@ def test_the_process_at_fault_is_found_at_whatever_moment_it_is_seen_to_end(mome
         ScriptedChild(None, consequence),
         ScriptedChild(None, None, consequence),
     ):
-        assert local._watch([others, killed]) is killed
-    assert local._watch([ScriptedChild(None, 0), ScriptedChild(None, None, 75)]) is None
+        assert local._watch([others, killed], []) is killed
+    assert local._watch([ScriptedChild(None, 0), ScriptedChild(None, None, 75)], []) is None
     lost = ScriptedChild(None, consequence)
-    assert local._watch([ScriptedChild(None, None, 0), lost]) is lost
+    assert local._watch([ScriptedChild(None, None, 0), lost], []) is lost
 
 
 def test_ctrl_c_saves_on_all_processes_and_exits_75(tiny_file, tmp_path):

@@ -120,13 +120,13 @@ def test_weights_of_rows_that_were_read_are_no_plan():
     def refused(before, now, accepted=None):
         one, other = config(*before), config(*now)
         checkpoint = Committed(Path("5"), Manifest("run", 5, {}, plain_config(one), 0, {}, None, []))
-        return to_be_accepted(other, checkpoint, changes(one, other), accepted or {})
+        asked = to_be_accepted(other, checkpoint, changes(one, other), accepted or {})
+        return [change.key for change in asked]
 
-    assert refused([], [(5, 2.0)]) is None and refused([(3, 1.0)], [(3, 1.0), (5, 2.0)]) is None
-    assert refused([(7, 1.0)], []) is None
+    assert not refused([], [(5, 2.0)]) and not refused([(3, 1.0)], [(3, 1.0), (5, 2.0)]) and not refused([(7, 1.0)], [])
     for before, now in (([], [(4, 2.0)]), ([(3, 1.0)], [(3, 2.0)]), ([(3, 1.0)], [])):
-        assert "data.weight_changes (" in (refused(before, now) or "")
-    assert refused([], [(4, 2.0)], {"data.weight_changes": [{"from_step": 4, "weights": {"a": 2.0}}]}) is None
+        assert refused(before, now) == ["data.weight_changes"]
+    assert not refused([], [(4, 2.0)], {"data.weight_changes": [{"from_step": 4, "weights": {"a": 2.0}}]})
 
 
 def test_a_changed_entry_of_a_mapping_is_told():

@@ -69,7 +69,7 @@ def open_checkpoint(path: Place, run: str | None = None) -> Committed:
         raise DamagedError(f"its file {printable(str(error.filename))} cannot be read: {error.strerror}") from error
 
 
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
 """What is wrong with what is there, or has just gone, whoever looks. Other trouble says nothing about it."""
 
 
@@ -208,7 +208,7 @@ def unfinished(path: Place) -> str | None:
     if (path / manifests.FILE).exists() or not _note(path).is_file():
         return None
     try:
-        return printable(_note(path).read_bytes().decode(errors="replace").strip()) or "being begun"
+        return printable(storage.read(_note(path)).decode(errors="replace").strip()) or "being begun"
     except FileNotFoundError:
         return None
 

@@ -16,6 +16,7 @@ from jaxmnt import __version__
 from jaxmnt.checkpoint import digest
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import Place, publish
+from jaxmnt.storage import read as read_file
 
 FILE = "jaxmnt.json"
 FORMAT_VERSION = 2
@@ -100,7 +101,7 @@ def read(directory: Place) -> tuple[Manifest, dict[str, list[Any]]]:
     Raises `DamagedError` if it is not there or not as it was written, and `OtherFormatError`.
     """
     try:
-        record = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        record = json.loads(read_file(directory / FILE).decode())
     except FileNotFoundError:
         raise DamagedError(f"it has no commit marker {FILE}") from None
     except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError
-from jaxmnt.storage import Place, place
+from jaxmnt.storage import Place, place, read
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.json"
@@ -66,10 +66,12 @@ def home(run: str) -> Place:
     directory = place(run)
     if isinstance(directory, Path):
         try:
-            config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+            config = yaml.safe_load(read(directory / "config.yaml").decode())
             elsewhere, start = config["checkpoint"]["dir"], started_in(directory, config["run"]["dir"])
-        except (FileNotFoundError, NotADirectoryError, *NO_YAML, KeyError, TypeError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *NO_YAML, KeyError, TypeError):
             elsewhere = None  # no run's config, or damaged: what is there, counts
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; mend the access") from error
         if elsewhere and isinstance(elsewhere, str):
             there = start / elsewhere if start and "://" not in elsewhere else None
             return there if there and there.is_dir() else place(elsewhere)
@@ -87,8 +89,6 @@ class RunFile(BaseModel):
     """The runs and steps that it was forked from, newest first."""
     time: float = 0.0
     """Unix seconds of the first start."""
-    maths: dict[str, Any] = {}
-    """With which maths it was started the last time: every key whose change has to be accepted."""
     begun_by: dict[str, str] = {}
     """What tells the job that began it with --fresh from others."""
 
@@ -101,7 +101,7 @@ def read_run(directory: Place) -> RunFile | None:
     """What run.json says; None if there is none, as in a new directory. Raises `ConfigError` if it is damaged."""
     path = directory / RUN_FILE
     try:
-        return RunFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return RunFile.model_validate(json.loads(read(path).decode()))
     except FileNotFoundError:
         return None
     except ValidationError as error:

@@ -1,7 +1,6 @@
 """Turning text into token ids and back."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -113,8 +112,12 @@ class HuggingFace:
 
         if tokenizer.pre_tokenizer is None or all(len(text) <= _STRETCH for text in texts):
             return encode(texts)
-        stretches = [list(_stretches(text, encode)) for text in texts]
-        return [np.concatenate([encode([piece])[0] for piece in pieces]) for pieces in stretches]
+
+        def can_cut(before: str, after: str) -> bool:
+            one, other, both = encode([before, after, before + after])
+            return np.array_equal(np.concatenate([one, other]), both)
+
+        return [np.concatenate([encode([piece])[0] for piece in _stretches(text, can_cut)]) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
@@ -136,19 +139,17 @@ class HuggingFace:
         )
 
 
-def _stretches(text: str, encode: Callable[[Sequence[str]], list[np.ndarray]]) -> Iterator[str]:
+def _stretches(text: str, can_cut: Callable[[str, str], bool]) -> Iterator[str]:
     """The text in stretches that give the tokens of the whole: encoding takes a hundred times a text's memory.
 
-    Words are encoded one by one, so the text may be cut between two. Whether it can be cut at a place is tried with
+    Words are encoded one by one, so the text may be cut between two. Whether it can be cut at a place is asked with
     the text around it. Where no such place is found, a stretch becomes longer.
     """
     start, reach = 0, _STRETCH
     while reach < len(text):
         for match in islice(_BETWEEN_WORDS.finditer(text, reach, reach + _STRETCH), _TRIED_PLACES):
             place = match.end()
-            before, after = text[place - _AROUND : place], text[place : place + _AROUND]
-            one, other, both = encode([before, after, before + after])
-            if np.array_equal(np.concatenate([one, other]), both):
+            if can_cut(text[max(0, place - _AROUND) : place], text[place : place + _AROUND]):
                 yield text[start:place]
                 start = reach = place
                 break
@@ -173,7 +174,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # Words as ByteLevel finds them end at every place that is looked at.
+    pieces = (piece for text in texts for piece in _stretches(text, lambda before, after: True))
+    tokenizer.train_from_iterator(pieces, trainer)
     return str(tokenizer.to_str())
 
 
@@ -187,7 +190,10 @@ def make_tokenizer(description: dict[str, Any], folder: Path) -> Tokenizer:
         if tokenizer.description != description:
             raise ConfigError(f"data.path: {folder / TOKENIZER_FILE} is not the tokenizer that the data was made with")
         return tokenizer
-    raise ConfigError(f"the tokenizer {json.dumps(name)} of {folder} turns no token into text")
+    raise ConfigError(
+        f"--tokenizer: {folder} holds tokens that were made elsewhere ({printable(str(name))}); "
+        "give bytes, or the tokenizer.json that made them"
+    )
 
 
 def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True) -> Tokenizer:

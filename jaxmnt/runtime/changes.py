@@ -1,16 +1,23 @@
 """Whether a config may go on with a checkpoint of the run: what rules it out, what has to be accepted, what is told."""
 
+import json
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.config.describe import PLANNED, Change
+from jaxmnt.config.describe import PLANNED, Change, maths
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources
+from jaxmnt.storage import Place, publish, read
+
+ACCEPTED = "accepted.json"
+"""In a run's directory: the values of keys of the maths that somebody has accepted, beside the id of the run."""
 
 
 def config_of(checkpoint: Committed) -> Config:
@@ -49,24 +56,48 @@ def refusal(config: Config, data: Sources, checkpoint: Committed, different: lis
 
 def to_be_accepted(
     config: Config, checkpoint: Committed, different: list[Change], accepted: dict[str, Any]
-) -> str | None:
-    """What alters the maths of a run under way and is not `accepted`, by key, at an earlier start: a refusal, or None.
+) -> list[Change]:
+    """What alters the maths of a run under way and is not `accepted`, by key, at an earlier start.
 
-    What is planned passes: see `PLANNED`. So does everything once the run has finished, since nothing comes of it.
+    What is planned passes, see `PLANNED`. So does everything once the run has finished, since nothing comes of it.
     """
     if checkpoint.step >= config.train.steps:
-        return None
+        return []
     planned = [key for key in PLANNED if key != "data.weight_changes" or not _other_weights_behind(config, checkpoint)]
-    open_ = [change for change in different if change.resume == "maths" and change.key not in planned]
-    open_ = [change for change in open_ if change.key not in accepted or accepted[change.key] != change.now]
-    if not open_:
-        return None
+    found = [change for change in different if change.resume == "maths" and change.key not in planned]
+    return [change for change in found if change.key not in accepted or accepted[change.key] != change.now]
+
+
+def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> str:
+    """A refusal to go on with these changes."""
     run = config.run.dir
     return (
         f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and another maths would follow: "
-        f"{_listed(open_)}; undo that, or go on with --accept-changes; another run is trained with another run.dir=, "
+        f"{_listed(asked)}; undo that, or go on with --accept-changes; another run is trained with another run.dir=, "
         f"a branch of this one with run.fork_from={run}@{checkpoint.step} besides"
     )
+
+
+def read_accepted(places: Sequence[Place]) -> dict[str, Any]:
+    """What was accepted, by key, at earlier starts. What is damaged was not."""
+    accepted: dict[str, Any] = {}
+    for where in places:
+        with suppress(FileNotFoundError, ValueError, RecursionError):
+            found = json.loads(read(where / ACCEPTED).decode())
+            accepted |= found if isinstance(found, dict) else {}
+    return accepted
+
+
+def note_accepted(places: Sequence[Place], config: Config, asked: list[Change]) -> None:
+    """That this config goes on with what was `asked` about, also when this start comes to nothing.
+
+    What was accepted before stays noted as long as the config says the same: a checkpoint from before may be needed.
+    """
+    values, before = maths(config), read_accepted(places)
+    now = {key: value for key, value in before.items() if key in values and values[key] == value}
+    now |= {change.key: change.now for change in asked}
+    for where in places if now != before else []:
+        publish(where / ACCEPTED, json.dumps(now, indent=1) + "\n")
 
 
 def skip_refusal(config: Config, checkpoint: Committed) -> str | None:

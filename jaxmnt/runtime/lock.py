@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.storage import Place, create, remove_if
+from jaxmnt.storage import Place, create, read, remove_if
 
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 20.0
@@ -223,6 +223,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def _read(path: Place) -> str | None:
     """What is in a file, be it no text; None if there is none."""
     try:
-        return path.read_bytes().decode(errors="surrogateescape")
+        return read(path).decode(errors="surrogateescape")
     except FileNotFoundError:
         return None

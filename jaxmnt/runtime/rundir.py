@@ -13,20 +13,29 @@ from typing import Any
 import yaml
 
 from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, out_of_reach, set_aside
-from jaxmnt.checkpoint.manifest import DamagedError, Parent, from_plain, to_plain
+from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
 from jaxmnt.checkpoint.source import FOLDER, NO_YAML, RUN_FILE, RunFile, find, read_run
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.runtime import share
-from jaxmnt.config.describe import Change, changes, maths
+from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.data.sources import Sources
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
 from jaxmnt.runtime import fresh
-from jaxmnt.runtime.changes import config_of, numbering, refusal, skip_refusal, to_be_accepted
+from jaxmnt.runtime.changes import (
+    config_of,
+    not_accepted,
+    note_accepted,
+    numbering,
+    read_accepted,
+    refusal,
+    skip_refusal,
+    to_be_accepted,
+)
 from jaxmnt.runtime.lock import RunLock
-from jaxmnt.runtime.trained import has_trained
-from jaxmnt.storage import Place, is_link, place, publish
+from jaxmnt.runtime.trained import has_trained, nothing_wrong_with_the_config
+from jaxmnt.storage import Place, is_link, place, publish, read
 
 _SECONDS = 1800.0
 """How long processes wait for what process 0 finds: it may look at many files, and at another job's signs of life."""
@@ -150,9 +159,11 @@ def read_config(directory: Path) -> Config:
     """The resolved config of a run directory."""
     path = directory / "config.yaml"
     try:
-        return parse_config(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+        return parse_config(yaml.safe_load(read(path).decode()), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{directory} is no run directory: it has no config.yaml") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; mend the access") from error
     except NO_YAML as error:
         raise ConfigError(f"{path} is damaged ({_line(error)}); restore it or start a new run.dir") from error
 
@@ -171,7 +182,8 @@ def _decided(name: str, decide: Callable[[], Start], config: Config, identity: I
     told = None
     if identity.process_id == 0:
         try:
-            told = json.dumps({"start": _to_plain(decide())})
+            with nothing_wrong_with_the_config(config):
+                told = json.dumps({"start": _to_plain(decide())})
         except (UserError, OSError) as error:
             trouble = _in_words(error, config) if isinstance(error, OSError) else error
             told = json.dumps({"error": str(trouble), "code": trouble.exit_code})
@@ -235,22 +247,12 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], 
         )
     else:
         start = _begin(config, data, directory, known)
-    _note_run(config, start, say)
-    return replace(start, remarks=remarks + start.remarks, damaged=damaged)
-
-
-def _note_run(config: Config, start: Start, say: Say) -> None:
-    """In run.json of each place: whose it is, and with which maths it goes on. A run that has finished does not."""
     for where in places(config):
-        known = read_run(where)
-        noted = known or RunFile(run=start.run, lineage=[], time=time.time())
-        noted = noted.model_copy(update={"lineage": [Parent(**parent) for parent in start.lineage]})
-        if start.step < config.train.steps:
-            noted = noted.model_copy(update={"maths": maths(config)})
-        if say.fresh:
-            noted = noted.model_copy(update={"begun_by": fresh.marks(os.environ)})
-        if noted != known:
-            publish(where / RUN_FILE, json.dumps(noted.model_dump(), indent=1) + "\n")
+        if not (where / RUN_FILE).exists():
+            about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
+            begun_by = {"begun_by": fresh.marks(os.environ)} if say.fresh else {}
+            publish(where / RUN_FILE, json.dumps(about | begun_by, indent=1) + "\n")
+    return replace(start, remarks=remarks + start.remarks, damaged=damaged)
 
 
 def _known(config: Config) -> RunFile | None:
@@ -349,9 +351,11 @@ def _resume(
     different = changes(config_of(checkpoint), config)
     if words := refusal(config, data, checkpoint, different):
         raise ConfigError(words)
-    accepted = {} if known is None else known.maths
-    if not say.accept_changes and (words := to_be_accepted(config, checkpoint, different, accepted)):
-        raise ConfigError(words)
+    asked = to_be_accepted(config, checkpoint, different, read_accepted(places(config)))
+    if asked and not say.accept_changes:
+        raise ConfigError(not_accepted(config, checkpoint, asked))
+    if checkpoint.step < config.train.steps:
+        note_accepted(places(config), config, asked)
     if known is not None and known.parents != manifest.lineage:
         remarks.append(f"{RUN_FILE} told of other ancestors than checkpoint {checkpoint.step}, which is believed")
     return Start(directory, manifest.run, manifest.lineage, checkpoint, "own", different, remarks)
