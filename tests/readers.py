@@ -37,6 +37,8 @@ class Reader:
     """Which records of the file must still be in it afterwards, if it may be written."""
     must_go_on: bool = False
     """Nothing depends on this file: no error at all may come of it."""
+    may_be_a_pipe: bool = False
+    """Whoever names one may be writing into it."""
     on_disk: bool = True
     """Whether it is a file, and not a line from the network."""
     reseal: Callable[[bytes], bytes] | None = None
@@ -456,7 +458,7 @@ def _readers() -> list[Reader]:
           for file, form in (("run.json", "json"), ("config.yaml", "yaml"), ("checkpoints/15.unfinished", "text"))),
         Reader("config of a run", "run", "run/config.yaml", "yaml", _restored_config, _any),
         Reader("newest of a run: config.yaml", "run", "run/config.yaml", "yaml", _newest, same),
-        Reader("config file", "config", "config.yaml", "yaml", _loaded, _any),
+        Reader("config file", "config", "config.yaml", "yaml", _loaded, _any, may_be_a_pipe=True),
         _of_events("lines", _lines("events/0.jsonl"), _are_records),
         _of_events("written on", _written_on, _is_integer, may_change=(_EVENTS,), keeps_lines=lambda record: True),
         _of_events("history", _history, _is_history),

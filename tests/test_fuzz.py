@@ -67,6 +67,8 @@ class Bench:
         self.file = str(found[0].relative_to(whole))
         self.raw = (whole / self.file).read_bytes() if reader.form != "folder" else b""
         self.kinds = kinds(reader.form, on_disk=reader.on_disk, resealed=reader.reseal is not None)
+        if reader.may_be_a_pipe:
+            self.kinds.remove("a pipe")
         random.Random(f"{SEED} {reader.name}").shuffle(self.kinds)
         self._hung: set[str] = set()
         self._content = snapshot(whole)

@@ -78,8 +78,9 @@ class Door:
         return connection in self._received
 
     def drop(self, connection: socket.socket) -> None:
-        self._strangers.pop(connection, None)
-        self._received.pop(connection, None)
+        """If it is still here: of several lines that came at once the first may have been reason enough."""
+        if self._strangers.pop(connection, None) is None and self._received.pop(connection, None) is None:
+            return
         self._selector.unregister(connection)
         connection.close()
 

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from jaxmnt.cluster.abandoned import ABANDONED, Abandoned
@@ -20,7 +20,7 @@ from jaxmnt.cluster.ending import Ending, Fate, code_for_peers
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.signs import may_tell_of_a_lost_peer
 from jaxmnt.cluster.wire import Wire
-from jaxmnt.errors import ExitCode, code_of, summary
+from jaxmnt.errors import ExitCode, code_of, printable, summary
 
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 3.0
@@ -205,7 +205,7 @@ class Lifeline:
             self._obey(process, message, fate, code)
 
     def _obey(self, process: int, message: dict[str, Any], fate: Fate | None, code: ExitCode) -> None:
-        kind, why = message["kind"], str(message.get("why"))
+        kind, why = message["kind"], _shown(str(message.get("why")))
         if kind == "bye" and process in self._wires:
             self._drop(process)
         elif kind == "failed":
@@ -302,7 +302,16 @@ class Lifeline:
 def _fate_from(record: dict[str, Any]) -> Fate:
     """What process 0 says. Raises `TypeError` or `ValueError` if that makes no sense."""
     ExitCode(record["code"])
-    return Abandoned(**record) if record["kind"] == ABANDONED else Fate(**record)
+    fate = Abandoned(**record) if record["kind"] == ABANDONED else Fate(**record)
+    texts, numbers = (fate.kind, fate.why, fate.host or ""), (fate.process or 0,)
+    if not (all(type(one) is str for one in texts) and all(type(one) is int for one in numbers)):
+        raise TypeError("no fate")
+    return replace(fate, why=_shown(fate.why))
+
+
+def _shown(why: str) -> str:
+    """Its lines, without what a terminal would obey."""
+    return "\n".join(printable(line) for line in why.splitlines())
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """One line for whatever is wrong with a config: where it was written, which key, what it takes."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,7 +102,15 @@ def _all_keys() -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return shortened("null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value))
+    return shortened("null" if value is None else str(value).lower() if isinstance(value, bool) else _repr(value))
+
+
+def _repr(value: Any) -> str:
+    """As `repr`, cut where it is long or deep: what aliases in YAML stand for may be larger than any memory."""
+    cut = reprlib.Repr()
+    cut.maxlevel, cut.maxdict, cut.maxlist = 3, 20, 20
+    cut.maxstring = cut.maxlong = cut.maxother = 2 * _LONGEST
+    return cut.repr(value)
 
 
 def shortened(text: str) -> str:

@@ -38,6 +38,7 @@ _Loader.add_implicit_resolver(
     list("-+0123456789."),
 )
 
+_MOST_KEYS = 20_000
 _NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What PyYAML raises, the last ones for a tag that its value does not fit, or for deep nesting."""
 
@@ -177,6 +178,8 @@ def _collect_lines(
         if dotted in lines:
             raise ConfigError(f"{path}:{line}: {dotted} is given twice (first on line {lines[dotted]}); keep one")
         lines[dotted] = line
+        if len(lines) > _MOST_KEYS:
+            raise ConfigError(f"{path}:{line}: its aliases stand for over {_MOST_KEYS} values; write out what is meant")
         _collect_lines(path, value, f"{dotted}.", lines, (*above, node))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.errors import ConfigError, printable
+from jaxmnt.storage import read
 
 FORMAT = "jaxmnt-tokens"
 VERSION = 3
@@ -54,7 +55,7 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
     path = directory / MANIFEST
     again = "copy it again from where it is whole, or prepare the data again"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        manifest = json.loads(read(path).decode(), parse_constant=_no_number)
     except FileNotFoundError:
         raise ConfigError(
             f"{key}: {directory} has no {MANIFEST}, so it is no prepared data or was not finished; {how_to_prepare()}"

@@ -17,7 +17,7 @@ from jaxmnt.data.store import open_prepared
 from jaxmnt.data.synthetic import SyntheticData
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.storage import Place, publish
+from jaxmnt.storage import Place, publish, read
 
 FOLDER = "tokenizer"
 MANIFEST = "manifest.json"
@@ -63,7 +63,7 @@ def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTo
     if description["name"] != "huggingface":
         return RunTokenizer(description, vocab_size, None)
     try:
-        return RunTokenizer(description, vocab_size, path.read_bytes().decode())
+        return RunTokenizer(description, vocab_size, read(path).decode())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.path: {path} cannot be read ({error}); copy it again or prepare the data again"
@@ -101,7 +101,7 @@ def kept(home: Place) -> RunTokenizer | None:
         "its data has it again"
     )
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read(path).decode())
         seal = record.pop("seal")
         if seal != _digest(record):
             raise damaged
@@ -109,7 +109,7 @@ def kept(home: Place) -> RunTokenizer | None:
             raise ConfigError(f"{path} is of version {record['version']}, this jaxmnt reads {VERSION}; use a newer one")
         text = None
         if record["file"] is not None:
-            content = (path.parent / TOKENIZER_FILE).read_bytes()
+            content = read(path.parent / TOKENIZER_FILE)
             if hashlib.sha256(content).hexdigest() != record["file"]:
                 raise damaged
             text = content.decode()

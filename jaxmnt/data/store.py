@@ -17,6 +17,7 @@ for it; what is cheap to know is looked at always: the manifest, each file's typ
 that is loaded, and the ids of each batch.
 """
 
+import errno
 import functools
 import hashlib
 import json
@@ -30,6 +31,7 @@ import numpy as np
 
 from jaxmnt.data.manifest import SOURCES, SPLITS, UNSEALED, content_digest, how_to_prepare, read_manifest
 from jaxmnt.errors import ConfigError, printable
+from jaxmnt.storage import read
 
 _AGAIN = "copy it again or prepare the data again"
 _KINDS = {"learn": "uint8", "documents": "int64", "origins": "int64"}
@@ -249,7 +251,7 @@ class PreparedData:
     def _source_names(self) -> list[str]:
         path = self.path / SOURCES
         try:
-            names = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            names = [json.loads(line) for line in read(path).decode().splitlines()]
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"data.path: {path} cannot be read ({error}); {_AGAIN}") from error
         if not all(isinstance(name, str) for name in names):
@@ -274,6 +276,8 @@ class PreparedData:
         """A file, memory-mapped, whose type, shape and size are what they have to be."""
         path = self.path / split / f"{kind}-{shard['name']}.npy"
         try:
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is no file")
             array = np.lib.format.open_memmap(path, mode="r")
             size = path.stat().st_size
         except Exception as error:  # on a damaged header NumPy raises what it likes

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmnt.data.manifest import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.storage import read
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """What a tokenizer of our own training calls it."""
@@ -72,7 +73,7 @@ class HuggingFace:
         """`for_text` says that documents will be encoded: these need an end, and one that cannot occur in them."""
         library = _library()
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read(path).decode()
             self._plain, self._markup = library.Tokenizer.from_str(text), library.Tokenizer.from_str(text)
         except OSError as error:
             raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error

@@ -76,7 +76,7 @@ class Ledger:
         """The sound entries of a file. One with anything else in it is set aside."""
         path = self._folder / name
         try:
-            content = json.loads(read(path))
+            content = json.loads(read(path).decode())
         except FileNotFoundError:
             return []
         except (ValueError, RecursionError):

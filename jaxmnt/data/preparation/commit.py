@@ -10,7 +10,7 @@ import numpy as np
 from jaxmnt.data.manifest import FORMAT, MANIFEST, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
 from jaxmnt.data.preparation.inputs import Part
 from jaxmnt.data.preparation.part import Job, counts_path, record_path
-from jaxmnt.data.preparation.shards import origins_name, save_array, write_json
+from jaxmnt.data.preparation.shards import origins_name, read_array, read_record, save_array, write_json
 from jaxmnt.data.store import file_digest
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError
@@ -46,7 +46,7 @@ class Summary:
 
 def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
     """Puts the parts' records together and writes the manifest, last of all."""
-    records = [json.loads(record_path(job.work, part.number).read_text(encoding="utf-8")) for part in parts]
+    records = [read_record(record_path(job.work, part.number)) for part in parts]
     splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS}
     before: dict[int, int] = {}  # records of each file in earlier parts
     for record in records:
@@ -66,7 +66,9 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
     _note_arrays(summary, job, records)
     publish(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
-    counts = sum(np.load(counts_path(job.work, part.number)) for part in parts)
+    counts = np.sum(
+        [read_array(counts_path(job.work, part.number), len(SPLITS), job.vocab_size) for part in parts], axis=0
+    )
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -90,7 +92,7 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
 
 def _with_origins(job: Job, split: str, shard: dict[str, Any], before: dict[int, int]) -> dict[str, Any]:
     """The shard's entry with its file of origins, in which records now count from the start of their file."""
-    origins = np.load(job.work / origins_name(split, shard["name"]))
+    origins = read_array(job.work / origins_name(split, shard["name"]), None, 2)
     for file in np.unique(origins[:, 0]).tolist():
         origins[origins[:, 0] == file, 1] += before.get(file, 0)
     name = f"origins-{shard['name']}.npy"

@@ -12,7 +12,7 @@ from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, 
 from jaxmnt.data.preparation.held_out import split_of
 from jaxmnt.data.preparation.inputs import Input, Part
 from jaxmnt.data.preparation.reader import read_part
-from jaxmnt.data.preparation.shards import SHARD_TOKENS, ShardWriter, cannot_write, save_array, write_json
+from jaxmnt.data.preparation.shards import SHARD_TOKENS, ShardWriter, cannot_write, save_array, write_record
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError
 
@@ -95,7 +95,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
             "lengths": {str(length): number for length, number in report.lengths.items()},
             "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
         }  # fmt: skip
-        write_json(record_path(job.work, part.number), record)
+        write_record(record_path(job.work, part.number), record)
     except OSError as error:
         raise cannot_write(job.output, error) from error
 

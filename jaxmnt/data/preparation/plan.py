@@ -13,7 +13,7 @@ from typing import Any
 from jaxmnt.data.manifest import MANIFEST, SPLITS, TOKENIZER_FILE, VERSION
 from jaxmnt.data.preparation.inputs import Input, is_unchanged
 from jaxmnt.data.preparation.settings import Settings
-from jaxmnt.data.preparation.shards import write_json
+from jaxmnt.data.preparation.shards import read_record, write_record
 from jaxmnt.errors import ConfigError
 
 
@@ -56,9 +56,9 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
 def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings) -> None:
     """Writes down what is prepared, or refuses to go on with something else that is half done."""
     plan, path = _plan(inputs, settings), work / "plan.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    before = read_record(path) if path.exists() else None
     if before is not None and _allows_more(before, plan):
-        write_json(path, plan)
+        write_record(path, plan)
     elif before != plan:
         if before is not None and any(work.glob("part-*.json")):
             changed = sorted(name for name in plan if before.get(name) != plan[name])
@@ -69,7 +69,7 @@ def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings
         (output / TOKENIZER_FILE).unlink(missing_ok=True)
         for split in SPLITS:
             shutil.rmtree(output / split, ignore_errors=True)
-        write_json(path, plan)
+        write_record(path, plan)
     for split in SPLITS:
         (output / split).mkdir(exist_ok=True)
 

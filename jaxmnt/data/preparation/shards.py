@@ -1,5 +1,6 @@
 """Writing the shards of a part; memory does not grow with their size."""
 
+import io
 import json
 import os
 from array import array
@@ -8,8 +9,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxmnt import storage
+from jaxmnt.data.manifest import sealed
 from jaxmnt.data.store import file_digest
-from jaxmnt.errors import UserError
+from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.storage import publish
 
 SHARD_TOKENS = 2**26
@@ -131,6 +134,44 @@ def save_array(path: Path, array: np.ndarray) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
+
+
+def read_array(path: Path, *shape: int | None) -> np.ndarray:
+    """What `save_array` has published, whole numbers of this shape (None: of any length). Raises `ConfigError` if it is
+    not that any more."""
+    try:
+        array = np.load(io.BytesIO(storage.read(path)), allow_pickle=False)
+    except Exception as error:  # on a damaged header NumPy raises what it likes
+        raise _damaged(path) from error
+    wanted = tuple(there if one is None else one for one, there in zip(shape, array.shape, strict=False))
+    if array.shape != wanted or array.dtype != np.int64:
+        raise _damaged(path)
+    return array
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Publishes what a preparation that goes on later will need, sealed."""
+    write_json(path, sealed(json.loads(json.dumps(record))))  # with keys as they will be read
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `write_record` has published. Raises `ConfigError` if it is not that any more."""
+    try:
+        record = json.loads(storage.read(path).decode())
+        found = {name: value for name, value in record.items() if name != "seal"}
+        whole = bool(sealed(found) == record)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise _damaged(path) from error
+    if not whole:
+        raise _damaged(path)
+    return found
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(
+        f"--output: {path} of an unfinished preparation is damaged, or of an older version; remove the output and "
+        "prepare again"
+    )
 
 
 def write_json(path: Path, value: Any) -> None:
