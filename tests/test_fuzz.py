@@ -294,6 +294,10 @@ def bases(tmp_path_factory):
     return base
 
 
+def _is_quick(reader: Reader) -> bool:
+    return reader.base in ("records", "config") or reader.name.startswith("lifeline")
+
+
 def fuzz(reader: Reader, folder: Path, whole: Path, cases: int) -> None:
     bench = Bench(reader, folder, whole)
     faults = [fault for number in range(cases) if (fault := bench.case(number)) is not None]
@@ -301,7 +305,7 @@ def fuzz(reader: Reader, folder: Path, whole: Path, cases: int) -> None:
         pytest.fail(report(reader, faults, cases), pytrace=False)
 
 
-@pytest.mark.parametrize("name", [name for name, one in READERS.items() if one.base in ("records", "config")])
+@pytest.mark.parametrize("name", [name for name, one in READERS.items() if _is_quick(one)])
 def test_damage_is_refused_or_does_not_matter_quick(name, bases, tmp_path, hurried):
     fuzz(READERS[name], tmp_path, bases(READERS[name].base), QUICK)
 

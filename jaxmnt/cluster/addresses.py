@@ -7,7 +7,7 @@ import socket
 import time
 
 from jaxmnt.cluster.abandoned import AbsentError
-from jaxmnt.cluster.authentication import FILE, VARIABLE
+from jaxmnt.cluster.authentication import FILE, RUN_KEY
 from jaxmnt.cluster.environment import Identity, is_loopback
 from jaxmnt.cluster.gpus import gpus_here
 from jaxmnt.errors import PeerError, PreflightError, UserError
@@ -95,7 +95,7 @@ def refused(identity: Identity) -> UserError:
     here = socket.gethostname()
     return PreflightError(
         f"process 0 at {identity.coordinator} has another key than {here}: share run.dir among all hosts, or set "
-        f"{VARIABLE} to the same in all processes (it counts more than run.dir/{FILE}); if another run has that port, "
+        f"{RUN_KEY} to the same in all processes (it counts more than run.dir/{FILE}); if another run has that port, "
         "choose another"
     ).blaming(hosts=[here])
 

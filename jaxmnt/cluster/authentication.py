@@ -20,7 +20,8 @@ from pathlib import Path
 
 from jaxmnt.errors import ConfigError
 
-VARIABLE, FILE = "JAXMNT_RUN_KEY", "run.key"
+RUN_KEY, FILE = "JAXMNT_RUN_KEY", "run.key"
+RUN_KEY_BYTES = 32
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
 _APPEARS_SECONDS = 5.0
 """A network file system may show what another host has written only after a while."""
@@ -49,10 +50,10 @@ def run_key(run_dir: Path, environment: Mapping[str, str] | None = None) -> byte
 
     Raises `ConfigError` if there is none and none can be made. What it says never shows the key.
     """
-    given = (os.environ if environment is None else environment).get(VARIABLE, "").strip()
+    given = (os.environ if environment is None else environment).get(RUN_KEY, "").strip()
     if given and not _KEY.fullmatch(given):
         raise ConfigError(
-            f"{VARIABLE}: is not 64 hexadecimal digits; give every process the same, such as from openssl rand -hex 32"
+            f"{RUN_KEY}: is not 64 hexadecimal digits; give every process the same, such as from openssl rand -hex 32"
         )
     if given:
         return bytes.fromhex(given)
@@ -64,7 +65,7 @@ def run_key(run_dir: Path, environment: Mapping[str, str] | None = None) -> byte
     except OSError as error:
         raise ConfigError(
             f"run.dir: the run's key {path}: {error.strerror or error}; make it readable for the processes of the run, "
-            f"or set {VARIABLE} in all of them"
+            f"or set {RUN_KEY} in all of them"
         ) from error
 
 

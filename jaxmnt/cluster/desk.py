@@ -188,7 +188,7 @@ class Desk:
         text = f"{self._missing('did not arrive')} within {timeout:g} s {self._present()}"
         if self._door.with_another_key:
             return PreflightError(
-                f"{text}, and {self._door.account}: share run.dir among all hosts, or set {authentication.VARIABLE} "
+                f"{text}, and {self._door.account}: share run.dir among all hosts, or set {authentication.RUN_KEY} "
                 f"to the same in all processes (it counts more than run.dir/{authentication.FILE})"
             ).blaming(processes=missing)
         text += f"; {self._door.account}" if self._door.account else ""

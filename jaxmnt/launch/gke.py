@@ -10,6 +10,7 @@ import re
 import secrets
 from pathlib import PurePosixPath
 
+from jaxmnt.cluster.authentication import RUN_KEY_BYTES
 from jaxmnt.cluster.launchers import DEFAULT_PORT
 from jaxmnt.config.load import dump_for_hosts
 from jaxmnt.errors import ConfigError, ExitCode, printable
@@ -17,7 +18,6 @@ from jaxmnt.launch import kubectl
 from jaxmnt.launch.job import Job
 from jaxmnt.launch.manifest import Manifest, to_yaml
 from jaxmnt.launch.pod import CONFIG_FILE, CONFIG_FOLDER, CONTAINER, KEY_FIELD, key_name, pod
-from jaxmnt.launch.settings import KEY_BYTES
 
 _JOB = "workers"
 _DIGITS = 6
@@ -37,7 +37,7 @@ def render(wanted: Job) -> str:
     config, jobset = manifests(wanted)
     return to_yaml(config, jobset) + _KEY_NOTE.format(
         namespace=config["metadata"]["namespace"], secret=key_name(config["metadata"]["name"]), field=KEY_FIELD,
-        size=KEY_BYTES,
+        size=RUN_KEY_BYTES,
     )  # fmt: skip
 
 
@@ -190,6 +190,6 @@ def submit(wanted: Job) -> str:
     # Of a JobSet that was just deleted, Kubernetes may still be about to delete what belonged to it, by name.
     config, jobset = manifests(wanted, salt=secrets.token_hex())
     metadata = config["metadata"]
-    key = kubectl.run_key_secret(metadata, key_name(metadata["name"]), KEY_FIELD, KEY_BYTES)
+    key = kubectl.run_key_secret(metadata, key_name(metadata["name"]), KEY_FIELD, RUN_KEY_BYTES)
     # Kueue lets go what waits in its queues.
     return kubectl.create(jobset, [key, config], resume=not wanted.config.gke.queue)

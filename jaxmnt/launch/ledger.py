@@ -12,12 +12,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from jaxmnt.cluster.abandoned import ABANDONED, PEERS
 from jaxmnt.errors import UserError, printable, remark
 from jaxmnt.storage import NO_FILE, read
 from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines
 
-ABANDONED = "start_abandoned"
-"""The event of a process that left before it took a step, with nothing lost: it was asked to, or waited in vain."""
 RAISED, TRAINED = "failed", "started"
 BLAMING = ("peer_lost", "hang", FAILED_START, ABANDONED)
 """Events that tell of a host."""
@@ -130,7 +129,7 @@ def events_since(run_dir: Path, began: float) -> list[dict[str, Any]]:
 def waited_in_vain(events: Iterable[dict[str, Any]]) -> bool:
     """Whether a start came to nothing because processes never appeared. What was said later is of its end."""
     for event in events:
-        if event["kind"] == ABANDONED and event.get("reason") == "peers":
+        if event["kind"] == ABANDONED and event.get("reason") == PEERS:
             return True
         if event["kind"] in (RAISED, TRAINED, *BLAMING):
             return False

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
+from jaxmnt.cluster.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.cluster.environment import VARIABLES
 from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark
 from jaxmnt.launch.ledger import events_since, waited_in_vain
 from jaxmnt.launch.restarts import Restarts, last_commit
-from jaxmnt.launch.settings import KEY_BYTES, RUN_KEY
 from jaxmnt.output import outlive_output
 from jaxmnt.runtime.stop import ASKING, WARNING, Handler
 
@@ -123,7 +123,7 @@ class _Crew:
     def __init__(self, local: Local, log_dir: Path):
         self._local, self._log_dir = local, log_dir
         self._children: list[_Child] = []
-        self._run_key = secrets.token_hex(KEY_BYTES)
+        self._run_key = secrets.token_hex(RUN_KEY_BYTES)
         self.asked: list[int] = []
         """The signals that came."""
 

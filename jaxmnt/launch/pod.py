@@ -5,10 +5,11 @@ import shlex
 from importlib.resources import files
 from typing import Any
 
+from jaxmnt.cluster.authentication import RUN_KEY
 from jaxmnt.cluster.launchers import DEFAULT_PORT
 from jaxmnt.launch.job import Job
 from jaxmnt.launch.manifest import Manifest
-from jaxmnt.launch.settings import RUN_KEY, checked, environment, filled
+from jaxmnt.launch.settings import checked, environment, filled
 
 CONTAINER = "train"
 CONFIG_FOLDER, CONFIG_FILE = "/etc/jaxmnt", "run.yaml"

@@ -5,9 +5,6 @@ import shlex
 
 from jaxmnt.config.schema import Config
 
-RUN_KEY, KEY_BYTES = "JAXMNT_RUN_KEY", 32
-"""The variable of the key by which the processes of a job know each other, and its length, in hex digits' bytes."""
-
 _GPU_HOSTS = {
     # Collectives and products overlap, pipelined over layers: XLA's own bundle of flags for that.
     "JAX_OPTIMIZATION_LEVEL": "O1",

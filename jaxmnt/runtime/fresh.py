@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxmnt import storage
 from jaxmnt.checkpoint.commit import step_of
 from jaxmnt.checkpoint.source import FOLDER, RUN_FILE, RunFile
+from jaxmnt.cluster.authentication import RUN_KEY
 from jaxmnt.runtime.changes import ACCEPTED
 from jaxmnt.storage import Place
 
@@ -31,7 +32,7 @@ whatever a person has put there.
 def marks(environment: Mapping[str, str]) -> dict[str, str]:
     """What tells this job from others, also when it is started again; empty if nothing does."""
     found = {}
-    if key := environment.get("JAXMNT_RUN_KEY"):
+    if key := environment.get(RUN_KEY):
         found["key"] = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:16]
     if job := environment.get("SLURM_JOB_ID"):
         found["slurm_job"] = job

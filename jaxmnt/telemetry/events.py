@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxmnt.cluster.abandoned import ABANDONED
 from jaxmnt.telemetry.records import read_lines
 from jaxmnt.telemetry.writer import LineWriter
 
@@ -21,7 +22,7 @@ def peak_host_bytes() -> int:
 FAILED_START = "start_failed"
 """The event of a start that came to nothing before a run was open."""
 
-LAST = frozenset({"failed", "peer_lost", "hang", "interrupted", FAILED_START, "start_abandoned", "end"})
+LAST = frozenset({"failed", "peer_lost", "hang", "interrupted", FAILED_START, ABANDONED, "end"})
 """Events after which a process ends: writing one waits until it is written, but no longer than 5 seconds."""
 DECISIVE = LAST | {"start", "started", "checkpoint_commit", "preempted"}
 """Events that decide about restarts: they are never dropped, and written first where writing takes long."""
