@@ -11,7 +11,17 @@ from jaxmnt.cluster.authentication import RUN_KEY
 from jaxmnt.runtime.changes import ACCEPTED
 from jaxmnt.storage import Place
 
-_OWN = ("metrics.jsonl", "events", "hangs", "tokenizer", "config.yaml", ACCEPTED, FOLDER, RUN_FILE)
+_OWN = (
+    "metrics.jsonl",
+    "metrics.jsonl.damaged",
+    "events",
+    "hangs",
+    "tokenizer",
+    "config.yaml",
+    ACCEPTED,
+    FOLDER,
+    RUN_FILE,
+)
 """What a run keeps in its directory, in the order in which it is set aside: with run.json there, it is the run's.
 
 What serves the next run as well stays: the lock and the key, what a launcher writes, compiled programs. So does
