@@ -71,6 +71,8 @@ def stop_in(sabotaged, part: str, tmp_path: Path, processes: int) -> None:
     launcher = sabotaged(f"{processes},0", "train.steps=1000", "train.eval_every=4", seconds=seconds)
     marks = tmp_path / "marks"
     wait_for(lambda: len(list(marks.iterdir())) == processes, launcher)
+    if part == "step":
+        wait_for(lambda: (run / "metrics.jsonl").exists() and losses(run), launcher)
     began = time.time()
     os.kill(child_of(launcher, processes - 1), signal.SIGTERM)
     _, err = launcher.communicate(timeout=60)
