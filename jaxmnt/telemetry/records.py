@@ -77,6 +77,8 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     that is not complete may be in the making."""
     damaged = 0
     for line in _lines(path):
+        if line.isspace():
+            continue
         record = parse(line)
         if record is not None:
             yield record
