@@ -312,7 +312,7 @@ def test_damage_is_refused_or_does_not_matter_quick(name, bases, tmp_path, hurri
     fuzz(READERS[name], tmp_path, bases(READERS[name].base), QUICK)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_damage_is_refused_or_does_not_matter(name, bases, tmp_path, hurried):
     fuzz(READERS[name], tmp_path, bases(READERS[name].base), IN_CI)
