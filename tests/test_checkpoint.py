@@ -567,8 +567,12 @@ def test_a_run_directory_in_other_words_is_the_same(tiny, tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOSPC], ids=os.strerror)
 def test_a_run_directory_that_cannot_be_written_is_a_config_error(tiny, monkeypatch, number):
-    def refuse(path, *_):
-        raise OSError(number, os.strerror(number), str(path))
+    opens = os.open
+
+    def refuse(path, *given, **named):
+        if "lock" in Path(os.fsdecode(path)).name:
+            raise OSError(number, os.strerror(number), str(path))
+        return opens(path, *given, **named)
 
     monkeypatch.setattr(lock.os, "open", refuse)
     config = tiny()
