@@ -55,7 +55,10 @@ def assert_same_run(run: Path, reference: Path) -> None:
     [
         pytest.param(2, 4, ["mesh.fsdp=2", "mesh.model=2"], marks=pytest.mark.slow),
         pytest.param(4, 2, ["mesh.model=4"], marks=pytest.mark.slow),  # two processes share a batch shard
-        (2, 4, ["mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2", "train.microbatch_size=2"]),  # stages are processes
+        # Stages are processes.
+        pytest.param(
+            2, 4, ["mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2", "train.microbatch_size=2"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_processes_compute_what_one_does(tiny_file, tmp_path, reference, processes, devices, overrides):

@@ -73,7 +73,7 @@ def test_learns_more_than_frequencies(tiny):
 
 @pytest.mark.parametrize(
     ("devices", "overrides"),
-    mostly_slow({3, 4}, [
+    mostly_slow({4}, [
         (8, ["mesh.data=8"]),
         (8, ["mesh.fsdp=8"]),
         (8, ["mesh.model=4", "mesh.data=2"]),
