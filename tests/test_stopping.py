@@ -106,7 +106,7 @@ def test_sigterm_in_the_middle_of_an_evaluation_and_of_a_restore(sabotaged, tmp_
 
 
 @pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_to_one_of_four_wherever_they_are(sabotaged, tmp_path):
     for part in ("step", "compile", "restore", "evaluate", "save"):
         stop_in(sabotaged, part, tmp_path, 4)
