@@ -38,6 +38,12 @@ def release() -> None:
         signal.raise_signal(number)
 
 
+def ignore() -> None:
+    """How this process ends is settled: what asks it to stop comes too late to change its exit code."""
+    for number in HEARD:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _hear(number: int, _: FrameType | None) -> None:
     if _remembered:
         os._exit(_STOPPED)  # nothing has begun that could be saved

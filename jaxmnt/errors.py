@@ -76,6 +76,11 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """A text of several lines that another process has told, without what a terminal would obey."""
+    return "\n".join(printable(line) for line in text.splitlines())
+
+
 def remark(text: str) -> None:
     """A line for people, on stderr. Where nobody takes it any more, nothing is shown and nothing ends."""
     with suppress(OSError, ValueError):
@@ -85,7 +90,7 @@ def remark(text: str) -> None:
 def error_of(code: int, text: str) -> UserError:
     """The error of this exit code that another process has told us of."""
     kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}
-    return kinds.get(ExitCode(code), UserError)(text)
+    return kinds.get(ExitCode(code), UserError)(printable_lines(text))
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:

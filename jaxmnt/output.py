@@ -8,6 +8,7 @@ import io
 import os
 import select
 import sys
+import time
 from typing import Any, TextIO
 
 from jaxmnt.errors import ExitCode, remark
@@ -15,6 +16,7 @@ from jaxmnt.errors import ExitCode, remark
 _CHUNK = 1024
 """Bytes that fit at once where `poll` finds any room."""
 _PATIENCE_SECONDS = 5.0
+_PAUSE_SECONDS = 0.02
 
 
 class _Raw(io.FileIO):
@@ -22,6 +24,9 @@ class _Raw(io.FileIO):
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
+        self._terminal = _opened_again(descriptor)
+        """A way to the terminal of our own that never waits: a terminal has room for one letter and waits for room for
+        the next, and to make the descriptor itself non-blocking would make it so for all who share it."""
         self.lost: OSError | None = None
         """Why something was not written."""
         self.outlived = False
@@ -32,23 +37,53 @@ class _Raw(io.FileIO):
         left = memoryview(data).cast("B")
         size = len(left)
         try:
-            while left and self._has_room():
-                done = super().write(left[:_CHUNK])
-                left = left[done or 0 :]  # nothing where somebody has made the descriptor non-blocking
+            patience = 0.0 if self._stuck else _PATIENCE_SECONDS
+            waiting_since = time.monotonic()
+            while left and self._has_room(patience):
+                done = self._put(left[:_CHUNK])
+                left = left[done:]
+                if done:
+                    waiting_since = time.monotonic()
+                elif self.outlived and time.monotonic() - waiting_since > patience:
+                    self._stuck = True
+                    break
         except OSError as error:
             if self.lost is None and self.outlived and self.fileno() != 2:
                 remark(f"note: nothing more is shown ({error.strerror}); the work goes on")
             self.lost = error
         return size
 
-    def _has_room(self) -> bool:
+    def close(self) -> None:
+        if self._terminal is not None:
+            os.close(self._terminal)
+            self._terminal = None
+        super().close()
+
+    def _put(self, data: memoryview) -> int:
+        """How many bytes were taken: fewer or none where there is room for fewer."""
+        if self._terminal is None:
+            return super().write(data) or 0  # nothing where somebody has made the descriptor non-blocking
+        try:
+            return os.write(self._terminal, data)
+        except BlockingIOError:
+            time.sleep(_PAUSE_SECONDS)
+            return 0
+
+    def _has_room(self, patience: float) -> bool:
         """Waits for room: as long as it takes, or once for a few seconds and then no more until there is some."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
-        seconds = 0.0 if self._stuck else _PATIENCE_SECONDS
-        ready = bool(poll.poll(1000 * seconds if self.outlived else None))
+        ready = bool(poll.poll(1000 * patience if self.outlived else None))
         self._stuck = not ready
         return ready
+
+
+def _opened_again(descriptor: int) -> int | None:
+    """The terminal at a descriptor, opened without waiting; None where there is none, or none that has a name here."""
+    try:
+        return os.open(os.ttyname(descriptor), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def guard() -> None:

@@ -100,6 +100,8 @@ def _left_out(summary: "Summary") -> Iterator[str]:
         yield f"  such as {', '.join(printable(name) for name in summary.binary_names[:3])}"
     for remark in summary.remarks[:5]:
         yield f"  {remark}"
+    if summary.broken:
+        yield f"of {summary.broken} of the records left out the beginning is kept: they broke while they were split"
     if summary.split:
         yield f"split {summary.split} documents that are too long"
     if summary.replaced:

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         with ExitStack() as held:
             opened = lambda: steps is not None or "data" in clock.seconds
             held.enter_context(noting_a_failed_start(config, identity, ending, opened))
-            stop = held.enter_context(stop_request(config, identity, at_once, leave.now))
+            stop = held.enter_context(stop_request(config, identity, at_once, leave.now, beside=steps is not None))
             import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
             clock.lap("import")
             find_data = lambda: digest_of_data(config)
@@ -149,15 +149,18 @@ def stop_request(
     identity: Identity,
     at_once: Callable[[str], object],
     early: Callable[[str], object] | None = None,
+    *,
+    beside: bool = False,
 ) -> "StopRequest":
-    """What hears of the wish to stop. In process 0 also by the file STOP, and by the end of the allocation."""
+    """What hears of the wish to stop. In process 0 also by the end of the allocation, and by the file STOP, unless this
+    works `beside` the run: the file is for the run, and removed when it is obeyed."""
     from jaxmnt.runtime.stop import StopRequest, end_of_allocation
 
     if identity.process_id != 0:
         return StopRequest(None, at_once, None, early)
     assert config.run.dir is not None
     ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
-    return StopRequest(Path(config.run.dir), at_once, ends_at, early)
+    return StopRequest(None if beside else Path(config.run.dir), at_once, ends_at, early)
 
 
 def train_again(config: Config, identity: Identity, first: int, last: int) -> int:
@@ -196,5 +199,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
+def command(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    finally:
+        early_signals.ignore()
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(command)

@@ -73,8 +73,10 @@ run_tests() {
         "$python" -m pytest -m "$marks" "$@"
         return
     fi
-    run_tests_side_by_side "$python" "$marks"
-    "$python" -m pytest -m "$marks and alone"
+    local status=0
+    run_tests_side_by_side "$python" "$marks" || status=$?
+    "$python" -m pytest -m "$marks and alone" || status=$?  # those of the other part that failed are not all there is
+    return "$status"
 }
 
 # run_tests_side_by_side PYTHON MARKS [FILE …]: those that need not be alone, of these files if they are given.

@@ -42,6 +42,8 @@ class Reader:
     on_disk: bool = True
     """Whether it is a file, and not a line from the network."""
     reseal: Callable[[bytes], bytes] | None = None
+    writes_on: bool = False
+    """A thread may still write to the files afterwards."""
     names: tuple[str, ...] = ()
     """Words of which a message has to have one, besides the names of the file and its folder."""
 
@@ -242,7 +244,7 @@ def _history(folder: Path) -> Any:
 
 
 def _last_commit(folder: Path) -> Any:
-    from jaxmnt.launch.restarts import last_commit
+    from jaxmnt.telemetry.events import last_commit
 
     return last_commit(folder / "run")
 
@@ -460,7 +462,8 @@ def _readers() -> list[Reader]:
         Reader("newest of a run: config.yaml", "run", "run/config.yaml", "yaml", _newest, same),
         Reader("config file", "config", "config.yaml", "yaml", _loaded, _any, may_be_a_pipe=True),
         _of_events("lines", _lines("events/0.jsonl"), _are_records),
-        _of_events("written on", _written_on, _is_integer, may_change=(_EVENTS,), keeps_lines=lambda record: True),
+        _of_events("written on", _written_on, _is_integer, may_change=(_EVENTS,), keeps_lines=lambda record: True,
+                   writes_on=True),
         _of_events("history", _history, _is_history),
         _of_events("last commit", _last_commit, _is_integer),
         _of_events("after a start in an allocation", _AFTER, _is_answer, **launch),
@@ -489,8 +492,9 @@ def _readers() -> list[Reader]:
           for name, form in (("greeting", "json"), ("trouble", "json"), ("stopping", "lines"))),
         Reader("roll call: a stranger", "words", "greeting", "json", greeted("greeting", proven=False), same,
                must_go_on=True, **network),
-        *(Reader(f"roll call: {name}", "words", name, "json", answered(name), _any, names=("process",), **network)
-          for name in ("answer", "refusal")),
+        Reader("roll call: answer", "words", "answer", "json", answered("answer"), _any, names=("process",), **network),
+        # Its words are the message, whatever they are.
+        Reader("roll call: refusal", "words", "refusal", "json", answered("refusal"), _any, names=("",), **network),
         Reader("roll call: a stranger's answer", "words", "refusal", "json", answered("refusal", proven=False), _any,
                names=("process",), **network),
         *(Reader(f"lifeline of process {to}: {name}", "words", name, "lines", told(name, to), is_fate, must_go_on=True,

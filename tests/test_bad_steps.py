@@ -62,7 +62,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(
     ("mesh", "bad"),
-    mostly_slow({0, 5, 6, 7}, [*((mesh, np.nan) for mesh in MESHES), (MESHES[-1], np.inf), (MESHES[-1], 1e38)]),
+    mostly_slow({0, 5, 7}, [*((mesh, np.nan) for mesh in MESHES), (MESHES[-1], np.inf), (MESHES[-1], 1e38)]),
     ids=str,
 )
 def test_a_bad_step_changes_nothing_on_any_mesh(mesh, bad):

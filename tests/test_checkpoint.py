@@ -535,9 +535,25 @@ def test_a_lock_that_is_gone_is_lost(tmp_path, quick_lock):
     with lock.RunLock(tmp_path) as ours:
         ours.acquire()
         ours.confirm()
+        (tmp_path / "run.json").touch()
         (tmp_path / "lock.json").unlink()
         with pytest.raises(UserError, match=r"another job has taken over .* and left it"):
             ours.confirm()
+
+
+def test_a_lock_in_a_directory_that_is_away_for_a_moment_is_kept(tmp_path, quick_lock):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").touch()
+    with lock.RunLock(run) as ours:
+        ours.acquire()
+        run.rename(tmp_path / "away")
+        run.mkdir()
+        with pytest.raises(UserError, match=r"run has nothing of this run for the moment: is it mounted\?"):
+            ours.confirm()
+        shutil.rmtree(run)
+        (tmp_path / "away").rename(run)
+        ours.confirm()
 
 
 def test_a_whole_checkpoint_is_not_saved_over(saved, tmp_path):
@@ -702,6 +718,7 @@ def test_saves_by_the_clock(tiny, prompt_saves):
     assert len(commits) == 2 and commits[0]["next_seconds"] >= 60, "one that tells the cost, and the last"
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, monkeypatch, prompt_saves):
     """Each look at the time of day is an hour before the last."""
     hours = itertools.count()

@@ -1,5 +1,7 @@
 """Checkpoints that somebody has moved, linked, renamed or forged, and locks and ids that were damaged."""
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -10,12 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from conftest import events, losses
 
 from jaxmnt import storage
-from jaxmnt.checkpoint import commit, manifest, space
+from jaxmnt.checkpoint import commit, manifest, reader, space
+from jaxmnt.checkpoint import export as exporting
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
+from jaxmnt.checkpoint.commit import open_checkpoint
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.source import locate
 from jaxmnt.cluster.environment import Identity
@@ -24,7 +29,7 @@ from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.runtime import lock
 from jaxmnt.runtime.inputs import fit_to_data
-from jaxmnt.runtime.rundir import Start, open_run, places
+from jaxmnt.runtime.rundir import Say, Start, open_run, places
 from jaxmnt.train import main as train_command
 from jaxmnt.train import train
 
@@ -176,6 +181,38 @@ def test_a_scratch_disk_that_is_away_does_not_send_the_run_back(tiny, whole_run,
     with pytest.raises(UserError, match=r"checkpoints is a link to a folder that is not there") as caught:
         opened(config)
     assert caught.value.exit_code == ExitCode.FAILURE and not scratch.exists()
+
+
+@pytest.mark.parametrize("how", ["an empty mount", "removed"])
+def test_checkpoints_that_are_gone_do_not_send_the_run_back(tiny, whole_run, how):
+    config = tiny("train.steps=22")
+    run = Path(config.run.dir)
+    shutil.copytree(whole_run.run.dir, run)
+    (run / "checkpoints").rename(run.parent / "away")
+    if how == "an empty mount":
+        (run / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r"checkpoints has no checkpoint, and .* committed one of step 20") as caught:
+        opened(config)
+    assert caught.value.exit_code == ExitCode.FAILURE and len(losses(run)) == 20
+    assert opened(config, fresh=True).step == 0 and len(losses(run / "aside-1")) == 20
+
+
+def test_a_server_of_files_that_fails_is_no_damage(whole_run, tmp_path):
+    """Only what the system says of the file itself counts as damage; what a server says, once it is there again, may
+    be otherwise."""
+    for code, kind in ((errno.ESTALE, UserError), (errno.EIO, UserError), (errno.ENOTCONN, UserError),
+                       (errno.ELOOP, DamagedError)):  # fmt: skip
+        told = ValueError(f"UNKNOWN: Error reading: {os.strerror(code)} [spec='{{}}'] [os_error_code='{code}']")
+        assert type(reader._explained("params/w", told)) is kind
+    run = tmp_path / "run"
+    shutil.copytree(whole_run.run.dir, run)
+    checkpoint = open_checkpoint(run / "checkpoints" / "20")
+    for path in (run / "checkpoints" / "20" / "params").rglob("d/*"):
+        path.unlink()
+        path.symlink_to(path.name)
+    with pytest.raises(DamagedError) as caught:
+        reader.Reader(checkpoint).open_all()
+    assert f"[os_error_code='{errno.ELOOP}']" in str(caught.value.__cause__), "as TensorStore writes it"
 
 
 def test_nothing_is_written_through_a_link(tmp_path):
@@ -404,12 +441,12 @@ def test_a_config_file_of_another_shape(root, text, capsys):
 # -- ids
 
 
-def opened(config) -> Start:
+def opened(config, **say) -> Start:
     """Where a run stands, as its start finds it."""
     data = open_sources(config.data)
     with ExitStack() as held:
         locks = [held.enter_context(lock.RunLock(where)) for where in places(config)]
-        return open_run(fit_to_data(config, data), data, Identity(), locks)
+        return open_run(fit_to_data(config, data), data, Identity(), locks, say=Say(**say))
 
 
 def test_a_wrong_digit_in_the_id_moves_nothing(tiny, whole_run):
@@ -590,3 +627,55 @@ def test_a_directory_that_refuses_for_a_moment(own_data, monkeypatch):
     with pytest.raises(UserError, match=r"run\.dir: .* cannot be used: Permission denied") as caught:
         opened(config)
     assert caught.value.exit_code == ExitCode.FAILURE
+
+
+# -- exports that did not come to their end
+
+
+@pytest.fixture
+def export(root, monkeypatch, tmp_path):
+    """Exports a checkpoint whose array is zeros."""
+    monkeypatch.setattr(exporting, "Reader", lambda *given: None)
+    monkeypatch.setattr(exporting, "_read_verified", lambda *given: np.zeros((2, 3), np.float32))
+    return lambda: exporting.export(commit.open_checkpoint(root / "15", "run"), tmp_path / "out", 10**9)
+
+
+def test_an_export_that_fails_leaves_nothing_and_one_that_was_killed_is_no_obstacle(export, monkeypatch, tmp_path):
+    building = tmp_path / ".out.building"
+
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(exporting, "save_file", interrupted)
+        export()
+    assert not building.exists() and not (tmp_path / "out").exists()
+    building.mkdir()
+    for name in (".tmpFe4FDf", "model-00001-of-00003.safetensors", "model.safetensors.index.json"):
+        (building / name).write_text("cut off")
+    files = export()
+    assert not building.exists() and [path.name for path in files] == ["model.safetensors"]
+    names = {"model.safetensors", "model.safetensors.index.json", "jaxmnt-config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+def test_an_export_removes_nothing_that_is_not_its_own(export, tmp_path):
+    building, mine = tmp_path / ".out.building", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "model.safetensors").write_text("mine")
+    building.symlink_to(mine)
+    with pytest.raises(ConfigError, match="building is in the way: it is no folder"):
+        export()
+    building.unlink()
+    building.mkdir()
+    (building / "thesis").write_text("mine")
+    with pytest.raises(ConfigError, match="building is in the way: it is a folder with thesis"):
+        export()
+    assert (building / "thesis").exists() and (mine / "model.safetensors").read_text() == "mine"
+    (building / "thesis").unlink()
+    lock = os.open(building, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="another process is exporting there"):
+        export()
+    os.close(lock)
+    assert export()

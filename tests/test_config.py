@@ -55,9 +55,15 @@ def test_empty_sections_mean_defaults(tmp_path):
         ("mesh: {data: -1, fsdp: -1}", None, ["mesh.fsdp", "only one"]),
         ("", "mesh.fsdp=0", ["mesh.fsdp", "positive"]),
         ("optimizer: {warmup_steps: 10}\ntrain: {steps: 10}", None, ["a.yaml:1", "optimizer.warmup_steps"]),
+        ("run:\n  dir:\n", None, ["a.yaml:2: run.dir: is empty; name a folder, or leave it out for runs/a"]),
+        ("", "run.dir=", ["command line: run.dir: is empty"]),
+        ("", "run.dir=''", ["command line: run.dir: is empty"]),
+        ("run:\n  max_minutes: 2\n", None, ["a.yaml:2", "run.max_minutes", "run.stop_margin_seconds (120)", "raise"]),
         ("train: {steps: 1}\ntrain: {steps: 2}\n", None, ["a.yaml:2", "twice"]),
         ("train: [\n", None, ["not valid YAML"]),
         ("- 1\n", None, ["mapping"]),
+        ("", "optimizer.learning_rate=.inf", ["command line: optimizer.learning_rate", "above 0, not inf"]),
+        ("optimizer:\n  weight_decay: .nan\n", None, ["a.yaml:2: optimizer.weight_decay", "not nan"]),
         ("", "train.steps", ["key.sub=value"]),
         ("", "seed.x=1", ["seed"]),
     ],
@@ -69,6 +75,35 @@ def test_mistakes_are_named(tmp_path, text, override, words):
     assert "\n" not in message
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.parametrize("place", ["r/checkpoints", "r/checkpoints/b", "./r//x/../checkpoints/"])
+def test_a_second_place_among_the_checkpoints_is_refused(tmp_path, monkeypatch, place):
+    """--fresh would move it away, with its lock."""
+    monkeypatch.chdir(tmp_path)
+    for run_dir, given in (("r", place), (tmp_path / "r", place), ("r", tmp_path / place)):
+        with pytest.raises(
+            ConfigError, match=r"^command line: checkpoint\.dir: .* run\.dir .* leave checkpoint\.dir out"
+        ):
+            load(tmp_path, "", f"run.dir={run_dir}", f"checkpoint.dir={given}")
+    for apart in ("r", "r/checkpoints2", "x/checkpoints", "gs://r/checkpoints"):
+        assert load(tmp_path, "", "run.dir=r", f"checkpoint.dir={apart}").checkpoint.dir == apart
+
+
+def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
+    shared = "{a: &s {path: x, weight: 1}, b: *s, c: {<<: *s}}"
+    weight = "data.sources.a.weight=3.0"
+    for config in (
+        load(tmp_path, f"data: {{sources: {shared}}}\n", weight),
+        load(tmp_path, "", f"data.sources={shared}", weight),
+    ):
+        assert [config.data.sources[name].weight for name in "abc"] == [3.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("value", ["&a [*a]", f"[&a [{'x, ' * 99}], &b [{'*a, ' * 99}], [{'*b, ' * 99}]]"])
+def test_aliases_that_stand_for_too_much_are_one_message(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"override .* its aliases contain themselves, or stand for over 20000"):
+        load(tmp_path, "", f"train.remat_save={value}")
 
 
 def test_missing_file_lists_its_neighbours(tmp_path):

@@ -22,6 +22,7 @@ from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.runtime import stop
 from jaxmnt.runtime.failed_start import noting_a_failed_start
 from jaxmnt.runtime.stop import StopRequest, end_of_allocation
+from jaxmnt.train import stop_request
 
 SLOW_IMPORT = """
 import importlib.abc, pathlib, sys, time
@@ -139,6 +140,26 @@ def test_a_stop_file_is_removed_when_it_ends_a_start(tmp_path, monkeypatch):
     with StopRequest(tmp_path, lambda why: None, early=ended.append):
         until(lambda: ended)
     assert ended == ["STOP"] and not (tmp_path / "STOP").exists()
+
+
+def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    (tmp_path / "STOP").mkdir()
+    with StopRequest(tmp_path, lambda why: None) as request:
+        until(lambda: request.wanted)
+        request.obeyed()
+    assert "STOP cannot be removed: Is a directory; the next start will stop at once" in capsys.readouterr().err
+
+
+def test_a_stop_file_is_for_the_run_and_not_for_a_replay_of_it(tiny, monkeypatch):
+    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    config = tiny()
+    run = Path(config.run.dir)
+    run.mkdir()
+    (run / "STOP").touch()
+    with stop_request(config, Identity(), lambda why: None, beside=True) as request:
+        time.sleep(0.1)
+    assert not request.wanted and (run / "STOP").exists()
 
 
 def test_no_step_begins_in_a_process_that_is_leaving(tmp_path):

@@ -103,6 +103,7 @@ def test_four_processes_stop_and_two_go_on(mixture, tmp_path, reference):
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(reference), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_digest_is_that_of_the_rows_that_inspection_shows(mixture, tmp_path, reference):
     config = parse(mixture(tmp_path))
     data = TrainingData(config, open_sources(config.data))
@@ -201,6 +202,7 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
         place += len(tokens)
 
 
+@pytest.mark.slow
 def test_evaluation_of_packed_rows_counts_every_token_once(mixture, tmp_path, prepared, other):
     """The same sums for batches of 16 rows and of 6, over 1 device and over 2."""
     results = []

@@ -14,10 +14,15 @@ import pytest
 import yaml
 from conftest import command
 
+from jaxmnt.checkpoint.source import RunFile
+from jaxmnt.cluster.authentication import RUN_KEY
+from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch import gke, slurm
+from jaxmnt.launch.__main__ import main
 from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import cost, job
+from jaxmnt.runtime import fresh
 from jaxmnt.telemetry.events import Events
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
@@ -70,32 +75,62 @@ def test_the_number_of_nodes_changes_nothing_else(asked):
         assert one == other or re.sub(r"\b4\b", "64", one) == other
 
 
+def faked(folder: Path, srun: str, python: str) -> dict[str, str]:
+    """The variables of a Slurm job on one node in which srun, after its options, and Python do this instead."""
+    folder.mkdir()
+    (folder / "srun").write_text(f'#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\n{srun}\n')
+    (folder / "scontrol").write_text('#!/bin/bash\n[ "$2" = hostnames ] && echo n1 || echo State=IDLE\n')
+    (folder / "python").write_text(f"#!/bin/bash\n{python}")
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n1"}
+    return os.environ | slurm | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 def test_values_reach_the_processes_unharmed(asked, tmp_path, monkeypatch):
     """Quotes, blanks and dollars in settings and variables come through the script, the function and srun's bash."""
     monkeypatch.chdir(tmp_path)
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    (fake / "srun").write_text('#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
-    (fake / "scontrol").write_text('#!/bin/bash\n[ "$2" = hostnames ] && echo n1 || echo State=IDLE\n')
-    (fake / "python").write_text(
-        '#!/bin/bash\ncase "$2" in\n*inside) shift 2; [ "$1" = before ] && echo start n1 || echo end ;;\n'
+    python = (
+        'case "$2" in\n*inside) shift 2; [ "$1" = before ] && echo start n1 || echo end ;;\n'
         '*) printf "%s|" "$NOTE" "$@" >"$OUT" ;;\nesac\n'
     )
-    for path in fake.iterdir():
-        path.chmod(0o755)
     note = 'it\'s a "test" of $HOME `date`'
     talk = 'launch.setup=["echo setup lines may print", "true && true"]'
     wanted = asked(f"launch.environment={json.dumps({'NOTE': note})}", "run.dir=a run's dir", talk)
     script = tmp_path / "job.sh"
     script.write_text(slurm.render(wanted))
     out = tmp_path / "out"
-    environment = dict(os.environ, PATH=f"{fake}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", SLURM_JOB_ID="1",
-                       SLURMD_NODENAME="n1", OUT=str(out))  # fmt: skip
+    environment = faked(tmp_path / "bin", 'exec "$@"', python) | {"OUT": str(out)}
     done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stdout + done.stderr
     heard, *arguments = out.read_text().split("|")
     assert heard == note and arguments[:2] == ["-m", "jaxmnt.train"]
     assert f"run.dir={Path.cwd()}/a run's dir" in arguments
+
+
+def test_what_a_refusal_advises_is_handed_on_and_done_once(tiny_file, tmp_path, monkeypatch, capsys):
+    """Started again in an allocation, and requeued, a job knows that --fresh is done."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--accept-changes", "--fresh"]
+    assert main(["slurm", "--config", str(tiny_file), *CLUSTER, *flags, "--dry-run"]) == 0
+    script, out = tmp_path / "job.sh", tmp_path / "out"
+    script.write_text(capsys.readouterr().out)
+    python = (
+        'case "$*" in\n*inside\\ before*) echo start n1 ;;\n*"after"*"--start 0"*) echo again ;;\n'
+        '*inside*) echo end ;;\n*) echo "$JAXMNT_RUN_KEY $SLURM_JOB_ID $SLURM_RESTART_COUNT $*" >>"$OUT" ;;\nesac\n'
+    )
+    environment = faked(tmp_path / "bin", '$WITHOUT "$@"', python) | {"OUT": str(out)}
+    for count in ("0", "1"):
+        subprocess.run(["bash", str(script)], env=environment | {"SLURM_RESTART_COUNT": count}, check=True, timeout=30)
+    starts = [line.split() for line in out.read_text().splitlines()]
+    assert len(starts) == 4 and all(set(flags) <= set(start) for start in starts)
+    seen = [dict(zip((RUN_KEY, "SLURM_JOB_ID", "SLURM_RESTART_COUNT"), start, strict=False)) for start in starts]
+    begun = RunFile(run="r", lineage=[], begun_by=fresh.marks(seen[0]))
+    assert all(fresh.done_before(begun, one) for one in seen[1:])
+    assert not fresh.done_before(begun, seen[0] | {RUN_KEY: "of another job"})
+    without = environment | {"WITHOUT": f"env -u {RUN_KEY}", "SLURM_RESTART_COUNT": "0"}
+    done = subprocess.run(["bash", str(script)], env=without, capture_output=True, text=True, timeout=30)
+    assert "--fresh: there is no JAXMNT_RUN_KEY here" in done.stderr and len(out.read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(
@@ -149,10 +184,36 @@ def test_a_sweep_is_a_job_array_with_a_run_each(asked):
         asked(sweep=["data.global_batch_size=1024,1025"])
 
 
+@pytest.mark.parametrize("place", ["/kept/a b", "gs://bucket/a/"])
+def test_each_task_of_a_sweep_has_its_own_checkpoints(asked, tiny_file, place):
+    wanted = asked(f"checkpoint.dir={place}", sweep=["seed=1,2"])
+    own = [load_config(tiny_file, [*wanted.overrides, *point]).checkpoint.dir for point in wanted.sweep]
+    assert own == [f"{place.rstrip('/')}/0", f"{place.rstrip('/')}/1"]
+    assert f'checkpoint.dir="{own[1]}"\') ;;' in slurm.render(wanted)
+    swept = asked(sweep=["checkpoint.dir=/x,/y", "seed=1,2"]).sweep
+    assert [point[-1] for point in swept] == [f'checkpoint.dir="/{name}"' for name in ("x/0", "x/1", "y/2", "y/3")]
+
+
+@pytest.mark.parametrize("name", ["launch.nodes", "slurm.partition", "gke.spot", "run.dir"])
+def test_what_all_tasks_of_a_sweep_share_is_no_sweep(asked, name):
+    with pytest.raises(ConfigError, match=rf"--sweep: {name} is one "):
+        asked(sweep=[f"{name}=1,2"])
+
+
 def test_what_it_costs(asked):
     assert cost(asked("launch.nodes=2")) is None
     settings = ("launch.nodes=2", "launch.hours=10", "launch.cost_per_gpu_hour=2.5")
     assert cost(asked(*settings)) == 400 and cost(asked(*settings, sweep=["seed=1,2"])) == 800
+
+
+def test_what_it_costs_is_said_as_far_as_the_cluster_limits_it(tiny_file, monkeypatch, capsys):
+    """A JobSet has no time limit and no spare nodes."""
+    settings = ["launch.nodes=2", "launch.spare_nodes=2", "launch.hours=10", "launch.cost_per_gpu_hour=2.5"]
+    for cluster, words in ((slurm, "up to 800 by its time limit"), (gke, "40.00 an hour, without a time limit")):
+        monkeypatch.setattr(cluster, "submit", lambda wanted: "submitted")
+        where = cluster.__name__.rpartition(".")[2]
+        assert main([where, "--config", str(tiny_file), *CLUSTER, *ON_GKE, *settings]) == 0
+        assert capsys.readouterr().out == f"submitted\ncost    {words}\n"
 
 
 def test_the_command_prints_or_says_what_is_missing(tiny_file, tmp_path):
@@ -372,6 +433,7 @@ def test_an_exception_is_nobodys_hardware(ledger):
         (75, [("preempted", {"asked_by": "SIGTERM"}), ("end", {"finished": False})], {"cancelled": True}, "end"),
         (75, [("preempted", {"asked_by": "STOP"}), ("end", {"finished": False})], {}, "end"),
         (75, [("preempted", {"asked_by": None}), ("end", {"finished": False})], {}, "end"),
+        (75, [("end", {"finished": False})], {}, "end"),
         (1, [("failed", {"why": "x"})], {}, "again"),
         (1, [("failed", {"why": "x"})], {"start": 10}, "requeue"),
         (1, [], {}, "requeue"),
@@ -433,6 +495,14 @@ def test_starts_that_gain_nothing_come_to_an_end(ledger):
         answers.append(ended(ledger, 1, start))
     assert [action for action, _ in answers] == ["again", "again", "again", "end"]
     assert answers[-1][1] == "3 starts failed without a checkpoint after step 50"
+
+
+def test_checkpoints_after_a_fall_back_are_a_gain(ledger):
+    """500 was damaged: the steps from 200 on are written again."""
+    for start, step in enumerate((500, 200, 300, 400)):
+        event(ledger, "checkpoint_commit", step=step)
+        event(ledger, "failed", why="x")
+        assert ended(ledger, 1, start) == ("again", f"from step {step}, on the same nodes")
 
 
 def test_the_script_hears_words(tmp_path):

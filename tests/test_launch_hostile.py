@@ -16,7 +16,8 @@ from jaxmnt.launch import gke, inside, slurm
 from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import job
 from jaxmnt.launch.local import launch, local_run
-from jaxmnt.launch.restarts import Restarts, last_commit
+from jaxmnt.launch.restarts import Restarts
+from jaxmnt.telemetry.events import last_commit
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
 ON_GKE = ["launch.image=i", "launch.mounts=['runs:/runs']", "run.dir=/runs/a", "data.path=/runs/words"]

@@ -15,6 +15,7 @@ import yaml
 from conftest import until
 from ruamel.yaml import YAML
 
+from jaxmnt.cluster.authentication import RUN_KEY
 from jaxmnt.config.load import dump_for_hosts, load_config
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke
@@ -131,6 +132,25 @@ def test_dollars_reach_the_processes(asked):
     variables = {one["name"]: one.get("value") for one in container_of(jobset)["env"]}
     assert expanded(variables["NOTE"], variables) == note
     assert "eval 'echo $$ $(A)'" in expanded(container_of(jobset)["command"][2], variables)
+
+
+def test_what_a_refusal_advises_reaches_the_pods(tiny_file, tmp_path):
+    """A restart of the JobSet knows by its key that --fresh is done: without one it would begin anew each time."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\necho "$@"\n')
+    python.chmod(0o755)
+    flags = ["--accept-changes", "--fresh"]
+    wanted = job(tiny_file, [*CLUSTER, *ON_GKE, f"launch.python={python}"], [], flags)
+    container = container_of(gke.manifests(wanted)[1])
+    (key,) = [one for one in container["env"] if one["name"] == RUN_KEY]
+    assert "secretKeyRef" in key["valueFrom"], "one for all restarts"
+    script = [expanded(word, {}) for word in container["command"]]
+    start = lambda **more: subprocess.run(script, capture_output=True, text=True, timeout=30, env=os.environ | more)
+    done = start(**{RUN_KEY: "ab"})
+    assert done.stdout.split()[-2:] == flags, done.stderr
+    refused = start()
+    assert refused.returncode == 2 and "--fresh: there is no JAXMNT_RUN_KEY here" in refused.stderr
+    assert refused.stdout == ""
 
 
 # What the pods can read, and what outlives them.

@@ -10,6 +10,7 @@ import jax
 import pytest
 from conftest import events, until
 
+from jaxmnt.cluster import rollcall
 from jaxmnt.cluster.abandoned import StoppedError, fate_of
 from jaxmnt.cluster.ending import Ending, Fate
 from jaxmnt.cluster.environment import Identity
@@ -183,6 +184,17 @@ def test_those_who_hear_of_an_early_stop_stop_as_well(cluster, asked):
         assert (heard.kind, heard.code, heard.process) == ("start_abandoned", 75, asked)
         assert (heard.reason, heard.asked_by, heard.why) == ("stopped", None, str(error))
     assert not made.endings[asked].fates, "it ends by itself"
+
+
+def test_a_stop_that_comes_as_the_roll_call_ends_is_heard_by_the_lifeline(cluster):
+    """Process 0 has ended the roll call, and process 1 is still in it when it is asked to stop."""
+    made = cluster()
+    caller = rollcall._Caller(Identity(1, COUNT, "localhost:1"), {}, b"", lambda: "SIGTERM")
+    with pytest.raises(StoppedError, match=r"\(SIGTERM\)"):
+        caller._line(made.sockets[1], time.monotonic() + 5)
+    made.start(1)
+    for heard in made.fates(0, 2):
+        assert (heard.kind, heard.code, heard.process) == ("start_abandoned", 75, 1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pty
 import shlex
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import events, losses
+from conftest import events, losses, mostly_slow
 
 from jaxmnt import output
 from jaxmnt.errors import printable
@@ -32,7 +33,7 @@ def in_shell(line: str, *arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["| head -1", ">&- 2>&-"])
+@pytest.mark.parametrize("where", mostly_slow({0}, ["| head -1", ">&- 2>&-"]))
 def test_a_run_outlives_its_terminal(short, tmp_path, where):
     result = in_shell(f"JAXMNT {where}", "train", *short)
     run = tmp_path / "run"
@@ -124,6 +125,24 @@ def test_a_reader_that_takes_its_time_gets_all(pipe):
         got += os.read(reader, 1000)
     writing.join()
     assert got.decode() == text
+
+
+def test_a_terminal_that_nobody_reads_is_not_waited_for(monkeypatch):
+    """It says that it has room as long as it has room for one letter."""
+    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.2)
+    master, terminal = pty.openpty()
+    stream = output.guarded(None, terminal)
+    stream.buffer.raw.outlived = True
+    writing = threading.Thread(
+        target=lambda: [print("x" * 79, file=stream, flush=True) for _ in range(2000)], daemon=True
+    )
+    writing.start()
+    writing.join(20)
+    assert not writing.is_alive() and os.get_blocking(terminal)
+    assert os.read(master, 100).startswith(b"xxx")
+    stream.close()
+    os.close(master)
+    os.close(terminal)
 
 
 def test_a_library_without_a_stdout(tiny, monkeypatch):

@@ -17,6 +17,7 @@ from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.data.preparation.document import BadRecordError, Reading
 from jaxmnt.data.preparation.linewise import Lines
 from jaxmnt.data.preparation.long_text import text_in_pieces
+from jaxmnt.data.preparation.shards import read_array, save_array
 from jaxmnt.data.rows import make_reader
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
@@ -194,6 +195,53 @@ def test_a_larger_limit_goes_on_with_what_is_done(tmp_path):
     assert texts_of(out) == [("a" * 10, 1)]
 
 
+def prepare_stopped(inputs: list[Path], output: Path, **options):
+    """Interrupted when a part is done."""
+
+    def stop(*progress):
+        if list((output / "work").glob("part-*.json")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Selection(inputs), output, Settings(eval_fraction=0.0, part_bytes=10, **options), stop)
+
+
+def test_a_part_that_left_long_records_out_is_not_gone_on_with_when_they_are_allowed(tmp_path):
+    """The same input gives the same bytes, also in two goes."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": name * n}) + "\n" for n in (9000, 1)))
+    inputs, out = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out"
+    as_errors = {"skip_bad": True, "part_bytes": 10, "reading": Reading(max_document=5000)}
+    prepare_stopped(inputs, out, skip_bad=True, reading=as_errors["reading"])
+    for reading in (Reading(max_document=5000, long_documents="split"), Reading(max_document=10**4)):
+        with pytest.raises(ConfigError, match="unfinished preparation with other long_documents"):
+            prepare(inputs, out, **as_errors | {"reading": reading})
+    assert prepare(inputs, out, **as_errors).skipped == 2
+
+
+def test_a_tokenizer_trained_without_long_records_is_trained_again_when_they_are_allowed(tmp_path):
+    records = [{"text": "words and words " * 400}, *({"text": f"other {number}"} for number in range(50))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in reversed(records)))
+    split = Reading(max_document=5000, long_documents="split")
+    for name, parts_done in (("a", False), ("b", True)):
+        out, given = tmp_path / name, {"train_tokenizer": 300, "part_bytes": 200}
+        with pytest.raises(ConfigError, match="the record is longer"):
+            prepare(tmp_path / f"{name}.jsonl", out, **given, reading=Reading(max_document=5000))
+        assert (out / "tokenizer.json").exists() and bool(list((out / "work").glob("part-*"))) == parts_done
+        if parts_done:
+            with pytest.raises(ConfigError, match="unfinished preparation with other long_documents"):
+                prepare(tmp_path / f"{name}.jsonl", out, **given, reading=split)
+            continue
+        prepare(tmp_path / f"{name}.jsonl", out, **given, reading=split)
+        prepare(tmp_path / f"{name}.jsonl", tmp_path / "at once", **given, reading=split)
+        assert files_digest(out) == files_digest(tmp_path / "at once")
+
+
+def files_digest(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("piece", [1, 5, 1000])
 @pytest.mark.parametrize("size", [12, 60, 10**6])
 def test_text_in_pieces_is_the_text(piece, size):
@@ -230,6 +278,43 @@ def test_a_long_record_that_cannot_be_used(line, message):
         pieces = iter([line[first : first + piece] for first in range(0, len(line), piece)])
         with pytest.raises(BadRecordError, match=message):
             list(text_in_pieces(pieces, "text", 100))
+
+
+@pytest.mark.parametrize("piece", [1, 5, 1000])
+def test_what_is_odd_in_a_long_text_is_replaced_as_in_a_short_one(piece):
+    odd = [
+        b"\xff", b"\xe4\xbd", b"\xed\xa0\x80", b"\xf0\x9f\x98", b"\xc0\xaf", b"\xf4\x90\x80\x80", b"\x80", b"\xc3",
+        b"\\ud83d", b"\\ude00", b"\\ud83d\\ud83d\\ude00", b"\\uDFFF\\u0041", b"\\ud83d\\n", b"\\ud83dx",
+    ]  # fmt: skip
+    rng = np.random.default_rng(0)
+    for one in [*odd, *(b"".join(odd[n] for n in rng.integers(len(odd), size=6)) for _ in range(200))]:
+        line = b'{"a\xff": "\\ud800", "text": "ab ' + one + b"\xc3\xa4 x" + one + b'"}'
+        whole = json.loads(line.decode(errors="replace"))["text"]
+        whole = whole.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+        counted = Counter()
+        pieces = iter([line[first : first + piece] for first in range(0, len(line), piece)])
+        found = text_in_pieces(pieces, "text", 20, lambda counted=counted: counted.update("x"))
+        assert "".join(found) == whole and counted["x"], line
+    for bad in (b'{"text": "\\x \xff and some more"}', b'{"text": "cut \xff', b'{"text": "x\x01y and some more"}'):
+        with pytest.raises(BadRecordError, match="not valid JSON"):
+            list(text_in_pieces(iter([bad]), "text", 20, lambda: None))
+
+
+def test_a_record_that_breaks_while_it_is_split_is_told_as_begun(tmp_path, capsys):
+    (tmp_path / "t.jsonl").write_bytes(b'{"text": "' + b"a" * 3 * MIB + b'\xff b"}\n{"text": "last"}\n')
+    given = ["--input", tmp_path / "t.jsonl", "--max-document-mib", 1, "--long-documents", "split", "--output"]
+    assert command(*given, tmp_path / "out", "--on-error", "skip", "--eval-fraction", 0) == 0
+    said = capsys.readouterr().out
+    assert (
+        "left out 1 records that cannot be used" in said
+        and "of 1 of the records left out the beginning is kept" in said
+    )
+    assert {record for _, record in texts_of(tmp_path / "out")} == {1, 2}
+    assert command(*given, tmp_path / "replaced", "--replace-invalid", "--eval-fraction", 0) == 0
+    said = capsys.readouterr().out
+    assert "1 documents are not valid UTF-8; their odd bytes were replaced" in said and "left out" not in said
+    text = "".join(piece for piece, record in texts_of(tmp_path / "replaced") if record == 1)
+    assert text == "a" * 3 * MIB + "\ufffd b"
 
 
 def test_pieces_of_a_document_are_held_out_together(tmp_path):
@@ -503,3 +588,174 @@ def test_help_fits_a_terminal(capsys, monkeypatch):
         main(["--help"])
     assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
     assert Bytes().end_of_document == 256
+
+
+# -- the folder that is written to
+
+
+def files_below(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["work/thesis", "train/a.py", "tokenizer.json"], "work holds thesis"),
+        (["work/lock/thesis", "train/a.py"], "work holds lock"),
+        (["work/part-00000.json", "train/a.py"], "holds work/part-00000.json but no work/plan.json"),
+        (["work/lock", "tokenizer.json"], "holds tokenizer.json but no work/plan.json"),
+        (["work/lock", "work/plan.json", "train/a.py"], "plan.json of an unfinished preparation is damaged"),
+        (["work/thesis", "manifest.json"], "manifest.json that is damaged or none of ours"),
+        (["work/plan.json", "manifest.json"], "manifest.json that is damaged or none of ours"),
+    ],
+)
+def test_a_folder_of_a_person_is_left_alone(tmp_path, files, named):
+    """Whatever lies in it, it is refused by name and nothing in it is gone."""
+    (tmp_path / "in.txt").write_text("some text\n")
+    for name in files:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("" if name.endswith("/lock") else '{"mine": 1}')
+    before = files_below(tmp_path / "out")
+    with pytest.raises(ConfigError, match=named):
+        prepare(tmp_path / "in.txt", tmp_path / "out")
+    assert files_below(tmp_path / "out") == before
+
+
+def test_what_is_not_ours_outlives_a_preparation_begun_anew_and_one_that_is_finished(tmp_path):
+    (tmp_path / "in.jsonl").write_text("{\n")
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        prepare(tmp_path / "in.jsonl", out)
+    (out / "train" / "notes").write_text("mine")
+    (tmp_path / "in.jsonl").write_text('{"text": "good"}\n')
+    prepare(tmp_path / "in.jsonl", out)
+    assert (out / "train" / "notes").read_text() == "mine" and not (out / "work").exists()
+    (out / "work").mkdir()
+    (out / "work" / "thesis").write_text("mine")
+    (out / "work" / "lock").write_text("")
+    with pytest.raises(ConfigError, match="is prepared already"):
+        prepare(tmp_path / "in.jsonl", out)
+    assert [path.name for path in (out / "work").iterdir()] == ["thesis"]
+
+
+def test_a_preparation_killed_before_its_plan_is_begun_again(tmp_path):
+    (tmp_path / "in.txt").write_text("some text\n")
+    for names in ([], ["lock"], ["lock", ".plan.json.tmp"]):
+        out = tmp_path / f"out{len(names)}"
+        (out / "work").mkdir(parents=True)
+        for name in names:
+            (out / "work" / name).write_text("{")
+        prepare(tmp_path / "in.txt", out)
+        assert not (out / "work").exists()
+
+
+def test_the_last_step_takes_no_memory_for_each_part(tmp_path):
+    """Each part counts every token of the vocabulary; here 16 parts with 4 MiB of counts."""
+    inputs = [tmp_path / f"{number:02}.npy" for number in range(16)]
+    for path in inputs:
+        np.save(path, np.arange(1000, dtype=np.uint32))
+    tracemalloc.start()
+    try:
+        prepare(inputs, tmp_path / "out", part_bytes=1000, tokenizer=None, vocab_size=2**18)
+        assert tracemalloc.get_traced_memory()[1] < 50 * MIB
+    finally:
+        tracemalloc.stop()
+    assert open_prepared(tmp_path / "out").manifest["splits"]["train"]["tokens"] == 16_000
+
+
+def test_counts_of_no_dimension_are_damage(tmp_path):
+    save_array(tmp_path / "counts.npy", np.array(3))
+    with pytest.raises(ConfigError, match="of an unfinished preparation is damaged"):
+        read_array(tmp_path / "counts.npy", 2, 257)
+
+
+# -- names and line ends
+
+
+def test_an_array_is_told_by_its_name_in_any_case(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "a.npy").rename(tmp_path / "a.NPY")
+    prepare(tmp_path / "a.NPY", tmp_path / "out", tokenizer=None, vocab_size=100)
+    np.testing.assert_array_equal(tokens_of(tmp_path / "out")[0], np.arange(100))
+
+
+def test_a_tokenizer_keeps_its_line_ends(tmp_path):
+    (tmp_path / "in.txt").write_text("some words and others\n" * 20)
+    prepare(tmp_path / "in.txt", tmp_path / "first", train_tokenizer=300)
+    text = json.dumps(json.loads((tmp_path / "first" / "tokenizer.json").read_text()), indent=1)
+    (tmp_path / "dos.json").write_bytes(text.replace("\n", "\r\n").encode())
+    prepare(tmp_path / "in.txt", tmp_path / "out", tokenizer=str(tmp_path / "dos.json"))
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "dos.json").read_bytes()
+    assert texts_of(tmp_path / "out") == texts_of(tmp_path / "first")
+
+
+# -- odd files
+
+
+HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': "
+
+
+@pytest.mark.parametrize(
+    "header",
+    [HEADER + "(", "(" * 300, "'''", HEADER + "(9" + "9" * 30 + ",), }", "{[]: 1}", HEADER + "(True,), }"],
+)
+def test_an_odd_header_of_an_array_is_told_in_a_line(tmp_path, header):
+    raw = header.encode() + b"\n"
+    (tmp_path / "t.npy").write_bytes(b"\x93NUMPY\x01\0" + len(raw).to_bytes(2, "little") + raw + b"\0" * 64)
+    with pytest.raises(ConfigError, match=r"t\.npy is no token array: ") as caught:
+        prepare(tmp_path / "t.npy", tmp_path / "out", tokenizer=None, vocab_size=10)
+    assert str(caught.value).isprintable()
+
+
+def write_column(path: Path, column, name: str = "text") -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({name: column, "qqqq": pyarrow.array([""] * len(column))}), path)
+    return path
+
+
+def test_a_parquet_column_that_is_no_text_is_refused(tmp_path):
+    import pyarrow
+
+    for number, (values, kind) in enumerate((
+        ([2**62], pyarrow.timestamp("us")), ([1], pyarrow.int64()), ([["a"]], pyarrow.list_(pyarrow.string())),
+    )):  # fmt: skip
+        path = write_column(tmp_path / f"{number}.parquet", pyarrow.array(values, kind))
+        with pytest.raises(ConfigError, match=r"its column text holds .*, which is no text; --text-field names"):
+            prepare(path, tmp_path / f"out{number}", skip_bad=True)
+
+
+def test_odd_parquet_is_told_in_a_line(tmp_path):
+    import pyarrow
+
+    path = write_column(tmp_path / "t.parquet", pyarrow.array(["a"]))
+    path.write_bytes(path.read_bytes().replace(b"qqqq", b"q\xff\xfeq"))
+    with pytest.raises(ConfigError, match=r"t\.parquet cannot be read as Parquet: 'utf-8' codec"):
+        prepare(path, tmp_path / "out")
+    fields = {"role": pyarrow.string(), "content": pyarrow.string(), "when": pyarrow.timestamp("us")}
+    messages = [[{"role": "user", "content": "x", "when": when}] for when in (0, 2**62)]
+    column = pyarrow.array(messages, pyarrow.list_(pyarrow.struct(list(fields.items()))))
+    path = write_column(tmp_path / "c.parquet", column, "messages")
+    with pytest.raises(ConfigError, match=r"c\.parquet: row 2: cannot be decoded: "):
+        prepare(path, tmp_path / "chat", reading=Reading(chat=True))
+
+
+@pytest.mark.parametrize("encoding", ["dictionary", "string_view", "json"])
+def test_text_of_any_encoding_has_its_size_and_is_the_same(tmp_path, encoding):
+    import pyarrow
+
+    column = pyarrow.array(["ä first", "b" * 6000, None])
+    if encoding == "dictionary":
+        column = column.dictionary_encode()
+    elif encoding == "string_view":
+        column = column.cast(pyarrow.string_view())
+    else:
+        column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), column)
+    path = write_column(tmp_path / "t.parquet", column)
+    with pytest.raises(ConfigError, match=r"t\.parquet: row 2: the record is longer"):
+        prepare(path, tmp_path / "error", reading=Reading(max_document=5000))
+    prepare(path, tmp_path / "split", reading=Reading(max_document=5000, long_documents="split"))
+    assert texts_of(tmp_path / "split") == [("ä first", 1), ("b" * 5000, 2), ("b" * 1000, 2)]
+    prepare(path, tmp_path / "out")
+    assert texts_of(tmp_path / "out") == [("ä first", 1), ("b" * 6000, 2)]

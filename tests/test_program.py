@@ -4,6 +4,7 @@ Shapes as in the modules: B batch, L length, D model, V vocabulary.
 """
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -190,8 +191,9 @@ def test_data_axis_is_reduced_once_a_step_and_the_head_is_gathered_once_a_pass()
     assert any(depth == 2 and name == "all_gather" for name, _, depth, _ in found)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("remat", "precision"), mostly_slow({1, 2}, list(product(["none", "dots", "full"], ["float32", "bfloat16"])))
+)
 def test_whole_weights_are_never_kept_for_the_backward_pass(remat, precision):
     """No loop over layers hands out whole weights of all layers, which would cost what fsdp saves."""
     from jaxmnt.program.step import train_step

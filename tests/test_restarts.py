@@ -1,10 +1,13 @@
 """When a run that failed is started again, and with how many processes."""
 
+import json
+
 import pytest
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch.restarts import Restarts, fitting_counts
+from jaxmnt.telemetry.events import last_commit
 
 
 def decisions(restarts, *ends, processes=4):
@@ -34,6 +37,17 @@ def test_three_starts_without_a_step_are_enough():
     verdict = restarts.after(1, 4, 10)
     assert verdict.processes is None
     assert verdict.why == "given up: 3 starts failed without a checkpoint after step 10"
+
+
+def test_checkpoints_after_a_fall_back_are_a_gain(tmp_path):
+    """500 was damaged: the steps from 200 on are written again, and each is progress."""
+    restarts, file = Restarts(9), tmp_path / "events" / "0.jsonl"
+    file.parent.mkdir()
+    for step in (500, 200, 300, 400):
+        with file.open("a") as lines:
+            lines.write(json.dumps({"kind": "checkpoint_commit", "time": 1.0, "process": 0, "step": step}) + "\n")
+        assert last_commit(tmp_path) == step
+        assert restarts.after(1, 4, last_commit(tmp_path)).processes == 4
 
 
 def test_so_many_restarts_and_no_more():

@@ -14,7 +14,7 @@ from jaxmnt import train as train_module
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.commit import Committed, newest_whole, step_directories, whole
 from jaxmnt.checkpoint.manifest import Manifest
-from jaxmnt.checkpoint.source import RunFile
+from jaxmnt.checkpoint.source import RunFile, find
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.describe import changes
 from jaxmnt.config.load import parse_config
@@ -24,7 +24,7 @@ from jaxmnt.runtime import fresh
 from jaxmnt.runtime.changes import to_be_accepted
 from jaxmnt.runtime.inputs import fit_to_data
 from jaxmnt.runtime.lock import RunLock
-from jaxmnt.runtime.rundir import Say, Start, open_run, places, plain_config
+from jaxmnt.runtime.rundir import Say, Start, open_run, places, plain_config, write_config
 from jaxmnt.train import train
 
 
@@ -170,6 +170,7 @@ def test_starting_over_sets_the_run_aside(tiny, whole_run, capsys):
     assert train(config, devices=one_device(), fresh=True) == ExitCode.STOPPED
     shown = capsys.readouterr().out
     assert f"the run that was in {run} is set aside in {run / 'aside-1'}" in shown and "from the start" in shown
+    assert "to go on, raise train.stop_after" in shown
     after = held(run)
     for name, content in before.items():
         stays = name in ("notes.txt", "logs/0.txt")
@@ -217,6 +218,41 @@ def test_starting_over_with_checkpoints_elsewhere(tiny, whole_run, tmp_path):
     assert (Path(config.run.dir) / "aside-1" / "metrics.jsonl").exists()
     ids = [json.loads((where / "run.json").read_text())["run"] for where in (tmp_path / "big", Path(config.run.dir))]
     assert ids[0] == ids[1] != newest_whole(tmp_path / "big" / "aside-1" / "checkpoints").manifest.run
+
+
+def test_a_run_that_was_set_aside_is_found_where_its_checkpoints_are(tiny, whole_run, tmp_path):
+    config = tiny(f"checkpoint.dir={tmp_path / 'big'}")
+    run = Path(config.run.dir)
+    shutil.copytree(whole_run.run.dir, run)
+    (tmp_path / "big").mkdir()
+    shutil.move(run / "checkpoints", tmp_path / "big")
+    shutil.copy(run / "run.json", tmp_path / "big")
+    write_config(run, config)
+    opened(config, fresh=True)
+    write_config(run, config)
+    assert find(str(run / "aside-1"), "it").path == tmp_path / "big" / "aside-1" / "checkpoints" / "20"
+    shutil.rmtree(tmp_path / "big" / "aside-1")
+    with pytest.raises(ConfigError, match=r"aside-1 is of run .* and its checkpoint\.dir .*big is of run .* now"):
+        find(str(run / "aside-1"), "it")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("{run}@4", "has no checkpoint of step 4"), ("{run}@15", "is of the run that --fresh sets aside")],
+)
+@pytest.mark.parametrize("kind", ["fork", "init"])
+def test_what_cannot_begin_sets_nothing_aside(tiny, whole_run, kind, source, words):
+    run = Path(tiny().run.dir)
+    shutil.copytree(whole_run.run.dir, run)
+    with pytest.raises(ConfigError, match=words):
+        opened(tiny("train.steps=24", f"run.{kind}_from={source.format(run=run)}"), fresh=True)
+    assert not (run / "aside-1").exists() and newest_whole(run / "checkpoints").step == 20
+
+
+def test_a_branch_that_has_nothing_to_do(tiny, whole_run):
+    config = tiny("train.steps=24", "train.stop_after=10", f"run.fork_from={whole_run.run.dir}@15")
+    with pytest.raises(ConfigError, match=r"train\.stop_after: 10 is not past step 15, where run\.fork_from stands"):
+        opened(config)
 
 
 def test_a_job_starts_over_once(going_on, monkeypatch):

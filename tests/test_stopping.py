@@ -70,9 +70,12 @@ def stop_in(sabotaged, part: str, tmp_path: Path, processes: int) -> None:
     seconds = {part: 1.0} if part != "step" else {"step": 0.2}
     launcher = sabotaged(f"{processes},0", "train.steps=1000", "train.eval_every=4", seconds=seconds)
     marks = tmp_path / "marks"
+    if part not in ("compile", "restore"):
+        # An evaluation that the stop before cut short comes first, before any step of this start.
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > before, launcher)
+        for mark in marks.iterdir():
+            mark.unlink()
     wait_for(lambda: len(list(marks.iterdir())) == processes, launcher)
-    if part == "step":
-        wait_for(lambda: (run / "metrics.jsonl").exists() and losses(run), launcher)
     began = time.time()
     os.kill(child_of(launcher, processes - 1), signal.SIGTERM)
     _, err = launcher.communicate(timeout=60)
@@ -106,19 +109,22 @@ def test_sigterm_in_the_middle_of_an_evaluation_and_of_a_restore(sabotaged, tmp_
 
 
 @pytest.mark.alone
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_sigterm_to_one_of_four_wherever_they_are(sabotaged, tmp_path):
     for part in ("step", "compile", "restore", "evaluate", "save"):
         stop_in(sabotaged, part, tmp_path, 4)
 
 
 @pytest.mark.alone
-@pytest.mark.slow
-def test_what_takes_long_in_good_health_is_no_hang(sabotaged, tmp_path):
-    """A compile of 90 s, evaluations and saves of 20 s, with a watchdog that gives a step 5 s."""
+@pytest.mark.parametrize(
+    ("compiling", "saving"),
+    [pytest.param(15.0, 8.0, marks=pytest.mark.slow), pytest.param(90.0, 20.0, marks=pytest.mark.exhaustive)],
+)
+def test_what_takes_long_in_good_health_is_no_hang(compiling, saving, sabotaged, tmp_path):
+    """Compiling and saving for longer than the 5 s that the watchdog gives a step, and evaluations, too."""
     launcher = sabotaged(
         "2,0", "watchdog.step_seconds=5", "train.steps=10", "train.eval_every=5", "cluster.silence_timeout_seconds=5",
-        seconds={"compile": 90.0, "evaluate": 2.0, "save": 20.0},
+        seconds={"compile": compiling, "evaluate": 2.0, "save": saving},
     )  # fmt: skip
     _, err = launcher.communicate(timeout=400)
     assert launcher.returncode == 0, err
@@ -156,6 +162,24 @@ def test_a_run_that_fails_is_started_again_and_given_up(tiny_file, tmp_path):
     assert "steps in a row" in result.stderr and "optimizer.learning_rate" in result.stderr
     assert [event["code"] for event in events(run, "failed")] == [1, 1, 1]
     assert all(event["at_fault"] == 0 and "steps in a row" in event["why"] for event in events(run, "failed"))
+
+
+@pytest.mark.slow
+def test_a_signal_after_the_end_changes_no_exit_code(tiny_file, tmp_path):
+    """Python and JAX take a while to go, in which a signal would do what it does by default."""
+    arguments = ["--config", str(tiny_file), "train.steps=6"]
+    run, env = tmp_path / "run", dict(os.environ, JAX_NUM_CPU_DEVICES="1")
+    training = subprocess.Popen(
+        [sys.executable, "-m", "jaxmnt.train", *arguments], env=env, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for(lambda: (run / "events" / "0.jsonl").exists() and events(run, "end"), training)
+        while training.poll() is None:
+            training.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert training.returncode == 0 and "saving a checkpoint" not in training.stderr.read()
+    finally:
+        training.kill()
 
 
 def test_a_file_asks_to_stop_once(tiny, monkeypatch):

@@ -179,6 +179,7 @@ def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_r
         train(tiny(there[0], f"run.dir={shutil.copytree(whole_run.run.dir, tmp_path / 'whole')}"), devices=one_device())
 
 
+@pytest.mark.slow
 def test_damage_in_a_bucket_is_set_aside(tiny, cloud, address, capsys):
     there = f"checkpoint.dir={address}"
     assert train(tiny(there, "train.stop_after=15"), devices=one_device()) == 75

@@ -19,10 +19,9 @@ from conftest import command, events, losses, metrics, until
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch.inside import Ledger, after
-from jaxmnt.launch.restarts import last_commit
 from jaxmnt.runtime.replay import replay
 from jaxmnt.telemetry import writer
-from jaxmnt.telemetry.events import Events, history
+from jaxmnt.telemetry.events import Events, history, last_commit
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.records import mend, parse, read_lines
 from jaxmnt.telemetry.writer import LineWriter

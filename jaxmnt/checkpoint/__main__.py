@@ -130,8 +130,8 @@ def _diff(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.source import find
     from jaxmnt.config.describe import MEANING
 
-    first, second = (find(text, "checkpoint").manifest for text in (options.first, options.second))
-    found = compare(first, second)
+    one, other = (find(text, "checkpoint") for text in (options.first, options.second))
+    first, second, found = one.manifest, other.manifest, compare(one, other)
     print(printable(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}"))
     for change in found.config:
         print(printable(f"config  {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})"))

@@ -191,7 +191,8 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
             storage.create(_note(path), "being removed\n")
             (path / manifests.FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
             storage.remove(path)
-            _note(path).unlink(missing_ok=True)
+            if not _note(path).is_dir():  # a person's folder
+                _note(path).unlink(missing_ok=True)
         except OSError as error:
             trouble = trouble or error
     if trouble is not None:

@@ -1,7 +1,12 @@
 """Parameters as safetensors files, for whatever reads those."""
 
+import fcntl
 import json
-from collections.abc import Callable
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +18,14 @@ from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 
 _INDEX = "model.safetensors.index.json"
+_CONFIG, _ABOUT_TOKENS = "jaxmnt-config.json", "jaxmnt-tokenizer.json"
+_OWN = re.compile(
+    rf"model(-[0-9]+-of-[0-9]+)?\.safetensors|{_INDEX}|{_CONFIG}|{_ABOUT_TOKENS}|{TOKENIZER_FILE}|\.tmp[0-9A-Za-z]+"
+)
+"""Names of what an export writes; safetensors' temporary files among them."""
 
 
 def export(
@@ -43,8 +53,60 @@ def export(
             room = file_bytes
         groups[-1].append(name)
         room -= manifest.arrays[name].bytes
+    with _building(folder) as building:
+        written = _write(building, folder, checkpoint, groups, tell, tokenizer)
+        building.rename(folder)
+    return written
+
+
+@contextmanager
+def _building(folder: Path) -> Iterator[Path]:
+    """The new folder that becomes `folder`. It is gone if the export fails; a kill leaves it for the next to remove."""
     building = folder.with_name(f".{folder.name}.building")
+    if os.path.lexists(building):
+        _remove_left_over(building)
     building.mkdir(parents=True)
+    lock = os.open(building, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield building
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _remove_left_over(building: Path) -> None:
+    """Removes what an export that was killed has left. Raises `ConfigError` if it is something else, or in use."""
+    found = None if building.is_symlink() or not building.is_dir() else sorted(path.name for path in building.iterdir())
+    foreign = "no folder" if found is None else next((name for name in found if not _OWN.fullmatch(name)), None)
+    if foreign is not None:
+        what = foreign if found is None else f"a folder with {printable(foreign)}"
+        raise ConfigError(f"{building} is in the way: it is {what}, which no export has left; move it, or name another")
+    lock = os.open(building, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{building}: another process is exporting there; wait for it, or name another") from None
+    except OSError:
+        pass  # a file system without locks
+    finally:
+        os.close(lock)
+    shutil.rmtree(building)
+
+
+def _write(
+    building: Path,
+    folder: Path,
+    checkpoint: Committed,
+    groups: list[list[str]],
+    tell: Callable[[str], None],
+    tokenizer: RunTokenizer | None,
+) -> list[Path]:
+    """Writes everything into `building`; the files' paths as they will be in `folder`."""
+    manifest, names = checkpoint.manifest, [name for group in groups for name in group]
     reader, written, places = Reader(checkpoint, names), [], {}
     for number, group in enumerate(groups):
         path = building / (
@@ -60,15 +122,14 @@ def export(
     total = sum(manifest.arrays[name].bytes for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (building / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    (building / "jaxmnt-config.json").write_text(json.dumps(manifest.config, indent=1) + "\n", encoding="utf-8")
+    (building / _CONFIG).write_text(json.dumps(manifest.config, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
         about = {"tokenizer": tokenizer.description, "vocab_size": tokenizer.vocab_size}
-        (building / "jaxmnt-tokenizer.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (building / _ABOUT_TOKENS).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         if tokenizer.text is not None:
             (building / TOKENIZER_FILE).write_bytes(tokenizer.text.encode())
     for path in sorted(building.glob("*.safetensors")):  # which are made for their owner alone, whatever the umask
         path.chmod((building / _INDEX).stat().st_mode & 0o777)
-    building.rename(folder)
     return written
 
 

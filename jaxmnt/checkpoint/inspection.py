@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxmnt.checkpoint.commit import Committed, open_checkpoint
-from jaxmnt.checkpoint.manifest import DamagedError, Manifest
+from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import parse_config
@@ -43,13 +43,14 @@ class Difference:
     same: list[str]
 
 
-def compare(first: Manifest, second: Manifest) -> Difference:
+def compare(one: Committed, other: Committed) -> Difference:
     """From the manifests alone: the digest of a content is the same in any run and at any step."""
+    first, second = one.manifest, other.manifest
     a, b = first.arrays, second.arrays
     both = sorted(a.keys() & b.keys())
     kind = lambda array: (array.shape, array.dtype)
     alike = [name for name in both if kind(a[name]) == kind(b[name])]
-    configs = [parse_config(manifest.config, "a checkpoint's config") for manifest in (first, second)]
+    configs = [parse_config(found.manifest.config, f"the config in {found.path}") for found in (one, other)]
     return Difference(
         changes(*configs),
         sorted(a.keys() - b.keys()),

@@ -6,6 +6,7 @@ device can use as it is; Orbax's own loading takes more than twice as long there
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,12 +17,14 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Array, DamagedError
 from jaxmnt.errors import UserError
-from jaxmnt.storage import url
+from jaxmnt.storage import NO_FILE, url
 
 _ALIGNMENT = 64
 _INDEX_BYTES = 64 << 20
 _NOT_ITS_CONTENT = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-"""Failures that say nothing about what was written."""
+"""Failures of a bucket that say nothing about what was written."""
+_SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+"""How TensorStore ends what it says of an error of the operating system, which its own words for it blur."""
 
 
 class Reader:
@@ -126,6 +129,8 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _explained(name: str, error: Exception) -> UserError:
     summary = str(error).strip().splitlines()[0][:300]
-    if any(sign in summary for sign in _NOT_ITS_CONTENT) or isinstance(error, PermissionError):
+    system = _SYSTEM_ERROR.search(str(error))
+    away = system is not None and int(system[1]) not in NO_FILE
+    if away or any(sign in summary for sign in _NOT_ITS_CONTENT) or isinstance(error, PermissionError):
         return UserError(f"array {name} of a checkpoint cannot be reached: {summary}; mend the access and try again")
     return DamagedError(f"array {name} cannot be read: {summary}")

@@ -12,8 +12,8 @@ from jaxmnt.checkpoint.commit import Committed, newest_whole, open_checkpoint, s
 from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
-from jaxmnt.errors import ConfigError
-from jaxmnt.storage import Place, is_link, place, read
+from jaxmnt.errors import ConfigError, printable
+from jaxmnt.storage import Place, is_link, is_there, place, read
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.json"
@@ -74,8 +74,27 @@ def home(run: str) -> Place:
             raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; mend the access") from error
         if elsewhere and isinstance(elsewhere, str):
             there = start / elsewhere if start and "://" not in elsewhere else None
-            return there if there and there.is_dir() else place(elsewhere)
+            return _of_the_same_run(directory, there if there and there.is_dir() else place(elsewhere))
     return directory
+
+
+def _of_the_same_run(directory: Path, elsewhere: Place) -> Place:
+    """Where this run's checkpoints are: `elsewhere`, or in what --fresh has set aside there.
+
+    Raises `ConfigError` if neither is of the run that the directory is of.
+    """
+    ours, theirs = run_id(directory), run_id(elsewhere)
+    if ours is None or theirs is None or ours == theirs:
+        return elsewhere
+    number = 1
+    while is_there(aside := elsewhere / f"aside-{number}"):
+        if run_id(aside) == ours:
+            return aside
+        number += 1
+    raise ConfigError(
+        f"{directory} is of run {printable(ours)}, and its checkpoint.dir {elsewhere} is of run {printable(theirs)} "
+        "now; name the directory where its checkpoints are"
+    )
 
 
 class RunFile(BaseModel):

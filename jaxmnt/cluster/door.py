@@ -17,7 +17,12 @@ _LONGEST_LINE = 2**14
 _ADDRESSES_TOLD, _ADDRESSES_COUNTED = 8, 1000
 _LOOK_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_GONE_ALREADY = (errno.EAGAIN, errno.ECONNABORTED, errno.EINTR, errno.EPROTO)
+_GONE_ALREADY = (
+    errno.EAGAIN, errno.ECONNABORTED, errno.EINTR, errno.EPROTO,
+    # Of the new connection's network, which Linux hands on; EPERM comes from a firewall.
+    errno.ENETDOWN, errno.ENOPROTOOPT, errno.EHOSTDOWN, errno.ENONET, errno.EHOSTUNREACH, errno.EOPNOTSUPP,
+    errno.ENETUNREACH, errno.EPERM,
+)  # fmt: skip
 
 
 @dataclass

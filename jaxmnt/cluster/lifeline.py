@@ -20,7 +20,7 @@ from jaxmnt.cluster.ending import Ending, Fate, code_for_peers
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.signs import may_tell_of_a_lost_peer
 from jaxmnt.cluster.wire import Wire
-from jaxmnt.errors import ExitCode, code_of, printable, summary
+from jaxmnt.errors import ExitCode, code_of, printable_lines, summary
 
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 3.0
@@ -205,7 +205,7 @@ class Lifeline:
             self._obey(process, message, fate, code)
 
     def _obey(self, process: int, message: dict[str, Any], fate: Fate | None, code: ExitCode) -> None:
-        kind, why = message["kind"], _shown(str(message.get("why")))
+        kind, why = message["kind"], printable_lines(str(message.get("why")))
         if kind == "bye" and process in self._wires:
             self._drop(process)
         elif kind == "failed":
@@ -303,15 +303,11 @@ def _fate_from(record: dict[str, Any]) -> Fate:
     """What process 0 says. Raises `TypeError` or `ValueError` if that makes no sense."""
     ExitCode(record["code"])
     fate = Abandoned(**record) if record["kind"] == ABANDONED else Fate(**record)
-    texts, numbers = (fate.kind, fate.why, fate.host or ""), (fate.process or 0,)
-    if not (all(type(one) is str for one in texts) and all(type(one) is int for one in numbers)):
+    texts = (fate.kind, fate.why, "" if fate.host is None else fate.host)
+    process = 0 if fate.process is None else fate.process
+    if not all(type(one) is str for one in texts) or type(process) is not int or process < 0:
         raise TypeError("no fate")
-    return replace(fate, why=_shown(fate.why))
-
-
-def _shown(why: str) -> str:
-    """Its lines, without what a terminal would obey."""
-    return "\n".join(printable(line) for line in why.splitlines())
+    return replace(fate, why=printable_lines(fate.why))
 
 
 @dataclass

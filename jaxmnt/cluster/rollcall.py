@@ -19,7 +19,7 @@ from jaxmnt.cluster.desk import LONGEST_TROUBLE, LOOK_SECONDS, Desk, Hello, Peer
 from jaxmnt.cluster.door import Door
 from jaxmnt.cluster.environment import Identity
 from jaxmnt.cluster.wire import parse
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines
 
 _LONGEST_LINE = 2**16
 _RETRY_SECONDS, _RETRY_REFUSED_SECONDS = 0.1, 1.0
@@ -197,9 +197,12 @@ class _Caller:
         connection.settimeout(LOOK_SECONDS)
         while not line.endswith(b"\n"):
             if (reason := self._wish()) is not None:
+                error = stopped(reason, self._identity)
+                # In the lifeline's words as well: process 0 may have ended the roll call just now.
+                told = {"stopping": reason, "kind": "stopped", "why": str(error)}
                 with contextlib.suppress(OSError):
-                    connection.sendall(json.dumps({"stopping": reason}).encode() + b"\n")
-                raise stopped(reason, self._identity)
+                    connection.sendall(json.dumps(told).encode() + b"\n")
+                raise error
             if time.monotonic() > deadline:
                 raise TimeoutError("no outcome in time")
             try:
@@ -217,5 +220,5 @@ class _Caller:
 def _told(code: int, text: str, *, absent: bool) -> UserError:
     """The error that process 0 has told of."""
     if absent:
-        return AbsentError(text)
-    return StoppedError(text) if code == ExitCode.STOPPED else error_of(code, text)
+        return AbsentError(printable_lines(text))
+    return StoppedError(printable_lines(text)) if code == ExitCode.STOPPED else error_of(code, text)

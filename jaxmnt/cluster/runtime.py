@@ -77,8 +77,9 @@ def joined(
         with leave.meeting():
             facts, limit = _facts(config, digest), cluster.start_timeout_seconds
             peers = rollcall.hold(identity, facts, limit, key, trouble, leave.wish)
-        lifeline = leave.lifeline = Lifeline(identity, peers, ending, silence, patience)
-        lifeline.start()
+            # Within, so that there is no moment in which a wish to stop is told to nobody.
+            lifeline = leave.lifeline = Lifeline(identity, peers, ending, silence, patience)
+            lifeline.start()
         with telling(lifeline):
             _initialize(identity, config)
             yield lifeline

@@ -1,15 +1,18 @@
 """Loading: YAML file, dotted overrides, and one message for whatever is wrong with them."""
 
+import os
 import re
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from jaxmnt.config.explain import COMMAND_LINE, explain, shortened
+from jaxmnt.config.explain import COMMAND_LINE, explain, shortened, source_of
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,12 +59,31 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         sources[key] = COMMAND_LINE
     tree.setdefault("run", None)
     tree["run"] = tree["run"] or {}
-    if isinstance(tree["run"], dict):
-        tree["run"].setdefault("dir", f"runs/{path.stem}")
+    if isinstance(tree["run"], dict) and tree["run"].setdefault("dir", f"runs/{path.stem}") in (None, ""):
+        where = source_of("run.dir", sources) or path
+        raise ConfigError(f"{where}: run.dir: is empty; name a folder, or leave it out for runs/{path.stem}")
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error, sources, str(path))) from error
+    _check_checkpoints_apart(config, source_of("checkpoint.dir", sources) or str(path))
+    return config
+
+
+def _check_checkpoints_apart(config: Config, where: str) -> None:
+    """A second place for checkpoints must not lie among those of run.dir: --fresh would move it away with its lock.
+
+    No rule of the config itself: what was trained so stays readable.
+    """
+    if not config.run.dir or not config.checkpoint.dir or "://" in config.checkpoint.dir:
+        return
+    own, given = Path(config.run.dir, "checkpoints"), Path(config.checkpoint.dir)
+    if Path(os.path.normpath(Path.cwd() / given)).is_relative_to(os.path.normpath(Path.cwd() / own)):
+        raise ConfigError(
+            f"{where}: checkpoint.dir: {printable(str(given))} is where a run in run.dir ({printable(config.run.dir)}) "
+            f"keeps its checkpoints anyway; leave checkpoint.dir out, which means {printable(str(own))}, or name a "
+            "folder elsewhere"
+        )
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
@@ -135,15 +157,33 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     try:
         node = yaml.compose(text, Loader=_Loader)
-        tree = yaml.load(text, Loader=_Loader) or {}  # noqa: S506 (a SafeLoader)
+        lines: dict[str, int] = {}
+        if node is not None:
+            _collect_lines(path, node, "", lines)  # first: it names the line of what contains itself
+        tree = _value(text, str(path)) or {}
     except _NOT_YAML as error:
         raise ConfigError(f"{path}{_what_is_not_yaml(error, text)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections such as 'train:', not a {_kind(tree)}")
-    lines: dict[str, int] = {}
-    if node is not None:
-        _collect_lines(path, node, "", lines)
     return tree, lines
+
+
+def _value(text: str, where: str) -> Any:
+    """What a YAML text says. Raises `ConfigError`, naming `where`, for aliases without an end; see `_NOT_YAML`."""
+    return _unshared(yaml.load(text, Loader=_Loader), where, count())  # noqa: S506 (a SafeLoader)
+
+
+def _unshared(value: Any, where: str, number: Iterator[int], above: tuple[Any, ...] = ()) -> Any:
+    """A copy in which what an alias stands for is its own: what is set in one place shall not change another."""
+    if next(number) > _MOST_KEYS or any(value is one for one in above):
+        raise ConfigError(
+            f"{where}: its aliases contain themselves, or stand for over {_MOST_KEYS} values; write out what is meant"
+        )
+    if isinstance(value, dict):
+        return {name: _unshared(item, where, number, (*above, value)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_unshared(item, where, number, (*above, value)) for item in value]
+    return value
 
 
 def _what_is_not_yaml(error: Exception, text: str) -> str:
@@ -187,7 +227,7 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     """Sets one `key.sub=value` in the tree and returns the dotted key."""
     dotted, _, text = override.partition("=")
     try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        value = _value(text, f"override {shortened(repr(override))}")
     except _NOT_YAML as error:
         raise ConfigError(
             f"override {shortened(repr(override))}: the value is not valid YAML; correct it, or put it in quotes"

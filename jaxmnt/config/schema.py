@@ -41,6 +41,16 @@ class Run(Section):
         "run.dir/compiled.",
     )
 
+    @model_validator(mode="after")
+    def _time_for_a_step(self) -> Self:
+        if self.max_minutes is not None and 60 * self.max_minutes <= self.stop_margin_seconds:
+            raise ValueError(
+                f"run.max_minutes: {self.max_minutes:g} are not more than run.stop_margin_seconds "
+                f"({self.stop_margin_seconds:g}), and each start would stop before its first step; raise one or lower "
+                "the other"
+            )
+        return self
+
 
 class Train(Section):
     steps: int = key(1000, "Optimizer steps of the whole run; schedules follow it.", resume="maths", ge=1)

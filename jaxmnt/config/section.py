@@ -20,7 +20,9 @@ class Section(BaseModel):
     Values are not coerced, but for a number such as 1e3, which is the integer that it is where one is wanted.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=False, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -77,7 +77,10 @@ class HuggingFace:
             self._plain, self._markup = library.Tokenizer.from_str(text), library.Tokenizer.from_str(text)
         except OSError as error:
             raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:
+            # The library raises nothing narrower, and where it panics, in Rust, not even an Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ConfigError(f"--tokenizer: {path} is no tokenizer.json: {printable(str(error)[:200])}") from error
         for tokenizer in (self._plain, self._markup):
             tokenizer.no_truncation()

@@ -1,5 +1,5 @@
 """python -m jaxmnt.launch local --processes N -- --config FILE [key=value …]
-python -m jaxmnt.launch slurm|gke --config FILE [--nodes N] [--dry-run] [key=value …]
+python -m jaxmnt.launch slurm|gke --config FILE [--nodes N] [--dry-run] [--fresh] [key=value …]
 
 Starts the processes of a run: on this machine, or on a cluster by a job script or a manifest that it prints or submits.
 """
@@ -34,17 +34,21 @@ def _local(options: argparse.Namespace, train_arguments: list[str]) -> int:
 
 def _on_cluster(options: argparse.Namespace) -> int:
     from jaxmnt.launch import gke, slurm
-    from jaxmnt.launch.job import cost, job
+    from jaxmnt.launch.job import cost, cost_per_hour, job
 
     cluster = slurm if options.where == "slurm" else gke
     nodes = [] if options.nodes is None else [f"launch.nodes={options.nodes}"]
-    wanted = job(Path(options.config), [*options.overrides, *nodes], options.sweep)
+    said = {"--accept-changes": options.accept_changes, "--fresh": options.fresh}
+    flags = [flag for flag, given in said.items() if given]
+    wanted = job(Path(options.config), [*options.overrides, *nodes], options.sweep, flags)
     if options.dry_run:
         print(cluster.render(wanted), end="")
         return ExitCode.FINISHED
     print(cluster.submit(wanted))
-    if (estimate := cost(wanted)) is not None:
+    if cluster is slurm and (estimate := cost(wanted)) is not None:
         print(f"cost    up to {estimate:,.0f} by its time limit")
+    elif cluster is gke and (estimate := cost_per_hour(wanted)) is not None:
+        print(f"cost    {estimate:,.2f} an hour, without a time limit")
     return ExitCode.FINISHED
 
 
@@ -96,6 +100,12 @@ def _add_cluster(where: "argparse._SubParsersAction[Parser]", name: str, text: s
         "--sweep", action="append", default=[], metavar="key=VALUE,VALUE",
         help="a job array with a run for each value, or combination of values",
     )  # fmt: skip
+    cluster.add_argument(
+        "--accept-changes", action="store_true", help="go on with a run although the config alters its maths"
+    )
+    cluster.add_argument(
+        "--fresh", action="store_true", help="set the run in run.dir aside, and begin another there; once for the job"
+    )
     cluster.add_settings()
     return cluster
 

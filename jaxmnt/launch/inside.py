@@ -14,7 +14,7 @@ from jaxmnt.cluster.signs import tells_of_a_broken_device
 from jaxmnt.commands import HERE, Parser
 from jaxmnt.errors import ExitCode, run_command
 from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, waited_in_vain
-from jaxmnt.launch.restarts import last_commit
+from jaxmnt.telemetry.events import last_commit
 
 _TRIES, _MOST_FAILURES = 3, 12
 """Starts of a job in a row that may fail without a new checkpoint: without a node to blame, and in all."""
@@ -72,13 +72,15 @@ def after(
 
 def _after_a_stop(events: list[dict[str, Any]], newest: int) -> tuple[str, str]:
     """The same, when the start has left with what it had. Every process notes that, but why only those know that were
-    asked; process 0's word counts first. Where nobody could note it, 75 alone says: run me again."""
+    asked; process 0's word counts first. Of train.stop_after there is only the end, since nobody asked. Where nobody
+    could note anything, 75 alone says: run me again."""
+    unfinished = [event for event in events if event["kind"] == "end" and not event["finished"]]
     stops = [event for event in events if event["kind"] in ("preempted", ABANDONED)]
     asked = [event for event in stops if event.get("asked_by")]
     stopped_by = min(asked, key=lambda event: int(event["process"]))["asked_by"] if asked else None
     if stopped_by in _ASKED_BY_SLURM:
         return "requeue", f"{stopped_by}: saved at step {newest}"
-    if not stops:
+    if not stops and not unfinished:
         return "requeue", f"stopped, and could not note why: saved at step {newest}"
     return "end", f"stopped by {stopped_by or 'train.stop_after'}"
 

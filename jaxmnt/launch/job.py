@@ -1,7 +1,9 @@
 """What is asked of a cluster: a config, on so many nodes."""
 
 import hashlib
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch.fit import check_batch
 from jaxmnt.launch.rendered import check_rendered
+
+_ONE_FOR_ALL = ("launch", "slurm", "gke")
+"""Sections that say what the job is, of which there is one script."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,9 @@ class Job:
     overrides: list[str]
     """Settings over the file's, for every process."""
     sweep: list[list[str]]
-    """More settings for each task of a job array; empty for a single job."""
+    """More settings for each task of a job array, with a checkpoint.dir of its own; empty for a single job."""
+    flags: list[str] = field(default_factory=list)
+    """Of jaxmnt.train, such as --fresh."""
 
     @property
     def run_dir(self) -> Path:
@@ -47,17 +54,21 @@ class Job:
         self.frozen_file.write_bytes(self.config_file.read_bytes())
 
 
-def job(config_file: Path, overrides: list[str], sweep: list[str]) -> Job:
+def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequence[str] = ()) -> Job:
     """Raises `ConfigError` for a config that does not fit the nodes, also with the settings of a sweep, and for texts
     that a script or manifest must not hold."""
     points = _points(sweep)
     config = load_config(config_file, overrides)
-    for point in points or [[]]:
+    for number, point in enumerate(points or [[]]):
         tried = load_config(config_file, [*overrides, *point])
+        if points and tried.checkpoint.dir:
+            # One place for all would hold one run, and the second task would find it finished.
+            own = f"{tried.checkpoint.dir.rstrip('/')}/{number}"
+            point.append(f"checkpoint.dir={json.dumps(own, ensure_ascii=False)}")
         devices = tried.launch.nodes * max(1, tried.launch.gpus_per_node)
         check_batch(tried, devices)
         check_rendered(tried.model_dump())
-    wanted = Job(config, config_file.absolute(), overrides, points)
+    wanted = Job(config, config_file.absolute(), overrides, points, list(flags))
     places = {"run.dir": wanted.run_dir, "--config": wanted.config_file, "this folder": Path.cwd()}
     check_rendered(places | {"overrides": overrides, "--sweep": points})
     return wanted
@@ -70,6 +81,10 @@ def _points(sweep: list[str]) -> list[list[str]]:
         name, equals, values = text.partition("=")
         if not equals or not name or not all(values.split(",")):
             raise ConfigError(f"--sweep: {text!r} is not key=VALUE,VALUE; correct it")
+        if name.partition(".")[0] in _ONE_FOR_ALL:
+            raise ConfigError(f"--sweep: {name} is one for all tasks of a job; give it as {name}=VALUE")
+        if name == "run.dir":
+            raise ConfigError("--sweep: run.dir is one already for each task, by its number; leave it out")
         choices.append([f"{name}={value}" for value in values.split(",")])
     return [list(point) for point in product(*choices)] if choices else []
 
@@ -81,3 +96,10 @@ def cost(wanted: Job) -> float | None:
         return None
     gpus = (launch.nodes + launch.spare_nodes) * launch.gpus_per_node * max(1, len(wanted.sweep))
     return gpus * launch.hours * launch.cost_per_gpu_hour
+
+
+def cost_per_hour(wanted: Job) -> float | None:
+    """Of all GPUs of a JobSet, which has no time limit and no spare nodes; None if their price is not known."""
+    launch = wanted.config.launch
+    price = launch.cost_per_gpu_hour
+    return None if price is None else launch.nodes * launch.gpus_per_node * price

@@ -22,9 +22,10 @@ from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark
 from jaxmnt.launch.ledger import events_since, waited_in_vain
-from jaxmnt.launch.restarts import Restarts, last_commit
+from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
 from jaxmnt.runtime.stop import ASKING, WARNING, Handler
+from jaxmnt.telemetry.events import last_commit
 
 _GRACE_SECONDS = 10.0
 """How long the others may take to end by themselves after one has failed."""

@@ -9,7 +9,7 @@ from jaxmnt.cluster.authentication import RUN_KEY
 from jaxmnt.cluster.launchers import DEFAULT_PORT
 from jaxmnt.launch.job import Job
 from jaxmnt.launch.manifest import Manifest
-from jaxmnt.launch.settings import checked, environment, filled
+from jaxmnt.launch.settings import checked, environment, filled, key_needed
 
 CONTAINER = "train"
 CONFIG_FOLDER, CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
@@ -108,8 +108,8 @@ def _container(wanted: Job, coordinator: str, config_name: str) -> Manifest:
 def _script(wanted: Job) -> str:
     launch = wanted.config.launch
     template = files("jaxmnt.launch").joinpath("templates/pod.sh").read_text(encoding="utf-8")
-    command = [launch.python, "-m", "jaxmnt.train", "--config", f"{CONFIG_FOLDER}/{CONFIG_FILE}"]
-    setup = "\n".join(f"    {line}" for line in checked(launch.setup) or [":"])
+    command = [launch.python, "-m", "jaxmnt.train", "--config", f"{CONFIG_FOLDER}/{CONFIG_FILE}", *wanted.flags]
+    setup = "\n".join(f"    {line}" for line in [*checked(launch.setup), *key_needed(wanted.flags)] or [":"])
     return filled(template, setup=setup, command=shlex.join(command))
 
 

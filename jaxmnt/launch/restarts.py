@@ -2,12 +2,10 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.launch.fit import check_batch
-from jaxmnt.telemetry.events import event_file, read_lines
 
 _TRIES = 3
 """Starts in a row that may fail without a new checkpoint."""
@@ -37,7 +35,8 @@ class Restarts:
         self._newest: int | None = None
 
     def after(self, code: int, processes: int, newest: int, *, waited: bool = False) -> Verdict:
-        """`newest` is the step of the newest checkpoint of the run, 0 if it has none.
+        """`newest` is the step of the checkpoint that the run wrote last, 0 if it has none. It may be lower than
+        before: a run that fell back from a damaged checkpoint has gained those that it wrote since.
 
         `waited` is a start that came to nothing because a process never appeared: neither a failure nor a restart.
         """
@@ -46,7 +45,7 @@ class Restarts:
         if waited:
             self._waits += 1
             return self._again("a process did not appear: started again", processes, newest, self._waits)
-        gained = self._newest is None or newest > self._newest
+        gained = self._newest is None or newest != self._newest
         self._newest, self._waits = newest, 0
         self._in_vain = 1 if gained else self._in_vain + 1
         if self._in_vain >= _TRIES:
@@ -63,15 +62,6 @@ class Restarts:
         chosen = fewer[-1] if times > 1 and fewer else processes
         how = f" with {chosen} processes instead of {processes}" if chosen != processes else ""
         return Verdict(chosen, wait, f"{what} in {wait:g} s{how}, from the checkpoint of step {newest}")
-
-
-def last_commit(run_dir: Path) -> int:
-    """The step of the newest checkpoint that the run's events tell of; 0 if there is none."""
-    events = read_lines(event_file(run_dir, 0))
-    return max((event["step"] for event in events if event["kind"] == _COMMIT), default=0)
-
-
-_COMMIT = "checkpoint_commit"
 
 
 def fitting_counts(elastic: str | None, processes: int, devices: int | None, config: Config) -> list[int]:

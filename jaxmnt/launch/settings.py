@@ -3,7 +3,9 @@
 import re
 import shlex
 
+from jaxmnt.cluster.authentication import RUN_KEY
 from jaxmnt.config.schema import Config
+from jaxmnt.errors import ExitCode
 
 _GPU_HOSTS = {
     # Collectives and products overlap, pipelined over layers: XLA's own bundle of flags for that.
@@ -18,6 +20,18 @@ _GPU_HOSTS = {
 def checked(setup: list[str]) -> list[str]:
     """Lines of the shell that end it when one of the given ones fails."""
     return [f"eval {shlex.quote(line)} || exit 1" for line in setup]
+
+
+def key_needed(flags: list[str]) -> list[str]:
+    """Lines of the shell that end it where --fresh would begin the run anew at each restart: only by the key of the
+    run, which is one for all its restarts there, does a process know that it is done (runtime/fresh.py)."""
+    if "--fresh" not in flags:
+        return []
+    text = (
+        f"jaxmnt: --fresh: there is no {RUN_KEY} here, by which a restart knows that the run was begun anew; "
+        "hand it to the processes (docs/cluster.md), or launch without --fresh"
+    )
+    return [f'[ -n "${RUN_KEY}" ] || {{ echo {shlex.quote(text)} >&2; exit {int(ExitCode.CONFIG)}; }}']
 
 
 def filled(template: str, **values: str) -> str:

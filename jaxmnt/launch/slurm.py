@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.launch.job import Job
-from jaxmnt.launch.settings import checked, environment, filled
+from jaxmnt.launch.settings import checked, environment, filled, key_needed
 
 _REQUEUES = 1000
 _AFTER_THE_ROLL_CALL_SECONDS = 60
@@ -22,7 +22,7 @@ def render(wanted: Job) -> str:
     config, launch = wanted.config, wanted.config.launch
     template = files("jaxmnt.launch").joinpath("templates/slurm.sh").read_text(encoding="utf-8")
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(config).items()]
-    setup = [*checked(launch.setup), *lines] or [":"]
+    setup = [*checked(launch.setup), *lines, *key_needed(wanted.flags)] or [":"]
     srun = "".join(f" {shlex.quote(option)}" for option in config.slurm.srun_options)
     wait_seconds = round(wanted.start_timeout_seconds(config.cluster.start_timeout_seconds))
     waits = [f"cluster.start_timeout_seconds={wait_seconds}"] if launch.wait_minutes is not None else []
@@ -33,7 +33,7 @@ def render(wanted: Job) -> str:
         run_dir=shlex.quote(str(wanted.run_dir)),
         frozen=shlex.quote(str(wanted.frozen_file)),
         config=shlex.quote(str(wanted.config_file)),
-        arguments=shlex.join([*wanted.overrides, *waits, f"run.dir={wanted.run_dir}"]),
+        arguments=shlex.join([*wanted.flags, *wanted.overrides, *waits, f"run.dir={wanted.run_dir}"]),
         container=shlex.join(_container(wanted)),
         sweep=_sweep(wanted),
         setup="\n".join(f"    {line}" for line in setup),

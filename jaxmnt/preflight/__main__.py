@@ -15,6 +15,7 @@ from jaxmnt.commands import CHECKS, Parser
 from jaxmnt.config import Config, load_config
 from jaxmnt.config.schema import Cluster
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report, run_command
+from jaxmnt.output import checked
 from jaxmnt.preflight.rows import Row, Verdict, failed, failures, table, to_json
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
             raise
         return _concluded(rows, identity, as_json=options.json)
 
-    return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
+    return ending.leave(checked(report(run, debug=options.debug, where=identity.label)), at_once=not identity.alone)
 
 
 def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options: argparse.Namespace) -> list[Row]:

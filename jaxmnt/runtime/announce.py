@@ -144,4 +144,4 @@ def end(
     if step == config.train.stop_after and step < config.train.steps:
         status.line("to go on, raise train.stop_after or leave it out")
     elif step < config.train.steps:
-        status.line("run the same command again to go on")
+        status.line(f"run the same command again{' without --fresh' if start.fresh else ''} to go on")

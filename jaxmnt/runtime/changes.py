@@ -40,12 +40,8 @@ def refusal(config: Config, data: Sources, checkpoint: Committed, different: lis
         )
     if words := skip_refusal(config, checkpoint):
         return words
-    stop = config.train.stop_after
-    if stop is not None and stop <= checkpoint.step < config.train.steps:
-        return (
-            f"train.stop_after: {stop} is not past step {checkpoint.step}, where {config.run.dir} stands; "
-            "raise it or leave it out"
-        )
+    if checkpoint.step < config.train.steps and (words := stop_refusal(config, checkpoint, str(config.run.dir))):
+        return words
     if checkpoint.step > config.train.steps:
         return (
             f"train.steps: {config.train.steps} is less than step {checkpoint.step}, where {config.run.dir} stands; "
@@ -98,6 +94,16 @@ def note_accepted(places: Sequence[Place], config: Config, asked: list[Change]) 
     now |= {change.key: change.now for change in asked}
     for where in places if now != before else []:
         publish(where / ACCEPTED, json.dumps(now, indent=1) + "\n")
+
+
+def stop_refusal(config: Config, checkpoint: Committed, where: str) -> str | None:
+    """Why `train.stop_after` leaves nothing to do after this checkpoint, at which `where` stands, or None."""
+    stop = config.train.stop_after
+    if stop is None or stop > checkpoint.step:
+        return None
+    return (
+        f"train.stop_after: {stop} is not past step {checkpoint.step}, where {where} stands; raise it or leave it out"
+    )
 
 
 def skip_refusal(config: Config, checkpoint: Committed) -> str | None:

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from jaxmnt.checkpoint.source import RUN_FILE
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.storage import Place, create, read, remove_if
+from jaxmnt.storage import Place, create, is_there, read, remove_if
 
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 20.0
@@ -44,6 +45,8 @@ class RunLock:
         self._lost = False
         self._holder: str | None = None
         """Who has it instead, once it is lost."""
+        self._away = False
+        """Whether the last look found nothing at all."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._give_signs, name="run lock", daemon=True)
 
@@ -84,6 +87,8 @@ class RunLock:
         if self._held:
             self._look()
         self.check()
+        if self._away:
+            raise UserError(f"{self._directory} has nothing of this run for the moment: is it mounted?")
 
     def _look(self) -> None:
         """Notes if the lock is not this job's any more. One that is gone was another job's last."""
@@ -91,7 +96,9 @@ class RunLock:
         if found is None:
             time.sleep(_LOOK_SECONDS)
             found = _read(self._path)
-        if found != self._me:
+        # A place that has nothing of the run is not mounted for the moment: that says nothing about the lock.
+        self._away = found is None and not is_there(self._directory / RUN_FILE)
+        if found != self._me and not self._away:
             self._holder, self._lost = found, True
 
     def __enter__(self) -> Self:
@@ -153,6 +160,8 @@ class RunLock:
                 self._look()
                 if self._lost:
                     return
+                if self._away:
+                    continue
                 self._beat.write_text(f"{secrets.token_hex(4)} {number}", encoding="utf-8")
 
 

@@ -31,11 +31,13 @@ from jaxmnt.runtime.changes import (
     read_accepted,
     refusal,
     skip_refusal,
+    stop_refusal,
     to_be_accepted,
 )
 from jaxmnt.runtime.lock import RunLock
 from jaxmnt.runtime.trained import has_trained, nothing_wrong_with_the_config
 from jaxmnt.storage import Place, is_link, place, publish, read
+from jaxmnt.telemetry.events import last_commit
 
 _SECONDS = 1800.0
 """How long processes wait for what process 0 finds: it may look at many files, and at another job's signs of life."""
@@ -69,6 +71,8 @@ class Start:
     """Lines for people: what was taken over or set aside."""
     damaged: list[str] = field(default_factory=list)
     """Of these, what tells of checkpoints that are not used."""
+    fresh: bool = False
+    """Whether --fresh was said: the same command would begin anew once more."""
 
     @property
     def step(self) -> int:
@@ -124,12 +128,13 @@ def open_run(
             where.mkdir(parents=True, exist_ok=True)
         remarks = [remark for lock in locks if (remark := lock.acquire(tell))]
         if begin_anew:
+            _refuse_to_set_aside(config, _begin(config, data, directory, None))
             remarks += fresh.set_aside(places(config))
         elif say.fresh:
             remarks.append("--fresh was done at an earlier start of this job, which goes on now")
         return _decide(config, data, directory, remarks, replace(say, fresh=begin_anew))
 
-    return _decided("start", decide, config, identity)
+    return replace(_decided("start", decide, config, identity), fresh=say.fresh)
 
 
 def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources, identity: Identity) -> Start:
@@ -246,6 +251,8 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], 
             "this run aside, or choose other directories"
         )
     else:
+        if known is not None:
+            _refuse_to_lose(root, directory)
         start = _begin(config, data, directory, known)
     for where in places(config):
         if not (where / RUN_FILE).exists():
@@ -303,6 +310,29 @@ def _refuse_to_go_back(root: Place, step: int) -> None:
         )
 
 
+def _refuse_to_lose(root: Place, directory: Path) -> None:
+    """Raises `UserError` if checkpoints were there once: whoever begins at step 0 then, loses what has been trained."""
+    step = last_commit(directory)
+    if step:
+        raise UserError(
+            f"run.dir: {root} has no checkpoint, and this run committed one of step {step} there; if they are away for "
+            "the moment, as with a mount, try again; to begin at step 0 say --fresh, which sets all of this run aside"
+        )
+
+
+def _refuse_to_set_aside(config: Config, begun: Start) -> None:
+    """Raises `ConfigError` if the run that --fresh would begin starts from a checkpoint that it would set aside."""
+    source = begun.checkpoint
+    if source is None:
+        return
+    for where in places(config):
+        if _same(source.path.parent, where / FOLDER):
+            raise ConfigError(
+                f"run.{begun.kind}_from: {source.path} is of the run that --fresh sets aside; give another run.dir "
+                "instead of --fresh"
+            )
+
+
 def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None) -> Start:
     """A run that has no checkpoint of its own yet."""
     run = secrets.token_hex(6) if known is None else known.run
@@ -318,6 +348,8 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
         raise ConfigError(
             f"train.steps: {config.train.steps} leaves nothing to do after step {manifest.step} of {key}; raise it"
         )
+    if words := stop_refusal(config, checkpoint, key):
+        raise ConfigError(words)
     parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
     earlier = config_of(checkpoint)
     same_rows = manifest.data == data.digests and numbering(earlier) == numbering(config)

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxmnt import early_signals
 from jaxmnt.cluster.variables import number_of
+from jaxmnt.errors import remark
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -90,7 +91,10 @@ class StopRequest:
         would stop as well."""
         self._over = True
         if self._file is not None and self.reason == FILE:
-            self._file.unlink(missing_ok=True)
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:
+                remark(f"note: {self._file} cannot be removed: {error.strerror}; the next start will stop at once")
 
     def __enter__(self) -> "StopRequest":
         ear, bell = socket.socketpair()
@@ -98,9 +102,10 @@ class StopRequest:
         ear.settimeout(_LOOK_SECONDS)
         self._ear, self._bell = ear, bell
         self._scope.callback(early_signals.release)
-        self._scope.enter_context(on_stop_signals(lambda *_: None))
+        # First, so that there is no moment in which a signal is neither remembered nor heard.
         before = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         self._scope.callback(signal.set_wakeup_fd, before)
+        self._scope.enter_context(on_stop_signals(lambda *_: None))
         bell.send(bytes(early_signals.taken()))
         self._thread.start()
         return self
@@ -125,6 +130,8 @@ class StopRequest:
                     self._look()
 
     def _hear(self, number: int) -> None:
+        if self._over:
+            return
         if number == WARNING:
             self._want(signal.Signals(number).name)
         elif number in ASKING:
@@ -132,7 +139,7 @@ class StopRequest:
             now = time.monotonic()
             if self._asked is None:
                 self._asked = now
-            elif now - self._asked > _SAME_SECONDS and not self._over:
+            elif now - self._asked > _SAME_SECONDS:
                 self._at_once(f"stopped at once by a second signal, {name}")
             self._want(name)
 
@@ -155,8 +162,7 @@ class StopRequest:
             with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us from saving
                 print(f"\n{reason}: {what}", file=sys.stderr, flush=True)
             if early is not None:
-                with contextlib.suppress(OSError):  # a STOP that stays stops the next start as well, which says so
-                    self.obeyed()
+                self.obeyed()
                 early(reason)
 
 

@@ -9,9 +9,8 @@ from jaxmnt.checkpoint.source import FOLDER
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
 from jaxmnt.storage import place
-
-_TRAINED = '"kind": "started"'
-"""What an event says of a start that has taken a step. No text in a line of JSON can look like this."""
+from jaxmnt.telemetry.events import event_file
+from jaxmnt.telemetry.records import records
 
 
 def has_trained(config: Config) -> bool:
@@ -21,8 +20,8 @@ def has_trained(config: Config) -> bool:
         with suppress(OSError):
             if step_directories(where / FOLDER):
                 return True
-    with suppress(OSError), (directory / "events" / "0.jsonl").open(encoding="utf-8", errors="replace") as lines:
-        return any(_TRAINED in line for line in lines)
+    with suppress(OSError):
+        return any(event["kind"] == "started" for event in records(event_file(directory, 0)))
     return False
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.cluster.abandoned import ABANDONED
-from jaxmnt.telemetry.records import read_lines
+from jaxmnt.telemetry.records import read_lines, records
 from jaxmnt.telemetry.writer import LineWriter
 
 
@@ -57,6 +57,13 @@ def event_files(run_dir: Path) -> list[Path]:
     """Those of all processes that there are, in the order of their names. Copies that people have made are none."""
     paths = (run_dir / "events").glob("*.jsonl")
     return sorted(path for path in paths if re.fullmatch("[0-9]+", path.stem))
+
+
+def last_commit(run_dir: Path) -> int:
+    """The step of the checkpoint that was written last; 0 if the events tell of none. A later step may have been
+    written before it, and have been damaged."""
+    steps = [int(event["step"]) for event in records(event_file(run_dir, 0)) if event["kind"] == "checkpoint_commit"]
+    return steps[-1] if steps else 0
 
 
 def history(path: Path) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Token arrays: a document ends with its end token, or after a block; without such a token a file is a document."""
+"""Token arrays: a document ends with its end token, or where a block ends; without such a token a file is one."""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from jaxmnt.data.preparation.inputs import Input, Piece, open_tokens
 from jaxmnt.errors import ConfigError
 
 TOKEN_BLOCK = 2**20
-"""An array in which no document ends within so many tokens is cut there."""
+"""Arrays are cut at every multiple of so many tokens, so that no document is held that is longer. A short document that
+lies across such a place is cut in two as well."""
 
 
 def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:

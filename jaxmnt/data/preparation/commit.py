@@ -29,6 +29,8 @@ class Summary:
     replaced: int = 0
     long: int = 0
     split: int = 0
+    broken: int = 0
+    """Of those skipped, the ones whose beginning is in the data."""
     remarks: list[str] = field(default_factory=list)
     """What was wrong with the first records that were skipped."""
     binary_names: list[str] = field(default_factory=list)
@@ -66,9 +68,9 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
     _note_arrays(summary, job, records)
     publish(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
-    counts = np.sum(
-        [read_array(counts_path(job.work, part.number), len(SPLITS), job.vocab_size) for part in parts], axis=0
-    )
+    counts = np.zeros((len(SPLITS), job.vocab_size), np.int64)
+    for part in parts:  # one at a time: there may be many, each as large as the vocabulary
+        counts += read_array(counts_path(job.work, part.number), *counts.shape)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -106,8 +108,8 @@ def _summary(records: list[dict[str, Any]], splits: dict[str, Any]) -> Summary:
         {split: entry["tokens"] for split, entry in splits.items()},
     )
     for record in records:
-        for name in ("skipped", "empty", "binary", "replaced", "long", "split"):
-            setattr(summary, name, getattr(summary, name) + record[name])
+        for name in ("skipped", "empty", "binary", "replaced", "long", "split", "broken"):
+            setattr(summary, name, getattr(summary, name) + record.get(name, 0))
         summary.remarks += record["remarks"]
         summary.binary_names += record["binary_names"]
     return summary

@@ -77,6 +77,8 @@ class Report:
     """Documents left out because they are too long."""
     split: int = 0
     """Documents that were split because they are too long."""
+    broken: int = 0
+    """Bad records that were found out while they were split, when their beginning was given already."""
     lengths: Counter[int] = field(default_factory=Counter)
     """How many documents of token arrays have so many tokens."""
     binary: list[str] = field(default_factory=list)

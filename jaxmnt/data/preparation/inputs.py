@@ -150,11 +150,11 @@ def unreadable(error: OSError) -> NoReturn:
 def open_tokens(file: Input, dtype: str) -> np.ndarray:
     """The token array of a .npy or raw .bin file, memory-mapped; one-dimensional integers."""
     try:
-        if file.path.suffix == ".npy":
+        if file.path.suffix.lower() == ".npy":
             array: np.ndarray = np.lib.format.open_memmap(file.path, mode="r")
         else:
             array = np.memmap(file.path, np.dtype(dtype), "r") if file.size else np.zeros(0, dtype)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # on a damaged header NumPy raises what it likes
         raise ConfigError(f"--input: {file.shown} is no token array: {printable(str(error)[:200])}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(

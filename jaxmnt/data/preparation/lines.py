@@ -8,7 +8,7 @@ from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, 
 from jaxmnt.data.preparation.inputs import Input, Piece
 from jaxmnt.data.preparation.linewise import Lines
 from jaxmnt.data.preparation.long_text import text_in_pieces
-from jaxmnt.data.preparation.record import documents_of, documents_of_pieces, leave_out_long
+from jaxmnt.data.preparation.record import documents_of, documents_of_pieces, leave_out_long, replacing
 from jaxmnt.errors import ConfigError, printable
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -42,7 +42,8 @@ def _documents(
             line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 and piece.start == 0 else line
             yield from _line(line, number, piece.file, name, reading, report)
         elif reading.long_documents == "split" and not reading.chat:
-            pieces = text_in_pieces(line, reading.text_field, reading.max_document)
+            odd = replacing(reading, report)
+            pieces = text_in_pieces(line, reading.text_field, reading.max_document, odd)
             yield from documents_of_pieces(pieces, number, piece.file, name, report)
         else:
             leave_out_long(name(number), reading, report)

@@ -5,7 +5,7 @@ Of the fields beside the text no more is looked at than is needed to find their 
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxmnt.data.preparation.document import BadRecordError
 from jaxmnt.errors import printable
@@ -31,10 +31,18 @@ _UNITS = re.compile(
 )
 """What can be decoded by itself: whole characters and whole escapes."""
 
+_HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_REPLACEMENT = "\ufffd".encode()
 
-def text_in_pieces(line: Iterator[bytes], field: str, size: int) -> Iterator[str]:
-    """The text of this field, in pieces of about `size` bytes of the line. Raises `BadRecordError`."""
-    scanner = _Scanner(_small(line, max(_LONGEST_UNIT, min(size, _HELD))))
+
+def text_in_pieces(
+    line: Iterator[bytes], field: str, size: int, on_odd: Callable[[], None] | None = None
+) -> Iterator[str]:
+    """The text of this field, in pieces of about `size` bytes of the line. Raises `BadRecordError`.
+
+    With `on_odd` what is not UTF-8, and halves of characters, are replaced, and it is called for each.
+    """
+    scanner = _Scanner(_small(line, max(_LONGEST_UNIT, min(size, _HELD))), on_odd)
     scanner.expect(b"{")
     while True:
         key = scanner.key()
@@ -52,7 +60,7 @@ def text_in_pieces(line: Iterator[bytes], field: str, size: int) -> Iterator[str
         if taken and taken + len(raw) > size:  # a stretch is no longer than what was read, and the rest of a unit
             yield "".join(gathered)
             gathered, taken = [], 0
-        gathered.append(_decoded(raw))
+        gathered.append(_decoded(raw, on_odd))
         taken += len(raw)
     if taken:
         yield "".join(gathered)
@@ -71,9 +79,16 @@ def _small(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
             yield piece[start : start + size]
 
 
-def _decoded(raw: bytes) -> str:
+def _decoded(raw: bytes, on_odd: Callable[[], None] | None) -> str:
     try:
-        return str(json.loads(f'"{raw.decode("utf-8")}"'))
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:  # of the right bytes for a character, but of none that there is
+            if on_odd is None:
+                raise
+            on_odd()
+            text = raw.decode("utf-8", errors="replace")
+        return str(json.loads(f'"{text}"'))
     except ValueError as error:
         raise BadRecordError(f"not valid JSON: {error}") from error
 
@@ -81,8 +96,8 @@ def _decoded(raw: bytes) -> str:
 class _Scanner:
     """Goes through the bytes of a record, of which it holds no more than a piece."""
 
-    def __init__(self, pieces: Iterator[bytes]):
-        self._pieces = pieces
+    def __init__(self, pieces: Iterator[bytes], on_odd: Callable[[], None] | None):
+        self._pieces, self._on_odd = pieces, on_odd
         self._buffer = next(pieces, b"").removeprefix(_BYTE_ORDER_MARK)
         self._place = 0
 
@@ -112,7 +127,7 @@ class _Scanner:
             raw += piece
             if len(raw) > _LONGEST_KEY:
                 raise BadRecordError("the name of a field is too long")
-        return _decoded(raw)
+        return _decoded(raw, self._on_odd)
 
     def string(self) -> Iterator[bytes]:
         """What stands before the closing quote, in stretches that can be decoded by themselves."""
@@ -126,7 +141,25 @@ class _Scanner:
                 self._place += 1
                 return
             if len(self._buffer) - self._place >= _LONGEST_UNIT or not self._read():
-                raise BadRecordError("not valid JSON or UTF-8, or half of a character, in a text that is to be split")
+                length = self._length_of_odd()
+                if not length or self._on_odd is None:
+                    raise BadRecordError(
+                        "not valid JSON or UTF-8, or half of a character, in a text that is to be split"
+                    )
+                self._on_odd()
+                self._place += length
+                yield _REPLACEMENT
+
+    def _length_of_odd(self) -> int:
+        """The length of the half of a character, or of what is not UTF-8, that stands here; 0 if it is neither."""
+        rest = self._buffer[self._place : self._place + _LONGEST_UNIT]
+        if half := _HALF.match(rest):
+            return half.end()
+        try:
+            rest.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return 0 if error.start else error.end  # as much as the decoder replaces by one character
+        return 0
 
     def skip(self) -> None:
         """Goes behind a value."""

@@ -1,13 +1,13 @@
 """Parquet files: a row is a document."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmnt.data.preparation.chat import CHAT_FIELDS, KNOWN, what_it_holds
 from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
 from jaxmnt.data.preparation.parquet_pages import largest_page
-from jaxmnt.data.preparation.record import documents_of, documents_of_pieces, leave_out_long, names_of
+from jaxmnt.data.preparation.record import documents_of, documents_of_pieces, leave_out_long, names_of, replacing
 from jaxmnt.data.preparation.text import whole_characters
 from jaxmnt.errors import ConfigError, printable
 
@@ -28,9 +28,11 @@ def open_parquet(file: Input) -> Any:
         ) from error
     try:
         # Without these a whole column of a row group would be held at a time.
-        return parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)
-    except (ArrowException, OSError) as error:
+        opened = parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)
+        _ = opened.schema_arrow.names  # are decoded only now
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise _damaged(file, error) from error
+    return opened
 
 
 def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
@@ -41,7 +43,7 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
     before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
     rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
     name = lambda row: f"{file.shown}: row {before + row}"
-    wanted = _columns(file, parquet.schema_arrow.names, reading)
+    wanted = _columns(file, parquet.schema_arrow, reading)
     if reading.long_documents == "error":
         _check_pages(file, parquet.metadata, groups, wanted, reading)
     number, share = 0, file.size // max(1, parquet.metadata.num_rows)
@@ -50,12 +52,12 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
             for record, size in _records_of(batch, reading):
                 number += 1
                 report.advance(share)
-                if isinstance(record, UnicodeDecodeError):
-                    report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8: {record.reason}"))
+                if isinstance(record, BadRecordError):
+                    report.on_bad(BadRecordError(f"{name(number)}: {record}"))
                 elif size <= reading.max_document:
                     yield from documents_of(record, number, piece.file, name, reading, report)
                 elif reading.long_documents == "split" and not reading.chat:
-                    pieces = _pieces(record[reading.text_field], reading)
+                    pieces = _pieces(record[reading.text_field], reading, replacing(reading, report))
                     yield from documents_of_pieces(pieces, number, piece.file, name, report)
                 else:
                     leave_out_long(name(number), reading, report)
@@ -64,10 +66,17 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
     report.records[piece.file] = rows
 
 
-def _columns(file: Input, known: list[str], reading: Reading) -> list[str]:
-    """The columns to read. Raises `ConfigError` if they are not there."""
+def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
+    """The columns to read. Raises `ConfigError` if they are not there, or hold no text where that is wanted."""
+    known = schema.names
     wanted = [name for name in CHAT_FIELDS if name in known] if reading.chat else [reading.text_field]
     if wanted and set(wanted) <= set(known):
+        kind = None if reading.chat else schema.types[known.index(reading.text_field)]
+        if kind is not None and not _is_text(kind):
+            raise ConfigError(
+                f"--input: {file.shown}: its column {printable(reading.text_field)} holds {printable(str(kind)[:80])}, "
+                "which is no text; --text-field names another"
+            )
         return wanted
     lacking = KNOWN if reading.chat else printable(reading.text_field)
     advice = "" if reading.chat else what_it_holds(known)
@@ -84,9 +93,10 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str
             row_group = metadata.row_group(group)
             columns = [row_group.column(number) for number in range(row_group.num_columns)] if group in groups else []
             for column in columns:
-                if column.path_in_schema.split(".")[0] not in wanted or column.total_uncompressed_size <= limit:
-                    continue
                 try:
+                    field = column.path_in_schema.split(".")[0]
+                    if field not in wanted or column.total_uncompressed_size <= limit:
+                        continue
                     size = largest_page(stream, column)
                 except ValueError as error:
                     raise _damaged(file, error) from error
@@ -99,7 +109,7 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str
             first += row_group.num_rows
 
 
-def _pieces(text: bytes, reading: Reading) -> Iterator[str]:
+def _pieces(text: bytes, reading: Reading, on_odd: Callable[[], None] | None) -> Iterator[str]:
     """A long text in pieces that can be held, each of whole characters."""
     start = 0
     while start < len(text):
@@ -107,9 +117,13 @@ def _pieces(text: bytes, reading: Reading) -> Iterator[str]:
         piece = piece[: whole_characters(piece) or None] if start + len(piece) < len(text) else piece
         start += len(piece)
         try:
-            yield piece.decode("utf-8", errors="replace" if reading.replace_invalid else "strict")
+            decoded = piece.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BadRecordError(f"not valid UTF-8 near byte {start} of {printable(reading.text_field)}") from error
+            if on_odd is None:
+                raise BadRecordError(f"not valid UTF-8 near byte {start} of {printable(reading.text_field)}") from error
+            on_odd()
+            decoded = piece.decode("utf-8", errors="replace")
+        yield decoded
 
 
 def _damaged(file: Input, error: Exception) -> ConfigError:
@@ -121,8 +135,6 @@ def _records_of(batch: Any, reading: Reading) -> Iterator[tuple[Any, int]]:
 
     Text by itself is taken as bytes, because Parquet files are not checked for being UTF-8.
     """
-    import pyarrow
-
     if reading.chat:
         for row in range(len(batch)):
             record = batch.slice(row, 1)
@@ -132,13 +144,38 @@ def _records_of(batch: Any, reading: Reading) -> Iterator[tuple[Any, int]]:
             try:
                 yield record.to_pylist()[0], record.nbytes
             except UnicodeDecodeError as error:
-                yield error, 0
+                yield BadRecordError(f"not valid UTF-8: {error.reason}"), 0
+            except (ValueError, OverflowError) as error:  # a time that Python has no word for, beside the text
+                yield BadRecordError(f"cannot be decoded: {printable(str(error)[:200])}"), 0
         return
-    column = batch.column(0)
-    if pyarrow.types.is_string(column.type):
-        column = column.cast(pyarrow.binary())
-    elif pyarrow.types.is_large_string(column.type):
-        column = column.cast(pyarrow.large_binary())
-    for value in column:
+    for value in _as_bytes(batch.column(0)):
         text = value.as_py()
         yield {reading.text_field: text}, len(text) if isinstance(text, bytes) else 0
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column of this type holds text, or bytes that may be some. One of nothing but nulls does."""
+    from pyarrow import BaseExtensionType, types
+
+    if isinstance(kind, BaseExtensionType):
+        kind = kind.storage_type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    checks = (
+        types.is_string, types.is_large_string, types.is_string_view, types.is_null,
+        types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary,
+    )  # fmt: skip
+    return any(check(kind) for check in checks)
+
+
+def _as_bytes(column: Any) -> Any:
+    """A column of text as one of bytes, however it is encoded."""
+    from pyarrow import BaseExtensionType, binary, large_binary, types
+
+    if isinstance(column.type, BaseExtensionType):
+        column = column.storage
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if types.is_string(column.type) or types.is_string_view(column.type):
+        return column.cast(binary())
+    return column.cast(large_binary()) if types.is_large_string(column.type) else column

@@ -41,7 +41,10 @@ def documents_of(
 def documents_of_pieces(
     pieces: Iterator[str], number: int, file: int, name: Callable[[int], str], report: Report
 ) -> Iterator[Document]:
-    """A record that is too long, as several documents, all of them held out or none."""
+    """A record that is too long, as several documents, all of them held out or none.
+
+    What is found to be bad in its middle has given its beginning by then: to hold it back, all would have to be held.
+    """
     key = b""
     try:
         for text in pieces:
@@ -52,6 +55,19 @@ def documents_of_pieces(
         report.empty += not key
     except BadRecordError as error:
         report.on_bad(BadRecordError(f"{name(number)}: {error}"))
+        report.broken += bool(key)
+
+
+def replacing(reading: Reading, report: Report) -> Callable[[], None] | None:
+    """What a record that is split calls for every odd character that it replaces. None: they are not replaced."""
+    counted = False
+
+    def count() -> None:
+        nonlocal counted
+        report.replaced += not counted
+        counted = True
+
+    return count if reading.replace_invalid else None
 
 
 def leave_out_long(where: str, reading: Reading, report: Report) -> None:

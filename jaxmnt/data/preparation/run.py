@@ -1,18 +1,17 @@
 """The whole preparation: plan, tokenizer, parts in worker processes, and the manifest that commits it all."""
 
 import os
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.data.manifest import LARGEST_VOCABULARY, MANIFEST
+from jaxmnt.data.manifest import LARGEST_VOCABULARY
 from jaxmnt.data.preparation.commit import Summary, commit
 from jaxmnt.data.preparation.held_out import decide
 from jaxmnt.data.preparation.inputs import Input, Part, Selection, cut_into_parts, find_inputs
 from jaxmnt.data.preparation.part import Job, do_part, record_path
-from jaxmnt.data.preparation.plan import check_output, check_plan, check_unchanged, claimed
+from jaxmnt.data.preparation.plan import check_output, check_plan, check_unchanged, claimed, remove_work
 from jaxmnt.data.preparation.settings import Settings
 from jaxmnt.data.preparation.shards import cannot_write
 from jaxmnt.data.preparation.tokenizing import Progress, check_kinds, prepare_tokenizer
@@ -52,8 +51,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
     except OSError as error:
         raise cannot_write(output, error) from error
     finally:
-        if (output / MANIFEST).exists():
-            shutil.rmtree(work, ignore_errors=True)
+        remove_work(output, work)
 
 
 def _job(inputs: list[Input], output: Path, work: Path, settings: Settings, tokenizer: Tokenizer | None) -> Job:

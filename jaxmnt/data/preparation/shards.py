@@ -144,7 +144,7 @@ def read_array(path: Path, *shape: int | None) -> np.ndarray:
     except Exception as error:  # on a damaged header NumPy raises what it likes
         raise _damaged(path) from error
     wanted = tuple(there if one is None else one for one, there in zip(shape, array.shape, strict=False))
-    if array.shape != wanted or array.dtype != np.int64:
+    if len(shape) != array.ndim or array.shape != wanted or array.dtype != np.int64:
         raise _damaged(path)
     return array
 

@@ -10,7 +10,11 @@ from jaxmnt.data.preparation.inputs import Input, Piece
 from jaxmnt.errors import ConfigError
 
 TEXT_PIECE = 2**20
-"""Text files are read and encoded in stretches of about so many bytes, cut after a line."""
+"""Text files are read and encoded in stretches of about so many bytes, cut after a line.
+
+Whether a tokenizer gives the same tokens for the stretches as for the whole is not tried, as it is within a stretch:
+with one that joins a newline to what follows, the tokens beside a cut may be others.
+"""
 
 
 def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:

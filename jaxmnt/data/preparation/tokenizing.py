@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxmnt import storage
 from jaxmnt.data.manifest import TOKENIZER_FILE
 from jaxmnt.data.preparation.inputs import Input, Part
 from jaxmnt.data.preparation.part import Job, held_out_documents
@@ -34,7 +35,8 @@ def prepare_tokenizer(
     tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
     if settings.tokenizer != "bytes" and not target.exists():
         source = Path(settings.tokenizer)
-        publish(target, (source / TOKENIZER_FILE if source.is_dir() else source).read_text(encoding="utf-8"))
+        # The bytes as they are: read as text, their line ends could become others.
+        publish(target, storage.read(source / TOKENIZER_FILE if source.is_dir() else source).decode())
     return tokenizer
 
 
