@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmnt.config import load_config
 from jaxmnt.data.feed import Wishes, to_devices
-from jaxmnt.program.compiled import Program, compile_program
+from jaxmnt.training.compile import Program, compile_program
 
 
 def main() -> None:

@@ -247,10 +247,10 @@ class Jaxmnt:
         import jax.numpy as jnp
         from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+        from jaxmnt.checkpoint.retention import need
         from jaxmnt.checkpoint.saver import Saver
-        from jaxmnt.checkpoint.space import need
-        from jaxmnt.cluster.environment import Identity
         from jaxmnt.config.schema import Checkpoint
+        from jaxmnt.distributed.identity import Identity
 
         jax.distributed.initialize(address, PROCESSES, process, cluster_detection_method="deactivate")
         mesh = jax.make_mesh((PROCESSES,), ("fsdp",), axis_types=(AxisType.Auto,))

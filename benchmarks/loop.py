@@ -67,10 +67,10 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     from jaxmnt.config import load_config
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.feed import Wishes
-    from jaxmnt.data.sources import open_sources
-    from jaxmnt.program.compiled import compile_program
-    from jaxmnt.runtime.inputs import fit_to_data, training_feed
+    from jaxmnt.data.sources import fit_to_data, open_sources
+    from jaxmnt.run.inputs import training_feed
     from jaxmnt.train import train
+    from jaxmnt.training.compile import compile_program
 
     def config_of(number: int):
         settings = [f"data.path={options.data}", f"run.dir={folder / str(number)}"]

@@ -36,8 +36,8 @@ def row(recipe: str, mesh: dict[str, int]) -> tuple[str, ...]:
     chip = find_chip("h100")
     devices = gpu_devices(chip, HOSTS, DEVICES_PER_HOST)
 
-    from jaxmnt.plan.report import make_report
-    from jaxmnt.program.compiled import plan
+    from jaxmnt.plan.budget import make_report
+    from jaxmnt.training.compile import plan
 
     setting = plan(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
     report = make_report(setting, lambda device: device.process_index, chip.memory)

@@ -98,8 +98,8 @@ def measure(config, steps: int) -> dict:
     import jax
     import numpy as np
 
-    from jaxmnt.program.compiled import compile_program
-    from jaxmnt.telemetry.flops import CONVENTION, flops_per_token, peak_flops
+    from jaxmnt.telemetry.metrics import CONVENTION, flops_per_token, peak_flops
+    from jaxmnt.training.compile import compile_program
 
     program = compile_program(config, config.model.vocab_size)
     state, batch, times = program.init(), make_batch(config, program), []
@@ -133,8 +133,8 @@ def compare_with_bare(config, steps: int, rounds: int) -> dict:
     import numpy as np
     from bare import make_bare_step
 
-    from jaxmnt.program.compiled import compile_program
-    from jaxmnt.program.loss import chunk_count
+    from jaxmnt.training.compile import compile_program
+    from jaxmnt.training.loss import chunk_count
 
     program = compile_program(config, config.model.vocab_size, jax.devices()[:1])
     batch = make_batch(config, program)
@@ -170,7 +170,7 @@ def compare_precisions(config, steps: int = 20) -> dict:
     """Losses of the same `steps` steps in bfloat16 and float32, on the same few batches."""
     import numpy as np
 
-    from jaxmnt.program.compiled import compile_program
+    from jaxmnt.training.compile import compile_program
 
     curves = {}
     for precision in ("float32", "bfloat16"):

@@ -3,8 +3,8 @@
 from importlib import import_module
 
 from jaxmnt import __version__, early_signals
-from jaxmnt.commands import RUN, exit_codes, wrapped
-from jaxmnt.errors import ConfigError, ExitCode, nearest, run_command
+from jaxmnt.commands import RUN, exit_codes, run_command, wrapped
+from jaxmnt.errors import ConfigError, ExitCode, nearest
 
 COMMANDS = {
     "train": ("jaxmnt.train", "train a model"),

@@ -3,11 +3,13 @@
 import argparse
 import re
 import shutil
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.errors import ConfigError, ExitCode, report
+from jaxmnt.output import checked, guard
 
 HERE: dict[ExitCode, str] = {
     ExitCode.FINISHED: "finished",
@@ -139,3 +141,14 @@ def _as_setting(argument: str) -> str:
     name, _, value = argument.lstrip("-").partition("=")
     meant = setting_for(name.replace("-", "_"))
     return f"settings have no dashes: write {meant.key}={value or 'VALUE'}" if meant else ""
+
+
+def run_command(main: Callable[[list[str]], int]) -> NoReturn:
+    """Runs a command's `main` and ends the process with its exit code, turning errors into messages.
+
+    `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too.
+    """
+    guard()
+    given = sys.argv[1:]
+    own = given[: given.index("--")] if "--" in given else given
+    sys.exit(checked(report(lambda: main(given), debug="--debug" in own)))

@@ -9,7 +9,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import NoReturn, Self
+from typing import Self
+
+_LONGEST_SHOWN = 80
+"""Characters of a text from outside that are shown."""
 
 
 class ExitCode(IntEnum):
@@ -43,7 +46,7 @@ class ConfigError(UserError):
 
 
 class UnreadableError(ConfigError):
-    """What the config names cannot be read. With a run that has read it before this may pass: `runtime/trained.py`."""
+    """What the config names cannot be read. With a run that has read it before this may pass: `run/changes.py`."""
 
 
 class PreflightError(UserError):
@@ -76,6 +79,12 @@ def printable(text: str) -> str:
     )
 
 
+def shortened(text: str) -> str:
+    """A text from outside, fit to be shown."""
+    shown = printable(text[:_LONGEST_SHOWN])
+    return shown + "…" if len(text) > _LONGEST_SHOWN else shown
+
+
 def printable_lines(text: str) -> str:
     """A text of several lines that another process has told, without what a terminal would obey."""
     return "\n".join(printable(line) for line in text.splitlines())
@@ -91,19 +100,6 @@ def error_of(code: int, text: str) -> UserError:
     """The error of this exit code that another process has told us of."""
     kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}
     return kinds.get(ExitCode(code), UserError)(printable_lines(text))
-
-
-def run_command(main: Callable[[list[str]], int]) -> NoReturn:
-    """Runs a command's `main` and ends the process with its exit code, turning errors into messages.
-
-    `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too.
-    """
-    from jaxmnt.output import checked, guard
-
-    guard()
-    given = sys.argv[1:]
-    own = given[: given.index("--")] if "--" in given else given
-    sys.exit(checked(report(lambda: main(given), debug="--debug" in own)))
 
 
 def code_of(error: BaseException) -> int:

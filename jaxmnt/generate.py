@@ -9,8 +9,8 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser
-from jaxmnt.errors import ConfigError, ExitCode, run_command
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from jaxmnt.checkpoint.commit import Committed
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     if not -_SEEDS <= options.seed < _SEEDS:
         raise ConfigError(f"--seed: {options.seed} is out of range; give a number below {_SEEDS}")
 
-    from jaxmnt.checkpoint.source import find
+    from jaxmnt.checkpoint.refs import find
     from jaxmnt.config.load import parse_config
 
     checkpoint = find(options.run, "--run")
@@ -51,9 +51,9 @@ def main(arguments: list[str]) -> int:
     import numpy as np
 
     from jaxmnt.checkpoint.restore import restore
-    from jaxmnt.cluster.environment import Identity
-    from jaxmnt.program.compiled import single_device_setting
-    from jaxmnt.program.sample import sample
+    from jaxmnt.distributed.identity import Identity
+    from jaxmnt.training.compile import single_device_setting
+    from jaxmnt.training.sample import sample
 
     setting, abstract_params = single_device_setting(config, vocab_size)
     params = restore(checkpoint, {"params": abstract_params}, Identity()).state["params"]
@@ -113,7 +113,7 @@ def _named_for_unknown(given: str, config: "Config") -> "tuple[Tokenizer, int, i
 
 def _known(options: argparse.Namespace, checkpoint: "Committed") -> "RunTokenizer | None":
     """What the run keeps, or its data says; None if neither does and the command line names a tokenizer."""
-    from jaxmnt.checkpoint.source import tokenizer_of
+    from jaxmnt.checkpoint.refs import tokenizer_of
 
     try:
         return tokenizer_of(options.run, checkpoint)

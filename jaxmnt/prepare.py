@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser
-from jaxmnt.errors import ConfigError, ExitCode, printable, run_command
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.errors import ConfigError, ExitCode, printable
 
 if TYPE_CHECKING:
     from jaxmnt.data.preparation import Settings, Summary
@@ -136,7 +136,7 @@ class _Rate:
 
 def _settings(options: argparse.Namespace) -> "Settings":
     from jaxmnt.data.preparation import Settings
-    from jaxmnt.data.preparation.document import Reading
+    from jaxmnt.data.preparation.documents import Reading
 
     trained, own_ids = options.train_tokenizer, options.vocab_size is not None
     if trained is not None and options.tokenizer is not None:

@@ -1,8 +1,8 @@
 """python -m jaxmnt.schema: prints the JSON schema of a config file, for editors."""
 
-from jaxmnt.commands import HERE, Parser
+from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.config.describe import json_schema
-from jaxmnt.errors import ExitCode, run_command
+from jaxmnt.errors import ExitCode
 
 
 def main(arguments: list[str]) -> int:

@@ -8,9 +8,7 @@ from jaxmnt import early_signals
 if __name__ == "__main__":
     early_signals.remember()
 
-import argparse
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -18,26 +16,26 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.cluster.environment import Identity, identify
-from jaxmnt.commands import RUN, Parser
+from jaxmnt.commands import run_command
 from jaxmnt.config import Config, load_config
-from jaxmnt.errors import ConfigError, ExitCode, report, run_command
+from jaxmnt.distributed.identity import Identity, identify
+from jaxmnt.errors import ExitCode, report
 from jaxmnt.output import outlive_output
-from jaxmnt.plan.command import add_arguments, check_arguments, dry_run
-from jaxmnt.telemetry.startup import StartClock
+from jaxmnt.plan.dry_run import dry_run
+from jaxmnt.run.arguments import parse_arguments
+from jaxmnt.telemetry.progress import StartClock
 
 if TYPE_CHECKING:
     import jax
 
-    from jaxmnt.cluster.lifeline import Lifeline
-    from jaxmnt.runtime.stop import StopRequest
+    from jaxmnt.distributed.heartbeat import Lifeline
+    from jaxmnt.run.preemption import StopRequest
 
 
 def main(arguments: list[str]) -> int:
     clock = StartClock()
     options = parse_arguments(arguments)
-    check_arguments(options)
-    steps = _replayed(options.replay)
+    steps = options.replay
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         early_signals.release()
@@ -46,12 +44,11 @@ def main(arguments: list[str]) -> int:
     identity = identify(config.cluster)
     clock.lap("environment")
 
-    from jaxmnt.cluster.abandoned import EarlyLeave
-    from jaxmnt.cluster.ending import Ending, Fate
-    from jaxmnt.cluster.lifeline import end_on_exceptions_in_threads
-    from jaxmnt.cluster.runtime import joined
-    from jaxmnt.preflight.quick import check_hosts
-    from jaxmnt.runtime.failed_start import noting_a_failed_start
+    from jaxmnt.distributed.heartbeat import end_on_exceptions_in_threads
+    from jaxmnt.distributed.process_group import joined
+    from jaxmnt.distributed.termination import EarlyLeave, Ending, Fate
+    from jaxmnt.preflight.compare import check_hosts
+    from jaxmnt.run.failed_start import noting_a_failed_start
 
     ending = Ending(identity.label)
     leave = EarlyLeave(identity, ending)
@@ -67,7 +64,7 @@ def main(arguments: list[str]) -> int:
             opened = lambda: steps is not None or "data" in clock.seconds
             held.enter_context(noting_a_failed_start(config, identity, ending, opened))
             stop = held.enter_context(stop_request(config, identity, at_once, leave.now, beside=steps is not None))
-            import_module("jaxmnt.runtime.training")  # with all it needs, so that it is not part of meeting the others
+            import_module("jaxmnt.run.loop")  # with all it needs, so that it is not part of meeting the others
             clock.lap("import")
             find_data = lambda: digest_of_data(config)
             lifeline = held.enter_context(joined(identity, config, ending, find_data, leave))
@@ -99,13 +96,13 @@ def train(
 
     A run goes on with another maths only if it shall `accept_changes`; with `fresh` it is set aside for a new one.
     """
-    from jaxmnt.cluster.lifeline import lifeline_alone
-    from jaxmnt.cluster.runtime import telling
-    from jaxmnt.runtime.lock import RunLock
-    from jaxmnt.runtime.rundir import Say, places
-    from jaxmnt.runtime.trained import nothing_wrong_with_the_config
-    from jaxmnt.runtime.training import conclude, prepare, run_steps
-    from jaxmnt.runtime.watchdog import Watchdog
+    from jaxmnt.distributed.heartbeat import lifeline_alone
+    from jaxmnt.distributed.process_group import telling
+    from jaxmnt.run.changes import nothing_wrong_with_the_config
+    from jaxmnt.run.lock import RunLock
+    from jaxmnt.run.loop import conclude, prepare, run_steps
+    from jaxmnt.run.rundir import Say, places
+    from jaxmnt.run.watchdog import Watchdog
     from jaxmnt.telemetry.progress import status_line
 
     started = time.perf_counter()
@@ -138,7 +135,7 @@ def train(
 def digest_of_data(config: Config) -> str:
     """Of all that `data` names, opened."""
     from jaxmnt.data.sources import open_sources
-    from jaxmnt.runtime.trained import nothing_wrong_with_the_config
+    from jaxmnt.run.changes import nothing_wrong_with_the_config
 
     with nothing_wrong_with_the_config(config):
         return open_sources(config.data).digest
@@ -154,7 +151,7 @@ def stop_request(
 ) -> "StopRequest":
     """What hears of the wish to stop. In process 0 also by the end of the allocation, and by the file STOP, unless this
     works `beside` the run: the file is for the run, and removed when it is obeyed."""
-    from jaxmnt.runtime.stop import StopRequest, end_of_allocation
+    from jaxmnt.run.preemption import StopRequest, end_of_allocation
 
     if identity.process_id != 0:
         return StopRequest(None, at_once, None, early)
@@ -164,39 +161,12 @@ def stop_request(
 
 
 def train_again(config: Config, identity: Identity, first: int, last: int) -> int:
-    """`--replay`: see `runtime/replay.py`."""
-    from jaxmnt.runtime.replay import replay
+    """`--replay`: see `run/replay.py`."""
+    from jaxmnt.run.replay import replay
     from jaxmnt.telemetry.progress import status_line
 
     with status_line(quiet=identity.process_id != 0) as status:
         return replay(config, identity, first, last, status)
-
-
-def _replayed(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
-    if not found or int(found[1]) >= int(found[2]):
-        raise ConfigError(f"--replay: {text!r} is not FROM:TO, a checkpoint's step and a later one, such as 500:510")
-    return int(found[1]), int(found[2])
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    from jaxmnt.config.describe import help_text
-
-    keys = f"config keys:\n{help_text()}" if {"-h", "--help"} & set(arguments) else ""
-    parser = Parser("python -m jaxmnt.train", description=__doc__, codes=RUN, epilog=keys)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the config")
-    parser.add_argument(
-        "--replay", metavar="FROM:TO", help="take these steps of the run again from its checkpoint FROM, and compare"
-    )
-    parser.add_argument(
-        "--accept-changes", action="store_true", help="go on with a run although the config alters its maths"
-    )
-    parser.add_argument("--fresh", action="store_true", help="set the run in run.dir aside, and begin another there")
-    add_arguments(parser)
-    parser.add_settings()
-    return parser.parse_intermixed_args(arguments)
 
 
 def command(arguments: list[str]) -> int:

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
+from jaxmnt.distributed.identity import Identity
 
 RUN, STEPS = "0123456789ab", (5, 10)
 JOB, BEGAN, NODES = "77", 1000.0, ["n1", "n2"]
@@ -30,8 +30,8 @@ def config_of(folder: Path) -> Config:
 def start_run(folder: Path) -> Any:
     """As far as a run comes before it takes devices."""
     from jaxmnt.data.sources import open_sources
-    from jaxmnt.runtime.lock import RunLock
-    from jaxmnt.runtime.rundir import open_run, places
+    from jaxmnt.run.lock import RunLock
+    from jaxmnt.run.rundir import open_run, places
 
     config = config_of(folder)
     with contextlib.ExitStack() as held:
@@ -49,10 +49,10 @@ def _run_with_checkpoints(folder: Path) -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxmnt.checkpoint.manifest import Manifest
+    from jaxmnt.checkpoint.retention import Need
     from jaxmnt.checkpoint.saver import Saver
-    from jaxmnt.checkpoint.space import Need
     from jaxmnt.data.sources import open_sources
-    from jaxmnt.runtime.rundir import plain_config, write_config
+    from jaxmnt.run.rundir import plain_config, write_config
 
     config, run = config_of(folder), folder / "run"
     saver = Saver(run / "checkpoints", config.checkpoint, Need(0, 0), Identity())
@@ -137,7 +137,7 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 def _prepared(folder: Path) -> None:
     """Two shards a split, with a tokenizer of its own and a mask of what is learnt."""
     from jaxmnt.data.preparation import Selection, Settings, build
-    from jaxmnt.data.preparation.document import Reading
+    from jaxmnt.data.preparation.documents import Reading
 
     (folder / "text").mkdir()
     talk = [
@@ -158,7 +158,7 @@ def _prepared(folder: Path) -> None:
 
 
 def _staged(folder: Path) -> None:
-    from jaxmnt.data.staging import stage
+    from jaxmnt.data.sources import stage
     from jaxmnt.data.store import open_prepared
 
     _prepared(folder)

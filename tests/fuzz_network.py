@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.cluster.environment import Identity
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ExitCode
 
 
@@ -49,8 +49,8 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
     """Process 0 hears a greeting of one who has the key, or has none, and answers."""
 
     def read(folder: Path) -> Any:
-        from jaxmnt.cluster.desk import Desk
-        from jaxmnt.cluster.door import Door
+        from jaxmnt.distributed.listener import Door
+        from jaxmnt.distributed.rendezvous_server import Desk
 
         raw = (folder / name).read_bytes()
         door = Door(socket.create_server(("127.0.0.1", 0)), _KEY, 3)
@@ -87,7 +87,7 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
 
 def _call(address: Any, key: bytes | None, raw: bytes, over: threading.Event) -> None:
     """The other end of such a connection, which stays open until all is over."""
-    from jaxmnt.cluster import authentication
+    from jaxmnt.distributed import authentication
 
     with contextlib.suppress(OSError, ValueError), socket.create_connection(address, 2) as connection:
         if key is not None:
@@ -111,7 +111,7 @@ def answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
     """Another process hears what process 0 has to say, or somebody on its port who is none."""
 
     def read(folder: Path) -> Any:
-        from jaxmnt.cluster import rollcall
+        from jaxmnt.distributed import rendezvous
 
         raw = (folder / name).read_bytes()
         here, there = socket.socketpair()
@@ -128,7 +128,7 @@ def answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
         try:
             socket.create_connection = connect
             answering.start()
-            caller = rollcall._Caller(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
+            caller = rendezvous._Caller(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
             peer = caller.report(time.monotonic() + 0.03, 0.03)
         finally:
             socket.create_connection = original
@@ -142,7 +142,7 @@ def answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
 
 def _answer(connection: socket.socket, raw: bytes, proven: bool) -> None:
     """Process 0's end."""
-    from jaxmnt.cluster import authentication
+    from jaxmnt.distributed import authentication
 
     with contextlib.suppress(OSError):
         if proven:
@@ -158,9 +158,9 @@ def told(name: str, process: int) -> Callable[[Path], Any]:
     """Process 0 hears this of process 1, or the other way round."""
 
     def read(folder: Path) -> Any:
-        from jaxmnt.cluster.ending import Ending
-        from jaxmnt.cluster.lifeline import Lifeline
-        from jaxmnt.cluster.rollcall import Peer
+        from jaxmnt.distributed.heartbeat import Lifeline
+        from jaxmnt.distributed.rendezvous import Peer
+        from jaxmnt.distributed.termination import Ending
 
         class Noted(Ending):
             def now(self, fate: Any) -> Any:

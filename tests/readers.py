@@ -14,8 +14,8 @@ import numpy as np
 from fuzz_files import BEGAN, JOB, NODES, RUN, STEPS, build_again, start_run
 from fuzz_network import answered, greeted, is_fate, told
 
-from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import load_config, parse_config
+from jaxmnt.distributed.identity import Identity
 
 
 @dataclass(frozen=True)
@@ -155,19 +155,19 @@ def _same_or_none(found: Any, undamaged: Any) -> str | None:
 
 
 def _key(folder: Path) -> Any:
-    from jaxmnt.cluster.authentication import run_key
+    from jaxmnt.distributed.authentication import run_key
 
     return len(run_key(folder / "run", {}))
 
 
 def _restored_config(folder: Path) -> Any:
-    from jaxmnt.runtime.rundir import plain_config, read_config
+    from jaxmnt.run.rundir import plain_config, read_config
 
     return plain_config(read_config(folder / "run"))
 
 
 def _newest(folder: Path) -> Any:
-    from jaxmnt.checkpoint.source import find
+    from jaxmnt.checkpoint.refs import find
 
     return find(str(folder / "run"), "--run").step
 
@@ -218,7 +218,7 @@ def _resealed_data(content: bytes) -> bytes:
 
 def _lines(name: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
-        from jaxmnt.telemetry.records import read_lines
+        from jaxmnt.telemetry.events import read_lines
 
         return read_lines(folder / "run" / name)
 
@@ -227,8 +227,7 @@ def _lines(name: str) -> Callable[[Path], Any]:
 
 def _written_on(folder: Path) -> Any:
     """As by the next start of the process."""
-    from jaxmnt.telemetry.events import Events, event_file
-    from jaxmnt.telemetry.records import mend
+    from jaxmnt.telemetry.events import Events, event_file, mend
 
     mend(event_file(folder / "run", 0))
     events = Events(folder / "run", 0)
@@ -250,7 +249,7 @@ def _last_commit(folder: Path) -> Any:
 
 
 def _rewound(folder: Path) -> Any:
-    from jaxmnt.telemetry.records import mend, read_lines
+    from jaxmnt.telemetry.events import mend, read_lines
 
     path = folder / "run" / "metrics.jsonl"
     mend(path, last_step=10)
@@ -263,7 +262,7 @@ def _is_rewound(found: Any, undamaged: Any) -> str | None:
 
 
 def _replayed(folder: Path) -> Any:
-    from jaxmnt.runtime.replay import _steps_of
+    from jaxmnt.run.replay import _steps_of
 
     return _steps_of(folder / "run", 0, 12, Identity())
 
@@ -276,7 +275,7 @@ def _are_steps(found: Any, undamaged: Any) -> str | None:
 
 
 def _evaluated(folder: Path) -> Any:
-    from jaxmnt.runtime.training import _was_not_evaluated
+    from jaxmnt.run.loop import _was_not_evaluated
 
     start = SimpleNamespace(kind="own", directory=folder / "run")
     return _was_not_evaluated(SimpleNamespace(start=start, identity=Identity(), step=10))
@@ -344,7 +343,7 @@ def _rows(verify: bool) -> Callable[[Path], Any]:
 
 
 def _staged_copy(folder: Path) -> Any:
-    from jaxmnt.data.staging import stage
+    from jaxmnt.data.sources import stage
     from jaxmnt.data.store import open_prepared
 
     data = open_prepared(folder / "data")
@@ -381,7 +380,7 @@ def _is_tokenizer(found: Any, undamaged: Any) -> str | None:
 def _compile_cache(folder: Path) -> Any:
     import jax
 
-    from jaxmnt.runtime.compile_cache import use_compile_cache
+    from jaxmnt.run.compile_cache import use_compile_cache
 
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: jax.config.values[name] for name in names}

@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 from jaxmnt import train
-from jaxmnt.errors import run_command
+from jaxmnt.commands import run_command
 
 PARTS = {
-    "compile": ("jaxmnt.runtime.training", "compile_program"),
-    "restore": ("jaxmnt.runtime.resume", "restore"),
-    "evaluate": ("jaxmnt.runtime.evaluate", "to_devices"),
+    "compile": ("jaxmnt.run.loop", "compile_program"),
+    "restore": ("jaxmnt.run.resume", "restore"),
+    "evaluate": ("jaxmnt.run.evaluate", "to_devices"),
     "save": ("jaxmnt.checkpoint.saver", "_written"),
-    "step": ("jaxmnt.runtime.training", "_due"),
+    "step": ("jaxmnt.run.loop", "_due"),
 }
 
 

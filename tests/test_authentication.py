@@ -13,11 +13,11 @@ import time
 import pytest
 from conftest import until
 
-from jaxmnt.cluster import addresses, authentication, door, rollcall
-from jaxmnt.cluster.authentication import prove, run_key
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.rollcall import hold
-from jaxmnt.cluster.wire import parse
+from jaxmnt.distributed import addresses, authentication, listener, rendezvous
+from jaxmnt.distributed.authentication import prove, run_key
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.json_socket import parse
+from jaxmnt.distributed.rendezvous import hold
 from jaxmnt.errors import ConfigError, PeerError, PreflightError
 
 KEY, ANOTHER = bytes(range(32)), bytes(range(1, 33))
@@ -164,8 +164,8 @@ def test_what_was_overheard_or_sent_back_proves_nothing(roll):
 
 
 def test_a_proof_that_comes_byte_by_byte_has_little_time(roll, monkeypatch):
-    monkeypatch.setattr(door, "_PROOF_SECONDS", 0.3)
-    monkeypatch.setattr(door, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(listener, "_PROOF_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "_LOOK_SECONDS", 0.1)
     start = roll(processes=2).come(0)
     with start.stranger() as connection, pytest.raises(OSError):
         for _ in range(100):
@@ -176,7 +176,7 @@ def test_a_proof_that_comes_byte_by_byte_has_little_time(roll, monkeypatch):
 
 def test_the_oldest_of_the_largest_crowd_goes_first(roll, monkeypatch):
     """One who connects again and again displaces himself, and nobody at another address."""
-    monkeypatch.setattr(door, "_STRANGERS_AT_MOST", 3)
+    monkeypatch.setattr(listener, "_STRANGERS_AT_MOST", 3)
     start = roll(processes=2).come(0)
     with contextlib.ExitStack() as scope:
         elsewhere = scope.enter_context(
@@ -191,8 +191,8 @@ def test_the_oldest_of_the_largest_crowd_goes_first(roll, monkeypatch):
 FIRST = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.rollcall import hold
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.rendezvous import hold
 print(sorted(hold(Identity(0, 2, sys.argv[1]), {}, 30.0, bytes(32))))
 """
 
@@ -255,7 +255,7 @@ def test_nobody_stands_in_for_process_0(answer):
 
 def test_keys_that_differ_are_told_as_that_on_both_sides(roll, monkeypatch, capfd):
     """As a run directory that is not shared is: exit code 3."""
-    monkeypatch.setattr(rollcall, "_REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "_REFUSED_SECONDS", 0.2)
     start = roll(processes=2).come(0, timeout=2.5).come(1, key=ANOTHER)
     advice = "share run.dir among all hosts, or set JAXMNT_RUN_KEY to the same in all processes"
     refused, waited = start.outcome(1), start.outcome(0)

@@ -19,8 +19,8 @@ from jaxmnt.data.order import Order, Phase, Skipped
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.plan.hlo import collectives
-from jaxmnt.program.compiled import compile_program, compile_step
 from jaxmnt.train import train
+from jaxmnt.training.compile import compile_program, compile_step
 
 ROWS, LENGTH, VOCAB, BAD = 8, 16, 60, 7
 

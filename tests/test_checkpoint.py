@@ -24,19 +24,19 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.checkpoint import commit, digest, manifest, reader, retention, saver, space
+from jaxmnt.checkpoint import commit, digest, manifest, reader, retention, saver
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.device_digest import start_digests
-from jaxmnt.checkpoint.inspection import verify
+from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.names import like, named, nested
 from jaxmnt.checkpoint.reader import Reader, cut
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.schema import Checkpoint
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
-from jaxmnt.runtime import compile_cache, lock
-from jaxmnt.runtime.saves import Saves
+from jaxmnt.run import compile_cache, lock
+from jaxmnt.run.saves import Saves
 from jaxmnt.telemetry.events import history
 from jaxmnt.train import train
 
@@ -254,7 +254,7 @@ def describe(step: int, run: str = "run"):
 
 
 def save(root: Path, step: int, state: dict, **options) -> saver.Saved:
-    one = saver.Saver(root, Checkpoint(**options), space.need(1 << 16, 3, 1), ALONE)
+    one = saver.Saver(root, Checkpoint(**options), retention.need(1 << 16, 3, 1), ALONE)
     one.save(step, state, describe(step))
     saved = one.result(wait=True)
     assert saved is not None
@@ -454,7 +454,7 @@ def test_two_jobs_and_one_directory(tmp_path, quick_lock):
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, quick_lock):
-    code = "import sys, pathlib; from jaxmnt.runtime.lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).acquire()"
+    code = "import sys, pathlib; from jaxmnt.run.lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).acquire()"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert (tmp_path / "lock.json").exists()
     with lock.RunLock(tmp_path) as second:
@@ -896,7 +896,7 @@ if may_mount():
         disk.mkdir()
         blindly = (
             "import sys, jaxmnt.checkpoint.saver as saver, jaxmnt.train as train; "
-            "from jaxmnt.errors import run_command; "
+            "from jaxmnt.commands import run_command; "
             "saver.shortage = lambda *_: None; run_command(train.main)"
         )
         arguments = f"--config {tiny_file} run.dir={disk}/run checkpoint.keep=2 checkpoint.max_failed_saves=2"

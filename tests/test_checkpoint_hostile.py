@@ -17,19 +17,18 @@ import pytest
 from conftest import events, losses
 
 from jaxmnt import storage
-from jaxmnt.checkpoint import commit, manifest, reader, space
+from jaxmnt.checkpoint import commit, manifest, reader, retention
 from jaxmnt.checkpoint import export as exporting
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.commit import open_checkpoint
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
-from jaxmnt.checkpoint.source import locate
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.data.sources import open_sources
+from jaxmnt.checkpoint.refs import locate
+from jaxmnt.data.sources import fit_to_data, open_sources
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
-from jaxmnt.runtime import lock
-from jaxmnt.runtime.inputs import fit_to_data
-from jaxmnt.runtime.rundir import Say, Start, open_run, places
+from jaxmnt.run import lock
+from jaxmnt.run.rundir import Say, Start, open_run, places
 from jaxmnt.train import main as train_command
 from jaxmnt.train import train
 
@@ -550,7 +549,7 @@ def test_what_could_be_removed_is_named(root, monkeypatch):
         f_bavail, f_frsize, f_files, f_favail = 3, 1024, real.f_files, real.f_favail
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    told = space.shortage(root, space.Need(5000, 3)) or ""
+    told = retention.shortage(root, retention.Need(5000, 3)) or ""
     short, _, removable = told.partition("; could be removed: ")
     assert short == f"3 KiB are free in {root}, 4.88 KiB are needed, 1.88 KiB more"
     assert [name.partition(" ")[0] for name in removable.split(", ")] == ["5.damaged", "12"]

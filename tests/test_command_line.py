@@ -143,7 +143,7 @@ def test_a_setting_by_another_name_gets_the_right_one(tmp_path, typed, meant):
 
 
 def test_the_table_of_names_is_sound():
-    from jaxmnt.config.fields import field_of, section_fields
+    from jaxmnt.config.explain import field_of, section_fields
     from jaxmnt.config.synonyms import _NAMES, SECTIONS
 
     names = [name for text in _NAMES.values() for name in text.split()]

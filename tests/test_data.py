@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
 from jaxmnt.data.order import BLOCK, Order, Phase, block_shares, permute
-from jaxmnt.data.packing import plan_rows
-from jaxmnt.data.rows import Packed, Windows
+from jaxmnt.data.rows import Packed, Windows, plan_rows
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.store import TokenStream
 from jaxmnt.errors import ConfigError

@@ -12,7 +12,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data import manifest as manifests
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
 from jaxmnt.data.preparation import Selection, Settings, build
-from jaxmnt.data.preparation.document import Reading
+from jaxmnt.data.preparation.documents import Reading
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError

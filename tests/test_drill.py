@@ -7,8 +7,8 @@ from conftest import ROOT, command
 
 from jaxmnt.config.load import load_config
 from jaxmnt.drill.__main__ import _may_cut
+from jaxmnt.drill.course import shrunk
 from jaxmnt.drill.faults import FAULTS, WITH_MORE, chosen, starts
-from jaxmnt.drill.shrink import shrunk
 from jaxmnt.errors import ConfigError
 
 pytestmark = pytest.mark.alone

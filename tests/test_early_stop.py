@@ -14,14 +14,13 @@ import pytest
 from conftest import events, until
 from test_authentication import Roll
 
-from jaxmnt.cluster import abandoned
-from jaxmnt.cluster.abandoned import ABANDONED, AbsentError, EarlyLeave, refuse_to_wait_for_ever
-from jaxmnt.cluster.ending import Ending
-from jaxmnt.cluster.environment import Identity
+from jaxmnt.distributed import termination
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyLeave, Ending, refuse_to_wait_for_ever
 from jaxmnt.errors import ConfigError, PeerError
-from jaxmnt.runtime import stop
-from jaxmnt.runtime.failed_start import noting_a_failed_start
-from jaxmnt.runtime.stop import StopRequest, end_of_allocation
+from jaxmnt.run import preemption
+from jaxmnt.run.failed_start import noting_a_failed_start
+from jaxmnt.run.preemption import StopRequest, end_of_allocation
 from jaxmnt.train import stop_request
 
 SLOW_IMPORT = """
@@ -134,7 +133,7 @@ def test_before_the_first_step_a_wish_ends_the_process_and_after_it_it_waits(tmp
 
 
 def test_a_stop_file_is_removed_when_it_ends_a_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
     (tmp_path / "STOP").touch()
     ended = []
     with StopRequest(tmp_path, lambda why: None, early=ended.append):
@@ -143,7 +142,7 @@ def test_a_stop_file_is_removed_when_it_ends_a_start(tmp_path, monkeypatch):
 
 
 def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
     (tmp_path / "STOP").mkdir()
     with StopRequest(tmp_path, lambda why: None) as request:
         until(lambda: request.wanted)
@@ -152,7 +151,7 @@ def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path, monkeypatch, capsy
 
 
 def test_a_stop_file_is_for_the_run_and_not_for_a_replay_of_it(tiny, monkeypatch):
-    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
     config = tiny()
     run = Path(config.run.dir)
     run.mkdir()
@@ -274,7 +273,7 @@ def test_what_ends_a_process_before_it_has_met_the_others_is_noted(tiny):
 
 def test_leaving_gives_the_roll_call_time_to_tell_the_others(monkeypatch):
     """What that raises ends the process then, and not the thread that heard the signal."""
-    monkeypatch.setattr(abandoned, "_TELLING_SECONDS", 0.2)
+    monkeypatch.setattr(termination, "_TELLING_SECONDS", 0.2)
     for raises in (True, False):
         ending = Noted()
         leave = EarlyLeave(Identity(1, 3, "h:1"), ending)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmnt.cluster.environment import Identity, identify, survey
-from jaxmnt.cluster.hostlist import counts_in, hosts_in
-from jaxmnt.cluster.launchers import Machine
 from jaxmnt.config.schema import Cluster
+from jaxmnt.distributed.hostlist import counts_in, hosts_in
+from jaxmnt.distributed.identity import Identity, identify, survey
+from jaxmnt.distributed.launchers import Machine
 from jaxmnt.errors import ConfigError
 
 NAMES = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}

@@ -5,10 +5,10 @@ import tracemalloc
 import environments as env
 import pytest
 
-from jaxmnt.cluster.environment import identify, survey
-from jaxmnt.cluster.hostlist import counts_in, hosts_in
-from jaxmnt.cluster.launchers import Machine
 from jaxmnt.config.schema import Cluster
+from jaxmnt.distributed.hostlist import counts_in, hosts_in
+from jaxmnt.distributed.identity import identify, survey
+from jaxmnt.distributed.launchers import Machine
 from jaxmnt.errors import ConfigError
 
 PLAIN = Machine("box", "")

@@ -14,17 +14,16 @@ from conftest import TINY, command, launch, losses, metrics, mostly_slow, write_
 
 from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.digest import batch_digest, row_digests
 from jaxmnt.data.preparation import Selection, Settings, build
-from jaxmnt.data.sources import open_sources
-from jaxmnt.data.staging import stage
+from jaxmnt.data.rows import batch_digest, row_digests
+from jaxmnt.data.sources import open_sources, stage
 from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.program.compiled import compile_program, single_device_setting
-from jaxmnt.program.ends import Ends
-from jaxmnt.program.stage import Layers, context_of
-from jaxmnt.runtime.evaluate import Evaluator
+from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.train import train
+from jaxmnt.training.compile import compile_program, single_device_setting
+from jaxmnt.training.embed_head import Ends
+from jaxmnt.training.stage import Layers, context_of
 
 
 @pytest.fixture(scope="module")

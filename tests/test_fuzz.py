@@ -257,15 +257,15 @@ def report(reader: Reader, faults: list[Fault], cases: int) -> str:
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets nobody wait for signs of life."""
-    from jaxmnt.cluster import authentication, desk, lifeline, rollcall
-    from jaxmnt.runtime import lock
+    from jaxmnt.distributed import authentication, heartbeat, rendezvous, rendezvous_server
+    from jaxmnt.run import lock
     from jaxmnt.telemetry import writer
 
     for module, names in (
         (lock, ("_SILENCE_SECONDS", "_LEAVING_SECONDS", "_LOOK_SECONDS")),
-        (lifeline, ("_GOING_LAST_SECONDS", "_MISSED_SECONDS", "_ANSWER_SECONDS")),
-        (rollcall, ("_RETRY_SECONDS", "_RETRY_REFUSED_SECONDS", "LOOK_SECONDS")),
-        (desk, ("_TELLING_SECONDS",)),
+        (heartbeat, ("_GOING_LAST_SECONDS", "_MISSED_SECONDS", "_ANSWER_SECONDS")),
+        (rendezvous, ("_RETRY_SECONDS", "_RETRY_REFUSED_SECONDS", "LOOK_SECONDS")),
+        (rendezvous_server, ("_TELLING_SECONDS",)),
         (writer, ("AWAITED_SECONDS", "_RETRY_SECONDS")),
         (authentication, ("_APPEARS_SECONDS",)),
     ):

@@ -14,15 +14,15 @@ import pytest
 import yaml
 from conftest import command
 
-from jaxmnt.checkpoint.source import RunFile
-from jaxmnt.cluster.authentication import RUN_KEY
+from jaxmnt.checkpoint.refs import RunFile
 from jaxmnt.config.load import load_config
+from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch import gke, slurm
 from jaxmnt.launch.__main__ import main
 from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import cost, job
-from jaxmnt.runtime import fresh
+from jaxmnt.run import fresh
 from jaxmnt.telemetry.events import Events
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
@@ -157,8 +157,11 @@ def test_the_script_hears_of_a_failure(asked, tmp_path, monkeypatch, kind, host,
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["launch.nodes=3"], "1024 rows do not divide over 24 batch shards on 24 devices; 1008 or 1032 would"),
-        (["launch.nodes=2", "mesh.fsdp=5"], "the fixed axes multiply to 5, and the job would have 16 devices"),
+        (
+            ["launch.nodes=3"],
+            "1024 rows do not divide among 24 batch shards (mesh data 24 × fsdp 1); use 1008 or 1032",
+        ),
+        (["launch.nodes=2", "mesh.fsdp=5"], "fsdp=5 does not divide 16 devices"),
         (["launch.environment={HF_TOKEN: x}"], "HF_TOKEN looks like a secret"),
         (["launch.environment={1A: x}"], "is no name of a variable"),
         (["launch.mounts=[data]"], "is not FOLDER:/PATH/IN/CONTAINER"),

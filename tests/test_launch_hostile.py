@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmnt.config.secrets import holds_a_secret, is_secret_name
+from jaxmnt.config.clusters import holds_a_secret, is_secret_name
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke, inside, slurm
 from jaxmnt.launch.inside import Ledger, after, before

@@ -15,12 +15,12 @@ import yaml
 from conftest import until
 from ruamel.yaml import YAML
 
-from jaxmnt.cluster.authentication import RUN_KEY
 from jaxmnt.config.load import dump_for_hosts, load_config
+from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke
 from jaxmnt.launch.job import job
-from jaxmnt.launch.manifest import to_yaml
+from jaxmnt.launch.pod import to_yaml
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
 ON_GKE = ["launch.image=i", "launch.mounts=['runs:/runs']", "run.dir=/runs/a", "data.path=/runs/words"]

@@ -10,17 +10,16 @@ import jax
 import pytest
 from conftest import events, until
 
-from jaxmnt.cluster import rollcall
-from jaxmnt.cluster.abandoned import StoppedError, fate_of
-from jaxmnt.cluster.ending import Ending, Fate
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.lifeline import STARTING, Lifeline, Position, account_of
-from jaxmnt.cluster.rollcall import Peer
-from jaxmnt.cluster.runtime import telling
-from jaxmnt.cluster.wire import Wire
 from jaxmnt.config.schema import Watchdog as Limits
-from jaxmnt.runtime.failed_start import noting_a_failed_start
-from jaxmnt.runtime.watchdog import Watchdog
+from jaxmnt.distributed import rendezvous
+from jaxmnt.distributed.heartbeat import STARTING, Lifeline, Position, account_of
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.json_socket import Wire
+from jaxmnt.distributed.process_group import telling
+from jaxmnt.distributed.rendezvous import Peer
+from jaxmnt.distributed.termination import Ending, Fate, StoppedError, fate_of
+from jaxmnt.run.failed_start import noting_a_failed_start
+from jaxmnt.run.watchdog import Watchdog
 
 COUNT = 3
 
@@ -189,7 +188,7 @@ def test_those_who_hear_of_an_early_stop_stop_as_well(cluster, asked):
 def test_a_stop_that_comes_as_the_roll_call_ends_is_heard_by_the_lifeline(cluster):
     """Process 0 has ended the roll call, and process 1 is still in it when it is asked to stop."""
     made = cluster()
-    caller = rollcall._Caller(Identity(1, COUNT, "localhost:1"), {}, b"", lambda: "SIGTERM")
+    caller = rendezvous._Caller(Identity(1, COUNT, "localhost:1"), {}, b"", lambda: "SIGTERM")
     with pytest.raises(StoppedError, match=r"\(SIGTERM\)"):
         caller._line(made.sockets[1], time.monotonic() + 5)
     made.start(1)

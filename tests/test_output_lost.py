@@ -74,7 +74,7 @@ def test_a_command_whose_output_is_its_result(line, arguments, code, told):
 def test_closed_descriptors_do_not_become_other_files(tmp_path):
     code = (
         "import os, sys\n"
-        "from jaxmnt.errors import run_command\n"
+        "from jaxmnt.commands import run_command\n"
         "def main(arguments):\n"
         f"    kept = open({str(tmp_path / 'kept')!r}, 'w')\n"
         "    print('to nobody', flush=True); print('to nobody', file=sys.stderr, flush=True)\n"

@@ -13,23 +13,22 @@ from conftest import mostly_slow
 from jaxmnt.checkpoint.commit import newest_whole
 from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.restore import restore
+from jaxmnt.checkpoint.retention import need
 from jaxmnt.checkpoint.saver import Saver
-from jaxmnt.checkpoint.space import need
-from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.data.feed import Wishes, to_devices
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
-from jaxmnt.model.decoder import define
-from jaxmnt.placement.layout import map_with_axes
-from jaxmnt.placement.mesh import build_mesh
-from jaxmnt.placement.rules import is_axes
-from jaxmnt.plan.notes import notes
-from jaxmnt.program import engine
-from jaxmnt.program.compiled import compile_program, compile_step, plan
-from jaxmnt.program.setting import BATCH_LOGICAL_AXES
-from jaxmnt.program.state import abstract_state
-from jaxmnt.program.step import mean_gradients
+from jaxmnt.models.decoder import define
+from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.parallel.sharding import build_mesh, is_axes
+from jaxmnt.plan.budget import notes
+from jaxmnt.training import engine
+from jaxmnt.training.compile import compile_program, compile_step, plan
+from jaxmnt.training.spec import BATCH_LOGICAL_AXES
+from jaxmnt.training.state import abstract_state
+from jaxmnt.training.step import mean_gradients
 
 ROWS, LENGTH, VOCAB = 16, 16, 60
 

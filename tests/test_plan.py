@@ -8,12 +8,11 @@ import pytest
 from conftest import ROOT, command, mostly_slow
 
 from jaxmnt.config.load import load_config, parse_config
-from jaxmnt.plan.budget import ideal_state_bytes, least, small
+from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
 from jaxmnt.plan.hlo import collectives, shapes_in
-from jaxmnt.plan.report import make_report
 from jaxmnt.plan.targets import find_chip, gpu_devices
-from jaxmnt.program.compiled import compile_step, plan
-from jaxmnt.program.state import abstract_state
+from jaxmnt.training.compile import compile_step, plan
+from jaxmnt.training.state import abstract_state
 
 PROGRAM = """
 HloModule jit_step, is_scheduled=true

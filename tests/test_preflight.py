@@ -12,14 +12,14 @@ from conftest import command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmnt.cluster.environment import Identity
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import facts as own
-from jaxmnt.preflight import gpus, links, nccl_log, network
+from jaxmnt.preflight import gpus, links, network
 from jaxmnt.preflight.compare import quick_rows, thorough_rows
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.network import Card
-from jaxmnt.preflight.rows import Row, Verdict, failures, from_json, table, to_json
+from jaxmnt.preflight.table import Row, Verdict, failures, from_json, table, to_json
 
 GIB = 1 << 30
 
@@ -187,9 +187,9 @@ def test_what_nccl_says_it_uses(tmp_path):
         "n1:52:80 [0] NCCL INFO Using network Socket",
     ]
     (tmp_path / "nccl-n1-52.log").write_text("\n".join(lines))
-    (row,) = nccl_log.rows(tmp_path, "n1")
+    (row,) = links.nccl_rows(tmp_path, "n1")
     assert row.where == "n1" and row.found == "Socket, Socket [0]eth0:10.0.0.1<0>"
-    (nothing,) = nccl_log.rows(tmp_path / "nowhere", "n1")
+    (nothing,) = links.nccl_rows(tmp_path / "nowhere", "n1")
     assert nothing.verdict == Verdict.WARNING
 
 

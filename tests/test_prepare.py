@@ -18,11 +18,10 @@ from conftest import command, mostly_slow
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.digest import batch_digest, row_digests
 from jaxmnt.data.preparation import Selection, Settings, build
-from jaxmnt.data.preparation.document import Reading
+from jaxmnt.data.preparation.documents import Reading
 from jaxmnt.data.preparation.text import TEXT_PIECE
-from jaxmnt.data.rows import Windows
+from jaxmnt.data.rows import Windows, batch_digest, row_digests
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import Bytes, make_tokenizer

@@ -14,10 +14,10 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data import tokenizer as tokenizers
 from jaxmnt.data.batches import EvaluationData, TrainingData
 from jaxmnt.data.preparation import Selection, Settings, build
-from jaxmnt.data.preparation.document import BadRecordError, Reading
-from jaxmnt.data.preparation.linewise import Lines
+from jaxmnt.data.preparation.documents import BadRecordError, Reading
+from jaxmnt.data.preparation.json_lines import Lines
 from jaxmnt.data.preparation.long_text import text_in_pieces
-from jaxmnt.data.preparation.shards import read_array, save_array
+from jaxmnt.data.preparation.part import read_array, save_array
 from jaxmnt.data.rows import make_reader
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared

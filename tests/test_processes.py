@@ -19,9 +19,9 @@ from conftest import child_of, command, events, launch, losses, metrics
 
 from jaxmnt.checkpoint.commit import newest_whole, whole
 from jaxmnt.checkpoint.reader import Reader
-from jaxmnt.cluster import authentication, desk
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.rollcall import hold
+from jaxmnt.distributed import authentication, rendezvous_server
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.rendezvous import hold
 from jaxmnt.errors import ConfigError, PeerError, PreflightError
 from jaxmnt.launch import local
 
@@ -350,8 +350,8 @@ def test_another_software_is_a_matter_of_the_host(address):
 
 
 def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd):
-    monkeypatch.setattr(desk, "_FIRST_NEWS_SECONDS", 0.2)
-    monkeypatch.setattr(desk, "_NEWS_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_server, "_FIRST_NEWS_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_server, "_NEWS_SECONDS", 0.2)
     roll(address, [0, 2], processes=4, timeout=2.0)
     assert "jaxmnt: processes 1, 3 of 4 still to come (here: 0 on" in capfd.readouterr().err
 

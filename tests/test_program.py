@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.feed import Wishes, process_rows, to_devices
 from jaxmnt.errors import ConfigError
-from jaxmnt.model.attention import choose_kernel
-from jaxmnt.placement.mesh import build_mesh, resolve_sizes
-from jaxmnt.placement.rules import Placement
-from jaxmnt.program.compiled import compile_program
-from jaxmnt.program.loss import LossShape, chunk_count, cross_entropy, cross_entropy_and_gradients
-from jaxmnt.program.optimizer import build_schedule
+from jaxmnt.models.attention import choose_kernel
+from jaxmnt.parallel.axes import resolve_sizes
+from jaxmnt.parallel.sharding import Placement, build_mesh
+from jaxmnt.training.compile import compile_program
+from jaxmnt.training.loss import LossShape, chunk_count, cross_entropy, cross_entropy_and_gradients
+from jaxmnt.training.optimizer import build_schedule
 
 ROWS, LENGTH, VOCAB = 16, 16, 60
 
@@ -175,7 +175,7 @@ def test_data_axis_is_reduced_once_a_step_and_the_head_is_gathered_once_a_pass()
         model={"vocab_size": 65536},
     )
     program = compile_program(chosen, VOCAB, jax.devices()[:4])
-    from jaxmnt.program.step import train_step
+    from jaxmnt.training.step import train_step
 
     batch = to_devices(rows(), list(range(ROWS)), ROWS, program.batch_sharding)
     flag = Wishes(program.wishes_sharding)
@@ -196,7 +196,7 @@ def test_data_axis_is_reduced_once_a_step_and_the_head_is_gathered_once_a_pass()
 )
 def test_whole_weights_are_never_kept_for_the_backward_pass(remat, precision):
     """No loop over layers hands out whole weights of all layers, which would cost what fsdp saves."""
-    from jaxmnt.program.step import train_step
+    from jaxmnt.training.step import train_step
 
     chosen = config(mesh={"fsdp": 4}, train={"remat": remat, "precision": precision})
     program = compile_program(chosen, VOCAB, jax.devices()[:4])

@@ -14,17 +14,16 @@ from jaxmnt import train as train_module
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.commit import Committed, newest_whole, step_directories, whole
 from jaxmnt.checkpoint.manifest import Manifest
-from jaxmnt.checkpoint.source import RunFile, find
-from jaxmnt.cluster.environment import Identity
+from jaxmnt.checkpoint.refs import RunFile, find
 from jaxmnt.config.describe import changes
 from jaxmnt.config.load import parse_config
-from jaxmnt.data.sources import open_sources
+from jaxmnt.data.sources import fit_to_data, open_sources
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.runtime import fresh
-from jaxmnt.runtime.changes import to_be_accepted
-from jaxmnt.runtime.inputs import fit_to_data
-from jaxmnt.runtime.lock import RunLock
-from jaxmnt.runtime.rundir import Say, Start, open_run, places, plain_config, write_config
+from jaxmnt.run import fresh
+from jaxmnt.run.changes import to_be_accepted
+from jaxmnt.run.lock import RunLock
+from jaxmnt.run.rundir import Say, Start, open_run, places, plain_config, write_config
 from jaxmnt.train import train
 
 
@@ -283,7 +282,7 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
 
 
 def test_a_run_that_is_in_use_is_not_set_aside(going_on, monkeypatch):
-    from jaxmnt.runtime import lock
+    from jaxmnt.run import lock
 
     monkeypatch.setattr(lock, "_LEAVING_SECONDS", 0.1)
     config = going_on()

@@ -13,8 +13,8 @@ import pytest
 from conftest import child_of, command, events, losses, metrics, until
 
 from jaxmnt.checkpoint.commit import newest_whole
-from jaxmnt.runtime import stop
-from jaxmnt.runtime.stop import StopRequest, end_of_allocation
+from jaxmnt.run import preemption
+from jaxmnt.run.preemption import StopRequest, end_of_allocation
 from jaxmnt.train import train
 
 HERE = str(Path(__file__).parent)
@@ -184,7 +184,7 @@ def test_a_signal_after_the_end_changes_no_exit_code(tiny_file, tmp_path):
 
 def test_a_file_asks_to_stop_once(tiny, monkeypatch):
     """It is removed when it is obeyed: else a job that is queued again would stop for ever."""
-    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
     config = tiny("train.steps=100000", "checkpoint.every_steps=0")
     run = Path(config.run.dir)
     run.mkdir()
@@ -196,7 +196,7 @@ def test_a_file_asks_to_stop_once(tiny, monkeypatch):
 
 
 def test_the_end_of_the_allocation_is_respected(tiny, monkeypatch):
-    monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
     config = tiny("train.steps=100000", "checkpoint.every_steps=0", "run.stop_margin_seconds=120")
     assert train(config, devices=jax.devices()[:1]) == 75
@@ -234,9 +234,9 @@ def test_a_second_signal_ends_a_process_that_does_not_listen(tmp_path):
     """The main thread is in a call that does not come back to Python."""
     text = (
         "import ctypes, sys\n"
-        "from jaxmnt.runtime.stop import StopRequest\n"
-        "from jaxmnt.cluster.environment import Identity\n"
-        "from jaxmnt.cluster.lifeline import lifeline_alone\n"
+        "from jaxmnt.run.preemption import StopRequest\n"
+        "from jaxmnt.distributed.identity import Identity\n"
+        "from jaxmnt.distributed.heartbeat import lifeline_alone\n"
         "lifeline = lifeline_alone(Identity())\n"
         "with StopRequest(None, lambda reason: lifeline.end(reason, 1)):\n"
         "    print('ready', flush=True)\n"

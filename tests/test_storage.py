@@ -14,7 +14,7 @@ from jaxmnt.checkpoint import commit
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.manifest import FILE, Manifest
 from jaxmnt.errors import ConfigError, ExitCode, UserError
-from jaxmnt.runtime import fresh, lock
+from jaxmnt.run import fresh, lock
 from jaxmnt.storage import place
 from jaxmnt.train import train
 

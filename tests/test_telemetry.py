@@ -16,16 +16,16 @@ import jax
 import pytest
 from conftest import command, events, losses, metrics, until
 
-from jaxmnt.cluster.environment import Identity
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch.inside import Ledger, after
-from jaxmnt.runtime.replay import replay
+from jaxmnt.run.arguments import replay_range
+from jaxmnt.run.replay import replay
 from jaxmnt.telemetry import writer
-from jaxmnt.telemetry.events import Events, history, last_commit
+from jaxmnt.telemetry.events import Events, history, last_commit, mend, parse, read_lines
 from jaxmnt.telemetry.progress import StatusLine
-from jaxmnt.telemetry.records import mend, parse, read_lines
 from jaxmnt.telemetry.writer import LineWriter
-from jaxmnt.train import _replayed, train
+from jaxmnt.train import train
 
 
 def kinds(path: Path) -> list[str]:
@@ -105,7 +105,7 @@ def test_one_that_hangs_keeps_no_last_act_from_its_own(tmp_path):
     code = (
         "import threading\n"
         "from pathlib import Path\n"
-        "from jaxmnt.cluster.ending import Ending, Fate\n"
+        "from jaxmnt.distributed.termination import Ending, Fate\n"
         "from jaxmnt.telemetry.events import Events\n"
         "ending = Ending()\n"
         f"events = Events(Path({str(tmp_path)!r}), 0)\n"
@@ -360,4 +360,4 @@ def test_a_replay_of_what_there_is_no_record_of(whole_run, first, last, words):
 )
 def test_what_is_no_range_of_steps(text):
     with pytest.raises(ConfigError, match="is not FROM:TO"):
-        _replayed(text)
+        replay_range(text)

@@ -15,15 +15,14 @@ from conftest import command, events, losses, metrics, mostly_slow
 
 from jaxmnt.checkpoint.commit import newest_whole, step_directories
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.cluster.environment import Identity
 from jaxmnt.data.manifest import sealed
 from jaxmnt.data.rows import Windows
-from jaxmnt.data.sources import open_sources
+from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.data.store import open_prepared
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.program.compiled import compile_program
-from jaxmnt.runtime.inputs import fit_to_data
 from jaxmnt.train import train
+from jaxmnt.training.compile import compile_program
 
 
 def one_device():
@@ -252,7 +251,7 @@ def test_evaluation_is_exact_for_any_batch(tiny, whole_run, rows):
     )
     shutil.copytree(whole_run.run.dir, config.run.dir)
     reference = metrics(whole_run.run.dir, "eval")[-1]
-    from jaxmnt.runtime.evaluate import Evaluator
+    from jaxmnt.run.evaluate import Evaluator
 
     data = open_sources(config.data)
     config = fit_to_data(config, data)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser
-from jaxmnt.errors import ConfigError, ExitCode, UserError, printable, run_command
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.errors import ConfigError, ExitCode, UserError, printable
 
 if TYPE_CHECKING:
     from jaxmnt.storage import Place
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 def _list(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import open_checkpoint, out_of_reach, step_directories, unfinished
     from jaxmnt.checkpoint.manifest import DamagedError
-    from jaxmnt.checkpoint.source import FOLDER, home, run_id
+    from jaxmnt.checkpoint.refs import FOLDER, home, run_id
 
     root = home(options.run) / FOLDER
     if not root.is_dir():
@@ -67,9 +67,9 @@ def _list(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import step_directories, unfinished
-    from jaxmnt.checkpoint.inspection import verify
+    from jaxmnt.checkpoint.export import verify
     from jaxmnt.checkpoint.manifest import DamagedError
-    from jaxmnt.checkpoint.source import FOLDER, home, locate, run_id
+    from jaxmnt.checkpoint.refs import FOLDER, home, locate, run_id
 
     path = locate(options.checkpoint, "checkpoint")
     root = path.parent if path else home(options.checkpoint) / FOLDER
@@ -99,7 +99,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.manifest import to_plain
-    from jaxmnt.checkpoint.source import find
+    from jaxmnt.checkpoint.refs import find
 
     checkpoint = find(options.checkpoint, "checkpoint")
     manifest = checkpoint.manifest
@@ -126,8 +126,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from jaxmnt.checkpoint.inspection import compare
-    from jaxmnt.checkpoint.source import find
+    from jaxmnt.checkpoint.export import compare
+    from jaxmnt.checkpoint.refs import find
     from jaxmnt.config.describe import MEANING
 
     one, other = (find(text, "checkpoint") for text in (options.first, options.second))
@@ -153,7 +153,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.export import export
-    from jaxmnt.checkpoint.source import find, tokenizer_of
+    from jaxmnt.checkpoint.refs import find, tokenizer_of
 
     if options.file_gb <= 0:
         raise ConfigError("--file-gb takes a number above 0")

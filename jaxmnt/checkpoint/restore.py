@@ -18,8 +18,8 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import like, named
 from jaxmnt.checkpoint.reader import Reader
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.runtime import gather, share
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import gather, share
 from jaxmnt.errors import ConfigError, UserError
 
 State = dict[str, Any]

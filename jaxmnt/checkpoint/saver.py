@@ -24,12 +24,11 @@ from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named, nested
 from jaxmnt.checkpoint.reader import Reader
-from jaxmnt.checkpoint.retention import kept
-from jaxmnt.checkpoint.space import Need, shortage
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.rounds import Round
-from jaxmnt.cluster.runtime import share
+from jaxmnt.checkpoint.retention import Need, kept, shortage
 from jaxmnt.config.schema import Checkpoint
+from jaxmnt.distributed.coordination import Round
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import share
 from jaxmnt.errors import PeerError, UserError
 from jaxmnt.storage import Address, Place, is_link
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from jaxmnt.config.fields import field_of, is_section, takes
+from jaxmnt.config.explain import field_of, is_section, takes
 from jaxmnt.config.load import flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume

@@ -1,15 +1,154 @@
-"""One line for whatever is wrong with a config: where it was written, which key, what it takes."""
+"""One line for whatever is wrong with a config: where it was written, which key, and in words what that key takes."""
 
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from jaxmnt.config import fields
 from jaxmnt.config.schema import Config
 from jaxmnt.config.synonyms import SECTIONS, setting_for
-from jaxmnt.errors import nearest, printable
+from jaxmnt.errors import nearest, printable, shortened
+
+
+class Place(NamedTuple):
+    """Where in the schema a path leads."""
+
+    key: str
+    """The path as it is typed: names and numbers with dots between them."""
+    annotation: Any
+    """The type there; None if the schema has no such key."""
+    limits: Sequence[Any]
+    help: str
+
+
+def field_of(dotted: str) -> FieldInfo | None:
+    """The field that a dotted key names; any name will do for an entry of a mapping. None if there is none."""
+    *parents, last = dotted.split(".")
+    fields = section_fields(parents)
+    return None if fields is None else fields.get(last)
+
+
+def section_fields(parents: Sequence[str]) -> dict[str, FieldInfo] | None:
+    """The fields of a section, given as the names on the way to it; None if that is no section."""
+    section: Any = Config
+    for parent in parents:
+        if get_origin(section) in (dict, list):
+            section = get_args(section)[-1]
+        elif is_section(section) and parent in section.model_fields:
+            section = section.model_fields[parent].annotation
+        else:
+            return None
+    return dict(section.model_fields) if is_section(section) else None
+
+
+def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def find(path: Sequence[str | int]) -> Place:
+    """Follows a path as far as the schema goes. What pydantic adds to it, such as a union's branch, is left off."""
+    here, limits, text, names = Config, [], "", []  # type: Any, list[Any], str, list[str]
+    for part in path:
+        here, own = _plain(here)
+        if is_section(here):
+            field = here.model_fields.get(str(part))
+            names.append(str(part))
+            if field is None:
+                return Place(".".join(names), None, [], "")
+            here, limits, text = field.annotation, list(field.metadata), field.description or ""
+        elif get_origin(here) in (dict, list):
+            here, limits = get_args(here)[-1], []
+            names.append(str(part))
+        else:
+            break
+    here, own = _plain(here)
+    return Place(".".join(names), here, [*limits, *own], text)
+
+
+def takes(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """What a key takes, in words: integer from 1 up, or null."""
+    *others, last = _alternatives(annotation, limits)
+    if not others:
+        return last
+    comma = "," if " " in others[-1] and len(others) == 1 else ""
+    return f"{', '.join(others)}{comma} or {last}"
+
+
+def with_article(words: str) -> str:
+    """An integer, a list; but text, true, auto."""
+    first = words.partition(" ")[0].rstrip(",")
+    articles = {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a ", "section": "a "}
+    return articles.get(first, "") + words
+
+
+def _plain(annotation: Any) -> tuple[Any, list[Any]]:
+    """The type below `Annotated` and `| None`, and the limits that were written to it."""
+    limits: list[Any] = []
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation, *more = get_args(annotation)
+            limits += _limits(more)
+            continue
+        members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+        real = [member for member in members if member is not NoneType]
+        if len(real) != 1 or not (get_origin(real[0]) in (dict, list) or is_section(real[0])):
+            return annotation, limits
+        annotation = real[0]
+
+
+def _limits(metadata: Sequence[Any]) -> list[Any]:
+    return [limit for one in metadata for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
+
+
+def _alternatives(annotation: Any, limits: Sequence[Any]) -> list[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _alternatives(arguments[0], _limits(arguments[1:]))
+    if origin in (Union, UnionType):
+        return [words for member in arguments for words in _alternatives(member, limits)]
+    if origin is Literal:
+        return [str(choice) for choice in arguments]
+    if origin is list:
+        return [f"list of {_plural(arguments[0])}"]
+    if origin is dict:
+        return ["mapping" if arguments[1] is Any else f"mapping of names to {_plural(arguments[1])}"]
+    if is_section(annotation):
+        return ["section with keys"]
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation is NoneType:
+        return ["null"]
+    return [{int: "integer", float: "number", str: "text"}[annotation] + _range(limits)]
+
+
+def _plural(annotation: Any) -> str:
+    words = takes(annotation)
+    for one, many in {"integer": "integers", "number": "numbers", "list": "lists", "section": "sections"}.items():
+        if words.startswith(one):
+            return words.replace(one, many, 1)
+    return words
+
+
+def _range(limits: Sequence[Any]) -> str:
+    found = {
+        name: getattr(limit, name) for limit in limits for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)
+    }
+    low = (
+        f" from {_number(found['ge'])}" if "ge" in found else f" above {_number(found['gt'])}" if "gt" in found else ""
+    )
+    if "le" in found:
+        return f"{low} to {_number(found['le'])}" if "ge" in found else f"{low} up to {_number(found['le'])}"
+    if "lt" in found:
+        return f"{low} to below {_number(found['lt'])}"
+    return f"{low} up" if "ge" in found else low
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if value != int(value) else str(int(value))
+
 
 COMMAND_LINE = "command line"
 
@@ -49,13 +188,13 @@ def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
     if kind == "invalid_key" or path[-1:] == ["[key]"]:
         *section, wrong = [part for part in path if part != "[key]"]
         return ".".join(map(str, section)), f"the key {wrong!r} must be text; put it in quotes"
-    key, annotation, limits, help_line = fields.find(path)
+    key, annotation, limits, help_line = find(path)
     if annotation is None:
         return key, f"unknown key; {_suggestion(key, value)}"
-    if fields.is_section(annotation):
+    if is_section(annotation):
         such = f", such as {key}.{next(iter(annotation.model_fields))}" if key else ""
         return key, f"must be a section with keys{such}, not {_shown(value)}"
-    words = fields.with_article(fields.takes(annotation, limits))
+    words = with_article(takes(annotation, limits))
     found = "and is missing" if kind == "missing" else f"not {_shown(value)}"
     quotes = ""
     if words.startswith("text") and isinstance(value, bool | int | float):
@@ -67,7 +206,7 @@ def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
 def _suggestion(dotted: str, value: Any) -> str:
     """What somebody may have meant who wrote this key, or this section with this inside."""
     *parents, last = dotted.split(".")
-    known = list(fields.section_fields(parents) or {})
+    known = list(section_fields(parents) or {})
     if not parents and isinstance(value, dict) and value:
         return _section_suggestion(last, str(next(iter(value))), known)
     if meant := setting_for(last, ".".join(parents)):
@@ -85,7 +224,7 @@ def _section_suggestion(name: str, inner: str, known: list[str]) -> str:
     """Of a section that is none, whose first key is `inner`."""
     hint = nearest(name, known)
     section = hint.removeprefix("did you mean ").rstrip("?") if hint.startswith("did you mean") else SECTIONS.get(name)
-    if section and inner in (fields.section_fields([section]) or {}):
+    if section and inner in (section_fields([section]) or {}):
         return f"did you mean {section}.{inner}?"
     if meant := setting_for(inner, section or ""):
         return f"did you mean {meant.key}?" + (f" ({meant.note})" if meant.note else "")
@@ -96,7 +235,7 @@ def _all_keys() -> list[str]:
     return [
         f"{section}.{name}"
         for section, field in Config.model_fields.items()
-        if fields.is_section(field.annotation)
+        if is_section(field.annotation)
         for name in field.annotation.model_fields
     ]
 
@@ -111,8 +250,3 @@ def _repr(value: Any) -> str:
     cut.maxlevel, cut.maxdict, cut.maxlist = 3, 20, 20
     cut.maxstring = cut.maxlong = cut.maxother = 2 * _LONGEST
     return cut.repr(value)
-
-
-def shortened(text: str) -> str:
-    """As much of a text as belongs into a message."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

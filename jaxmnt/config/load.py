@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from jaxmnt.config.explain import COMMAND_LINE, explain, shortened, source_of
+from jaxmnt.config.explain import COMMAND_LINE, explain, source_of
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, printable, shortened
 
 
 class _Loader(yaml.SafeLoader):

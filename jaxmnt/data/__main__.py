@@ -2,8 +2,8 @@
 
 import argparse
 
-from jaxmnt.commands import HERE, Parser
-from jaxmnt.errors import ConfigError, ExitCode, run_command
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.errors import ConfigError, ExitCode
 
 
 def main(arguments: list[str]) -> int:

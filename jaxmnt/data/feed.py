@@ -9,8 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jaxmnt.data.digest import batch_digest, row_digests
-from jaxmnt.data.rows import Rows
+from jaxmnt.data.rows import Rows, batch_digest, row_digests
 
 Batch = dict[str, jax.Array]
 

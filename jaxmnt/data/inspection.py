@@ -7,9 +7,8 @@ import numpy as np
 
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.digest import batch_digest, row_digests
 from jaxmnt.data.order import block_shares
-from jaxmnt.data.rows import Packed
+from jaxmnt.data.rows import Packed, batch_digest, row_digests
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.data.store import PreparedData
 from jaxmnt.data.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.schema import Data
+from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
-from jaxmnt.data.synthetic import SyntheticData
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.storage import Place, publish, read

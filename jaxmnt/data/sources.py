@@ -1,19 +1,153 @@
-"""The sources of data that a config names: opened, checked against each other, and described."""
+"""Sources of data: which there are, where their files are read, and made-up data."""
 
+import fcntl
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from jaxmnt.config.schema import Data
+import numpy as np
+
+from jaxmnt.config.schema import Config, Data
+from jaxmnt.data.manifest import MANIFEST
 from jaxmnt.data.order import Phase
-from jaxmnt.data.store import PreparedData, open_prepared
-from jaxmnt.data.synthetic import SyntheticData
-from jaxmnt.errors import ConfigError, UnreadableError
+from jaxmnt.data.store import Origin, PreparedData, TokenStream, open_prepared
+from jaxmnt.errors import ConfigError, UnreadableError, UserError
+
+_TOKENS = {"train": 2**22, "eval": 2**14}
+_DOCUMENT = 1024
+"""Tokens of a document on average."""
+
+
+class SyntheticData:
+    """Offers what `PreparedData` offers. The same tokens everywhere, for a vocabulary of the given size."""
+
+    path = "synthetic"
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        return {"name": "synthetic", "end_of_document": self.vocab_size - 1}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"synthetic/{self.vocab_size}".encode()).hexdigest()
+
+    def tokens(self, split: str) -> int:
+        return _TOKENS[split]
+
+    def documents(self, split: str) -> int:
+        return len(self.stream(split).document_starts)
+
+    def unigram_nats(self, split: str) -> float | None:
+        return None
+
+    def stream(self, split: str) -> TokenStream:
+        return _stream(self.vocab_size, split)
+
+    def origin(self, split: str, document: int) -> Origin:
+        return Origin("synthetic", document + 1)
+
+    def check(self) -> None:
+        """There are no files."""
+
+    def verify(self, progress: Any = None) -> None:
+        """There is nothing on a disk."""
+
+
+@lru_cache(maxsize=2)
+def _stream(vocab_size: int, split: str) -> TokenStream:
+    generator = np.random.Generator(np.random.Philox(key=len(split)))
+    tokens = generator.integers(0, vocab_size - 1, _TOKENS[split], np.int32)
+    ends = np.flatnonzero(generator.random(len(tokens)) < 1 / _DOCUMENT)
+    tokens[ends] = tokens[-1] = vocab_size - 1
+    starts = np.concatenate([[0], ends[ends < len(tokens) - 1] + 1]).astype(np.int64)
+    return TokenStream([tokens], lambda: starts, vocab_size - 1)
+
+
+_PIECE = 2**22
+
+
+def stage(data: PreparedData, directory: Path, progress: Callable[[str], None] = lambda text: None) -> Path:
+    """Returns a folder below `directory` that holds the data; copies it there unless it is there already.
+
+    Every file is compared with its digest while it is copied, and the manifest is copied last, so that a copy that was
+    cut short is no prepared data. Raises `ConfigError` for a damaged file, `UserError` when the disk is full.
+    """
+    target = directory / data.digest[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"{target.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this host wait here, then find the copy
+            if not _is_whole(target, data):
+                _copy_all(data, target, progress)
+    except OSError as error:
+        raise UserError(
+            f"data.stage_dir: {directory} cannot take the data: {error.strerror or error}; "
+            "free space there, choose another folder, or leave data.stage_dir out"
+        ) from error
+    return target
+
+
+def _is_whole(target: Path, data: PreparedData) -> bool:
+    """Whether the copy is there with all its files. What they hold is `data.verify`'s business."""
+    if not (target / MANIFEST).exists():
+        return False
+    try:
+        copy = open_prepared(target, "data.stage_dir")
+        copy.check()
+    except ConfigError:
+        return False
+    return copy.digest == data.digest
+
+
+def _copy_all(data: PreparedData, target: Path, progress: Callable[[str], None]) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    for name, expected in data.files():
+        progress(name)
+        source, copy = data.path / name, target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if _copy(source, copy) != expected:
+            raise ConfigError(
+                f"data.path: {source} is damaged: its SHA-256 is not the manifest's; "
+                "copy it again from where it is whole, or prepare the data again"
+            )
+    temporary = target / f".{MANIFEST}"
+    shutil.copyfile(data.path / MANIFEST, temporary)
+    temporary.replace(target / MANIFEST)
+
+
+def _copy(source: Path, target: Path) -> str:
+    """Copies a file and returns the SHA-256 of what was read."""
+    digest = hashlib.sha256()
+    try:
+        reading = source.open("rb")
+    except OSError as error:
+        raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error
+    with reading, target.open("wb") as writing:
+        while piece := _read(reading, source):
+            digest.update(piece)
+            writing.write(piece)
+        writing.flush()
+        os.fsync(writing.fileno())
+    return digest.hexdigest()
+
+
+def _read(reading: BinaryIO, source: Path) -> bytes:
+    try:
+        return reading.read(_PIECE)
+    except OSError as error:
+        raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error
+
 
 ONLY = "data"
 """The name of the source when there is one without a name."""
@@ -132,3 +266,21 @@ def _open(path: str | None, key: str) -> PreparedData:
         )
     with _reading(path):
         return open_prepared(path, key)
+
+
+def fit_to_data(config: Config, data: Sources) -> Config:
+    """The config with `model.vocab_size` filled in from the data if it was not set.
+
+    A model may have more rows than the data has ids (the rest of the logits is masked), but not fewer:
+    that raises `ConfigError`.
+    """
+    size = config.model.vocab_size
+    if size is None:
+        rounded = -(-data.vocab_size // 64) * 64
+        return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": rounded})})
+    if data.vocab_size > size:
+        raise ConfigError(
+            f"model.vocab_size: {size} is smaller than the {data.vocab_size} token ids of the data; "
+            f"raise it to {data.vocab_size} or more, or leave it out"
+        )
+    return config

@@ -12,10 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser
+from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.config import load_config
 from jaxmnt.drill.faults import WITH_MORE, Fault, chosen, starts
-from jaxmnt.errors import ConfigError, ExitCode, run_command
+from jaxmnt.errors import ConfigError, ExitCode
 
 
 def main(arguments: list[str]) -> int:

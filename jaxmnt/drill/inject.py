@@ -20,10 +20,11 @@ from typing import Any
 
 from jaxmnt import train
 from jaxmnt.checkpoint.commit import step_directories
-from jaxmnt.cluster.environment import Identity, identify
+from jaxmnt.commands import run_command
 from jaxmnt.config import load_config
+from jaxmnt.distributed.identity import Identity, identify
 from jaxmnt.drill.faults import Fault
-from jaxmnt.errors import run_command
+from jaxmnt.run.arguments import parse_arguments
 
 _FILE_BYTES = 100_000
 """With a full disk a file can be no larger: events still fit, the state does not."""
@@ -41,7 +42,7 @@ class DrillError(RuntimeError):
 
 def main(arguments: list[str]) -> int:
     plan, _, *train_arguments = arguments
-    options = train.parse_arguments(train_arguments)
+    options = parse_arguments(train_arguments)
     config = load_config(options.config, options.overrides)
     assert config.run.dir is not None
     identity = identify(config.cluster)
@@ -67,7 +68,7 @@ class Saboteur:
         from jaxmnt.checkpoint import saver
         from jaxmnt.data.batches import TrainingData
         from jaxmnt.data.feed import Feed
-        from jaxmnt.runtime import resume, training
+        from jaxmnt.run import loop, resume
 
         act = lambda *_: self._act(fault)
         soon = lambda *_: threading.Timer(0.02, act).start()
@@ -78,7 +79,7 @@ class Saboteur:
         elif fault.moment == "mid-step":  # the devices are busy with a step when the next batch is staged
             _before(Feed, "stage", _nth(fault.offset + 1, act))
         elif fault.moment == "batch":
-            _before(training, "training_feed", self._note_first_step)
+            _before(loop, "training_feed", self._note_first_step)
             _after(Feed, "stage", lambda feed: self._poison(fault, feed))
         elif fault.moment == "idle":
             _before(Feed, "take", _nth(fault.offset, lambda *_: threading.Timer(_IDLE_SECONDS / 2, act).start()))
@@ -87,7 +88,7 @@ class Saboteur:
         elif fault.moment == "restore":
             _before(resume, "restore", soon)
         elif fault.moment == "compile":
-            _before(training, "compile_program", soon)
+            _before(loop, "compile_program", soon)
         elif fault.moment == "prefetch":
             _before(TrainingData, "batch", _nth(fault.offset, act))
         else:
@@ -153,7 +154,7 @@ class Saboteur:
 
     def _fill_disk(self, fault: Fault) -> None:
         """Lets no file of this process grow, until a save has failed over it."""
-        from jaxmnt.runtime.saves import Saves
+        from jaxmnt.run.saves import Saves
 
         self._note(fault)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)

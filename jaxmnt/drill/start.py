@@ -3,7 +3,7 @@
 Starts processes on this machine that cause the faults of a plan, and ends as `jaxmnt.launch local` would.
 """
 
-from jaxmnt.errors import run_command
+from jaxmnt.commands import run_command
 from jaxmnt.launch.local import launch, local_run
 from jaxmnt.launch.restarts import Restarts
 

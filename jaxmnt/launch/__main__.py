@@ -7,8 +7,8 @@ Starts the processes of a run: on this machine, or on a cluster by a job script 
 import argparse
 from pathlib import Path
 
-from jaxmnt.commands import HERE, RUN, Parser, expect_separator
-from jaxmnt.errors import ConfigError, ExitCode, run_command
+from jaxmnt.commands import HERE, RUN, Parser, expect_separator, run_command
+from jaxmnt.errors import ConfigError, ExitCode
 
 
 def main(arguments: list[str]) -> int:

@@ -5,19 +5,30 @@ https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-polic
 """
 
 import hashlib
+import json
 import os.path
 import re
 import secrets
+import subprocess
 from pathlib import PurePosixPath
+from typing import Any
 
-from jaxmnt.cluster.authentication import RUN_KEY_BYTES
-from jaxmnt.cluster.launchers import DEFAULT_PORT
 from jaxmnt.config.load import dump_for_hosts
-from jaxmnt.errors import ConfigError, ExitCode, printable
-from jaxmnt.launch import kubectl
+from jaxmnt.distributed.authentication import RUN_KEY_BYTES
+from jaxmnt.distributed.launchers import DEFAULT_PORT
+from jaxmnt.errors import ConfigError, ExitCode, UserError, printable, remark
 from jaxmnt.launch.job import Job
-from jaxmnt.launch.manifest import Manifest, to_yaml
-from jaxmnt.launch.pod import CONFIG_FILE, CONFIG_FOLDER, CONTAINER, KEY_FIELD, key_name, pod
+from jaxmnt.launch.pod import (
+    CONFIG_FILE,
+    CONFIG_FOLDER,
+    CONTAINER,
+    KEY_FIELD,
+    Manifest,
+    key_name,
+    pod,
+    to_json,
+    to_yaml,
+)
 
 _JOB = "workers"
 _DIGITS = 6
@@ -190,6 +201,68 @@ def submit(wanted: Job) -> str:
     # Of a JobSet that was just deleted, Kubernetes may still be about to delete what belonged to it, by name.
     config, jobset = manifests(wanted, salt=secrets.token_hex())
     metadata = config["metadata"]
-    key = kubectl.run_key_secret(metadata, key_name(metadata["name"]), KEY_FIELD, RUN_KEY_BYTES)
+    key = run_key_secret(metadata, key_name(metadata["name"]), KEY_FIELD, RUN_KEY_BYTES)
     # Kueue lets go what waits in its queues.
-    return kubectl.create(jobset, [key, config], resume=not wanted.config.gke.queue)
+    return create(jobset, [key, config], resume=not wanted.config.gke.queue)
+
+
+_RESOURCE = "jobsets.jobset.x-k8s.io"
+
+
+def create(jobset: Manifest, belongings: list[Manifest], *, resume: bool) -> str:
+    """Creates the JobSet, suspended, then what belongs to it, and lets it go if it is to `resume`. What kubectl says.
+
+    Raises `UserError` if something is refused; then nothing of it is left.
+    """
+    metadata = jobset["metadata"]
+    suspended = jobset | {"spec": jobset["spec"] | {"suspend": True}}
+    uid = _kubectl("the JobSet", "create", "-f", "-", "-o", "jsonpath={.metadata.uid}", text=to_json(suspended))
+    try:
+        owner = {name: jobset[name] for name in ("apiVersion", "kind")} | {"name": metadata["name"], "uid": uid}
+        said = [f"{_RESOURCE}/{metadata['name']} created"]
+        for one in belongings:
+            owned = one | {"metadata": one["metadata"] | {"ownerReferences": [owner]}}
+            said.append(_kubectl(f"the {one['kind']}", "create", "-f", "-", text=to_json(owned)))
+        if resume:
+            go = ("--type=merge", "--patch", json.dumps({"spec": {"suspend": False}}))
+            _kubectl("to resume the JobSet", "patch", *_named(metadata), *go)
+    except BaseException:
+        _take_back(metadata)
+        raise
+    return "\n".join(said)
+
+
+def run_key_secret(metadata: Manifest, name: str, field: str, size: int) -> Manifest:
+    """A Secret with a key that nobody has seen."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata | {"name": name},
+        "immutable": True,
+        "stringData": {field: secrets.token_hex(size)},
+    }
+
+
+def _take_back(metadata: Manifest) -> None:
+    """Deletes the JobSet, and by that what belongs to it."""
+    try:
+        _kubectl("to delete the JobSet", "delete", *_named(metadata), "--ignore-not-found")
+    except UserError as error:
+        remark(
+            f"note: the JobSet {metadata['name']} in the namespace {metadata['namespace']} is left, suspended "
+            f"({error}); delete it: kubectl delete {' '.join(_named(metadata))}"
+        )
+
+
+def _named(metadata: dict[str, Any]) -> list[str]:
+    return [f"{_RESOURCE}/{metadata['name']}", f"--namespace={metadata['namespace']}"]
+
+
+def _kubectl(what: str, *arguments: str, text: str = "") -> str:
+    try:
+        done = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ConfigError("kubectl: there is no such command here; see --dry-run, or install it") from None
+    if done.returncode != 0:
+        raise UserError(f"kubectl refused {what}: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.cluster.signs import tells_of_a_broken_device
-from jaxmnt.commands import HERE, Parser
-from jaxmnt.errors import ExitCode, run_command
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.distributed.termination import tells_of_a_broken_device
+from jaxmnt.errors import ExitCode
 from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, waited_in_vain
 from jaxmnt.telemetry.events import last_commit
 

@@ -1,17 +1,133 @@
-"""What is asked of a cluster: a config, on so many nodes."""
+"""A job: what is asked of a cluster, with which environment, and in which text it may be written."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+from jaxmnt.config.clusters import holds_a_secret, is_secret_name
 from jaxmnt.config.load import load_config
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError
-from jaxmnt.launch.fit import check_batch
-from jaxmnt.launch.rendered import check_rendered
+from jaxmnt.distributed.authentication import RUN_KEY
+from jaxmnt.errors import ConfigError, ExitCode, printable
+from jaxmnt.parallel.axes import accumulation_passes, resolve_sizes
+
+_GPU_HOSTS = {
+    # Collectives and products overlap, pipelined over layers: XLA's own bundle of flags for that.
+    "JAX_OPTIMIZATION_LEVEL": "O1",
+    # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+    # Warnings of NCCL say which link or interface they are about.
+    "NCCL_DEBUG": "WARN",
+}
+
+
+def checked(setup: list[str]) -> list[str]:
+    """Lines of the shell that end it when one of the given ones fails."""
+    return [f"eval {shlex.quote(line)} || exit 1" for line in setup]
+
+
+def key_needed(flags: list[str]) -> list[str]:
+    """Lines of the shell that end it where --fresh would begin the run anew at each restart: only by the key of the
+    run, which is one for all its restarts there, does a process know that it is done (run/fresh.py)."""
+    if "--fresh" not in flags:
+        return []
+    text = (
+        f"jaxmnt: --fresh: there is no {RUN_KEY} here, by which a restart knows that the run was begun anew; "
+        "hand it to the processes (docs/cluster.md), or launch without --fresh"
+    )
+    return [f'[ -n "${RUN_KEY}" ] || {{ echo {shlex.quote(text)} >&2; exit {int(ExitCode.CONFIG)}; }}']
+
+
+def filled(template: str, **values: str) -> str:
+    """With `@name@` replaced by a value: what else there is belongs to the shell."""
+    return re.sub(r"@(\w+)@", lambda slot: values[slot[1]], template)
+
+
+def environment(config: Config) -> dict[str, str]:
+    """What the launchers write into scripts and manifests, sorted by name."""
+    launch = config.launch
+    preset = _GPU_HOSTS if launch.settings == "auto" and launch.gpus_per_node and launch.nodes > 1 else {}
+    more = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
+    if launch.gpus_per_node:
+        more["JAX_PLATFORMS"] = "cuda,cpu"  # a host whose GPUs are not found must not train on its CPU
+    return dict(sorted((preset | more | launch.environment).items()))
+
+
+def check_batch(config: Config, devices: int) -> None:
+    """Raises `ConfigError`, naming global batch sizes that do fit, if the mesh or the batch does not come out whole.
+
+    The global batch stays whatever the number of devices; the passes that a step takes follow from it.
+    """
+    try:
+        accumulation_passes(config, resolve_sizes(config.mesh, devices))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (launch.nodes and launch.gpus_per_node make {devices} devices)") from error
+
+
+def check_rendered(what: dict[str, Any]) -> None:
+    """Raises `ConfigError`, with its dotted key, for a text that could become other lines of a script, or that others
+    should not read, and for a value that has no form in a manifest, such as a date.
+
+    Every text of a job goes through this, so that none depends on how it is quoted.
+    """
+    for where, value in _leaves("", what):
+        if isinstance(value, str):
+            _check_text(where, value)
+        elif not (value is None or isinstance(value, (bool, int, float))):
+            raise ConfigError(f"{where}: {value!r} must be a text, a number or a boolean; put it in quotes")
+    for where, name in _variables("", what):
+        if is_secret_name(name):
+            raise ConfigError(
+                f"{where}: {printable(name)} looks like a secret, and scripts and manifests are readable; take its "
+                "value from a Kubernetes secret (valueFrom)"
+            )
+
+
+def _check_text(where: str, text: str) -> None:
+    if not text.isprintable():
+        raise ConfigError(
+            f"{where}: '{printable(text)}' must have no line ends, control characters or other characters that cannot "
+            "be printed, since it becomes part of a script or manifest; remove them, or make each line an item"
+        )
+    if holds_a_secret(text):
+        raise ConfigError(
+            f"{where}: its value looks like a secret, and scripts and manifests are readable; keep it in a file of "
+            "yours or a Kubernetes secret, and read it in launch.setup"
+        )
+
+
+def _leaves(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What is no container, with its dotted key; names of mappings, too."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{where}: the key {name!r} must be a text; put it in quotes")
+            yield where, name
+            yield from _leaves(f"{where}.{printable(name)}" if where else name, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(where, item)
+    else:
+        yield where, str(value) if isinstance(value, Path) else value
+
+
+def _variables(where: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Names of variables that a part of a pod's spec sets to a value."""
+    if isinstance(value, dict):
+        if isinstance(value.get("name"), str) and value.get("value"):
+            yield where, value["name"]
+        for name, item in value.items():
+            yield from _variables(f"{where}.{name}" if where else name, item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _variables(where, item)
+
 
 _ONE_FOR_ALL = ("launch", "slurm", "gke")
 """Sections that say what the job is, of which there is one script."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from jaxmnt.cluster.abandoned import ABANDONED, PEERS
+from jaxmnt.distributed.termination import ABANDONED, PEERS
 from jaxmnt.errors import UserError, printable, remark
 from jaxmnt.storage import NO_FILE, read
 from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines

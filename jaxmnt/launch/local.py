@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
-from jaxmnt.cluster.authentication import RUN_KEY, RUN_KEY_BYTES
-from jaxmnt.cluster.environment import VARIABLES
-from jaxmnt.cluster.gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.config.schema import Config
+from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
+from jaxmnt.distributed.identity import VARIABLES
+from jaxmnt.distributed.local_gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark
 from jaxmnt.launch.ledger import events_since, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
-from jaxmnt.runtime.stop import ASKING, WARNING, Handler
+from jaxmnt.run.preemption import ASKING, WARNING, Handler
 from jaxmnt.telemetry.events import last_commit
 
 _GRACE_SECONDS = 10.0
@@ -327,7 +327,7 @@ def _settings(number: int, processes: int, environment: dict[str, str]) -> list[
 def local_run(train_arguments: list[str], devices: int | None, module: tuple[str, ...] = ("jaxmnt.train",)) -> Local:
     """What is to be started. Reading the config here also finds mistakes once instead of once a process."""
     from jaxmnt.config import load_config
-    from jaxmnt.train import parse_arguments
+    from jaxmnt.run.arguments import parse_arguments
 
     if not train_arguments:
         raise ConfigError("give the arguments of jaxmnt.train after --, such as: -- --config configs/quickstart.yaml")

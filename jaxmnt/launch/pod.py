@@ -1,15 +1,18 @@
 """The pods of a JobSet: one for each host, with a shell as their first process."""
 
+import json
 import re
 import shlex
 from importlib.resources import files
 from typing import Any
 
-from jaxmnt.cluster.authentication import RUN_KEY
-from jaxmnt.cluster.launchers import DEFAULT_PORT
-from jaxmnt.launch.job import Job
-from jaxmnt.launch.manifest import Manifest
-from jaxmnt.launch.settings import checked, environment, filled, key_needed
+import yaml
+
+from jaxmnt.distributed.authentication import RUN_KEY
+from jaxmnt.distributed.launchers import DEFAULT_PORT
+from jaxmnt.launch.job import Job, checked, environment, filled, key_needed
+
+Manifest = dict[str, Any]
 
 CONTAINER = "train"
 CONFIG_FOLDER, CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
@@ -134,3 +137,38 @@ def _volumes(wanted: Job, config_name: str) -> list[Manifest]:
             for number, claim in enumerate(claims)
         ),
     ]
+
+
+_FIELD = re.compile(r"[a-z][A-Za-z]{2,}")
+"""Names that are left plain, unless they are a word of YAML."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts all text into quotes, but for names of fields; text of several lines is shown line by line."""
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().represent_mapping(tag, mapping, flow_style)
+        for name, _ in node.value:
+            if _FIELD.fullmatch(name.value):
+                name.style = None
+        return node
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else '"')
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(*manifests: Manifest) -> str:
+    """For people, and for `kubectl apply -f -`."""
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=float("inf"))
+
+
+def to_json(manifest: Manifest) -> str:
+    """For kubectl."""
+    return json.dumps(manifest, allow_nan=False)

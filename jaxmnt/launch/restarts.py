@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.launch.fit import check_batch
+from jaxmnt.launch.job import check_batch
 
 _TRIES = 3
 """Starts in a row that may fail without a new checkpoint."""

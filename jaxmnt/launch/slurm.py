@@ -7,8 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.launch.job import Job
-from jaxmnt.launch.settings import checked, environment, filled, key_needed
+from jaxmnt.launch.job import Job, checked, environment, filled, key_needed
 
 _REQUEUES = 1000
 _AFTER_THE_ROLL_CALL_SECONDS = 60

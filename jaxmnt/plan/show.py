@@ -6,10 +6,9 @@ import jax
 import numpy as np
 
 from jaxmnt.config.schema import AXES
-from jaxmnt.plan.notes import counted
-from jaxmnt.plan.report import Report
-from jaxmnt.program.setting import Setting
+from jaxmnt.plan.budget import Report, counted
 from jaxmnt.telemetry.progress import count, size
+from jaxmnt.training.spec import Setting
 
 Rows = list[tuple[str, ...]]
 

@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.cluster.environment import Identity, identify, survey
-from jaxmnt.commands import CHECKS, Parser
+from jaxmnt.commands import CHECKS, Parser, run_command
 from jaxmnt.config import Config, load_config
 from jaxmnt.config.schema import Cluster
-from jaxmnt.errors import ConfigError, ExitCode, UserError, report, run_command
+from jaxmnt.distributed.identity import Identity, identify, survey
+from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.output import checked
-from jaxmnt.preflight.rows import Row, Verdict, failed, failures, table, to_json
+from jaxmnt.preflight.table import Row, Verdict, failed, failures, table, to_json
 
 if TYPE_CHECKING:
-    from jaxmnt.cluster.lifeline import Lifeline
+    from jaxmnt.distributed.heartbeat import Lifeline
 
 _WAIT_SECONDS = 45.0
 
@@ -34,14 +34,14 @@ def main(arguments: list[str]) -> int:
     config = load_config(options.config, [*options.overrides, f"cluster.start_timeout_seconds={options.wait}"])
     identity = identify(config.cluster)
 
-    from jaxmnt.cluster.ending import Ending
-    from jaxmnt.cluster.runtime import joined
     from jaxmnt.data.sources import open_sources
+    from jaxmnt.distributed.process_group import joined
+    from jaxmnt.distributed.termination import Ending
 
     ending = Ending(identity.label)
     assert config.run.dir is not None
     if options.nccl_debug:
-        from jaxmnt.preflight.nccl_log import write_logs_to
+        from jaxmnt.preflight.links import write_logs_to
 
         write_logs_to(_nccl_folder(config))
 
@@ -60,14 +60,12 @@ def main(arguments: list[str]) -> int:
 
 def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options: argparse.Namespace) -> list[Row]:
     """Every check, in all processes; what was found, in all of them."""
-    from jaxmnt.cluster.runtime import hosts as machine_names
-    from jaxmnt.placement.mesh import build_mesh
-    from jaxmnt.preflight import links, nccl_log
-    from jaxmnt.preflight.compare import everywhere, thorough_rows
-    from jaxmnt.preflight.directory import write_rate_rows
+    from jaxmnt.distributed.process_group import hosts as machine_names
+    from jaxmnt.parallel.sharding import build_mesh
+    from jaxmnt.preflight import links
+    from jaxmnt.preflight.compare import agreed, everywhere, quick_part, shared_places, thorough_rows
+    from jaxmnt.preflight.directory import room_rows, write_rate_rows
     from jaxmnt.preflight.facts import quick, thorough, told_to_all
-    from jaxmnt.preflight.quick import agreed, quick_part, shared_places
-    from jaxmnt.preflight.room import room_rows
 
     mine = thorough()  # before JAX is on the GPUs
     all_facts = told_to_all("everything about the hosts", mine | quick(lifeline.clock), identity)
@@ -85,7 +83,7 @@ def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options:
         rows += links.matmul_rows(identity, hosts)
         rows += links.pair_rows(identity, hosts, _megabits(all_facts))
         rows += links.axis_rows(mesh, identity, hosts)
-        rows += nccl_log.rows(_nccl_folder(config), hosts[0]) if options.nccl_debug and first else []
+        rows += links.nccl_rows(_nccl_folder(config), hosts[0]) if options.nccl_debug and first else []
     return agreed(rows, identity)
 
 

@@ -1,13 +1,19 @@
-"""What the facts of all processes say together: rows of the table. Nothing here asks a host anything."""
+"""What is wrong with what hosts say of themselves: in preflight, and at each start of a run."""
 
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
-from jaxmnt.preflight.facts import Facts
+from jaxmnt.config.schema import Config
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import share
+from jaxmnt.errors import PreflightError
+from jaxmnt.preflight.directory import shared_rows
+from jaxmnt.preflight.facts import Facts, quick, told_to_all
 from jaxmnt.preflight.network import Card, chosen_by_nccl
-from jaxmnt.preflight.rows import Row, failed, good, warning
+from jaxmnt.preflight.table import Row, failed, failures, from_json, good, to_json, warning
 from jaxmnt.telemetry.progress import size
 
 CLOCK_SECONDS = 1.0
@@ -212,3 +218,42 @@ def _one_gpu(where: str, gpu: dict[str, Any]) -> list[Row]:
     if gpu["celsius"] > _HOT_CELSIUS:
         rows.append(warning("GPU heat", where, f"{gpu['celsius']} °C", "look at cooling"))
     return rows
+
+
+def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) -> None:
+    """Compares devices and clocks, and tries whether the run directory is shared. `clock` is how far this process's
+    clock is ahead of process 0's: at least, at most.
+
+    Raises `PreflightError` in all processes, naming the host, if something is wrong. Takes well under a second beside
+    what JAX needs to find its devices.
+    """
+    own_facts = quick(clock)
+    if identity.alone:
+        return
+    all_facts = told_to_all("what the start looks at", own_facts, identity)
+    bad = failures(agreed(quick_part(config, identity, all_facts), identity))
+    if bad:
+        more = f" (and {len(bad) - 1} more: see jaxmnt.preflight)" if bad[1:] else ""
+        known = {facts["host"] for facts in all_facts}
+        raise PreflightError(f"{bad[0]}{more}").blaming(hosts=[row.where for row in bad if row.where in known])
+
+
+def quick_part(config: Config, identity: Identity, all_facts: list[Facts]) -> list[Row]:
+    """All processes take part, process 0 gets the rows. `all_facts` are there in all of them."""
+    rows = quick_rows(all_facts) if identity.process_id == 0 else []
+    hosts = [facts["host"] for facts in all_facts]
+    for directory in shared_places(config):
+        rows += shared_rows(directory, identity, hosts)
+    return rows
+
+
+def shared_places(config: Config) -> list[Path]:
+    """The folders that all processes have to see."""
+    assert config.run.dir is not None
+    named = [config.run.dir, config.checkpoint.dir or ""]
+    return [Path(place) for place in dict.fromkeys(named) if place and "://" not in place]
+
+
+def agreed(rows: list[Row], identity: Identity) -> list[Row]:
+    """Process 0's rows, in every process."""
+    return from_json(share("what was found", to_json(rows) if identity.process_id == 0 else None, identity))

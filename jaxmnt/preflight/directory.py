@@ -1,4 +1,4 @@
-"""Is the run directory one and the same for all processes? Written by one, read by all, renamed, locked."""
+"""Can all hosts use the run directory, and is there room for checkpoints in it?"""
 
 import contextlib
 import json
@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.runtime import gather, share
-from jaxmnt.preflight.rows import Row, failed, good, warning
+from jaxmnt.checkpoint.retention import need, shortage
+from jaxmnt.config.schema import Config
+from jaxmnt.data.sources import fit_to_data, open_sources
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import gather, share
+from jaxmnt.parallel.sharding import Hosts
+from jaxmnt.preflight.table import Row, failed, good, warning
+from jaxmnt.run.rundir import places
 from jaxmnt.telemetry.progress import size
+from jaxmnt.training.compile import plan
+from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
 
 _APPEARS_SECONDS = 5.0
 """A network file system may show what another host has written only after a while."""
@@ -150,3 +157,19 @@ def _tried(act: Callable[[], object]) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def room_rows(config: Config, hosts: Hosts) -> list[Row]:
+    """For the next checkpoint, and for all that are kept. Nothing is compiled."""
+    import jax
+
+    data = open_sources(config.data)
+    setting = plan(fit_to_data(config, data), data.vocab_size, jax.devices(), hosts)
+    state = stored_bytes(canonical_abstract(setting, abstract_state(setting)))
+    wanted, keep = need(state, 3, jax.process_count()), config.checkpoint.keep + 1
+    root = places(config)[-1]
+    if one := shortage(root, wanted):
+        return [failed("room", str(root), one, "make room, or choose another checkpoint.dir")]
+    if several := shortage(root, wanted, keep):
+        return [warning("room", str(root), several, f"{keep} checkpoints will not fit: keep fewer, or make room")]
+    return [good("room", str(root), f"for {keep} checkpoints of {size(wanted.bytes)}")]

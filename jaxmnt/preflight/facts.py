@@ -8,10 +8,9 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.runtime import gather, machine_id, share
-from jaxmnt.cluster.signs import bears_its_sign
-from jaxmnt.cluster.software import environment_digest
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import environment_digest, gather, machine_id, share
+from jaxmnt.distributed.termination import bears_its_sign
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import gpus, network
 

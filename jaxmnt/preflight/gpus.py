@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmnt.cluster.gpus import visible_gpus
+from jaxmnt.distributed.local_gpus import visible_gpus
 
 _FIELDS = (
     "index", "name", "uuid", "memory.total", "memory.used", "temperature.gpu",

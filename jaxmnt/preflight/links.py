@@ -5,10 +5,13 @@ Legend: N devices along an axis.
 """
 
 import json
+import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmnt.cluster.environment import Identity
-from jaxmnt.cluster.runtime import barrier, gather
-from jaxmnt.preflight.rows import Row, failed, good, warning
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import barrier, gather
+from jaxmnt.errors import ConfigError
+from jaxmnt.preflight.table import Row, failed, good, warning
 
 _TIMES = 3
 _PAIRED_HOSTS = 16
@@ -207,3 +211,42 @@ def _everywhere(hosts: Sequence[str]) -> str:
 
 def _gb(rate: float) -> str:
     return f"{rate / _GIGA:.3g} GB/s"
+
+
+_USING = re.compile(r"NCCL INFO NET/(IB|Socket) : Using (.+)")
+_PLUGIN = re.compile(r"NCCL INFO Using network (\S+)")
+
+
+def write_logs_to(folder: Path) -> None:
+    """Lets NCCL, which reads this when it starts, write a file a process. Raises `ConfigError` if the folder cannot be
+    made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in sorted(folder.glob("nccl-*.log")):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--nccl-debug: {folder} cannot be made: {error.strerror}; choose another run.dir") from error
+    os.environ |= {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_DEBUG_FILE": str(folder / "nccl-%h-%p.log"),
+    }
+
+
+def transport(text: str) -> str:
+    """Which network and interfaces one process's NCCL uses; empty if it does not say."""
+    using, plugin = _USING.findall(text), _PLUGIN.findall(text)
+    parts = [f"{kind} {where.strip()}" for kind, where in using]
+    return ", ".join([*dict.fromkeys(plugin), *dict.fromkeys(parts)])
+
+
+def nccl_rows(folder: Path, host: str) -> list[Row]:
+    """What the files there tell; `host` is where nothing is told."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("nccl-*.log")):
+        said = transport(path.read_text(errors="replace"))
+        if said:
+            found.setdefault(said, []).append(path.name.removeprefix("nccl-").rpartition("-")[0])
+    if not found:
+        return [warning("NCCL", host, f"it wrote nothing into {folder}", "it only runs between GPUs")]
+    return [good("NCCL", ", ".join(dict.fromkeys(hosts)), said) for said, hosts in sorted(found.items())]

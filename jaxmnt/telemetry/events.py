@@ -1,16 +1,187 @@
-"""What happened to a process of a run: JSON lines, one writer a file."""
+"""Events of a process, and which recorded lines are believed when they are read back."""
 
+import contextlib
+import json
+import math
+import os
 import re
 import resource
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from jaxmnt.cluster.abandoned import ABANDONED
-from jaxmnt.telemetry.records import read_lines, records
+from jaxmnt.distributed.termination import ABANDONED
+from jaxmnt.errors import printable, remark
 from jaxmnt.telemetry.writer import LineWriter
+
+_PADDING = b" \t\r\n\0"
+"""What may stand around a record. A host that crashes leaves blocks of NULs."""
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "train": ("step", "loss", "grad_norm", "tokens"),
+    "eval": ("step", "loss"),
+    "start": ("attempt",),
+    "checkpoint_commit": ("step",),
+    "preempted": ("process", "asked_by"),
+    "end": ("finished",),
+    **dict.fromkeys(("failed", "peer_lost", "hang", "start_failed", "start_abandoned"), ("process",)),
+}
+"""What a record of this kind is never without, besides its kind and time."""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) is int and abs(value) < 1 << 63) or (type(value) is float and math.isfinite(value))
+
+
+def _or_null(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "kind": _is_text,
+    "time": _is_number,
+    "host": _is_text,
+    "why": _is_text,
+    "asked_by": _or_null(_is_text),
+    "reason": _or_null(_is_text),
+    "at_fault": _or_null(_is_count),
+    "at_fault_host": _or_null(_is_text),
+    "finished": lambda value: isinstance(value, bool),
+    "loss": _or_null(_is_number),
+    "grad_norm": _or_null(_is_number),
+    **dict.fromkeys(("process", "attempt", "step", "tokens"), _is_count),
+}
+"""What these fields hold, in whatever record they are."""
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if there is none that can be relied on."""
+    try:
+        record = json.loads(line.strip(_PADDING).decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not _is_text(record.get("kind")):
+        return None
+    if any(name not in record for name in ("time", *_NEEDED.get(record["kind"], ()))):
+        return None
+    return record if all(is_right(record[name]) for name, is_right in _RIGHT.items() if name in record) else None
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, one after the other. Lines that cannot be read are passed over, and said once; a last one
+    that is not complete may be in the making."""
+    damaged = 0
+    for line in _lines(path):
+        if line.isspace():
+            continue
+        record = parse(line)
+        if record is not None:
+            yield record
+        else:
+            damaged += _is_damaged(line)
+    if damaged:
+        _say(f"{path}: {_lines_of(damaged)} cannot be read and {'is' if damaged == 1 else 'are'} passed over")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All records of a file; none if it is not there. See `records`."""
+    return list(records(path))
+
+
+def mend(path: Path, last_step: int | None = None) -> None:
+    """For the one who will write to a file, before it does: keeps the records, of steps up to `last_step` if given.
+
+    Lines that cannot be read go to PATH.damaged. The file is replaced at once or not at all; where the file system does
+    not permit it, that is said, and the file stays as it is.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            _rewrite(path.resolve(strict=True), last_step)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        after = "" if last_step is None else f", and has lines of steps after {last_step}, which are taken again"
+        _say(f"{path} cannot be cleaned up{after}: {getattr(error, 'strerror', None) or error}")
+
+
+def _rewrite(path: Path, last_step: int | None) -> None:
+    if not path.is_file():
+        return
+    temporary, aside = path.with_name(f".{path.name}.tmp"), path.with_name(f"{path.name}.damaged")
+    changed, damaged = False, 0
+    try:
+        with path.open("rb") as lines, _as_private_as(path, temporary) as kept:
+            for line in lines:
+                record = parse(line)
+                whole = b"" if record is None else line.strip(_PADDING) + b"\n"
+                if record is None and _is_damaged(line):
+                    damaged += 1
+                    with aside.open("ab") as file:
+                        file.write(line)
+                if record is not None and (last_step is None or record.get("step", 0) <= last_step):
+                    kept.write(whole)
+                    changed |= whole != line
+                else:
+                    changed = True
+            kept.flush()
+            os.fsync(kept.fileno())
+        if changed:
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if damaged:
+        _say(f"{path}: {_lines_of(damaged)} could not be read and {'is' if damaged == 1 else 'are'} kept in {aside}")
+
+
+@contextmanager
+def _as_private_as(path: Path, temporary: Path) -> Iterator[IO[bytes]]:
+    """A new file that nobody can write to who cannot write to `path`."""
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        yield file
+        os.fchmod(descriptor, path.stat().st_mode & 0o777)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """With their ends. Of what is no regular file nothing: reading a pipe or a device may not end."""
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                yield from file
+        elif path.exists():
+            _say(f"{path} cannot be read: it is not a regular file")
+    except OSError as error:
+        _say(f"{path} cannot be read: {error.strerror}")
+
+
+def _is_damaged(line: bytes) -> bool:
+    """Of a line without a record. One without an end was cut off, or is being written."""
+    return line.endswith(b"\n") and bool(line.strip(b" \t\r\n"))
+
+
+def _lines_of(number: int) -> str:
+    return f"{number} line{'' if number == 1 else 's'}"
+
+
+_said: set[str] = set()
+
+
+def _say(text: str) -> None:
+    """Once: the same files are read over and over."""
+    if text not in _said:
+        _said.add(text)
+        remark(f"note: {printable(text)}")
 
 
 def peak_host_bytes() -> int:

@@ -1,15 +1,52 @@
-"""Metrics of training: read from the device one step late, written to metrics.jsonl, shown as progress."""
+"""metrics.jsonl: what is recorded of each step, and what a token costs in FLOPs."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxmnt.config.schema import Model
 from jaxmnt.telemetry.progress import StatusLine, count, duration
 from jaxmnt.telemetry.writer import LineWriter
+
+CONVENTION = "model FLOPs, matmuls only, causal attention"
+
+PEAKS: dict[str, dict[str, float]] = {
+    "V100": {"float32": 15.7e12},
+    "A100": {"bfloat16": 312e12, "float32": 19.5e12},
+    "L4": {"bfloat16": 121e12, "float32": 30.3e12},
+    "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
+    "H100": {"bfloat16": 989e12, "float32": 67e12},
+    "H200": {"bfloat16": 989e12, "float32": 67e12},
+    "GH200": {"bfloat16": 989e12, "float32": 67e12},
+    "B200": {"bfloat16": 2250e12, "float32": 75e12},
+}
+"""Dense peak FLOP/s by a part of the device kind, after the vendors' datasheets. float32 is without TF32."""
+
+
+def flops_per_token(model: Model, vocab_size: int, length: int) -> int:
+    """Forward and backward FLOPs of one token in a row of `length`."""
+    assert model.head_dim and model.num_kv_heads and model.intermediate_size
+    attention_width = model.num_heads * model.head_dim
+    kv_width = model.num_kv_heads * model.head_dim
+    layer = model.hidden_size * (2 * attention_width + 2 * kv_width + 3 * model.intermediate_size)
+    products = model.num_layers * layer + model.hidden_size * vocab_size
+    return 6 * products + 6 * model.num_layers * attention_width * length
+
+
+def peak_flops(device_kind: str, dtype: jnp.dtype) -> float | None:
+    """Peak FLOP/s of one device, or None where it is not known. The most specific name wins."""
+    names = [name for name in PEAKS if re.search(rf"\b{name}\b", device_kind)]
+    if not names:
+        return None
+    return PEAKS[max(names, key=len)].get(jnp.dtype(dtype).name)
+
 
 Finished = Callable[[int, float, dict[str, Any]], None]
 

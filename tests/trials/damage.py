@@ -32,14 +32,14 @@ from markdown import write_between
 
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.commit import ORBAX_MARKER, SMALL_BYTES, commit, open_checkpoint
-from jaxmnt.checkpoint.inspection import verify
+from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import FILE, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.names import like, named, nested
 from jaxmnt.checkpoint.restore import restore
+from jaxmnt.checkpoint.retention import Need
 from jaxmnt.checkpoint.saver import Saver, State
-from jaxmnt.checkpoint.space import Need
-from jaxmnt.cluster.environment import Identity
 from jaxmnt.config.schema import Checkpoint
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import UserError
 
 RUN, OTHER_RUN = "5eed00000001", "5eed00000002"

@@ -34,7 +34,7 @@ from conftest import TINY, metrics, write_words
 from markdown import write_between
 
 from jaxmnt.checkpoint.commit import NOTE, newest_whole, open_checkpoint, whole
-from jaxmnt.checkpoint.inspection import verify
+from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import FILE, DamagedError
 from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.errors import ExitCode

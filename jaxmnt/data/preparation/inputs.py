@@ -1,15 +1,41 @@
-"""Which files are prepared, and how the work is cut into parts that do not depend on the number of workers."""
+"""Which files are read, how the work is cut into parts, and which documents are held out."""
 
 import fnmatch
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
+from jaxmnt.data.preparation.documents import Document, Reading
 from jaxmnt.errors import ConfigError, printable
+
+SHARD_TOKENS = 2**26
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to prepare. Everything but `workers` is part of what comes out."""
+
+    tokenizer: str | None = "bytes"
+    """bytes, the path of a tokenizer.json, or None for token arrays of a vocabulary of their own."""
+    end_token: str | None = None
+    train_tokenizer: int | None = None
+    """Train a BPE of so many tokens on the input instead."""
+    reading: Reading = field(default_factory=Reading)
+    vocab_size: int | None = None
+    """Of token arrays, where no tokenizer says it."""
+    eval_fraction: float | None = 0.02
+    """None: as much as is usual with these inputs."""
+    skip_bad: bool = False
+    workers: int = 1
+    shard_tokens: int = SHARD_TOKENS
+    part_bytes: int | None = None
+    """Bytes of input a part; default by the size of the whole."""
+
 
 Kind = Literal["text", "jsonl", "compressed", "parquet", "tokens"]
 
@@ -164,6 +190,27 @@ def open_tokens(file: Input, dtype: str) -> np.ndarray:
     return array
 
 
+def open_parquet(file: Input) -> Any:
+    """A pyarrow.parquet.ParquetFile. Raises `ConfigError` where pyarrow is missing or the file is damaged."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"--input: {file.shown} needs pyarrow; install it with: pip install 'jaxmnt[data]'"
+        ) from error
+    try:
+        # Without these a whole column of a row group would be held at a time.
+        opened = parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)
+        _ = opened.schema_arrow.names  # are decoded only now
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        raise damaged_parquet(file, error) from error
+    return opened
+
+
+def damaged_parquet(file: Input, error: Exception) -> ConfigError:
+    return ConfigError(f"--input: {file.shown} cannot be read as Parquet: {printable(str(error)[:200])}")
+
+
 def _pieces(number: int, file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece, int]]:
     """The stretches of a file, all but the last of at least `part_bytes`, with their sizes in bytes."""
     if file.kind in ("text", "compressed"):
@@ -180,8 +227,6 @@ def _pieces(number: int, file: Input, token_bytes: int, part_bytes: int) -> list
 
 
 def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
-    from jaxmnt.data.preparation.parquet import open_parquet
-
     metadata = open_parquet(file).metadata
     pieces, first, gathered = [], 0, 0
     for group in range(metadata.num_row_groups):
@@ -199,3 +244,41 @@ def _kind(path: Path) -> Kind:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+FRACTION = 0.02
+"""The share where nothing else is said."""
+
+_EVAL_WORDS = {"val", "valid", "validation", "eval"}
+
+
+def decide(inputs: list[Input], settings: Settings) -> tuple[list[Input], Settings]:
+    """The inputs, with their splits where names tell them, and the settings, with the share of the others.
+
+    A share that was given is what counts. Else token arrays beside one named like val.bin are trained on, and that is
+    held out; so are files that were given to be held out; and token arrays that are a document each are not divided.
+    """
+    if settings.eval_fraction is not None:
+        return inputs, settings
+    if not any(file.split for file in inputs):
+        inputs = _by_name(inputs)
+    whole = settings.tokenizer is None and settings.reading.end_id is None
+    undivided = all(file.kind == "tokens" for file in inputs) and whole and settings.train_tokenizer is None
+    named = any(file.split for file in inputs)
+    return inputs, replace(settings, eval_fraction=0.0 if named or undivided else FRACTION)
+
+
+def _by_name(inputs: list[Input]) -> list[Input]:
+    arrays = [file for file in inputs if file.kind == "tokens"]
+    held_out = {file.path for file in arrays if _EVAL_WORDS & set(re.split(r"[^a-z]+", file.path.stem.lower()))}
+    if not 0 < len(held_out) < len(arrays):
+        return inputs
+    return [
+        file._replace(split="eval" if file.path in held_out else "train") if file.kind == "tokens" else file
+        for file in inputs
+    ]
+
+
+def split_of(document: Document, file: Input, fraction: float) -> str:
+    """train or eval."""
+    return file.split or ("eval" if int.from_bytes(document.key[:8], "big") < fraction * 2**64 else "train")

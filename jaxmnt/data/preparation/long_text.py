@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from jaxmnt.data.preparation.document import BadRecordError
+from jaxmnt.data.preparation.documents import BadRecordError
 from jaxmnt.errors import printable
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

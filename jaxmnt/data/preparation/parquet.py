@@ -1,38 +1,104 @@
-"""Parquet files: a row is a document."""
+"""What a document is in Parquet, and how large a cell is before it is read."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
-from jaxmnt.data.preparation.chat import CHAT_FIELDS, KNOWN, what_it_holds
-from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report
-from jaxmnt.data.preparation.inputs import Input, Piece
-from jaxmnt.data.preparation.parquet_pages import largest_page
-from jaxmnt.data.preparation.record import documents_of, documents_of_pieces, leave_out_long, names_of, replacing
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
+from jaxmnt.data.preparation.inputs import Input, Piece, damaged_parquet, open_parquet
+from jaxmnt.data.preparation.records import (
+    CHAT_FIELDS,
+    KNOWN,
+    documents_of,
+    documents_of_pieces,
+    leave_out_long,
+    names_of,
+    replacing,
+    what_it_holds,
+)
 from jaxmnt.data.preparation.text import whole_characters
 from jaxmnt.errors import ConfigError, printable
+
+_HEADER_BYTES = 2**16
+"""More than a header takes: statistics in it are cut by those who write them."""
+
+_UNCOMPRESSED, _COMPRESSED = 2, 3
+"""Numbers of the fields."""
+
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _STRUCT = 1, 2, 3, 7, 8, 12
+_NUMBERS = (4, 5, 6)
+"""Kinds of fields."""
+
+
+def largest_page(stream: BinaryIO, column: Any) -> int:
+    """Bytes of the largest page of a column chunk, decompressed. Raises `ValueError` for headers that are none."""
+    place = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
+    stop, largest = place + column.total_compressed_size, 0
+    while place < stop:
+        stream.seek(place)
+        header = _Header(stream.read(_HEADER_BYTES))
+        try:
+            sizes = header.numbers()
+            largest = max(largest, sizes[_UNCOMPRESSED])
+            place += header.place + sizes[_COMPRESSED]
+        except (IndexError, KeyError):
+            raise ValueError(f"the header of the page at byte {place} is damaged") from None
+        if sizes[_COMPRESSED] < 0:
+            raise ValueError(f"the header of the page at byte {place} is damaged")
+    return largest
+
+
+class _Header:
+    def __init__(self, raw: bytes):
+        self._raw = raw
+        self.place = 0
+
+    def numbers(self) -> dict[int, int]:
+        """Goes behind a struct; its numbers by field."""
+        found, field = {}, 0
+        while byte := self._byte():
+            step, kind = byte >> 4, byte & 15
+            field = field + step if step else self._number()
+            if kind in _NUMBERS:
+                found[field] = self._number()
+            else:
+                self._skip(kind)
+        return found
+
+    def _byte(self) -> int:
+        self.place += 1
+        return self._raw[self.place - 1]
+
+    def _unsigned(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    def _number(self) -> int:
+        value = self._unsigned()
+        return value >> 1 ^ -(value & 1)
+
+    def _skip(self, kind: int) -> None:
+        if kind == _BYTE:
+            self.place += 1
+        elif kind == _DOUBLE:
+            self.place += 8
+        elif kind == _BINARY:
+            self.place += self._unsigned()
+        elif kind == _STRUCT:
+            self.numbers()
+        elif kind not in (_TRUE, _FALSE):
+            raise IndexError("headers of pages have no lists and maps")
+
 
 _ROWS = 8
 """Rows that are held at a time: each may be as long as a document may be."""
 
 _LARGE_PAGE = 2**27
 """Pages of so many bytes are read whatever the limit is; some programs write them."""
-
-
-def open_parquet(file: Input) -> Any:
-    """A pyarrow.parquet.ParquetFile. Raises `ConfigError` where pyarrow is missing or the file is damaged."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"--input: {file.shown} needs pyarrow; install it with: pip install 'jaxmnt[data]'"
-        ) from error
-    try:
-        # Without these a whole column of a row group would be held at a time.
-        opened = parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)
-        _ = opened.schema_arrow.names  # are decoded only now
-    except (ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _damaged(file, error) from error
-    return opened
 
 
 def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
@@ -62,7 +128,7 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
                 else:
                     leave_out_long(name(number), reading, report)
     except ArrowException as error:
-        raise _damaged(file, error) from error
+        raise damaged_parquet(file, error) from error
     report.records[piece.file] = rows
 
 
@@ -99,7 +165,7 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str
                         continue
                     size = largest_page(stream, column)
                 except ValueError as error:
-                    raise _damaged(file, error) from error
+                    raise damaged_parquet(file, error) from error
                 if size > limit:
                     raise ConfigError(
                         f"--input: {file.shown}: between rows {first} and {first + row_group.num_rows - 1} is a page "
@@ -124,10 +190,6 @@ def _pieces(text: bytes, reading: Reading, on_odd: Callable[[], None] | None) ->
             on_odd()
             decoded = piece.decode("utf-8", errors="replace")
         yield decoded
-
-
-def _damaged(file: Input, error: Exception) -> ConfigError:
-    return ConfigError(f"--input: {file.shown} cannot be read as Parquet: {printable(str(error)[:200])}")
 
 
 def _records_of(batch: Any, reading: Reading) -> Iterator[tuple[Any, int]]:

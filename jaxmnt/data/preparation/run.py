@@ -1,23 +1,210 @@
-"""The whole preparation: plan, tokenizer, parts in worker processes, and the manifest that commits it all."""
+"""Preparing data: the tokenizer, then the parts in worker processes, then the commit."""
 
+import multiprocessing
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.data.manifest import LARGEST_VOCABULARY
-from jaxmnt.data.preparation.commit import Summary, commit
-from jaxmnt.data.preparation.held_out import decide
-from jaxmnt.data.preparation.inputs import Input, Part, Selection, cut_into_parts, find_inputs
-from jaxmnt.data.preparation.part import Job, do_part, record_path
-from jaxmnt.data.preparation.plan import check_output, check_plan, check_unchanged, claimed, remove_work
-from jaxmnt.data.preparation.settings import Settings
-from jaxmnt.data.preparation.shards import cannot_write
-from jaxmnt.data.preparation.tokenizing import Progress, check_kinds, prepare_tokenizer
-from jaxmnt.data.preparation.workers import Work, run
-from jaxmnt.data.tokenizer import Tokenizer, make_tokenizer
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt import storage
+from jaxmnt.data.manifest import LARGEST_VOCABULARY, TOKENIZER_FILE
+from jaxmnt.data.preparation.inputs import Input, Part, Selection, Settings, cut_into_parts, decide, find_inputs
+from jaxmnt.data.preparation.part import Job, cannot_write, do_part, held_out_documents, record_path
+from jaxmnt.data.preparation.plan import (
+    Summary,
+    check_output,
+    check_plan,
+    check_unchanged,
+    claimed,
+    commit,
+    remove_work,
+)
+from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, make_tokenizer, train_bpe
+from jaxmnt.errors import ConfigError, UserError, printable
+from jaxmnt.storage import publish
+
+_TRAINING_BYTES = 2**28
+"""Text that a tokenizer is trained on at most, taken evenly from all parts."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done and bytes in all."""
+
+
+def prepare_tokenizer(
+    inputs: list[Input], parts: list[Part], output: Path, work: Path, settings: Settings, progress: Progress
+) -> Tokenizer | None:
+    """The tokenizer, its file in the output. None for token arrays that no tokenizer goes with."""
+    if settings.tokenizer is None and settings.train_tokenizer is None:
+        return None
+    target = output / TOKENIZER_FILE
+    if settings.train_tokenizer is not None:
+        if not target.exists():
+            publish(target, _train(inputs, parts, output, work, settings, progress))
+        return choose_tokenizer(str(target), settings.end_token)
+    assert settings.tokenizer is not None
+    has_text = any(file.kind != "tokens" for file in inputs)
+    tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
+    if settings.tokenizer != "bytes" and not target.exists():
+        source = Path(settings.tokenizer)
+        # The bytes as they are: read as text, their line ends could become others.
+        publish(target, storage.read(source / TOKENIZER_FILE if source.is_dir() else source).decode())
+    return tokenizer
+
+
+def check_kinds(inputs: list[Input], settings: Settings) -> None:
+    """Text needs a tokenizer, token arrays one of their own, conversations records. Raises `ConfigError`."""
+    arrays = [file for file in inputs if file.kind == "tokens"]
+    texts = [file for file in inputs if file.kind != "tokens"]
+    if texts and settings.tokenizer is None and settings.train_tokenizer is None:
+        raise ConfigError(f"--tokenizer: {texts[0].shown} is text and needs one; give it, or leave --vocab-size out")
+    if (
+        arrays
+        and settings.tokenizer in (None, "bytes")
+        and settings.train_tokenizer is None
+        and not settings.vocab_size
+    ):
+        raise ConfigError(
+            f"--input: {arrays[0].shown} is a token array; give --vocab-size (and --end-id, if an id separates "
+            "documents), or the --tokenizer that made it"
+        )
+    odd = [file for file in inputs if file.kind in ("text", "tokens")]
+    if settings.reading.chat and odd:
+        raise ConfigError(
+            f"--chat: {odd[0].shown} holds no records; give JSON lines or Parquet, or leave others out by --suffix"
+        )
+
+
+def _train(
+    inputs: list[Input], parts: list[Part], output: Path, work: Path, settings: Settings, progress: Progress
+) -> str:
+    """Trains a BPE on documents for training, up to the same number of characters of each part."""
+    assert settings.train_tokenizer is not None
+    if settings.train_tokenizer < 300:
+        raise ConfigError(
+            f"--train-tokenizer: {settings.train_tokenizer} leaves no room beside 256 bytes; give 300 or more"
+        )
+    if not any(file.size for file in inputs if file.kind != "tokens"):
+        raise ConfigError("--train-tokenizer: the input has no text to train on; give some")
+    if any(file.kind == "tokens" for file in inputs):
+        raise ConfigError(
+            "--train-tokenizer: token arrays have tokens of another tokenizer; prepare them by themselves"
+        )
+    assert settings.eval_fraction is not None
+    job = Job(inputs, output, work, settings.reading, settings.eval_fraction, True, 0, 0)
+    each = max(_TRAINING_BYTES // max(1, len(parts)), 1)
+    total = min(sum(file.size for file in inputs), _TRAINING_BYTES)
+    done = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal done
+        for part in parts:
+            taken = 0
+            for held_out, document in held_out_documents(job, part):
+                if taken >= each:
+                    break
+                for segment in document.segments:
+                    if isinstance(segment.content, str) and not segment.markup:
+                        taken += len(segment.content)
+                        done += len(segment.content)
+                        progress("training the tokenizer", min(done, total), total)
+                        if not held_out:
+                            yield segment.content
+                    if taken >= each:
+                        break
+
+    return train_bpe(texts(), settings.train_tokenizer)
+
+
+_POLL_SECONDS = 0.2
+
+Work = Callable[[Any, Callable[[int], None]], Any]
+"""Does one item; calls its second argument with the bytes that it has read."""
+
+
+class StoppedError(Exception):
+    """Raised in a worker whose result nobody waits for any more."""
+
+
+_shared: tuple[Any, Any, Work] | None = None
+"""In a worker: bytes done, whether to stop, and the work."""
+
+
+def run(
+    items: Sequence[Any], make_work: Callable[[], Work], workers: int, progress: Callable[[int], None]
+) -> Iterator[Any]:
+    """The result of the work on each item, as they come; `progress` is called with the bytes done so far.
+
+    `make_work` is called once in every worker and must be picklable, like items and results. With one worker
+    everything happens in this process. The first error ends all.
+    """
+    if workers == 1 or len(items) < 2:
+        yield from _run_here(items, make_work(), progress)
+        return
+    context = multiprocessing.get_context("spawn")
+    done, stop = context.Value("q", 0), context.Value("b", 0)
+    pool = ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (done, stop, make_work))
+    try:
+        pending = {pool.submit(_do, item) for item in items}
+        while pending:
+            finished, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
+            progress(done.value)
+            for future in finished:
+                yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker was killed, perhaps because memory ran out; give the same command again with fewer --workers: "
+            "it goes on with the parts that are not done"
+        ) from error
+    finally:
+        stop.value = 1
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None]) -> Iterator[Any]:
+    total = 0
+
+    def advance(count: int) -> None:
+        nonlocal total
+        total += count
+        progress(total)
+
+    for item in items:
+        yield work(item, advance)
+
+
+def _start_worker(done: Any, stop: Any, make_work: Callable[[], Work]) -> None:
+    global _shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and tells us
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_leave_with_parent, args=(parent.sentinel,), daemon=True).start()
+    _shared = done, stop, make_work()
+
+
+def _leave_with_parent(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _do(item: Any) -> Any:
+    assert _shared is not None
+    done, stop, work = _shared
+
+    def advance(count: int) -> None:
+        if stop.value:
+            raise StoppedError
+        with done.get_lock():
+            done.value += count
+
+    return work(item, advance)
+
 
 _WORK = "work"
 

@@ -1,12 +1,14 @@
-"""Text files: a file is a document, read and encoded in stretches."""
+"""What a document is in text files and in arrays of tokens."""
 
 import codecs
 import hashlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jaxmnt.data.preparation.document import BadRecordError, Document, Reading, Report, Segment
-from jaxmnt.data.preparation.inputs import Input, Piece
+import numpy as np
+
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.data.preparation.inputs import Input, Piece, open_tokens
 from jaxmnt.errors import ConfigError
 
 TEXT_PIECE = 2**20
@@ -84,3 +86,61 @@ def whole_characters(block: bytes) -> int:
             wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
             return len(block) - back if wanted > back else len(block)
     return len(block)
+
+
+TOKEN_BLOCK = 2**20
+"""Arrays are cut at every multiple of so many tokens, so that no document is held that is longer. A short document that
+lies across such a place is cut in two as well."""
+
+
+def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+    """The documents that begin in this stretch. Held out by place, so that a changed token moves no document."""
+    array = open_tokens(file, f"u{reading.token_bytes}")
+    if reading.end_id is None:
+        report.records[piece.file] = int(piece.start == 0)
+        segments = _stretches(file, array, piece, reading, report)
+        yield Document(piece.file, 1, _key(file, 0), segments, closed=True, continues=piece.start > 0)
+        return
+    number = 0
+    start = 0 if piece.start == 0 else _after_end(array, piece.start - 1, reading.end_id)
+    while start < piece.stop:
+        stop = _after_end(array, start, reading.end_id)
+        number += 1
+        _check_ids(file, array[start:stop], start, reading.vocab_size)
+        report.advance((stop - start) * array.dtype.itemsize)
+        report.lengths[stop - start] += 1
+        yield Document(piece.file, number, _key(file, start), [Segment(array[start:stop])], closed=True)
+        start = stop
+    report.records[piece.file] = number
+
+
+def _stretches(file: Input, array: np.ndarray, piece: Piece, reading: Reading, report: Report) -> Iterator[Segment]:
+    for start in range(piece.start, piece.stop, TOKEN_BLOCK):
+        tokens = array[start : min(start + TOKEN_BLOCK, piece.stop)]
+        _check_ids(file, tokens, start, reading.vocab_size)
+        report.advance(tokens.nbytes)
+        yield Segment(tokens)
+
+
+def _key(file: Input, start: int) -> bytes:
+    return hashlib.sha256(f"{file.name}/{start}".encode("utf-8", "surrogateescape")).digest()
+
+
+def _check_ids(file: Input, tokens: np.ndarray, start: int, vocab_size: int) -> None:
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(wrong):
+        raise ConfigError(
+            f"--input: {file.shown} holds the id {tokens[wrong[0]]} at element {start + wrong[0]}, which the "
+            f"vocabulary of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
+        )
+
+
+def _after_end(array: np.ndarray, start: int, end_id: int) -> int:
+    """Where the document that holds `start` stops: after its end token, or where a block of the file stops."""
+    stop = min((start // TOKEN_BLOCK + 1) * TOKEN_BLOCK, len(array))
+    step = 2**12
+    for first in range(start, stop, step):
+        found = np.flatnonzero(array[first : min(first + step, stop)] == end_id)
+        if len(found):
+            return first + int(found[0]) + 1
+    return stop

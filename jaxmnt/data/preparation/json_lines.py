@@ -1,0 +1,230 @@
+"""What a document is in JSON lines, and how lines are read without holding more than may be held."""
+
+import gzip
+import json
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import BinaryIO
+
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
+from jaxmnt.data.preparation.inputs import Input, Piece
+from jaxmnt.data.preparation.long_text import text_in_pieces
+from jaxmnt.data.preparation.records import documents_of, documents_of_pieces, leave_out_long, replacing
+from jaxmnt.errors import ConfigError, printable
+
+_BLOCK = 2**20
+
+_ZSTANDARD_PIECE = 2**9
+"""Bytes of a .zst that are decompressed at a time: each 4 may become 128 KiB."""
+
+
+def plain_blocks(stream: BinaryIO, piece: Piece, advance: Callable[[int], None]) -> Iterator[bytes]:
+    """The lines that begin in this stretch of the file."""
+    place = _next_line(stream, piece.start) if piece.start else 0
+    stream.seek(place)
+    block = b"\n"
+    while place < piece.stop and (block := stream.read(min(_BLOCK, piece.stop - place))):
+        place += len(block)
+        advance(len(block))
+        yield block
+    while not block.endswith(b"\n") and (block := stream.read(_BLOCK)):  # the last line goes on behind the stretch
+        block = block[: block.find(b"\n") + 1] or block
+        advance(len(block))
+        yield block
+
+
+def _next_line(stream: BinaryIO, start: int) -> int:
+    """Where the first line begins that does not begin before `start`."""
+    place = start - 1
+    stream.seek(place)
+    while block := stream.read(_BLOCK):
+        if end := block.find(b"\n") + 1:
+            return place + end
+        place += len(block)
+    return place
+
+
+def compressed_blocks(file: Input, raw: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
+    read = 0
+    for block in _gzip_blocks(raw) if file.path.suffix.lower() == ".gz" else _zstandard_blocks(file, raw):
+        advance(raw.tell() - read)
+        read = raw.tell()
+        yield block
+
+
+def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    with gzip.open(raw) as stream:
+        while block := stream.read(_BLOCK):
+            yield block
+
+
+def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
+    """Decompressed frame by frame: the library's own stream takes a file that was cut off for one that ends there."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            f"--input: {file.shown} needs zstandard; install it with: pip install 'jaxmnt[data]'"
+        ) from error
+    frame = None
+    while block := raw.read(_ZSTANDARD_PIECE):
+        while block:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(block)
+            block = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends in the middle of a frame")
+
+
+def signs_of_damage() -> tuple[type[Exception], ...]:
+    """What reading a damaged compressed file raises."""
+    known: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
+    if "zstandard" in sys.modules:
+        known.append(sys.modules["zstandard"].ZstdError)
+    return tuple(known)
+
+
+_NOT_BLANK = re.compile(rb"\S")
+
+
+class Lines:
+    """The lines that hold more than white space, in order; in place of one of more than `limit` bytes, its pieces.
+
+    What is not taken of such pieces is passed over. White space of earlier blocks that a line begins with is left out.
+    """
+
+    def __init__(self, blocks: Iterator[bytes], limit: int):
+        self._blocks, self._limit = blocks, limit
+        self._block, self._place = b"", 0
+        self.number = 0
+        """Lines so far, the present one and blank ones included."""
+        self.blank = 0
+
+    def __iter__(self) -> Iterator[bytes | Iterator[bytes]]:
+        while self._find_line():
+            line = self._line()
+            yield line
+            if not isinstance(line, bytes):
+                for _ in line:
+                    pass
+
+    def _find_line(self) -> bool:
+        """Goes on to where the next line begins that is not blank."""
+        begun = False  # whether a line of nothing but white space so far has begun
+        while True:
+            found = _NOT_BLANK.search(self._block, self._place)
+            stop = found.start() if found else len(self._block)
+            passed = self._block.count(b"\n", self._place, stop)
+            self.number += passed
+            self.blank += passed
+            if found:
+                self._place = max(self._place, self._block.rfind(b"\n", self._place, stop) + 1)
+                self.number += 1
+                return True
+            if stop > self._place:
+                begun = not self._block.endswith(b"\n")
+            if not self._next_block():
+                self.number += begun
+                self.blank += begun
+                return False
+
+    def _line(self) -> bytes | Iterator[bytes]:
+        pieces, size, rest = [], 0, self._rest_of_line()
+        for piece in rest:
+            pieces.append(piece)
+            size += len(piece)
+            if size > self._limit:
+                return chain(pieces, rest)
+        return b"".join(pieces)
+
+    def _rest_of_line(self) -> Iterator[bytes]:
+        while True:
+            end = self._block.find(b"\n", self._place) + 1
+            piece = self._block[self._place : end or len(self._block)]
+            self._place += len(piece)
+            yield piece
+            if end or not self._next_block():
+                return
+
+    def _next_block(self) -> bool:
+        """False, and nothing left, at the end."""
+        self._block, self._place = next((block for block in self._blocks if block), b""), 0
+        return bool(self._block)
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_lines(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+    """The lines that begin in this stretch of the file."""
+    with file.path.open("rb") as stream:
+        lines = Lines(plain_blocks(stream, piece, report.advance), reading.max_document)
+        name = lambda line: f"{file.shown}:{_lines_before(file, piece.start) + line}"
+        yield from _documents(lines, piece, name, reading, report)
+
+
+def read_compressed(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+    with file.path.open("rb") as raw:
+        lines = Lines(compressed_blocks(file, raw, report.advance), reading.max_document)
+        try:
+            yield from _documents(lines, piece, lambda line: f"{file.shown}:{line}", reading, report)
+        except signs_of_damage() as error:
+            raise ConfigError(
+                f"--input: {file.shown} is damaged after line {lines.number}: {printable(str(error))}"
+            ) from error
+
+
+def _documents(
+    lines: Lines, piece: Piece, name: Callable[[int], str], reading: Reading, report: Report
+) -> Iterator[Document]:
+    for line in lines:
+        number = lines.number
+        if isinstance(line, bytes):
+            line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 and piece.start == 0 else line
+            yield from _line(line, number, piece.file, name, reading, report)
+        elif reading.long_documents == "split" and not reading.chat:
+            odd = replacing(reading, report)
+            pieces = text_in_pieces(line, reading.text_field, reading.max_document, odd)
+            yield from documents_of_pieces(pieces, number, piece.file, name, report)
+        else:
+            leave_out_long(name(number), reading, report)
+    report.records[piece.file] = lines.number
+    report.empty += lines.blank
+
+
+def _line(
+    line: bytes, number: int, file: int, name: Callable[[int], str], reading: Reading, report: Report
+) -> Iterator[Document]:
+    if not line.strip():
+        report.empty += 1
+        return
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if not reading.replace_invalid:
+            report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8 at byte {error.start} of the line"))
+            return
+        report.replaced += 1
+        text = line.decode("utf-8", errors="replace")
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        report.on_bad(BadRecordError(f"{name(number)}: not valid JSON: {error}"))
+        return
+    yield from documents_of(record, number, file, name, reading, report)
+
+
+def _lines_before(file: Input, start: int) -> int:
+    """Lines that begin before byte `start`; reads the file up to there, which only an error is worth."""
+    lines = 0
+    with file.path.open("rb") as stream:
+        left, last = start, b"\n"
+        while left and (block := stream.read(min(left, 2**22))):
+            lines += block.count(b"\n")
+            left -= len(block)
+            last = block[-1:]
+    return lines + (last != b"\n")

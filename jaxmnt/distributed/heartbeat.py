@@ -1,0 +1,368 @@
+"""What the processes of a run hear of each other: who failed, who went away, who is silent, and where each one is.
+
+Every process keeps the connection to process 0 that the roll call has opened. A process that is about to fail says why;
+one that is killed says it by its connection, which its kernel closes; one that is stopped or cut off no longer says
+every second where it is. Process 0 tells all, and each ends with a message that names the process at fault. So nobody
+waits for JAX's heartbeat, whose end is an abort without a name.
+"""
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.json_socket import Wire
+from jaxmnt.distributed.rendezvous_server import Peer
+from jaxmnt.distributed.termination import ABANDONED, Abandoned, Ending, Fate, code_for_peers, may_tell_of_a_lost_peer
+from jaxmnt.errors import ExitCode, code_of, printable_lines, summary
+
+_BEAT_SECONDS = 1.0
+_ANSWER_SECONDS = 3.0
+"""For everyone to say where he is when somebody has come to a halt."""
+_VERDICT_SECONDS = 10.0
+"""How long a process that has come to a halt waits for process 0's account."""
+_GOING_LAST_SECONDS = 1.0
+_MISSED_SECONDS = 3.0
+_NOTE_SECONDS = 1.0
+_LONGEST_WHY = 10_000
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a process is."""
+
+    step: int
+    """Steps that it has begun."""
+    phase: str
+    settled: bool = False
+    """Whether a step is finished: what takes long the first time is behind it."""
+    own: bool = False
+    """Whether it waits for something of its own, such as input, and not for the devices or another process."""
+
+    def __str__(self) -> str:
+        return f"in step {self.step}, {self.phase}" if self.step else self.phase
+
+
+STARTING = Position(0, "starting")
+
+
+class Lifeline:
+    """The connections of this process, and the thread that listens to them. Alone there are none, and no thread."""
+
+    def __init__(self, identity: Identity, peers: dict[int, Peer], ending: Ending, silence: float, patience: float):
+        """A process is missed after `silence` seconds without a word; after `patience` until it has settled."""
+        self._identity = identity
+        self._wires = {process: Wire(peer.connection) for process, peer in sorted(peers.items())}
+        self._hosts = {identity.process_id: socket.gethostname()} | {i: peer.host for i, peer in peers.items()}
+        self._positions = dict.fromkeys(peers, STARTING)
+        self._unheard = dict.fromkeys(peers, 0)
+        self.clock = peers[0].clock if 0 in peers else (0.0, 0.0)
+        """Between which bounds, in seconds, this process's clock is ahead of process 0's."""
+        self._silence, self._patience = silence, patience
+        self.ending = ending
+        self.position: Callable[[], Position] = lambda: STARTING
+        """Says where this process is. Called from a thread."""
+        self.note_stacks: Callable[[], None] = lambda: None
+        """Writes down where each thread is, when somebody has come to a halt."""
+        self._own: Fate | None = None
+        """Set when this process fails by itself: what others say of it does not matter then."""
+        self._halted: str | None = None
+        self._inquiry: _Inquiry | None = None
+        self._noted = False
+        self._leaving = False
+        self._told = threading.Event()
+        self._alarm, self._bell = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._listen, name="lifeline", daemon=True)
+
+    def start(self) -> None:
+        if not self._wires:
+            return
+        self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        for process, wire in self._wires.items():
+            self._selector.register(wire, selectors.EVENT_READ, process)
+        self._thread.start()
+
+    @property
+    def failing(self) -> bool:
+        """Whether this process is known to fail by itself."""
+        return self._own is not None
+
+    def fail(self, why: str, code: int) -> Fate:
+        """Tells the others that this process fails, and why. Returns when they know, or after a few seconds."""
+        return self._announce(self._fate("failed", why[:_LONGEST_WHY], code))
+
+    def stop_early(self, fate: Abandoned) -> None:
+        """Tells the others that this process was asked to stop before its first step: they stop, too. Returns as `fail`
+        does."""
+        self._announce(fate)
+
+    def _announce(self, fate: Fate) -> Fate:
+        if self._own is None:
+            self._own = self.ending.fate = fate
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._bell.send(b"!")
+            self._told.wait(_MISSED_SECONDS)
+        return self._own
+
+    def end(self, why: str, code: int) -> NoReturn:
+        """Fails and ends the process. From any thread."""
+        self.ending.now(self.fail(why, code))
+
+    def halt(self, why: str) -> NoReturn:
+        """This process does not get any further: all are asked where they are, and the run ends."""
+        if self._thread.is_alive():
+            self._halted = why
+            self._bell.send(b"!")
+            time.sleep(_VERDICT_SECONDS)  # the verdict ends this process
+        self._note_stacks_once()
+        self.ending.now(self._fate("hang", f"{why}: {self.position()}", ExitCode.PEER))
+
+    def miss(self) -> None:
+        """A peer seems to be gone. Returns after a few seconds in which nobody was found to be: else this process ends
+        meanwhile, with the name of who was."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            time.sleep(_MISSED_SECONDS)
+
+    def leave(self) -> None:
+        """Says good-bye: what becomes of the connections does not matter any more."""
+        self._leaving = True
+        if self._thread.is_alive():
+            self._bell.send(b"!")
+            self._thread.join(_MISSED_SECONDS)
+
+    # In the thread.
+
+    def _listen(self) -> None:
+        beat = time.monotonic()
+        while not self._leaving:
+            for event, _ in self._selector.select(max(0.0, beat + _BEAT_SECONDS - time.monotonic())):
+                if event.data is None:
+                    self._alarm.recv(16)
+                elif event.data in self._wires:
+                    self._hear(event.data)
+            self._attend_to_own()
+            if time.monotonic() >= beat + _BEAT_SECONDS:
+                beat = time.monotonic()
+                self._beat()
+        self._broadcast({"kind": "bye"})
+
+    def _attend_to_own(self) -> None:
+        """What other threads of this process have left for this one."""
+        if self._own is not None and not self._told.is_set():
+            if self._identity.process_id == 0:
+                self._tell_all(self._own)
+            else:
+                kind = "stopped" if isinstance(self._own, Abandoned) else "failed"
+                self._broadcast({"kind": kind, "why": self._own.why, "code": int(self._own.code)})
+            self._told.set()
+        halted, self._halted = self._halted, None
+        if halted is None or self._own is not None:
+            return
+        if self._identity.process_id == 0:
+            self._inquire(halted, self._identity.process_id)
+        else:
+            self._broadcast({"kind": "halted", "why": halted})
+
+    def _beat(self) -> None:
+        position = self.position()
+        self._broadcast({"kind": "beat", "position": asdict(position)})
+        for process in tuple(self._wires):
+            # Counted, not timed: a machine that was suspended does not blame the others for its own absence.
+            self._unheard[process] += 1
+            limit = self._silence if position.settled else self._patience
+            if self._unheard[process] * _BEAT_SECONDS > limit:
+                where = f", last known {self._positions[process]}" if self._identity.process_id == 0 else ""
+                self._lost(process, f"has been silent for {limit:g} s: stopped, or cut off{where}")
+        if self._inquiry is not None and time.monotonic() > self._inquiry.until:
+            self._conclude()
+
+    def _hear(self, process: int) -> None:
+        """What one peer has to say."""
+        wire = self._wires[process]
+        messages = wire.receive()
+        if messages is None:
+            self._drop(process)
+            self._lost(process, "went away without a word: killed, its host lost, or it called exit")
+            return
+        self._unheard[process] = 0
+        for message in messages:
+            try:
+                told = Position(**message["position"]) if "position" in message else None
+                fate = _fate_from(message["fate"]) if message["kind"] == "verdict" else None
+                code = ExitCode(message.get("code", ExitCode.PEER))
+            except (ValueError, KeyError, TypeError):
+                self._lost(process, "said what no process of this version says")
+                return
+            if told is not None:
+                self._positions[process] = told
+            self._obey(process, message, fate, code)
+
+    def _obey(self, process: int, message: dict[str, Any], fate: Fate | None, code: ExitCode) -> None:
+        kind, why = message["kind"], printable_lines(str(message.get("why")))
+        if kind == "bye" and process in self._wires:
+            self._drop(process)
+        elif kind == "failed":
+            self._tell_all(self._fate("peer_lost", f"failed: {why}", code, process))
+        elif kind == "stopped":
+            self._tell_all(Abandoned(ABANDONED, why, ExitCode.STOPPED, process, self._hosts[process]))
+        elif kind == "halted":
+            self._inquire(why, process)
+        elif kind == "inquiry":
+            self._broadcast({"kind": "here", "position": asdict(self.position())})
+            self._note_stacks_once()
+        elif kind == "gave_up":
+            why = f"was given up by {self._label(process)}: {why}"
+            self._tell_all(self._fate("peer_lost", why, ExitCode.PEER, 0))
+        elif kind == "here" and self._inquiry is not None:
+            self._inquiry.answered.add(process)
+            if self._inquiry.answered >= set(self._wires):
+                self._conclude()
+        elif fate is not None:
+            self._end(fate)
+
+    def _lost(self, process: int, why: str) -> None:
+        if process == 0:
+            self._broadcast({"kind": "gave_up", "why": why})  # in case that it is only this process that cannot hear it
+        self._tell_all(self._fate("peer_lost", why, ExitCode.PEER, process))
+
+    def _inquire(self, why: str, process: int) -> None:
+        """Process 0 asks all where they are."""
+        if self._inquiry is not None:
+            return
+        self._inquiry = _Inquiry(f"{self._label(process)}: {why}", time.monotonic() + _ANSWER_SECONDS)
+        self._broadcast({"kind": "inquiry"})
+        self._note_stacks_once()
+
+    def _note_stacks_once(self) -> None:
+        """In a thread: a file system that hangs must not keep this one from listening for long."""
+        if not self._noted:
+            self._noted = True
+            noting = threading.Thread(target=self.note_stacks, name="stacks", daemon=True)
+            noting.start()
+            noting.join(_NOTE_SECONDS)
+
+    def _conclude(self) -> None:
+        assert self._inquiry is not None
+        positions = self._positions | {0: self.position()}
+        silent = sorted(set(self._wires) - self._inquiry.answered)
+        account, suspect = account_of(positions, silent, self._label)
+        self._tell_all(self._fate("hang", f"{self._inquiry.why}. {account}", ExitCode.PEER, suspect))
+
+    def _tell_all(self, fate: Fate) -> None:
+        """Ends the run: process 0 tells the others why, and goes last, because JAX's service goes with it."""
+        if self._identity.process_id == 0:
+            told = asdict(fate) | {"code": int(code_for_peers(fate.code))}
+            if isinstance(fate, Abandoned):
+                told |= {"code": int(fate.code), "asked_by": None}
+            if fate.kind == "failed":
+                told |= {"kind": "peer_lost", "why": self._blame(fate.process, f"failed: {fate.why}")}
+            self._broadcast({"kind": "verdict", "fate": told})
+            until = time.monotonic() + _GOING_LAST_SECONDS
+            while self._wires and time.monotonic() < until:
+                for event, _ in self._selector.select(0.05):
+                    if event.data in self._wires and self._wires[event.data].receive() is None:
+                        self._drop(event.data)
+        self._end(fate)
+
+    def _end(self, fate: Fate) -> None:
+        if self._own is None and not self._leaving:
+            self.ending.now(fate)
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for wire in self._wires.values():
+            wire.send(message)  # one who cannot hear it is found by his silence
+
+    def _drop(self, process: int) -> None:
+        wire = self._wires.pop(process)
+        self._selector.unregister(wire)
+        wire.close()
+
+    def _fate(self, kind: str, why: str, code: int, process: int | None = None) -> Fate:
+        if kind == "failed":
+            me = self._identity.process_id
+            return Fate(kind, why, code, me, self._hosts[me])
+        if kind == "peer_lost":
+            return Fate(kind, self._blame(process, why), int(code_for_peers(code)), process, self._hosts[process or 0])
+        return Fate(kind, why, code, process, None if process is None else self._hosts[process])
+
+    def _blame(self, process: int | None, why: str) -> str:
+        return f"{self._label(process or 0)} {why}"
+
+    def _label(self, process: int) -> str:
+        return f"process {process} of {self._identity.processes} on {self._hosts[process]}"
+
+
+def _fate_from(record: dict[str, Any]) -> Fate:
+    """What process 0 says. Raises `TypeError` or `ValueError` if that makes no sense."""
+    ExitCode(record["code"])
+    fate = Abandoned(**record) if record["kind"] == ABANDONED else Fate(**record)
+    texts = (fate.kind, fate.why, "" if fate.host is None else fate.host)
+    process = 0 if fate.process is None else fate.process
+    if not all(type(one) is str for one in texts) or type(process) is not int or process < 0:
+        raise TypeError("no fate")
+    return replace(fate, why=printable_lines(fate.why))
+
+
+@dataclass
+class _Inquiry:
+    """Process 0 waits for everyone to say where he is."""
+
+    why: str
+    until: float
+
+    def __post_init__(self) -> None:
+        self.answered: set[int] = set()
+
+
+def account_of(
+    positions: dict[int, Position], silent: list[int], label: Callable[[int], str]
+) -> tuple[str, int | None]:
+    """Which process is where, in words, and the one at fault if that can be told: who is silent, behind, or
+    waits for something of its own, if that is one."""
+    sentences = []
+    if silent:
+        sentences.append(f"No answer from {_listed([label(process) for process in silent])}")
+    places: dict[tuple[int, str], list[int]] = {}
+    for process, position in sorted(positions.items()):
+        if process not in silent:
+            places.setdefault((position.step, str(position)), []).append(process)
+    for (_, words), processes in sorted(places.items()):
+        who = label(processes[0]) if len(processes) == 1 else f"processes {_listed([str(i) for i in processes])}"
+        sentences.append(f"{who}: {words}")
+    if len(places) == 1 and len(positions) > 1 and not silent:
+        sentences.append("All are at the same place: look at the network between them, and at the slowest device")
+    first = min(places)[0] if places else 0
+    behind = [process for (step, _), processes in places.items() if step == first for process in processes]
+    apart = [process for process, position in sorted(positions.items()) if position.own and process not in silent]
+    suspects = silent or (behind if len({step for step, _ in places}) > 1 else apart)
+    return ". ".join(sentences), suspects[0] if len(suspects) == 1 else None
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def lifeline_alone(identity: Identity) -> Lifeline:
+    """For a run that has no other processes, or does not want to hear of them."""
+    return Lifeline(identity, {}, Ending(identity.label), 0.0, 0.0)
+
+
+def end_on_exceptions_in_threads(lifeline: Lifeline) -> None:
+    """Lets an exception that nobody catches, in whatever thread, end the process as one in the main thread does."""
+
+    def raised(arguments: threading.ExceptHookArgs) -> None:
+        threading.__excepthook__(arguments)
+        error = arguments.exc_value
+        if error is None or isinstance(error, SystemExit):
+            return
+        if may_tell_of_a_lost_peer(error):
+            lifeline.miss()
+        name = arguments.thread.name if arguments.thread else "a thread"
+        lifeline.end(f"{summary(error)} (in thread {name!r})", code_of(error))
+
+    threading.excepthook = raised

@@ -1,0 +1,203 @@
+"""Process 0's open port. Who connects has to show in time that he has the run's key, before a line of his is read."""
+
+import errno
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jaxmnt.distributed import authentication
+
+_PROOF_SECONDS = 10.0
+_STRANGERS_AT_MOST = 64
+"""Connections at a time that have not shown the key, beyond one of each process."""
+_LONGEST_LINE = 2**14
+_ADDRESSES_TOLD, _ADDRESSES_COUNTED = 8, 1000
+_LOOK_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_GONE_ALREADY = (
+    errno.EAGAIN, errno.ECONNABORTED, errno.EINTR, errno.EPROTO,
+    # Of the new connection's network, which Linux hands on; EPERM comes from a firewall.
+    errno.ENETDOWN, errno.ENOPROTOOPT, errno.EHOSTDOWN, errno.ENONET, errno.EHOSTUNREACH, errno.EOPNOTSUPP,
+    errno.ENETUNREACH, errno.EPERM,
+)  # fmt: skip
+
+
+@dataclass
+class _Stranger:
+    """One who has connected, and has not shown the key yet."""
+
+    address: str
+    since: float
+    nonce: bytes
+    received: bytes = b""
+
+
+Said = list[tuple[socket.socket, bytes | None]]
+"""Lines of those who have the key; None for one who has hung up, or says too much."""
+
+
+class Door:
+    """Listens on process 0's port. Strangers cost little, are counted and named, and end nothing."""
+
+    def __init__(self, server: socket.socket, key: bytes, processes: int):
+        server.setblocking(False)
+        self._server, self._key = server, key
+        self._strangers_at_most = processes + _STRANGERS_AT_MOST
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        """In order of coming."""
+        self._received: dict[socket.socket, bytes] = {}
+        """What each of those who have the key has sent that is not yet a line."""
+        self._look_again = 0.0
+        self.refused: Counter[str] = Counter()
+        """Connections without the key, by address."""
+        self._told: set[str] = set()
+        self.with_another_key: list[str] = []
+        """Addresses of those of them that seem to be processes of a run."""
+
+    def wait(self, seconds: float) -> Said:
+        """What is said meanwhile. Returns early as soon as something happens."""
+        said: Said = []
+        for event, _ in self._selector.select(max(0.0, min(seconds, _LOOK_SECONDS))):
+            connection = event.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._server:
+                self._accept()
+            elif connection in self._strangers:
+                self._examine(connection, self._strangers[connection])
+            elif connection in self._received:  # else it was dropped a moment ago
+                said += self._hear(connection)
+        self._drop_the_slow(time.monotonic())
+        return said
+
+    def known(self) -> list[socket.socket]:
+        """The connections of those who have shown the key."""
+        return list(self._received)
+
+    def knows(self, connection: socket.socket) -> bool:
+        """Whether this is the connection of one who has shown the key, and is still here."""
+        return connection in self._received
+
+    def drop(self, connection: socket.socket) -> None:
+        """If it is still here: of several lines that came at once the first may have been reason enough."""
+        if self._strangers.pop(connection, None) is None and self._received.pop(connection, None) is None:
+            return
+        self._selector.unregister(connection)
+        connection.close()
+
+    def close(self, keeping: Collection[socket.socket] = ()) -> None:
+        """Closes the port and all connections but these."""
+        for connection in {*self._strangers, *self._received}.difference(keeping):
+            connection.close()
+        self._selector.close()
+        self._server.close()
+
+    @property
+    def account(self) -> str:
+        """Who came without the key, in words; empty if nobody did."""
+        if not self.refused:
+            return ""
+        addresses = list(self.refused)[:_ADDRESSES_TOLD]
+        more = f" and {len(self.refused) - len(addresses)} more" if len(self.refused) > len(addresses) else ""
+        count = self.refused.total()
+        return f"{', '.join(addresses)}{more} came without the run's key ({count} connection{'s' if count > 1 else ''})"
+
+    def _accept(self) -> None:
+        try:
+            connection, end = self._server.accept()
+        except OSError as error:
+            if error.errno in _NO_MORE_FILES:
+                if not self._drop_a_stranger():
+                    time.sleep(_PAUSE_SECONDS)
+            elif error.errno not in _GONE_ALREADY:
+                raise
+            return
+        if len(self._strangers) >= self._strangers_at_most:
+            self._drop_a_stranger()
+        stranger = _Stranger(str(end[0]).removeprefix("::ffff:"), time.monotonic(), authentication.new_nonce())
+        connection.setblocking(False)
+        self._strangers[connection] = stranger
+        self._selector.register(connection, selectors.EVENT_READ)
+        if not _sent(connection, authentication.greeting(stranger.nonce)):
+            self._refuse(connection, silent=True)
+
+    def _drop_a_stranger(self) -> bool:
+        """The oldest of the address that has the most, so that one who connects again and again displaces himself."""
+        if not self._strangers:
+            return False
+        crowd = Counter(stranger.address for stranger in self._strangers.values()).most_common(1)[0][0]
+        self._refuse(next(one for one, stranger in self._strangers.items() if stranger.address == crowd))
+        return True
+
+    def _drop_the_slow(self, now: float) -> None:
+        if now < self._look_again:
+            return
+        self._look_again = now + _LOOK_SECONDS
+        for connection in [one for one, it in self._strangers.items() if now - it.since > _PROOF_SECONDS]:
+            self._refuse(connection)
+
+    def _examine(self, connection: socket.socket, stranger: _Stranger) -> None:
+        """Whether he has the key, once he has said enough. He must wait for the answer before he says more."""
+        chunk = _received(connection)
+        if chunk is None:
+            return
+        stranger.received += chunk
+        if chunk and authentication.may_become_a_proof(stranger.received):
+            return
+        answer = authentication.answer_to(self._key, stranger.nonce, stranger.received)
+        if answer is not None:
+            del self._strangers[connection]
+            self._received[connection] = b""
+            if not _sent(connection, answer):
+                self.drop(connection)
+            return
+        if authentication.is_proof(stranger.received):
+            _sent(connection, authentication.REFUSAL)
+            if stranger.address not in self.with_another_key and len(self.with_another_key) < _ADDRESSES_COUNTED:
+                self.with_another_key.append(stranger.address)
+        self._refuse(connection, silent=not stranger.received)
+
+    def _hear(self, connection: socket.socket) -> Said:
+        chunk = _received(connection)
+        if chunk is None:
+            return []
+        received = self._received[connection] + chunk
+        if not chunk or len(received) > _LONGEST_LINE:
+            self.drop(connection)
+            return [(connection, None)]
+        *lines, self._received[connection] = received.split(b"\n")
+        return [(connection, line) for line in lines]
+
+    def _refuse(self, connection: socket.socket, *, silent: bool = False) -> None:
+        """Those who connect and hang up without a word, as health checks do, are only counted."""
+        address = self._strangers[connection].address
+        if address not in self.refused and len(self.refused) >= _ADDRESSES_COUNTED:
+            address = "other addresses"
+        first = address not in self._told and not silent and len(self._told) < _ADDRESSES_TOLD
+        self.refused[address] += 1
+        self.drop(connection)
+        if first:
+            self._told.add(address)
+            authentication.say(f"note: {address} came without the run's key; is run.dir shared?")
+
+
+def _received(connection: socket.socket) -> bytes | None:
+    """What has arrived; None if nothing has, nothing if the other end is gone."""
+    try:
+        return connection.recv(_LONGEST_LINE)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _sent(connection: socket.socket, text: bytes) -> bool:
+    """Whether it went out whole, which little text on a new connection does."""
+    try:
+        return connection.send(text) == len(text)
+    except OSError:
+        return False

@@ -1,0 +1,259 @@
+"""What process 0 notes in the roll call: who is here, what is wrong with whom, and what everyone is told."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmnt.distributed import authentication
+from jaxmnt.distributed.authentication import say
+from jaxmnt.distributed.identity import Identity, is_loopback
+from jaxmnt.distributed.json_socket import parse
+from jaxmnt.distributed.listener import Door
+from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, shortened
+
+LONGEST_TROUBLE = 1000
+LOOK_SECONDS = 0.2
+"""How long it takes at most to notice the wish to stop."""
+_FIRST_NEWS_SECONDS, _NEWS_SECONDS = 5.0, 15.0
+"""When, and how often, process 0 says for whom it waits."""
+
+_TELLING_SECONDS = 5.0
+"""How long process 0, when something is wrong, waits for the others to tell them."""
+
+Hello = dict[str, Any]
+"""process, processes, host, time, facts, trouble and its exit code, whether the host's own name is a loopback
+address there."""
+Wish = Callable[[], str | None]
+"""What has asked this process to stop, if anything has."""
+CONFIG_FACTS, DATA_FACTS = ("config digest",), ("data digest",)
+"""Facts about the config: who differs in them was given another one. The others are about a host."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another process that took part, and the open connection to it."""
+
+    host: str
+    connection: socket.socket
+    clock: tuple[float, float] = (0.0, 0.0)
+    """Between which bounds, in seconds, this process's clock is ahead of process 0's. Zero for process 0's peers."""
+
+
+class Desk:
+    """Where process 0 notes who is here. A process is here for as long as its connection is."""
+
+    def __init__(self, identity: Identity, own: Hello, door: Door):
+        self._identity, self._door = identity, door
+        self._hello: dict[int, Hello] = {0: own}
+        self._connection_of: dict[int, socket.socket] = {}
+        self._went: set[int] = set()
+        """Processes that were here once."""
+        self._heard_after: dict[socket.socket, float] = {}
+        """Seconds from a hello's time, by its sender's clock, until it was heard, by ours."""
+
+    def collect(self, deadline: float, timeout: float, wish: Wish) -> UserError | None:
+        """Runs until everyone is here (None) or something is wrong (the error for everyone)."""
+        wrong: UserError | None = _trouble_of(self._hello[0])
+        deadline = _soon(deadline) if wrong else deadline
+        news = time.monotonic() + _FIRST_NEWS_SECONDS
+        while len(self._hello) < self._identity.processes:
+            if (reason := wish()) is not None:
+                return wrong or stopped(reason, self._identity)
+            now = time.monotonic()
+            if now >= deadline:
+                return wrong or self._incomplete(timeout)
+            if now >= news and not wrong:
+                news = now + _NEWS_SECONDS
+                say(f"{self._missing('still to come')} {self._present()}")
+            for connection, line in self._door.wait(min(deadline - now, LOOK_SECONDS)):
+                if line is not None and not self._door.knows(connection):
+                    continue  # it was dropped for what it said before
+                error = self._hear(connection, line)
+                if isinstance(error, StoppedError):
+                    return wrong or error
+                if error is not None and wrong is None:
+                    wrong, deadline = error, _soon(deadline)
+        return wrong or self._unreachable()
+
+    def answer(self, outcome: UserError | None) -> None:
+        """Tells everyone. After a failure they close first, so that no connection of ours keeps the port from JAX."""
+        body = {
+            "error": None if outcome is None else str(outcome),
+            "code": int(outcome.exit_code if outcome else 0),
+            "absent": isinstance(outcome, AbsentError),
+            "at_fault": next(iter(outcome.processes), None) if outcome else None,
+            "host": self._hello[0]["host"],
+        }
+        for connection in self._door.known():
+            with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
+                connection.settimeout(5)
+                times = {"time": time.time(), "heard_after": self._heard_after.get(connection, 0.0)}
+                connection.sendall(json.dumps(body | times).encode() + b"\n")
+        if outcome is not None:
+            for connection in self._connection_of.values():
+                with contextlib.suppress(OSError):
+                    connection.recv(1)
+
+    def peers(self) -> dict[int, Peer]:
+        """All others, in order."""
+        return {
+            process: Peer(str(self._hello[process]["host"]), connection)
+            for process, connection in sorted(self._connection_of.items())
+        }
+
+    def _hear(self, connection: socket.socket, line: bytes | None) -> UserError | None:
+        """Notes what one with the key has said: who he is, or that he was asked to stop. Or that he has hung up."""
+        process = next((process for process, known in self._connection_of.items() if known is connection), None)
+        if line is None:
+            if process is not None:
+                self._went.add(process)
+                del self._connection_of[process], self._hello[process]
+            return None
+        try:
+            if process is None:
+                return self._admit(_hello_of(line), connection)
+            reason = shortened(str(parse(line)["stopping"]))
+        except (ValueError, KeyError, TypeError):  # of another version: what it says is no word of this one
+            self._hear(connection, None)
+            self._door.drop(connection)
+            return None
+        host, count = self._hello[process]["host"], self._identity.processes
+        return StoppedError(
+            f"process {process} of {count} on {host} was asked to stop before the first step ({reason})"
+        ).blaming(processes=[process])
+
+    def _admit(self, hello: Hello, connection: socket.socket) -> UserError | None:
+        """Notes one hello, or says what is wrong with it."""
+        own, process, host = self._hello[0], hello["process"], hello["host"]
+        if hello["processes"] != self._identity.processes:
+            return ConfigError(
+                f"cluster.processes: process {process} on {host} was told {hello['processes']} processes, "
+                f"process 0 on {own['host']} {self._identity.processes}; give all the same number"
+            )
+        if process in self._connection_of and _hung_up(self._connection_of[process]):
+            gone = self._connection_of[process]
+            self._hear(gone, None)
+            self._door.drop(gone)
+        if process in self._hello:
+            return ConfigError(
+                f"cluster.process_id: {process} was given twice, to processes on {self._hello[process]['host']} "
+                f"and {host}; give each process its own id"
+            )
+        if not 0 < process < self._identity.processes:
+            count = self._identity.processes
+            return ConfigError(f"cluster.process_id: {process} on {host} is out of range for {count} processes")
+        self._hello[process] = hello
+        self._connection_of[process] = connection
+        self._heard_after[connection] = time.time() - hello["time"]
+        if error := self._difference(hello, [name for name in own["facts"] if name not in DATA_FACTS]):
+            return error
+        if (trouble := _trouble_of(hello)) is not None:
+            # The config is the same, and process 0 can go by it: so it is the host.
+            return PreflightError(str(trouble)).blaming(hosts=[host])
+        return self._difference(hello, DATA_FACTS)
+
+    def _difference(self, hello: Hello, names: Sequence[str]) -> UserError | None:
+        """What of these facts is not as process 0's, in words."""
+        own, process, host = self._hello[0], hello["process"], hello["host"]
+        for name in names:
+            ours, theirs = own["facts"].get(name), hello["facts"].get(name)
+            if ours != theirs:
+                kind = ConfigError if name in CONFIG_FACTS else PreflightError
+                return kind(
+                    f"{name} of process {process} on {host} is {shortened(str(theirs))}, of process 0 on {own['host']} "
+                    f"{ours}; start every process with the same software, config and data"
+                ).blaming(hosts=[host])
+        return None
+
+    def _unreachable(self) -> UserError | None:
+        """Libraries tell each other the address of the own host's name: between hosts it must be a real one."""
+        elsewhere = [connection for connection in self._connection_of.values() if _from_another_host(connection)]
+        for process, hello in sorted(self._hello.items()):
+            if elsewhere and hello["loopback"]:
+                return PreflightError(
+                    f"process {process}: {hello['host']} takes its own name for a loopback address, which the others "
+                    f"cannot reach; give {hello['host']} its real address in /etc/hosts there"
+                ).blaming(hosts=[hello["host"]])
+        return None
+
+    def _incomplete(self, timeout: float) -> UserError:
+        """Time is up. Those who have never appeared may come to another start."""
+        missing = [one for one in range(self._identity.processes) if one not in self._hello]
+        text = f"{self._missing('did not arrive')} within {timeout:g} s {self._present()}"
+        if self._door.with_another_key:
+            return PreflightError(
+                f"{text}, and {self._door.account}: share run.dir among all hosts, or set {authentication.RUN_KEY} "
+                f"to the same in all processes (it counts more than run.dir/{authentication.FILE})"
+            ).blaming(processes=missing)
+        text += f"; {self._door.account}" if self._door.account else ""
+        if gone := self._went.intersection(missing):
+            return PeerError(
+                f"{text}; process {', '.join(map(str, sorted(gone)[:20]))} had arrived and went away: see why it ended"
+            ).blaming(processes=sorted(gone))
+        return AbsentError(
+            f"{text}; check that they were started and can reach the coordinator"
+        ).blaming(processes=missing)  # fmt: skip
+
+    def _missing(self, verb: str) -> str:
+        processes = self._identity.processes
+        missing = [str(process) for process in range(processes) if process not in self._hello]
+        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        return f"process{'es' if len(missing) > 1 else ''} {shown} of {processes} {verb}"
+
+    def _present(self) -> str:
+        hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hello.items())[:8])
+        return f"(here: {hosts})"
+
+
+def _hello_of(line: bytes) -> Hello:
+    """What one says of himself. Raises `ValueError`, `KeyError` or `TypeError` if that makes no sense."""
+    said = parse(line)
+    process, processes, facts, trouble = said["process"], said["processes"], said["facts"], said.get("trouble")
+    if type(process) is not int or type(processes) is not int or not isinstance(facts, dict):
+        raise TypeError("no hello")
+    return {
+        "process": process,
+        "processes": processes,
+        "host": shortened(str(said["host"])),
+        "facts": facts,
+        "trouble": None if trouble is None else str(trouble)[:LONGEST_TROUBLE],
+        "time": float(said.get("time", time.time())),
+        "loopback": bool(said.get("loopback")),
+    }
+
+
+def _soon(deadline: float) -> float:
+    """Nothing can come of this start any more: wait only to tell those who are on their way."""
+    return min(deadline, time.monotonic() + _TELLING_SECONDS)
+
+
+def _trouble_of(hello: Hello) -> UserError | None:
+    text, code = hello.get("trouble"), hello.get("code")
+    if text is None:
+        return None
+    known = code if code in list(ExitCode) else ExitCode.CONFIG
+    return error_of(known, f"process {hello['process']} on {hello['host']}: {text}")
+
+
+def _from_another_host(connection: socket.socket) -> bool:
+    """A connection from this host has the same address at both ends, or loopback addresses."""
+    try:
+        ends = connection.getsockname(), connection.getpeername()
+        here, there = (str(end[0]).removeprefix("::ffff:") for end in ends)
+        return here != there and not (is_loopback(here) and is_loopback(there))
+    except OSError:  # it has just been closed
+        return False
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

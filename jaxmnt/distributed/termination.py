@@ -1,0 +1,273 @@
+"""How a process ends at once, from any thread, and what it still does: say why, note it, let go of the lock.
+
+Also by which errors JAX's runtime tells that a process or a device is gone, and how a start ends that comes to nothing
+through no fault of the run.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
+
+_ACTS_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Fate:
+    """Why a run ends in this process."""
+
+    kind: str
+    """failed (by itself), peer_lost (another process failed or is missing), hang, or interrupted."""
+    why: str
+    code: int
+    process: int | None = None
+    """The process at fault, if one is known."""
+    host: str | None = None
+
+
+Act = Callable[[Fate], None]
+
+
+class Ending:
+    """The last acts of this process. Whoever ends it first decides why; the others wait for the end."""
+
+    def __init__(self, label: str = ""):
+        self.fate: Fate | None = None
+        """Why the main thread is about to end, if it is."""
+        self._prefix = f"jaxmnt: {label}: " if label else "jaxmnt: "
+        self._acts: list[Act] = []
+        self._begun = threading.Lock()
+
+    @contextmanager
+    def with_last(self, act: Act) -> Iterator[None]:
+        """Inside, and after an exception from there on, `act` is among the last acts.
+
+        They have five seconds in all, side by side: one on a file system that hangs keeps no other from its own.
+        """
+        self._acts.append(act)
+        yield
+        self._acts.remove(act)
+
+    def now(self, fate: Fate) -> NoReturn:
+        """Ends the process. Its exit code is the fate's."""
+        self._begin()
+        self._exit(fate, fate.code, told=False)
+
+    def leave(self, code: int, *, at_once: bool) -> int:
+        """Ends the main thread's way: returns `code`, or after a failure ends the process, as it does if `at_once`.
+
+        No thread that a library has left behind, such as one of Orbax in the barrier of a save that failed, may keep a
+        process from ending, and no shutdown barrier of JAX its peers.
+        """
+        if not at_once and code in (ExitCode.FINISHED, ExitCode.STOPPED):
+            return code
+        self._begin()
+        self._exit(self.fate, code, told=True)
+
+    def _begin(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            threading.Event().wait()
+
+    def _exit(self, fate: Fate | None, code: int, *, told: bool) -> NoReturn:
+        """Whatever may hang, a file system or somebody who does not read what we print, has its time and no more."""
+        try:
+            acting = threading.Thread(target=self._act, args=(fate, told), daemon=True)
+            acting.start()
+            acting.join(_ACTS_SECONDS)
+        finally:
+            os._exit(int(code))
+
+    def _act(self, fate: Fate | None, told: bool) -> None:
+        acting = []
+        for act in self._acts if fate is not None else []:
+            acting.append(threading.Thread(target=self._try, args=(act, fate), daemon=True))
+            acting[-1].start()
+        if fate is not None and not told:
+            self._say(fate.why if fate.code == ExitCode.STOPPED else f"error: {fate.why}")
+        for stream in (sys.stderr, sys.stdout):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        for thread in acting:
+            thread.join()
+
+    def _try(self, act: Act, fate: Fate | None) -> None:
+        assert fate is not None
+        try:
+            act(fate)
+        except Exception as error:  # the end comes anyway
+            self._say(f"note: {type(error).__name__}: {error}")
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            print(f"{self._prefix}{text}", file=sys.stderr, flush=True)
+
+
+def code_for_peers(code: int) -> ExitCode:
+    """What the others end with when a process ends with `code`: a wrong config is wrong for all, and so is a host."""
+    return ExitCode(code) if code in (ExitCode.CONFIG, ExitCode.PREFLIGHT) else ExitCode.PEER
+
+
+ABANDONED = "start_abandoned"
+"""The event, and the kind of fate."""
+STOPPED, PEERS = "stopped", "peers"
+_A_DAY_SECONDS = 24 * 3600.0
+_TELLING_SECONDS = 3.0
+_began = time.monotonic()
+
+
+class AbsentError(PeerError):
+    """Processes of this run have not appeared in time. Where they may still come, that is no failure."""
+
+
+class StoppedError(UserError):
+    """A process was asked to stop before the first step."""
+
+    exit_code = ExitCode.STOPPED
+
+    def __init__(self, text: str, asked_by: str | None = None):
+        super().__init__(text)
+        self.asked_by = asked_by
+        """What asked this process; None if another one was asked."""
+
+
+@dataclass(frozen=True)
+class Abandoned(Fate):
+    """The end of such a start."""
+
+    reason: str = STOPPED
+    """Or that peers never appeared."""
+    asked_by: str | None = None
+    waited_seconds: float = 0.0
+
+
+def fate_of(error: UserError) -> Abandoned:
+    """How a process ends that has met with one of these errors."""
+    process, waited = next(iter(error.processes), None), time.monotonic() - _began
+    if isinstance(error, StoppedError):
+        return Abandoned(ABANDONED, str(error), ExitCode.STOPPED, process, None, STOPPED, error.asked_by, waited)
+    return Abandoned(ABANDONED, str(error), ExitCode.STOPPED, process, None, PEERS, None, waited)
+
+
+def stopped(reason: str, identity: Identity) -> StoppedError:
+    """What is said of this process when it was asked to stop."""
+    return StoppedError(
+        f"{identity.label or 'this process'} was asked to stop before the first step ({reason})", reason
+    ).blaming(processes=[identity.process_id])  # fmt: skip
+
+
+class EarlyLeave:
+    """Ends this process when it is asked to stop before its first step: at once, from whatever thread, and so that the
+    others know."""
+
+    def __init__(self, identity: Identity, ending: Ending):
+        self._identity, self._ending = identity, ending
+        self.tell: Callable[[Abandoned], None] | None = None
+        """Tells the other processes, once they are connected."""
+        self._reason: str | None = None
+        self._roll_call_is_over = threading.Event()
+        self._roll_call_is_over.set()
+        self._failed = False
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Inside, the roll call is held: it looks for the wish, and tells the others itself."""
+        self._roll_call_is_over.clear()
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._roll_call_is_over.set()
+
+    def wish(self) -> str | None:
+        """What has asked this process to stop, if anything has."""
+        return self._reason
+
+    def now(self, reason: str) -> None:
+        """Because of this. Called in a thread, while the main thread may be in anything.
+
+        Does not return, unless the main thread ends the process itself, as it does after a roll call that failed.
+        """
+        self._reason = reason
+        self._roll_call_is_over.wait(_TELLING_SECONDS)
+        if self._failed:
+            return
+        fate = fate_of(stopped(reason, self._identity))
+        if self.tell is not None:
+            self.tell(fate)
+        self._ending.now(fate)
+
+
+def refuse_to_wait_for_ever(records: Sequence[dict[str, Any]], error: AbsentError, now: float) -> None:
+    """Raises `ConfigError` if a day has gone by, by this process's own events, in which starts only waited in vain."""
+    since: float | None = None
+    last = now
+    for record in records:
+        at = record.get("time")
+        if not isinstance(at, (int, float)) or at > now:
+            continue
+        if record.get("kind") == "start":
+            since = None
+        elif record.get("kind") == ABANDONED and record.get("reason") == PEERS:
+            since = at if since is None or at - last > _A_DAY_SECONDS else since  # else that was another attempt
+            last = at
+    if since is not None and now - since >= _A_DAY_SECONDS >= now - last:
+        raise ConfigError(
+            f"{error}; since {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))} no start of this run has met all "
+            "of its processes: see why their hosts do not come, or ask for fewer, then start it again"
+        ).blaming(processes=error.processes)
+
+
+_SIGNS = (
+    "Gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "heartbeat",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "NCCL",
+    "remote process exited",
+    "Connection closed by remote peer",
+)
+
+_OF_A_BROKEN_DEVICE = (
+    "CUDA_ERROR_CONTAINED",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_NO_DEVICE",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    "CUDA_ERROR_SYSTEM_NOT_READY",
+    "fallen off the bus",
+    "GPU is lost",
+    "uncorrectable ECC",
+)
+"""CUDA's names: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
+
+
+def tells_of_a_broken_device(why: str) -> bool:
+    """Whether the words of an error are those of a device or driver, and not of the program that uses it."""
+    return any(sign in why for sign in _OF_A_BROKEN_DEVICE)
+
+
+def bears_its_sign(error: BaseException) -> bool:
+    """Whether the words of an error are those of a lost connection."""
+    return any(sign in str(error) for sign in _SIGNS)
+
+
+def may_tell_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether it is worth waiting a moment for the name of who is gone."""
+    if isinstance(error, PeerError):
+        return True
+    import jax
+
+    # A dispatch that finds a connection closed raises ValueError with the same words.
+    return isinstance(error, jax.errors.JaxRuntimeError) or (isinstance(error, ValueError) and bears_its_sign(error))

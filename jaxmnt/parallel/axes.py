@@ -1,0 +1,54 @@
+"""Sizes of mesh axes, and into how many passes they cut a batch. Without JAX: launchers need it where there is none."""
+
+import math
+from collections.abc import Mapping
+
+from jaxmnt.config.schema import Config, Mesh
+from jaxmnt.errors import ConfigError
+
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes that split the rows of a batch."""
+
+
+def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
+    """Axis sizes with -1 replaced by what is left of `device_count`.
+
+    Raises `ConfigError` when the sizes do not multiply to the device count.
+    """
+    sizes = mesh.sizes()
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    shape = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
+    rest = next((axis for axis, size in sizes.items() if size == -1), None)
+    if rest is None and fixed != device_count:
+        raise ConfigError(
+            f"mesh: {shape} needs {fixed} devices, and there are {device_count}; "
+            "change a size, or set one axis to -1 for the rest"
+        )
+    if device_count % fixed:
+        raise ConfigError(
+            f"mesh: {shape} does not divide {device_count} devices; the fixed axes multiply to {fixed}, "
+            f"choose sizes whose product divides {device_count}"
+        )
+    if rest is not None:
+        sizes[rest] = device_count // fixed
+    return sizes
+
+
+def accumulation_passes(config: Config, sizes: Mapping[str, int]) -> int:
+    """How many passes, or microbatches, make up the global batch, from `train.microbatch_size` and the batch shards.
+
+    Raises `ConfigError`, naming global batch sizes that do fit, when the global batch does not divide.
+    """
+    rows, shards = config.data.global_batch_size, math.prod(sizes[axis] for axis in BATCH_AXES)
+    size = config.train.microbatch_size or 1
+    if rows % (shards * size):
+        below, above = rows - rows % (shards * size), rows + -rows % (shards * size)
+        fitting = f"{below} or {above}" if below else str(above)
+        each = f", {size} of them a pass (train.microbatch_size)" if size > 1 else ""
+        split = " × ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES)
+        raise ConfigError(
+            f"data.global_batch_size: {rows} rows do not divide among {shards} batch shards (mesh {split}){each}; "
+            f"use {fitting}, or change the mesh"
+        )
+    local = rows // shards
+    return local // (config.train.microbatch_size or local)

@@ -1,0 +1,231 @@
+"""How arrays are sharded: the order of devices in the mesh, and one table from logical axes to mesh axes."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmnt.config.schema import AXES, Config, Mesh
+from jaxmnt.errors import ConfigError
+from jaxmnt.parallel.axes import BATCH_AXES, accumulation_passes, resolve_sizes
+
+Hosts = Callable[[jax.Device], str]
+"""The name of the machine that a device is in."""
+
+
+def host_of_process(device: jax.Device) -> str:
+    """Takes each process for a machine of its own."""
+    return str(device.process_index)
+
+
+def build_mesh(
+    mesh: Mesh, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+) -> jax.sharding.Mesh:
+    """A mesh with all six axes over `devices` (default: all), in order of slice, host, process and device id.
+
+    The last axes vary fastest, so `model` neighbours share a machine and `data` and `pipeline` span machines.
+    Axis types are Auto. Raises `ConfigError` if `model` or `context` would span machines.
+    """
+    chosen = list(devices or jax.devices())
+    host = hosts or (host_of_process if len({device.process_index for device in chosen}) > 1 else lambda _: "")
+    place = lambda device: (device.process_index, device.id)
+    first: dict[str, tuple[int, int]] = {}
+    for device in sorted(chosen, key=place):
+        first.setdefault(host(device), place(device))
+    chosen.sort(key=lambda device: (getattr(device, "slice_index", None) or 0, first[host(device)], place(device)))
+    sizes = resolve_sizes(mesh, len(chosen))
+    grid = np.array(chosen, dtype=object).reshape([sizes[axis] for axis in AXES])
+    for axis in ("context", "model"):
+        if sizes[axis] > 1 and not mesh.allow_split_hosts:
+            _check_inside_hosts(grid, axis, sizes[axis], host)
+    return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host: Hosts) -> None:
+    for group in np.moveaxis(grid, AXES.index(axis), -1).reshape(-1, size):
+        spanned = sorted({host(device) for device in group})
+        if len(spanned) > 1:
+            raise ConfigError(
+                f"mesh.{axis}: {size} devices would span the hosts {', '.join(spanned[:4])}, over the slow network; "
+                f"lower it to the devices of a host, or set mesh.allow_split_hosts: true"
+            )
+
+
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "devices": AXES,
+    "length": (),
+    "sequence": ("model",),  # the length between layers, where norms and residuals are
+    "layers": ("pipeline",),
+    "embed": ("fsdp",),
+    "kv_embed": ("fsdp",),
+    "vocab": ("pipeline", "model"),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "head_dim": (),
+    "mlp": ("model",),
+    "norm": (),
+}
+
+GATHERED = ("embed", "kv_embed")
+"""Logical axes that are stored in pieces and used whole."""
+
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    "embed": ("data", "fsdp"),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "mlp": ("model",),
+}
+"""What `mesh.rules` may map to which mesh axes: what the code that talks along them can do."""
+
+WHOLE_SHARE = 0.02
+"""The largest share of a model's parameters that may stay whole although a mesh axis could split them."""
+
+Axes = tuple[str | None, ...]
+"""Logical axis names of an array's dimensions."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The mesh with the rules applied to it."""
+
+    mesh: jax.sharding.Mesh
+    rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
+    sizes: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", {str(axis): size for axis, size in self.mesh.shape.items()})
+
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that a logical axis is split over."""
+        return () if axis is None else tuple(name for name in self.rules[axis] if self.sizes[name] > 1)
+
+    def ways(self, axis: str) -> int:
+        """Into how many pieces a logical axis is split."""
+        return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.sizes["pipeline"]
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many pieces the rows of a batch are split."""
+        return self.ways("batch")
+
+    def gathered_over(self, axes: Axes) -> tuple[int, tuple[str, ...]] | None:
+        """Which dimension of a weight is gathered before use, and over which mesh axes; None if none is."""
+        for dimension, axis in enumerate(axes):
+            if axis in GATHERED and self.mesh_axes(axis):
+                return dimension, self.mesh_axes(axis)
+        return None
+
+    def whole_over(self, axes: Axes) -> tuple[str, ...]:
+        """The mesh axes over which an array is replicated."""
+        used = {name for axis in axes for name in self.mesh_axes(axis)}
+        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
+
+    def spec(self, axes: Axes) -> P:
+        """The partition of an array over the mesh."""
+        split = [self.mesh_axes(axis) for axis in axes]
+        return P(*(None if not names else names[0] if len(names) == 1 else names for names in split))
+
+    def sharding(self, axes: Axes) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def shardings(self, axes_tree: Any) -> Any:
+        """`sharding` for each leaf of a tree of axes."""
+        return jax.tree.map(self.sharding, axes_tree, is_leaf=is_axes)
+
+
+def place(config: Config, mesh: jax.sharding.Mesh) -> Placement:
+    """The placement for a config: the table with the config's overrides and with what its sizes ask for.
+
+    Raises `ConfigError` for rules that cannot be followed and for sizes that do not divide.
+    """
+    rules = RULES | _overrides(config)
+    rules["kv_embed"] = rules["embed"]
+    kv_heads = config.model.num_kv_heads
+    assert kv_heads
+    ways = mesh.shape["model"]
+    if kv_heads % ways or not rules["kv_heads"] or not rules["heads"]:
+        # Each device needs other heads than its share: stored once over all, whole where they are used.
+        rules["kv_heads"] = ()
+        if (
+            rules["heads"]
+            and config.model.hidden_size % math.prod(mesh.shape[a] for a in (*rules["embed"], "model")) == 0
+        ):
+            rules["kv_embed"] = (*rules["embed"], "model")
+    placement = Placement(mesh, rules)
+    _check_divides(config, placement)
+    return placement
+
+
+def is_axes(leaf: Any) -> bool:
+    """Whether a node of a tree is the axes of one array."""
+    return isinstance(leaf, tuple) and all(name is None or isinstance(name, str) for name in leaf)
+
+
+def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
+    for axis, names in config.mesh.rules.items():
+        if axis not in OVERRIDES:
+            raise ConfigError(
+                f"mesh.rules: {axis!r} is no logical axis whose place can be changed; those are {', '.join(OVERRIDES)}"
+            )
+        for name in names:
+            if name not in AXES:
+                raise ConfigError(f"mesh.rules.{axis}: {name!r} is no mesh axis; the axes are {', '.join(AXES)}")
+            if name not in OVERRIDES[axis]:
+                raise ConfigError(
+                    f"mesh.rules.{axis}: {axis} cannot be split over {name}; "
+                    f"possible are {', '.join(OVERRIDES[axis])}, or [] to keep it whole"
+                )
+        if len(set(names)) < len(names):
+            raise ConfigError(f"mesh.rules.{axis}: a mesh axis is named twice; name each once")
+    return {axis: tuple(name for name in AXES if name in names) for axis, names in config.mesh.rules.items()}
+
+
+def _check_divides(config: Config, placement: Placement) -> None:
+    """Raises `ConfigError` for the first size that has to divide and does not. Vocabulary and MLP are padded."""
+    model = config.model
+    for key, size, axis in (
+        ("model.num_heads", model.num_heads, "heads"),
+        ("data.sequence_length", config.data.sequence_length, "sequence"),
+        ("model.hidden_size", model.hidden_size, "embed"),
+    ):
+        ways = placement.ways(axis)
+        if size % ways:
+            names = " × ".join(f"mesh.{name} {placement.sizes[name]}" for name in placement.mesh_axes(axis))
+            raise ConfigError(f"{key}: {size} is not divisible by {names}; change one of them")
+    accumulation_passes(config, placement.sizes)
+
+
+def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
+    """Raises `ConfigError` if over 2 % of the parameters stay whole although an axis could have split them.
+
+    `abstract` is the tree of parameters as they are placed, `axes` the tree of their logical axes.
+    """
+    leaves = jax.tree.leaves_with_path(abstract)
+    named = jax.tree.leaves(axes, is_leaf=is_axes)
+    total = sum(leaf.size for _, leaf in leaves)
+    for mesh_axis in ("fsdp", "model", "pipeline"):
+        if placement.sizes[mesh_axis] == 1:
+            continue
+        whole = [
+            (jax.tree_util.keystr(path, simple=True, separator="."), leaf.size)
+            for (path, leaf), names in zip(leaves, named, strict=True)
+            if mesh_axis in placement.whole_over(names)
+        ]
+        share = sum(size for _, size in whole) / total
+        if share > WHOLE_SHARE:
+            largest = sorted(whole, key=lambda item: (-item[1], item[0]))[:4]
+            raise ConfigError(
+                f"mesh.{mesh_axis}: {share:.0%} of the parameters would stay whole on every device of the axis, "
+                f"largest: {', '.join(name for name, _ in largest)}; change mesh.rules, or set mesh.{mesh_axis} to 1"
+            )

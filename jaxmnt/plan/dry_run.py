@@ -1,0 +1,82 @@
+"""`--dry-run`: what a config would do on a cluster, without the cluster, its data, or a step of training."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxmnt.config import Config
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.plan.targets import CHIPS, find_chip, gpu_devices, virtual_devices
+
+if TYPE_CHECKING:
+    import jax
+
+DEVICES_PER_HOST = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dry run")
+    group.add_argument("--dry-run", action="store_true", help="compile for a cluster, print the plan, and stop")
+    group.add_argument("--devices", type=int, metavar="N", help="plan for N virtual CPU devices (default: the mesh's)")
+    group.add_argument("--target", metavar="CHIP", help=f"plan for this GPU: {', '.join(CHIPS)}")
+    group.add_argument("--hosts", type=int, metavar="N", help="hosts of the target (default: what the mesh needs)")
+    group.add_argument("--devices-per-host", type=int, metavar="N", help=f"GPUs a host ({DEVICES_PER_HOST})")
+    group.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def check_arguments(options: argparse.Namespace) -> None:
+    """Raises `ConfigError` for options that make no sense together."""
+    asked = [name for name in ("devices", "target", "hosts", "devices_per_host", "json") if getattr(options, name)]
+    if asked and not options.dry_run:
+        raise ConfigError(f"--{asked[0].replace('_', '-')}: only a plan has it; add --dry-run")
+    if options.devices is not None and options.target is not None:
+        raise ConfigError("--devices: virtual CPU devices and a --target exclude each other; give one of them")
+    for name in ("devices", "hosts", "devices_per_host"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not a number from 1 up; correct it")
+    if options.hosts is not None and options.target is None:
+        raise ConfigError("--hosts: hosts are those of a --target; name one")
+
+
+def dry_run(config: Config, options: argparse.Namespace) -> int:
+    """Prints the plan and returns the exit code. Raises `ConfigError` for what does not fit, as training would."""
+    devices, hosts, memory = _cluster(config, options)
+    config, vocab = _with_vocabulary(config)
+
+    from jaxmnt.plan.budget import make_report
+    from jaxmnt.plan.show import show
+    from jaxmnt.training.compile import plan
+
+    setting = plan(config, vocab, devices, lambda device: f"host {hosts(device)}")
+    report = make_report(setting, hosts, memory)
+    print(json.dumps(report, indent=2) if options.json else show(setting, report, hosts))
+    return ExitCode.FINISHED
+
+
+def _cluster(
+    config: Config, options: argparse.Namespace
+) -> "tuple[list[jax.Device], Callable[[jax.Device], int], int | None]":
+    """The devices, which host each is in, and the memory of one."""
+    needed = math.prod(size for size in config.mesh.sizes().values() if size > 0)
+    per_host = options.devices_per_host or min(needed, DEVICES_PER_HOST)
+    if options.target is None:
+        count, per_host = options.devices or needed, options.devices_per_host or DEVICES_PER_HOST
+        return list(virtual_devices(count)), lambda device: device.id // per_host, None
+    chip = find_chip(options.target)
+    if options.hosts is None and needed % per_host:
+        raise ConfigError(f"--hosts: the mesh's {needed} devices do not fill hosts of {per_host}; give --hosts")
+    hosts = options.hosts or needed // per_host
+    return list(gpu_devices(chip, hosts, per_host)), lambda device: device.process_index, chip.memory
+
+
+def _with_vocabulary(config: Config) -> tuple[Config, int]:
+    """The config with a vocabulary, and the ids that its data has, which is read only if the config leaves it open."""
+    if config.model.vocab_size is not None:
+        return config, config.model.vocab_size
+    from jaxmnt.data.sources import fit_to_data, open_sources
+
+    data = open_sources(config.data)
+    return fit_to_data(config, data), data.vocab_size

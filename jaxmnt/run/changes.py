@@ -1,0 +1,180 @@
+"""What it means for a run that has trained that its config has changed, or that something cannot be read."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmnt.checkpoint.commit import Committed, step_directories
+from jaxmnt.checkpoint.refs import FOLDER
+from jaxmnt.config.describe import PLANNED, Change, maths
+from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import skipped_ranges
+from jaxmnt.data.order import Skipped
+from jaxmnt.data.sources import Sources
+from jaxmnt.errors import ConfigError, UnreadableError, UserError
+from jaxmnt.storage import Place, place, publish, read
+from jaxmnt.telemetry.events import event_file, records
+
+
+def has_trained(config: Config) -> bool:
+    """Whether the run has a checkpoint, or an event that tells of a step, as far as these can be read."""
+    directory = Path(config.run.dir or "")
+    for where in [directory, *([place(config.checkpoint.dir)] if config.checkpoint.dir else [])]:
+        with suppress(OSError):
+            if step_directories(where / FOLDER):
+                return True
+    with suppress(OSError):
+        return any(event["kind"] == "started" for event in records(event_file(directory, 0)))
+    return False
+
+
+@contextmanager
+def nothing_wrong_with_the_config(config: Config) -> Iterator[None]:
+    """Inside, what cannot be read ends a run that has trained with exit code 1, which is tried again, instead of 2."""
+    try:
+        yield
+    except ConfigError as error:
+        unreadable = isinstance(error, UnreadableError) or isinstance(error.__cause__, OSError)
+        if not unreadable or not has_trained(config):
+            raise
+        text = f"{error} (this run has read it before: once it is there again, so can the run be started)"
+        raise UserError(text).blaming(hosts=error.hosts, processes=error.processes) from error
+
+
+ACCEPTED = "accepted.json"
+"""In a run's directory: the values of keys of the maths that somebody has accepted, beside the id of the run."""
+
+
+def config_of(checkpoint: Committed) -> Config:
+    return parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+
+
+def refusal(config: Config, data: Sources, checkpoint: Committed, different: list[Change]) -> str | None:
+    """Why this config cannot go on with this run directory whatever a person says, or None."""
+    breaking = [change for change in different if change.resume == "breaks"]
+    if breaking:
+        return (
+            f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
+            f"changed {_listed(breaking)}; undo the change, choose another run.dir, or branch off there with "
+            "run.fork_from"
+        )
+    if different_data := _different_data(checkpoint.manifest.data, data.digests):
+        return (
+            f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with other "
+            f"data: {different_data}; give the same data, choose another run.dir, or branch off with run.fork_from"
+        )
+    if words := skip_refusal(config, checkpoint):
+        return words
+    if checkpoint.step < config.train.steps and (words := stop_refusal(config, checkpoint, str(config.run.dir))):
+        return words
+    if checkpoint.step > config.train.steps:
+        return (
+            f"train.steps: {config.train.steps} is less than step {checkpoint.step}, where {config.run.dir} stands; "
+            "raise it or choose another run.dir"
+        )
+    return None
+
+
+def to_be_accepted(
+    config: Config, checkpoint: Committed, different: list[Change], accepted: dict[str, Any]
+) -> list[Change]:
+    """What alters the maths of a run under way and is not `accepted`, by key, at an earlier start.
+
+    What is planned passes, see `PLANNED`. So does everything once the run has finished, since nothing comes of it.
+    """
+    if checkpoint.step >= config.train.steps:
+        return []
+    planned = [key for key in PLANNED if key != "data.weight_changes" or not _other_weights_behind(config, checkpoint)]
+    found = [change for change in different if change.resume == "maths" and change.key not in planned]
+    return [change for change in found if change.key not in accepted or accepted[change.key] != change.now]
+
+
+def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> str:
+    """A refusal to go on with these changes."""
+    run = config.run.dir
+    return (
+        f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and another maths would follow: "
+        f"{_listed(asked)}; undo that, or go on with --accept-changes; another run is trained with another run.dir=, "
+        f"a branch of this one with run.fork_from={run}@{checkpoint.step} besides"
+    )
+
+
+def read_accepted(places: Sequence[Place]) -> dict[str, Any]:
+    """What was accepted, by key, at earlier starts. What is damaged was not."""
+    accepted: dict[str, Any] = {}
+    for where in places:
+        with suppress(FileNotFoundError, ValueError, RecursionError):
+            found = json.loads(read(where / ACCEPTED).decode())
+            accepted |= found if isinstance(found, dict) else {}
+    return accepted
+
+
+def note_accepted(places: Sequence[Place], config: Config, asked: list[Change]) -> None:
+    """That this config goes on with what was `asked` about, also when this start comes to nothing.
+
+    What was accepted before stays noted as long as the config says the same: a checkpoint from before may be needed.
+    """
+    values, before = maths(config), read_accepted(places)
+    now = {key: value for key, value in before.items() if key in values and values[key] == value}
+    now |= {change.key: change.now for change in asked}
+    for where in places if now != before else []:
+        publish(where / ACCEPTED, json.dumps(now, indent=1) + "\n")
+
+
+def stop_refusal(config: Config, checkpoint: Committed, where: str) -> str | None:
+    """Why `train.stop_after` leaves nothing to do after this checkpoint, at which `where` stands, or None."""
+    stop = config.train.stop_after
+    if stop is None or stop > checkpoint.step:
+        return None
+    return (
+        f"train.stop_after: {stop} is not past step {checkpoint.step}, where {where} stands; raise it or leave it out"
+    )
+
+
+def skip_refusal(config: Config, checkpoint: Committed) -> str | None:
+    """Rows that were trained on cannot be passed over any more, nor those passed over be taken in."""
+    before, now = (Skipped(skipped_ranges(one.data)) for one in (config_of(checkpoint), config))
+    reached = _reached(config, checkpoint)
+    if before.below(reached) == now.below(reached):
+        return None
+    return (
+        f"data.skip: at step {checkpoint.manifest.step} of {checkpoint.path} all rows before {reached} are trained on "
+        "or passed over, and that cannot be changed any more; name later rows, or branch off at an earlier checkpoint "
+        "with run.fork_from"
+    )
+
+
+def numbering(config: Config) -> Any:
+    """What the numbers of rows depend on, besides the data."""
+    data = config.data
+    return config.seed, data.sequence_length, data.rows, data.shuffle, data.global_batch_size
+
+
+def _listed(different: list[Change]) -> str:
+    return ", ".join(f"{change.key} ({change.before} → {change.now})" for change in different)
+
+
+def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
+    """Which sources differ in what they hold, in words; empty if none does. A folder may have moved."""
+    found = [f"{name} was added" for name in now if name not in before]
+    found += [f"{name} was removed" for name in before if name not in now]
+    found += [f"{name} holds something else than before" for name in now if before.get(name, now[name]) != now[name]]
+    return ", ".join(found)
+
+
+def _other_weights_behind(config: Config, checkpoint: Committed) -> bool:
+    """Whether weights are changed for rows that were read already: then others would be read twice, and some never."""
+    reached, rows = _reached(config, checkpoint), config.data.global_batch_size
+    behind = lambda one: [change for change in one.data.weight_changes if change.from_step * rows < reached]
+    return bool(behind(config_of(checkpoint)) != behind(config))
+
+
+def _reached(config: Config, checkpoint: Committed) -> int:
+    """The number of the first row that is neither trained on nor passed over."""
+    before = Skipped(skipped_ranges(config_of(checkpoint).data))
+    return int(before.nth(np.array([checkpoint.manifest.step * config.data.global_batch_size - 1]))[0]) + 1

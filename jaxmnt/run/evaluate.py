@@ -1,0 +1,66 @@
+"""Exact evaluation: every held-out token of every source once, whatever the number of hosts."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmnt.data.batches import EvaluationData
+from jaxmnt.data.feed import Wishes, process_rows, to_devices
+from jaxmnt.data.sources import Sources
+from jaxmnt.training.compile import Program
+
+
+class Sums(NamedTuple):
+    """A sum of cross-entropy in nats over `tokens` held-out targets."""
+
+    loss: float
+    tokens: int
+
+
+class Evaluator:
+    """Evaluates on the held-out split of each source that has one; its rows are planned once."""
+
+    def __init__(self, program: Program, data: Sources):
+        config = program.setting.config
+        self._program = program
+        self._wishes = Wishes(program.wishes_sharding)
+        self._parts = {name: EvaluationData(config, part) for name, part in data.parts.items() if part.tokens("eval")}
+        self._rows = process_rows(program.batch_sharding, program.eval_rows, config.data.sequence_length)
+
+    def __call__(
+        self,
+        params: dict[str, Any],
+        stop: Callable[[], bool] = lambda: False,
+        got_further: Callable[[], None] = lambda: None,
+    ) -> dict[str, Sums] | None:
+        """The result of each source; all processes get the same. Empty if nothing is held out.
+
+        `stop` asks with each batch whether this process wants to stop, and `got_further` is called after it. None, in
+        all processes after the same batch, if one of them did.
+        """
+        results = {}
+        for name, part in self._parts.items():
+            total = Sums(0.0, 0)
+            for values in self._batches(params, part, stop):
+                got_further()
+                if values["stop"]:
+                    return None
+                total = Sums(total.loss + float(values["loss_sum"]), total.tokens + int(values["tokens"]))
+            if total.tokens:
+                results[name] = total
+        return results
+
+    def _batches(self, params: dict[str, Any], part: EvaluationData, stop: Callable[[], bool]) -> Iterator[Any]:
+        """The values of each batch, read while the next one is computed."""
+        program, settings = self._program, self._program.setting.config.data
+        batches = part.batches(self._rows, program.eval_rows, prefetch=settings.prefetch, threads=settings.read_threads)
+        pending = None
+        for local in batches:
+            placed = to_devices(local, self._rows, program.eval_rows, program.batch_sharding)
+            dispatched = program.evaluate(params, placed | {"wishes": self._wishes.array(stop=stop())})
+            if pending is not None:
+                yield jax.device_get(pending)
+            pending = dispatched
+        if pending is not None:
+            yield jax.device_get(pending)

@@ -1,0 +1,202 @@
+"""What a run says of itself: at its start, of bad steps and rows passed over, at its end."""
+
+import math
+from typing import Any
+
+from jaxmnt.checkpoint.refs import FOLDER
+from jaxmnt.config.describe import MEANING
+from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.sources import Sources
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import UserError
+from jaxmnt.plan.budget import notes
+from jaxmnt.run.rundir import Start, home
+from jaxmnt.run.saves import Saves
+from jaxmnt.telemetry.events import Events, mend
+from jaxmnt.telemetry.metrics import Finished, TrainLog, flops_per_token, peak_flops
+from jaxmnt.telemetry.progress import StatusLine, count, duration, size
+from jaxmnt.training.compile import Program
+
+_BYTES_A_TOKEN = 20
+"""Five fields of four bytes."""
+
+
+def run(status: StatusLine, start: Start, identity: Identity) -> None:
+    """Where the run is, and what is different from the last time."""
+    where = f"{identity.processes} process{'es' if identity.processes > 1 else ''}"
+    begin = "from the start"
+    if start.checkpoint is not None:
+        source = start.checkpoint.path
+        begin = {
+            "own": f"resuming after step {start.step}",
+            "fork": f"a branch of {source} after step {start.step}",
+            "init": f"from the start, with the parameters of {source}",
+        }[start.kind]
+    status.line(f"run     {start.directory}: {begin}, {where}")
+    for remark in start.remarks:
+        status.line(f"note    {remark}")
+    for change in start.changes:
+        status.line(f"changed {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})")
+
+
+def data(status: StatusLine, config: Config, sources: Sources, training: TrainingData) -> None:
+    """What the run reads, source by source, and the memory that reading takes on this host."""
+    settings = config.data
+    for name, part in sources.parts.items():
+        label = "" if len(sources.parts) == 1 else f"{name}: "
+        frequencies = part.unigram_nats("eval") or part.unigram_nats("train")
+        known = "" if frequencies is None else f", knowing frequencies {frequencies:.3f}"
+        status.line(
+            f"data    {label}{part.path}: {count(part.tokens('train'))} tokens, {count(part.tokens('eval'))} held out "
+            f"({part.tokenizer['name']}, {part.vocab_size} ids); "
+            f"knowing nothing costs {math.log(part.vocab_size):.3f} nats a token{known}"
+        )
+        rows = training.readers[name].rows
+        status.line(
+            f"rows    {label}{count(rows)} {settings.rows} of {settings.sequence_length} tokens, "
+            f"fill {training.fill()[name]:.3f}"
+        )
+
+
+def input_memory(status: StatusLine, config: Config, training: TrainingData, rows: int) -> dict[str, int]:
+    """Bytes of host memory that a process takes for its input, of which it reads `rows` rows a step."""
+    settings = config.data
+    batch = rows * settings.sequence_length * _BYTES_A_TOKEN
+    # Besides those read ahead: one in the making by each thread, and one staged.
+    batches = (settings.prefetch if settings.read_threads else 0) + max(1, settings.read_threads) + 1
+    status.line(
+        f"host    input takes {size(training.index_bytes)} of indices, up to {size(batches * batch)} of batches"
+    )
+    return {"index_bytes": training.index_bytes, "batch_bytes": batches * batch}
+
+
+def already_finished(status: StatusLine, config: Config, start: Start) -> None:
+    status.line(
+        f"This run is finished: step {start.step} of {config.train.steps}. "
+        f"To train longer, raise train.steps, for example train.steps={2 * config.train.steps}."
+    )
+
+
+def program(status: StatusLine, program: Program) -> None:
+    """The mesh, the model and the memory of a device."""
+    setting, memory = program.setting, program.memory
+    device = program.placement.mesh.devices.flat[0]
+    mesh = " × ".join(f"{axis} {n}" for axis, n in program.placement.sizes.items() if n > 1) or "one device"
+    total = program.placement.mesh.size
+    status.line(f"mesh    {mesh}: {total} {device.device_kind} device{'s' if total > 1 else ''}")
+    status.line(
+        f"model   {count(setting.definition.parameter_count)} parameters, {setting.dtype.name} compute, "
+        f"{setting.kernel} attention, {setting.passes} pass{'es' if setting.passes > 1 else ''} a step"
+    )
+    for note in notes(setting):
+        status.line(f"note    {note}")
+    limit = f" of {size(memory.limit)}" if memory.limit else ""
+    status.line(
+        f"memory  a device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, "
+        f"temporary {size(memory.temporary)}, peak {size(memory.peak)}{limit}"
+    )
+    status.line(f"compile {program.compile_seconds:.1f} s")
+
+
+def train_log(
+    config: Config,
+    program: Program,
+    start: Start,
+    training: TrainingData,
+    status: StatusLine,
+    *,
+    writer: bool,
+    finished: Finished,
+) -> TrainLog:
+    """The log of a run that goes on from `start`, without lines of steps that will be taken again.
+
+    `finished` is called with each step when it is finished.
+    """
+    if writer:
+        mend(start.directory / "metrics.jsonl", last_step=start.step)
+    setting = program.setting
+    device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, setting.dtype)
+    return TrainLog(
+        start.directory,
+        writer=writer,
+        status=status,
+        steps=config.train.steps,
+        tokens=start.tokens,
+        flops_per_token=flops_per_token(config.model, setting.definition.vocab_size, config.data.sequence_length),
+        peak_flops=None if device_peak is None else device_peak * program.placement.mesh.size,
+        epochs=training.order.epochs,
+        finished=finished,
+    )
+
+
+def end(
+    status: StatusLine, config: Config, start: Start, log: TrainLog, saves: Saves, step: int, seconds: float
+) -> None:
+    """Where everything is, and what to do next."""
+    directory = start.directory
+    done = "finished" if step == config.train.steps else f"stopped after step {step} of {config.train.steps}"
+    status.line(f"{done} in {duration(seconds)}, {count(log.tokens)} tokens in all")
+    status.line(
+        f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, checkpoints {home(config) / FOLDER}"
+    )
+    saved = f"{saves.count} checkpoint{'' if saves.count == 1 else 's'}"
+    status.line(f"saved   {saved}, for which training waited {saves.blocked_seconds:.1f} s")
+    if step == config.train.stop_after and step < config.train.steps:
+        status.line("to go on, raise train.stop_after or leave it out")
+    elif step < config.train.steps:
+        status.line(f"run the same command again{' without --fresh' if start.fresh else ''} to go on")
+
+
+class RowWatch:
+    """Sees the metrics of every finished step, in all processes; one of them, the writer, reports."""
+
+    def __init__(self, config: Config, data: TrainingData, events: Events, status: StatusLine, *, writer: bool):
+        self._most = config.train.max_bad_steps
+        self._rows = config.data.global_batch_size
+        self._order = data.order
+        self._events, self._status, self._writer = events, status, writer
+        self._good: tuple[int, float] | None = None
+        """The last good step and its loss."""
+
+    def see(self, step: int, values: dict[str, Any]) -> None:
+        """Raises `UserError`, in all processes after the same step, after too many bad steps in a row."""
+        if self._writer:
+            self._note_passed_over(step)
+        in_a_row = values["bad_in_a_row"]
+        if not in_a_row:
+            self._good = step, values["loss"]
+            return
+        first, last = self._range(step, step)
+        bad = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
+        if self._writer:
+            self._events.write("bad_step", step=step, rows=[first, last], bad=bad, in_a_row=in_a_row)
+            self._status.line(f"WARNING step {step}: {bad} of rows {first} to {last} is not finite; it changes nothing")
+        if in_a_row > self._most:
+            raise UserError(self._diagnosis(step, in_a_row, bad))
+
+    def _note_passed_over(self, step: int) -> None:
+        """Says when rows of `data.skip` have been passed over."""
+        before = self._order.passed_over(step - 2) if step > 1 else 0
+        passed = self._order.passed_over(step - 1) - before
+        if passed:
+            first, last = self._range(step, step)
+            self._events.write("rows_skipped", step=step, count=passed, rows=[first, last])
+            self._status.line(f"note    step {step} passes over {passed} rows")
+
+    def _range(self, first_step: int, last_step: int) -> tuple[int, int]:
+        """The numbers of the first and the last row of the batches of these steps."""
+        first = self._order.numbers(first_step - 1, [0])
+        return int(first[0]), int(self._order.numbers(last_step - 1, [self._rows - 1])[0])
+
+    def _diagnosis(self, step: int, in_a_row: int, bad: str) -> str:
+        first, last = self._range(step - in_a_row + 1, step)
+        good = "none was good since this start"
+        if self._good is not None:
+            good = f"the last good step was {self._good[0]}, its loss {self._good[1]:.4f}"
+        return (
+            f"{in_a_row} steps in a row, to step {step}, had {bad} infinite or no number ({good}; their rows are "
+            f"{first} to {last}); if it is the rows, add {{from_row: {first}, rows: {last + 1 - first}}} to data.skip, "
+            f"branching off before step {step - in_a_row + 1} with run.fork_from if there is a later checkpoint; if it "
+            "is not, lower optimizer.learning_rate and go on from an earlier checkpoint"
+        )

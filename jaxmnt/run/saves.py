@@ -1,0 +1,186 @@
+"""When a run saves, and what becomes of a save: reported, tried again, or too often failed."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.checkpoint.commit import step_directories
+from jaxmnt.checkpoint.device_digest import start_digests
+from jaxmnt.checkpoint.manifest import Array, Manifest
+from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.refs import FOLDER
+from jaxmnt.checkpoint.retention import Clock, need, seconds_between_failures, shortage
+from jaxmnt.checkpoint.saver import Saved, Saver
+from jaxmnt.config.schema import Config
+from jaxmnt.data.sources import Sources
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import share
+from jaxmnt.errors import UserError
+from jaxmnt.run.lock import RunLock
+from jaxmnt.run.rundir import Start, home, plain_config
+from jaxmnt.storage import is_link
+from jaxmnt.telemetry.events import Events, history
+from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.training.compile import Program
+from jaxmnt.training.state import stored_bytes
+
+_RETRY_SECONDS = (0.0, 30.0, 120.0)
+"""After the first failure in a row, the second, and each that follows."""
+
+
+class Saves:
+    """The checkpoints of a run under way. All processes call the same methods after the same steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        start: Start,
+        program: Program,
+        data: Sources,
+        identity: Identity,
+        events: Events,
+        status: StatusLine,
+        locks: Sequence[RunLock],
+    ):
+        self._settings = config.checkpoint
+        self._program = program
+        self._events = events
+        self._status = status
+        self._identity = identity
+        self._root = home(config) / FOLDER
+        needed = need(stored_bytes(program.canonical_abstract_state), 3, identity.processes)
+        self._needed = needed
+        self._saver = Saver(self._root, config.checkpoint, needed, identity, lambda: _confirm(locks))
+        self._manifest = Manifest(
+            run=start.run,
+            step=0,
+            arrays={},
+            config=plain_config(config),
+            tokens=0,
+            data=data.digests,
+            loss=None,
+            lineage=start.lineage,
+            libraries={name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")},
+        )
+        self._clock = self._make_clock(start, program.placement.mesh.size)
+        self._saved_step = start.step
+        self._failed_in_a_row = 0
+        self._last_failure = ""
+        self._retry_at: float | None = None
+        self._blocked = 0.0
+        self.count = 0
+        """Checkpoints that were committed."""
+        self.blocked_seconds = 0.0
+        """How long saving has held up training."""
+
+    def prepare(self, state: Any) -> None:
+        """Compiles what a save runs on the devices, so that the first does not wait for it."""
+        start_digests(named(self._program.to_canonical(state))).wait()
+
+    def check_room(self) -> None:
+        """Raises `UserError`, in all processes, if not even one checkpoint fits; says so if not all to be kept do."""
+        told: str | None = None
+        if self._identity.process_id == 0:
+            told = shortage(self._root, self._needed) or ""
+        if missing := share("room for a checkpoint", told, self._identity):
+            raise UserError(f"checkpoint: there is no room for one: {missing}; make room or choose another directory")
+        if self._identity.process_id == 0 and isinstance(self._root, Path):
+            present = sum(not is_link(path) for _, path in step_directories(self._root))
+            more = max(1, self._settings.keep + 1 - present)
+            if short := shortage(self._root, self._needed, more):
+                self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {short}")
+
+    def wished(self) -> bool:
+        """Whether this process wants a save soon: by the clock, or because the last one failed. Process 0 decides."""
+        if self._identity.process_id != 0 or self._saver.busy:
+            return False
+        now = time.monotonic()
+        return self._clock.due(now) or (self._retry_at is not None and now >= self._retry_at)
+
+    def due(self, step: int, wished_in: int) -> bool:
+        """Whether to save after `step`: `wished_in` is the last step in which some process wanted that."""
+        every = self._settings.every_steps
+        return (every > 0 and step % every == 0) or wished_in > self._saved_step
+
+    def save(self, step: int, state: Any, tokens: int, loss: float | None) -> float:
+        """Starts a save of what `step` led to, and returns for how many seconds that blocked.
+
+        Raises `UserError` when `checkpoint.max_failed_saves` have failed in a row.
+        """
+        started = time.perf_counter()
+        self.poll(wait=True)
+        self._give_up_after_too_many()
+        self._events.write("checkpoint_begin", step=step)
+        self._clock.began(time.monotonic())
+        self._saved_step, self._retry_at = step, None
+        self._saver.save(step, self._program.to_canonical(state), self._describe(step, tokens, loss))
+        self._blocked = time.perf_counter() - started
+        self.blocked_seconds += self._blocked
+        return self._blocked
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Reports how a save went, as soon as that is known."""
+        saved = self._saver.result(wait=wait)
+        if saved is None:
+            return
+        if saved.failure is not None:
+            self._report_failure(saved, saved.failure)
+            return
+        if saved.not_removed is not None:
+            self._status.line(f"WARNING older checkpoints could not be removed: {saved.not_removed}; remove them")
+        self._failed_in_a_row = 0
+        self.count += 1
+        self._clock.cost(self._blocked, saved.seconds)
+        self._events.write(
+            "checkpoint_commit",
+            step=saved.step,
+            seconds=saved.seconds,
+            blocked_seconds=self._blocked,
+            bytes=saved.bytes,
+            next_seconds=self._clock.seconds,
+            not_removed=saved.not_removed,
+        )
+
+    def finish(self, step: int, state: Any, tokens: int, loss: float | None) -> None:
+        """Returns when the save of the last step is committed; tries again if it failed."""
+        self.poll(wait=True)
+        while self._failed_in_a_row:
+            self.save(step, state, tokens, loss)
+            self.poll(wait=True)
+
+    def _describe(self, step: int, tokens: int, loss: float | None) -> Any:
+        def describe(arrays: dict[str, Array]) -> Manifest:
+            return replace(self._manifest, step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time())
+
+        return describe
+
+    def _report_failure(self, saved: Saved, why: str) -> None:
+        self._failed_in_a_row += 1
+        delay = _RETRY_SECONDS[min(self._failed_in_a_row, len(_RETRY_SECONDS)) - 1]
+        self._retry_at = time.monotonic() + delay
+        self._events.write("checkpoint_failed", step=saved.step, why=why, failed_in_a_row=self._failed_in_a_row)
+        self._status.line(f"WARNING checkpoint {saved.step} could not be saved: {why}; it is tried again")
+        self._last_failure = why
+
+    def _give_up_after_too_many(self) -> None:
+        if self._failed_in_a_row >= self._settings.max_failed_saves:
+            raise UserError(
+                f"{self._failed_in_a_row} saves in a row failed in {self._root}: {self._last_failure}; "
+                "check space and permissions, then run again from the last checkpoint"
+            )
+
+    def _make_clock(self, start: Start, devices: int) -> Clock:
+        failures, running = history(start.directory / "events" / "0.jsonl")
+        stated = self._settings.hours_between_failures
+        mean, how = seconds_between_failures(stated, failures, running, devices)
+        if self._settings.every_minutes == "auto" and self._identity.process_id == 0:
+            self._status.line(f"note    saves are timed for a failure every {mean / 3600:.1f} hours ({how})")
+        return Clock(self._settings.every_minutes, mean, time.monotonic())
+
+
+def _confirm(locks: Sequence[RunLock]) -> None:
+    for lock in locks:
+        lock.confirm()

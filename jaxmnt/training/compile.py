@@ -1,0 +1,289 @@
+"""The steps compiled ahead of step 0, the state that they work on, and the memory that they need."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
+from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.models.decoder import define
+from jaxmnt.parallel.axes import accumulation_passes
+from jaxmnt.parallel.layout import EMPTY, Dimension, Layout, padded
+from jaxmnt.parallel.sharding import Axes, Hosts, Placement, build_mesh, check_whole, place
+from jaxmnt.training.optimizer import build_optimizer
+from jaxmnt.training.schedule import build_schedule, layer_slots
+from jaxmnt.training.spec import BATCH_LOGICAL_AXES, WISH_AXES, Setting, State, resolve_precision
+from jaxmnt.training.stage import NAMES
+from jaxmnt.training.state import (
+    HOST_MEMORY,
+    OneLeaf,
+    abstract_state,
+    bytes_a_device,
+    canonical_abstract,
+    initial_state,
+    moving_bytes,
+    with_axes,
+)
+from jaxmnt.training.step import eval_step, train_step
+
+BATCH_DTYPES = {
+    "tokens": jnp.int32,
+    "targets": jnp.int32,
+    "weights": jnp.float32,
+    "segments": jnp.int32,
+    "positions": jnp.int32,
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    params: int
+    optimizer: int
+    temporary: int
+    peak: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a run executes. `step(state, batch)` donates the state; all are compiled."""
+
+    setting: Setting
+    step: Any
+    evaluate: Any
+    abstract_state: State
+    memory: Memory
+    compile_seconds: float
+    _moves: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def placement(self) -> Placement:
+        return self.setting.placement
+
+    def init(self) -> State:
+        """The state before the first step, created in place on its shards."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        return jax.jit(lambda: initial_state(self.setting), out_shardings=shardings)()
+
+    @property
+    def canonical_abstract_state(self) -> State:
+        """Shapes, dtypes and shardings of the state as it is stored. Only the shardings depend on the mesh."""
+        return canonical_abstract(self.setting, self.abstract_state)
+
+    def to_canonical(self, state: State) -> State:
+        """The state as it is stored. What does not move are the same arrays."""
+        return self._moved(state, self.setting.layout.canonical, self.canonical_abstract_state, keep=True)
+
+    def from_canonical(self, state: State) -> State:
+        """The state, or some parts of it, as it is placed. Takes the arrays over."""
+        return self._moved(state, self.setting.layout.place, self.abstract_state, keep=False)
+
+    def _moved(self, state: State, move: Callable[[Any, Axes], Any], target: State, *, keep: bool) -> State:
+        """Array by array, so that no more than one is there in a third form at a time."""
+        layout = self.setting.layout
+
+        def one(array: jax.Array, named: OneLeaf, goal: Any) -> jax.Array:
+            axes = named.axes
+            if not layout.moves(axes):
+                return array
+            key = (move.__name__, axes, array.shape, array.dtype, goal.sharding)
+            if key not in self._moves:
+                near = array.sharding.with_memory_kind("device")
+                function = lambda x: move(jax.device_put(x, near), axes)
+                self._moves[key] = jax.jit(function, out_shardings=goal.sharding)
+            moved = self._moves[key](array)
+            jax.block_until_ready(moved)  # one at a time: for the memory, and because CPU devices cannot do several
+            if not keep:
+                array.delete()
+            return moved
+
+        named = with_axes(self.setting, target, lambda _, axes: OneLeaf(axes))
+        return {part: jax.tree.map(one, tree, named[part], target[part]) for part, tree in state.items()}
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return self.placement.sharding(("batch", "length"))
+
+    @property
+    def wishes_sharding(self) -> NamedSharding:
+        return self.placement.sharding(WISH_AXES)
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of a global evaluation batch: as many as of a training batch, in as many passes."""
+        return self.setting.config.data.global_batch_size
+
+
+def compile_program(
+    config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+) -> Program:
+    """Plans the placement, checks every size against it, and compiles both steps. Reads no data.
+
+    Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
+    """
+    setting = plan(config, data_vocab, devices, hosts)
+    state = abstract_state(setting)
+    started = time.perf_counter()
+    step = compile_step(setting, state)
+    evaluate = _compile_eval(setting, state)
+    seconds = time.perf_counter() - started
+    memory = measure(setting, state, step, _device_limit(setting.placement))
+    if memory.limit is not None and memory.peak > memory.limit:
+        raise ConfigError(
+            f"memory: a step needs {memory.peak / 2**30:.2f} GiB on a device that has "
+            f"{memory.limit / 2**30:.2f} GiB; lower train.microbatch_size, raise mesh.fsdp, "
+            "or set train.remat: full"
+        )
+    return Program(setting, step, evaluate, state, memory, seconds)
+
+
+def single_device_setting(config: Config, data_vocab: int) -> tuple[Setting, Any]:
+    """What running a trained model on one device takes: the setting and the abstract parameters."""
+    one = config.model_copy(
+        update={
+            "mesh": Mesh(data=1),
+            "pipeline": Pipeline(),
+            "train": config.train.model_copy(update={"microbatch_size": None}),
+            "model": config.model.model_copy(update={"attention": "xla"}),
+            "optimizer": config.optimizer.model_copy(update={"offload": False}),
+        }
+    )
+    setting = plan(one, data_vocab, jax.local_devices()[:1])
+    return setting, abstract_state(setting)["params"]
+
+
+def plan(
+    config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+) -> Setting:
+    """Everything that is decided before anything is compiled.
+
+    Raises `ConfigError` for sizes that do not fit the mesh.
+    """
+    placement = place(config, build_mesh(config.mesh, devices, hosts))
+    model, stages = config.model, placement.stages
+    vocab, mlp = model.vocab_size, model.intermediate_size
+    assert vocab is not None and mlp is not None, "resolve the vocabulary first"
+    try:
+        check_pipeline(config.pipeline, stages, model.num_layers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # One stage has nothing to schedule: a pass's backward follows its forward.
+    name, chunks = (config.pipeline.schedule, config.pipeline.chunks) if stages > 1 else ("1f1b", 1)
+    schedule = build_schedule(name, stages, accumulation_passes(config, placement.sizes), chunks)
+    slots = layer_slots(model.num_layers, stages, chunks, config.pipeline.layers if stages > 1 else None)
+    order = tuple(EMPTY if layer is None else layer for row in slots for layer in row)
+    dimensions = {
+        "layers": Dimension(order) if order != tuple(range(model.num_layers)) else None,
+        "vocab": padded(vocab, placement.ways("vocab")),
+        "mlp": padded(mlp, placement.ways("mlp")),
+    }
+    layout = Layout(placement, {axis: found for axis, found in dimensions.items() if found is not None})
+    definition = define(model, vocab)
+    optimizer, learning_rate = build_optimizer(config, definition.axes)
+    dtype, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
+    setting = Setting(
+        config, definition, placement, layout, schedule, slots, optimizer, learning_rate, dtype, kernel, data_vocab
+    )
+    check_whole(abstract_state(setting)["params"], definition.axes, placement)
+    _check_levers(config, placement)
+    return setting
+
+
+def _check_levers(config: Config, placement: Placement) -> None:
+    """Raises `ConfigError` for memory levers that these devices or this version do not have."""
+    unknown = sorted(set(config.train.remat_save) - set(NAMES))
+    if unknown:
+        raise ConfigError(f"train.remat_save: no value is named {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
+    if config.train.remat == "names" and not config.train.remat_save:
+        raise ConfigError(f"train.remat_save: remat names keeps what is named here; name some of {', '.join(NAMES)}")
+    everywhere = placement.sharding(())
+    if config.optimizer.offload and everywhere.with_memory_kind(HOST_MEMORY).memory_kind != HOST_MEMORY:
+        raise ConfigError(
+            "optimizer.offload: these devices are not known to reach host memory, and devices that are only planned "
+            "with cannot say; set it to false"
+        )
+
+
+def _abstract_batch(setting: Setting) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of training, and of evaluation: the wishes travel with both."""
+    data, place = setting.config.data, setting.placement.sharding
+    shape = (data.global_batch_size, data.sequence_length)
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, BATCH_DTYPES[name], sharding=place(axes))
+        for name, axes in BATCH_LOGICAL_AXES.items()
+    }
+    flags = (setting.placement.mesh.size, 2)
+    return batch | {"wishes": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=place(WISH_AXES))}
+
+
+def compile_step(setting: Setting, state: State) -> Any:
+    """The compiled step, also for devices that are not there."""
+    batch = _abstract_batch(setting)
+    shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
+
+    def on_devices(state: State, batch: Any) -> Any:
+        """Offloaded state is fetched for the update; the output's shardings send it back."""
+        if setting.config.optimizer.offload:
+            moved = jax.tree.map(
+                lambda leaf, place: jax.device_put(leaf, place.sharding.with_memory_kind("device")),
+                state["optimizer"],
+                resting,
+            )
+            state = state | {"optimizer": moved}
+        return train_step(setting, state, batch)
+
+    step = jax.jit(
+        on_devices,
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(setting.placement.mesh, P())),
+    )
+    return _compile(setting, step, state, batch)
+
+
+def _compile_eval(setting: Setting, state: State) -> Any:
+    batch = _abstract_batch(setting)
+    evaluate = jax.jit(
+        lambda params, batch: eval_step(setting, params, batch),
+        out_shardings=NamedSharding(setting.placement.mesh, P()),
+    )
+    return _compile(setting, evaluate, state["params"], batch)
+
+
+def _compile(setting: Setting, function: Any, *arguments: Any) -> Any:
+    # float32 means float32: without this, GPUs would multiply in TF32.
+    precision = "highest" if setting.dtype == jnp.float32 else "default"
+    with jax.default_matmul_precision(precision):
+        return function.lower(*arguments).compile()
+
+
+def measure(setting: Setting, state: State, step: Any, limit: int | None) -> Memory:
+    """The memory that the compiled step, or else a save, takes of a device that has `limit` bytes."""
+    analysis = step.memory_analysis()
+    arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return Memory(
+        params=bytes_a_device(state["params"]),
+        optimizer=bytes_a_device(state["optimizer"]),
+        temporary=temporary,
+        peak=max(arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(setting, state)),
+        limit=limit,
+    )
+
+
+def _device_limit(placement: Placement) -> int | None:
+    """What a device may use: the GPU allocator's limit, or on CPU this host's memory shared by its devices."""
+    local = [device for device in placement.mesh.devices.flat if device.process_index == jax.process_index()]
+    device = local[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(local)
+    statistics = device.memory_stats() or {}
+    return statistics.get("bytes_limit")

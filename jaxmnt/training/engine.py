@@ -1,0 +1,301 @@
+"""Executes a schedule: all microbatches of a step through all stages, inside the step's shard_map.
+
+One program runs on all stages. It is a loop over the schedule's ticks, in each of which a stage does what the table
+says for it, hands its output to the next stage and its input's gradient to the one before. A half of a tick in which a
+stage is idle is skipped by a condition, which all devices of a stage decide alike, so that they may talk to each other
+inside. Without a pipeline this is gradient accumulation: one stage, a tick a pass, nothing idle, nothing to remember.
+
+Splitting backward in two, as zero-bubble schedules do (Qi et al. 2023, arXiv:2401.10241), would be a third half in the
+table: `Layers.backward` would give the input's gradient and keep (activations, output gradient) in a second ring of
+slots, from which the third half computes the weights' gradients in ticks that are idle now.
+
+Shapes: A microbatches, B rows of one, L length, S a device's piece of the length, D model.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmnt.models.decoder import Params
+from jaxmnt.parallel import collectives
+from jaxmnt.training.embed_head import Ends
+from jaxmnt.training.loss import LossSums, no_loss
+from jaxmnt.training.schedule import Half, Schedule
+from jaxmnt.training.spec import Batch, Setting
+from jaxmnt.training.stage import Context, Layers, context_of
+
+FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"
+"""Scopes in the compiled program of what a condition may skip."""
+
+
+RowKeys = Callable[[jax.Array], jax.Array | None]
+"""The random keys of a microbatch's rows."""
+
+Row = dict[str, jax.Array]
+"""The table's line of a tick."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A schedule as arrays that a loop over ticks can read; -1 is nothing."""
+
+    forward: np.ndarray
+    """[tick, stage, (microbatch, chunk, slot)]"""
+    backward: np.ndarray
+    """[tick, stage, (microbatch, chunk, slot)]"""
+    enter: np.ndarray
+    """[tick]: the microbatch whose embedding goes into the first stage."""
+    loss: np.ndarray
+    """[tick]: the microbatch whose output comes out of the last stage."""
+    leave: np.ndarray
+    """[tick]: the microbatch whose input's gradient comes out of the first stage."""
+    pending: np.ndarray
+    """[tick, (write, read)]: where the loss's gradient waits for the last stage's backward."""
+    slots: int
+    pending_slots: int
+
+    def rows(self) -> dict[str, np.ndarray]:
+        names = ("forward", "backward", "enter", "loss", "leave", "pending")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Table":
+        last = schedule.chunks - 1
+        if not schedule.backward:
+            none = np.full(schedule.ticks, -1)
+            forward = _half(schedule.forward, [[0] * schedule.stages] * schedule.ticks)
+            enter, loss = _passing(forward, 0, 0), _passing(forward, -1, last)
+            return cls(forward, forward, enter, loss, none, none, 0, 0)
+        writes, reads, slots = schedule.slots()
+        forward, backward = _half(schedule.forward, writes), _half(schedule.backward, reads)
+        loss, used = _passing(forward, -1, last), _passing(backward, -1, last)
+        at_once = bool((loss == used).all())
+        # A microbatch's own number serves as its slot: schedules that wait at all wait for all.
+        pending = np.maximum(np.stack([loss, used], axis=1), 0)
+        return cls(
+            forward, backward, _passing(forward, 0, 0), loss, _passing(backward, 0, 0), pending,
+            slots, 0 if at_once else schedule.microbatches,
+        )  # fmt: skip
+
+
+def _half(half: Half, slots: list[list[int]]) -> np.ndarray:
+    return np.array(
+        [
+            [(-1, 0, 0) if work is None else (*work, slot) for work, slot in zip(row, slot_row, strict=True)]
+            for row, slot_row in zip(half, slots, strict=True)
+        ],
+        np.int32,
+    )
+
+
+def _passing(half: np.ndarray, stage: int, chunk: int) -> np.ndarray:
+    """[tick]: the microbatch that a stage works on in this chunk."""
+    return np.where(half[:, stage, 1] == chunk, half[:, stage, 0], -1)
+
+
+def loss_and_gradients(setting: Setting, params: Params, batch: Batch, row_keys: RowKeys) -> tuple[LossSums, Params]:
+    """The summed loss of this batch shard's rows, and this device's gradients of it, in float32.
+
+    `row_keys` gives the random keys of a microbatch's rows. Gradients are summed over the axes that weights are
+    gathered over, and not yet over those that they are replicated over.
+    """
+    training = _Training(setting, params, batch, row_keys, setting.schedule)
+    end = training.run(training.tick, training.start())
+    if setting.config.mesh.zero > 1:
+        return end.sums, end.gradients
+    axes = setting.definition.axes
+    return end.sums, collectives.reshard(end.gradients, axes, setting.placement, setting.reduce_dtype)
+
+
+def loss(setting: Setting, params: Params, batch: Batch, schedule: Schedule) -> LossSums:
+    """The summed loss of this batch shard's rows, by a schedule without backward."""
+    evaluation = _Evaluation(setting, params, batch, lambda _: None, schedule)
+    return evaluation.run(evaluation.tick, (evaluation.nothing(), no_loss()))[1]
+
+
+class _Run:
+    """What both loops share: this device's stage, its rows and its weights."""
+
+    def __init__(self, setting: Setting, params: Params, batch: Batch, row_keys: RowKeys, schedule: Schedule):
+        self.setting, self.schedule, self.table = setting, schedule, Table.of(schedule)
+        self.alone = schedule.stages == 1
+        self.stage = 0 if self.alone else jax.lax.axis_index("pipeline")
+        self._row_keys = row_keys
+        fold = lambda field: field.reshape(-1, setting.rows_a_pass, *field.shape[1:])
+        self._fields = {name: fold(field) for name, field in batch.items()}
+        once = setting.config.mesh.zero < 3
+        axes = setting.definition.axes
+        self.stored = params
+        self.params = collectives.unshard(params, axes, setting.placement, setting.dtype) if once else params
+        order = np.array([[0 if layer is None else layer for layer in row] for row in setting.layer_slots])
+        self._depth = order.shape[1] // schedule.chunks
+        own = jnp.asarray(order)[self.stage]
+        self.layers = Layers(setting, self.params["layers"], own, self._depth, whole=once)
+        self.ends = Ends(setting, self.params, whole=once)
+
+    def run(self, tick: Callable[[Any, Row], tuple[Any, None]], start: Any) -> Any:
+        """What `tick` makes of `start` over all ticks."""
+        rows = self.table.rows()
+        if self.schedule.ticks == 1:
+            return tick(start, jax.tree.map(lambda array: jnp.asarray(array[0]), rows))[0]
+        return jax.lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))[0]
+
+    def rows(self, microbatch: jax.Array) -> Batch:
+        pick = lambda field: jax.lax.dynamic_index_in_dim(field, jnp.maximum(microbatch, 0), keepdims=False)
+        return jax.tree.map(pick, self._fields)
+
+    def context(self, microbatch: jax.Array) -> Context:
+        microbatch = jnp.maximum(microbatch, 0)
+        return context_of(self.setting, self.rows(microbatch), self._row_keys(microbatch))
+
+    def first(self, chunk: jax.Array) -> jax.Array:
+        """The first slot of a chunk."""
+        return chunk * self._depth
+
+    def nothing(self) -> jax.Array:
+        """Zeros [B, S, D] like what stages hand to each other."""
+        setting = self.setting
+        length = setting.config.data.sequence_length // setting.placement.ways("sequence")
+        return jnp.zeros((setting.rows_a_pass, length, setting.config.model.hidden_size), setting.dtype)
+
+    def entering(self, row: Row, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:
+        """A stage's input: of the first stage's first chunk the embedding, else what arrived."""
+        embed = lambda: self.ends.embed(self.rows(row["enter"]))
+        x_BSD = _when(self.table.enter, row["enter"], ENTER, embed, lambda: arriving_BSD)
+        return x_BSD if self.alone else jnp.where((self.stage == 0) & (chunk == 0), x_BSD, arriving_BSD)
+
+    def handed_on(self, x_BSD: jax.Array, *, forward: bool) -> jax.Array:
+        """What arrives when every stage hands on its x."""
+        if self.alone:
+            return x_BSD
+        circular = self.schedule.chunks > 1
+        return collectives.to_neighbour(x_BSD, self.setting.placement, forward=forward, circular=circular)
+
+
+class _Evaluation(_Run):
+    def tick(self, carry: tuple[jax.Array, LossSums], row: Row) -> tuple[tuple[jax.Array, LossSums], None]:
+        arriving_BSD, sums = carry
+        microbatch, chunk, _ = row["forward"][self.stage]
+        x_BSD = self.entering(row, chunk, arriving_BSD)
+        go = lambda: self.layers.evaluate(x_BSD, self.first(chunk), self.context(microbatch))
+        y_BSD = _when(self.table.forward[..., 0], microbatch, FORWARD, go, lambda: x_BSD)
+        leaving = lambda: _sum(sums, self.ends.loss(y_BSD, self.rows(row["loss"])))
+        sums = _when(self.table.loss, row["loss"], LOSS, leaving, lambda: sums)
+        return (self.handed_on(y_BSD, forward=True), sums), None
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick."""
+
+    arriving: jax.Array  # [B, S, D] from the stage before
+    returning: jax.Array  # [B, S, D] from the next stage: a gradient
+    ring: list[jax.Array]  # what forwards left for their backwards, by slot
+    pending: jax.Array  # [slots, B, S, D]: gradients of the loss that wait for the last stage's backward
+    gradients: Params
+    sums: LossSums
+
+
+class _Training(_Run):
+    def start(self) -> _Carry:
+        nothing = self.nothing()
+        ring = self.layers.empty_ring(self.table.slots, nothing, self.context(jnp.int32(0)))
+        pending = jnp.zeros((self.table.pending_slots, *nothing.shape), nothing.dtype)
+        # With ZeRO 1 gradients are added up whole, else in the pieces of the stored parameters.
+        shapes = self.params if self.setting.config.mesh.zero == 1 else self.stored
+        gradients = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), shapes)
+        return _Carry(nothing, nothing, ring, pending, gradients, no_loss())
+
+    def tick(self, carry: _Carry, row: Row) -> tuple[_Carry, None]:
+        y_BSD, ring = self._forward(carry, row)
+        carry = carry._replace(ring=ring)
+        y_gradient_BSD, carry = self._loss(carry, row, y_BSD)
+        y_gradient_BSD, carry = self._wait(carry, row, y_gradient_BSD)
+        x_gradient_BSD, carry = self._backward(carry, row, y_gradient_BSD)
+        carry = self._leave(carry, row, x_gradient_BSD)
+        arriving_BSD = self.handed_on(y_BSD, forward=True)
+        returning_BSD = self.handed_on(x_gradient_BSD, forward=False)
+        return carry._replace(arriving=arriving_BSD, returning=returning_BSD), None
+
+    def _forward(self, carry: _Carry, row: Row) -> tuple[jax.Array, list[jax.Array]]:
+        microbatch, chunk, slot = row["forward"][self.stage]
+        x_BSD = self.entering(row, chunk, carry.arriving)
+        when = functools.partial(_when, self.table.forward[..., 0], microbatch, FORWARD)
+        return self.layers.forward(x_BSD, self.first(chunk), self.context(microbatch), carry.ring, slot, when)
+
+    def _loss(self, carry: _Carry, row: Row, y_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+        """The gradient of what comes out of the last stage, in the tick in which it does."""
+
+        def leaving() -> tuple[LossSums, jax.Array, Params]:
+            sums, y_gradient_BSD, new = self.ends.loss_and_gradients(y_BSD, self.rows(row["loss"]))
+            return _sum(carry.sums, sums), y_gradient_BSD, self._added(carry.gradients, new)
+
+        unchanged = {name: carry.gradients[name] for name in self.ends.last}
+        stay = lambda: (carry.sums, jnp.zeros_like(y_BSD), unchanged)
+        sums, y_gradient_BSD, new = _when(self.table.loss, row["loss"], LOSS, leaving, stay)
+        return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | new)
+
+    def _wait(self, carry: _Carry, row: Row, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+        """The loss's gradient for the last stage's backward, which comes later if the schedule says so."""
+        if not self.table.pending_slots:
+            return y_gradient_BSD, carry
+        write, read = row["pending"]
+        new = jnp.where(row["loss"] >= 0, y_gradient_BSD, carry.pending[write])
+        pending = carry.pending.at[write].set(new)
+        return pending[read], carry._replace(pending=pending)
+
+    def _backward(self, carry: _Carry, row: Row, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+        microbatch, chunk, slot = row["backward"][self.stage]
+        if not self.alone:
+            is_last = (self.stage == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
+            y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
+        x_gradient_BSD, layers = self.layers.backward(
+            y_gradient_BSD, self.first(chunk), self.context(microbatch), carry.ring, slot, carry.gradients["layers"],
+            lambda new: self._reduced(new, self.setting.definition.layer_axes),
+            functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD),
+        )  # fmt: skip
+        return x_gradient_BSD, carry._replace(gradients=carry.gradients | {"layers": layers})
+
+    def _leave(self, carry: _Carry, row: Row, x_gradient_BSD: jax.Array) -> _Carry:
+        """The embedding's gradient, when that of its output comes out of the first stage."""
+
+        def leaving() -> Params:
+            new = self.ends.embed_gradient(x_gradient_BSD, self.rows(row["leave"]))
+            return self._added(carry.gradients, new)
+
+        unchanged = lambda: {"embedding": carry.gradients["embedding"]}
+        new = _when(self.table.leave, row["leave"], LEAVE, leaving, unchanged)
+        return carry._replace(gradients=carry.gradients | new)
+
+    def _reduced(self, gradients: Params, axes: Params) -> Params:
+        """Gradients of whole weights as they are added up."""
+        if self.setting.config.mesh.zero == 1:
+            return jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        return collectives.reshard(gradients, axes, self.setting.placement, self.setting.reduce_dtype)
+
+    def _added(self, gradients: Params, new: Params) -> Params:
+        axes = self.setting.definition.axes
+        return {name: jax.tree.map(jnp.add, gradients[name], self._reduced(new[name], axes[name])) for name in new}
+
+
+def _sum(total: LossSums, new: LossSums) -> LossSums:
+    return LossSums(*map(jnp.add, total, new))
+
+
+def _when(
+    planned: np.ndarray, microbatch: jax.Array, scope: str, go: Callable[[], Any], idle: Callable[[], Any]
+) -> Any:
+    """`go()` where there is a microbatch, else `idle()`; without a condition if there always is one."""
+    if (planned >= 0).all():
+        with jax.named_scope(scope):
+            return go()
+
+    def scoped() -> Any:
+        with jax.named_scope(scope):
+            return go()
+
+    return jax.lax.cond(microbatch >= 0, scoped, idle)

@@ -1,0 +1,89 @@
+"""Everything static that the steps are built from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError
+from jaxmnt.models.attention import Kernel, choose_kernel, device_capability
+from jaxmnt.models.decoder import Definition
+from jaxmnt.parallel.axes import accumulation_passes
+from jaxmnt.parallel.layout import Layout
+from jaxmnt.parallel.sharding import Placement
+from jaxmnt.training.schedule import Schedule
+
+State = dict[str, Any]
+Batch = dict[str, jax.Array]
+
+BATCH_LOGICAL_AXES = {
+    "tokens": ("batch", "length"),
+    "targets": ("batch", "length"),
+    "weights": ("batch", "length"),
+    "segments": ("batch", "length"),
+    "positions": ("batch", "length"),
+}
+WISH_AXES = ("devices", None)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The config, resolved for a mesh."""
+
+    config: Config
+    definition: Definition
+    placement: Placement
+    layout: Layout
+    schedule: Schedule
+    layer_slots: list[list[int | None]]
+    """Which layer lies in each slot of each stage."""
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    dtype: jnp.dtype
+    """Of computation."""
+    kernel: Kernel
+    real_vocab: int
+
+    @property
+    def params_dtype(self) -> jnp.dtype:
+        """Of the stored parameters."""
+        return jnp.dtype(self.config.train.params_dtype)
+
+    @property
+    def reduce_dtype(self) -> jnp.dtype:
+        """In which gradients cross devices."""
+        return jnp.dtype(self.config.train.reduce_dtype)
+
+    @property
+    def passes(self) -> int:
+        """Accumulation passes, which are a pipeline's microbatches."""
+        return accumulation_passes(self.config, self.placement.sizes)
+
+    @property
+    def rows_a_pass(self) -> int:
+        """Rows of one pass on one batch shard."""
+        return self.config.data.global_batch_size // self.placement.batch_shards // self.passes
+
+
+def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Kernel]:
+    """The compute dtype and attention kernel for a device.
+
+    Raises `ConfigError` for a kernel that the device does not have.
+    """
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "float32" if device.platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(precision)
+    head_dim = config.model.head_dim
+    assert head_dim
+    capability, wanted = device_capability(device), config.model.attention
+    best = choose_kernel("auto", device.platform, dtype, head_dim, capability)
+    if wanted == "cudnn" and best != "cudnn":
+        raise ConfigError(
+            f"model.attention: cudnn does not take heads of width {head_dim} in {dtype.name} on {device.device_kind}; "
+            "set auto or xla"
+        )
+    return dtype, best if wanted == "auto" else wanted

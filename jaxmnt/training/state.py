@@ -1,0 +1,103 @@
+"""The train state: what is in it, and the shapes, dtypes and shardings of it as it is placed and as it is stored.
+
+Its parts have names (params, optimizer, counters, bad_steps). A later part is one more name: checkpoints that lack it
+are still read, and what it holds begins as in a new run.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.parallel.sharding import Axes, is_axes
+from jaxmnt.training.spec import Setting, State
+
+HOST_MEMORY = "pinned_host"
+
+
+@dataclass(frozen=True)
+class OneLeaf:
+    """Logical axes that tree functions take for one leaf."""
+
+    axes: Axes
+
+
+def initial_state(setting: Setting) -> State:
+    params = setting.definition.init(jax.random.key(setting.config.seed))
+    params = jax.tree.map(lambda leaf: leaf.astype(setting.params_dtype), params)
+    params = map_with_axes(setting.layout.place, params, setting.definition.axes)
+    return {
+        "params": params,
+        "optimizer": setting.optimizer.init(params),
+        "counters": {"step": jnp.int32(0)},
+        "bad_steps": {"total": jnp.int32(0), "in_a_row": jnp.int32(0)},
+    }
+
+
+def abstract_state(setting: Setting) -> State:
+    """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameter."""
+    abstract = jax.eval_shape(lambda: initial_state(setting))
+    state = with_axes(setting, abstract, lambda leaf, axes: shaped(leaf, setting.placement.sharding(axes)))
+    if setting.config.optimizer.offload:
+        to_host = lambda leaf: shaped(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if leaf.ndim else leaf
+        state["optimizer"] = jax.tree.map(to_host, state["optimizer"])
+    return state
+
+
+def canonical_abstract(setting: Setting, state: State) -> State:
+    """The abstract state as it is stored, from the one as it is placed."""
+    layout = setting.layout
+
+    def one(leaf: Any, axes: Axes) -> Any:
+        if not layout.moves(axes):
+            return leaf
+        plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        canonical = jax.eval_shape(lambda array: layout.canonical(array, axes), plain)
+        sharding = layout.canonical_sharding(canonical.shape, axes)
+        return shaped(canonical, sharding.with_memory_kind(leaf.sharding.memory_kind))
+
+    return with_axes(setting, state, one)
+
+
+def moving_bytes(setting: Setting, state: State) -> int:
+    """Bytes of a device that saving takes besides the state: what is stored otherwise than it is placed."""
+    stored = canonical_abstract(setting, state)
+    pairs = zip(jax.tree.leaves(stored), jax.tree.leaves(state), strict=True)
+    return sum(bytes_a_device(new) for new, placed in pairs if new is not placed)
+
+
+def with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], Any]) -> State:
+    """`function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
+    axes = jax.tree.map(OneLeaf, setting.definition.axes, is_leaf=is_axes)
+    optimizer = optax.tree_map_params(
+        setting.optimizer,
+        lambda leaf, named: function(leaf, named.axes),
+        state["optimizer"],
+        axes,
+        transform_non_params=lambda leaf: function(leaf, ()),
+    )
+    single = {part: jax.tree.map(lambda leaf: function(leaf, ()), state[part]) for part in ("counters", "bad_steps")}
+    return {
+        "params": map_with_axes(function, state["params"], setting.definition.axes),
+        "optimizer": optimizer,
+        **single,
+    }
+
+
+def bytes_a_device(tree: Any) -> int:
+    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def stored_bytes(canonical: State) -> int:
+    """Bytes of the whole state as it is stored."""
+    return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))
+
+
+def shaped(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,0 +1,69 @@
+"""The floors of docs/architecture.md, and who may name a mesh axis."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKER = ROOT / "scripts" / "structure.py"
+
+AXES = {"pipeline", "fsdp", "context", "expert"}
+"""Names of mesh axes that mean nothing else anywhere."""
+NAMING_AXES = {
+    "config/schema.py": "the settings of the mesh",
+    "parallel/axes.py": "which axes split a batch",
+    "parallel/sharding.py": "the table",
+    "parallel/collectives.py": "communication along an axis",
+    "training/embed_head.py": "stages share embedding and head",
+    "training/engine.py": "the stages of a pipeline",
+    "training/compile.py": "the section pipeline of the config",
+    "plan/budget.py": "bytes by axis",
+    "drill/course.py": "a mesh that is made small",
+}
+
+
+def checked(root: Path) -> tuple[int, str]:
+    result = subprocess.run([sys.executable, str(CHECKER), str(root)], capture_output=True, text=True)
+    assert not result.stderr
+    return result.returncode, result.stdout
+
+
+def test_no_import_points_up_and_none_goes_in_a_circle():
+    assert checked(ROOT) == (0, checked(ROOT)[1])
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "told"),
+    [
+        ("storage", "from jaxmnt.run import lock", "storage imports run.lock, which is above it"),
+        (
+            "data.order",
+            "def late():\n    import jaxmnt.training.step",
+            "data.order imports training.step, which is above it (inside a function)",
+        ),
+        ("data.manifest", "from jaxmnt.data.store import open_prepared", "circle: data.manifest, data.store"),
+        ("new", "", "new is on no floor"),
+    ],
+)
+def test_what_breaks_the_floors_is_named(tmp_path, module, line, told):
+    shutil.copytree(ROOT / "jaxmnt", tmp_path / "jaxmnt", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    path = tmp_path / "jaxmnt" / f"{module.replace('.', '/')}.py"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"\n{line or 'from jaxmnt import errors'}\n")
+    code, output = checked(tmp_path)
+    assert code == 1
+    assert told in output.splitlines()
+
+
+def test_mesh_axes_are_named_where_one_communicates_along_them():
+    found = set()
+    for path in sorted((ROOT / "jaxmnt").rglob("*.py")):
+        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        if AXES & constants:
+            found.add(str(path.relative_to(ROOT / "jaxmnt")))
+    assert found == set(NAMING_AXES)
