@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmnt.config import load_config
-from jaxmnt.data.feed import Wishes, to_devices
+from jaxmnt.data.feed import ControlFlags, to_devices
 from jaxmnt.training.compile import Program, compile_program
 
 
@@ -64,7 +64,7 @@ def _compiled(config, vocab: int) -> Program:
 
 def _steps(program: Program, state, steps: int):
     """The state after so many steps, and their seconds."""
-    settings = program.setting.config.data
+    settings = program.spec.config.data
     rows, length = settings.global_batch_size, settings.sequence_length
     tokens = np.random.default_rng(0).integers(0, 256, (rows, length), np.int32)
     batch = {
@@ -73,7 +73,7 @@ def _steps(program: Program, state, steps: int):
         "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
     }  # fmt: skip
     placed = to_devices(batch, list(range(rows)), rows, program.batch_sharding)
-    placed |= {"wishes": Wishes(program.wishes_sharding).array()}
+    placed |= {"control": ControlFlags(program.control_sharding).array()}
     started = time.perf_counter()
     for _ in range(steps):
         state, metrics = program.step(state, placed)

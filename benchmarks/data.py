@@ -3,7 +3,7 @@
     python benchmarks/data.py
 
 Writes random tokens twice to a temporary folder, as prepared data and as ArrayRecord (one row a record, group size 1,
-which is its fastest setting for random access), and reads the same shuffled rows of both. Prints one JSON line.
+which is its fastest spec for random access), and reads the same shuffled rows of both. Prints one JSON line.
 """
 
 import argparse

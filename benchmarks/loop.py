@@ -66,7 +66,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
 
     from jaxmnt.config import load_config
     from jaxmnt.data.batches import TrainingData
-    from jaxmnt.data.feed import Wishes
+    from jaxmnt.data.feed import ControlFlags
     from jaxmnt.data.sources import fit_to_data, open_sources
     from jaxmnt.run.inputs import training_feed
     from jaxmnt.train import train
@@ -81,7 +81,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     config = fit_to_data(config, data)
     program = compile_program(config, data.vocab_size)
     batch, _ = training_feed(config, TrainingData(config, data), program, 0).take()
-    batch |= {"wishes": Wishes(program.wishes_sharding).array()}
+    batch |= {"control": ControlFlags(program.control_sharding).array()}
 
     def bare() -> float:
         state = program.init()

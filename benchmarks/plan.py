@@ -37,23 +37,23 @@ def row(recipe: str, mesh: dict[str, int]) -> tuple[str, ...]:
     devices = gpu_devices(chip, HOSTS, DEVICES_PER_HOST)
 
     from jaxmnt.plan.budget import make_report
-    from jaxmnt.training.compile import plan
+    from jaxmnt.training.compile import build_spec
 
-    setting = plan(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
-    report = make_report(setting, lambda device: device.process_index, chip.memory)
+    spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
+    report = make_report(spec, lambda device: device.process_index, chip.memory)
     sent: Counter[tuple[str, str]] = Counter()
     for entry in report["collectives"]:
         sent[entry["kind"], entry["axis"]] += entry["bytes_sent"]
     total = sum(sent.values())
     across = sum(entry["bytes_sent"] for entry in report["collectives"] if entry["between"] == "hosts")
     hidden = sum(entry["bytes_sent"] * entry["asynchronous_share"] for entry in report["collectives"])
-    memory, worst = report["memory"], max(sent[key] / size for key, size in least(setting).items())
+    memory, worst = report["memory"], max(sent[key] / size for key, size in least(spec).items())
     idle = f"{report['schedule']['idle_percent']} %" if report["schedule"] else "-"
     return (
         recipe,
         " × ".join(f"{axis} {size}" for axis, size in mesh.items()),
         f"{memory['peak'] / 2**30:.1f}",
-        f"{(memory['params'] + memory['optimizer']) / ideal_state_bytes(setting):.4f}",
+        f"{(memory['params'] + memory['optimizer']) / ideal_state_bytes(spec):.4f}",
         f"{total / 2**30:.0f}",
         f"{across / 2**30:.0f}",
         f"{worst:.4f}",

@@ -80,7 +80,7 @@ def make_config(options: argparse.Namespace):
 def make_batch(config, program, seed=0):
     import numpy as np
 
-    from jaxmnt.data.feed import Wishes, to_devices
+    from jaxmnt.data.feed import ControlFlags, to_devices
 
     rows, length = config.data.global_batch_size, config.data.sequence_length
     tokens = np.random.default_rng(seed).integers(0, config.model.vocab_size, (rows, length + 1), np.int32)
@@ -90,7 +90,7 @@ def make_batch(config, program, seed=0):
         "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
     }  # fmt: skip
     batch = to_devices(local, list(range(rows)), rows, program.batch_sharding)
-    return batch | {"wishes": Wishes(program.wishes_sharding).array()}
+    return batch | {"control": ControlFlags(program.control_sharding).array()}
 
 
 def measure(config, steps: int) -> dict:
@@ -110,15 +110,15 @@ def measure(config, steps: int) -> dict:
         times.append(time.perf_counter() - started)
     seconds = float(np.median(times[3:]))
     tokens = config.data.global_batch_size * config.data.sequence_length
-    dtype = program.setting.dtype
+    dtype = program.spec.dtype
     rate = tokens / seconds * flops_per_token(config.model, config.model.vocab_size, config.data.sequence_length)
     peak = peak_flops(jax.devices()[0].device_kind, dtype)
     return {
-        "parameters": program.setting.definition.parameter_count,
+        "parameters": program.spec.definition.parameter_count,
         "mesh": {axis: size for axis, size in program.placement.sizes.items() if size > 1},
         "rows": config.data.global_batch_size, "length": config.data.sequence_length,
-        "precision": dtype.name, "attention": program.setting.kernel, "remat": config.train.remat,
-        "layer_unroll": config.train.layer_unroll, "passes": program.setting.passes,
+        "precision": dtype.name, "attention": program.spec.kernel, "remat": config.train.remat,
+        "layer_unroll": config.train.layer_unroll, "passes": program.spec.num_microbatches,
         "compile_seconds": round(program.compile_seconds, 2),
         "step_seconds": seconds, "tokens_per_second": tokens / seconds,
         "tflops_per_second_per_device": rate / 1e12 / jax.device_count(),

@@ -52,13 +52,13 @@ def main(arguments: list[str]) -> int:
 
     from jaxmnt.checkpoint.restore import restore
     from jaxmnt.distributed.identity import Identity
-    from jaxmnt.training.compile import single_device_setting
+    from jaxmnt.training.compile import single_device_spec
     from jaxmnt.training.sample import sample
 
-    setting, abstract_params = single_device_setting(config, vocab_size)
+    spec, abstract_params = single_device_spec(config, vocab_size)
     params = restore(checkpoint, {"params": abstract_params}, Identity()).state["params"]
     start = np.array(prompt, np.int32)
-    tokens = sample(setting, params, start, min(wanted, room), options.temperature, options.seed)
+    tokens = sample(spec, params, start, min(wanted, room), options.temperature, options.seed)
     ended = np.flatnonzero(tokens == (-1 if end is None else end))
     text = tokenizer.decode(tokens[: ended[0]] if len(ended) else tokens)
     print(options.prompt + text)

@@ -28,7 +28,7 @@ from jaxmnt.telemetry.progress import StartClock
 if TYPE_CHECKING:
     import jax
 
-    from jaxmnt.distributed.heartbeat import Lifeline
+    from jaxmnt.distributed.heartbeat import Heartbeat
     from jaxmnt.run.preemption import StopRequest
 
 
@@ -46,46 +46,46 @@ def main(arguments: list[str]) -> int:
 
     from jaxmnt.distributed.heartbeat import end_on_exceptions_in_threads
     from jaxmnt.distributed.process_group import joined
-    from jaxmnt.distributed.termination import EarlyLeave, Ending, Fate
+    from jaxmnt.distributed.termination import EarlyExit, ExitHandler, ExitReason
     from jaxmnt.preflight.compare import check_hosts
     from jaxmnt.run.failed_start import noting_a_failed_start
 
-    ending = Ending(identity.label)
-    leave = EarlyLeave(identity, ending)
-    heard: list[Lifeline] = []
+    exit_handler = ExitHandler(identity.label)
+    early_exit = EarlyExit(identity, exit_handler)
+    heard: list[Heartbeat] = []
 
     def at_once(reason: str) -> None:
         if heard:
             heard[0].end(reason, ExitCode.FAILURE)
-        ending.now(Fate("failed", reason, ExitCode.FAILURE, identity.process_id))
+        exit_handler.exit_now(ExitReason("failed", reason, ExitCode.FAILURE, identity.process_id))
 
     def run() -> int:
         with ExitStack() as held:
             opened = lambda: steps is not None or "data" in clock.seconds
-            held.enter_context(noting_a_failed_start(config, identity, ending, opened))
-            stop = held.enter_context(stop_request(config, identity, at_once, leave.now, beside=steps is not None))
+            held.enter_context(noting_a_failed_start(config, identity, exit_handler, opened))
+            stop = held.enter_context(stop_request(config, identity, at_once, early_exit.now, beside=steps is not None))
             import_module("jaxmnt.run.loop")  # with all it needs, so that it is not part of meeting the others
             clock.lap("import")
             find_data = lambda: digest_of_data(config)
-            lifeline = held.enter_context(joined(identity, config, ending, find_data, leave))
-            heard.append(lifeline)
-            end_on_exceptions_in_threads(lifeline)
+            heartbeat = held.enter_context(joined(identity, config, exit_handler, find_data, early_exit))
+            heard.append(heartbeat)
+            end_on_exceptions_in_threads(heartbeat)
             clock.lap("rendezvous")
-            check_hosts(config, identity, lifeline.clock)
+            check_hosts(config, identity, heartbeat.clock)
             clock.lap("preflight")
             if steps is not None:
                 return train_again(config, identity, *steps)
             said = {"accept_changes": options.accept_changes, "fresh": options.fresh}
-            return train(config, identity, lifeline=lifeline, clock=clock, stop=stop, **said)
+            return train(config, identity, heartbeat=heartbeat, clock=clock, stop=stop, **said)
 
-    return ending.leave(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
+    return exit_handler.finish(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
 
 
 def train(
     config: Config,
     identity: Identity | None = None,
     devices: "Sequence[jax.Device] | None" = None,
-    lifeline: "Lifeline | None" = None,
+    heartbeat: "Heartbeat | None" = None,
     clock: StartClock | None = None,
     stop: "StopRequest | None" = None,
     *,
@@ -96,7 +96,7 @@ def train(
 
     A run goes on with another maths only if it shall `accept_changes`; with `fresh` it is set aside for a new one.
     """
-    from jaxmnt.distributed.heartbeat import lifeline_alone
+    from jaxmnt.distributed.heartbeat import heartbeat_alone
     from jaxmnt.distributed.process_group import telling
     from jaxmnt.run.changes import nothing_wrong_with_the_config
     from jaxmnt.run.lock import RunLock
@@ -108,24 +108,24 @@ def train(
     started = time.perf_counter()
     assert config.run.dir is not None
     identity, run_dir = identity or Identity(), Path(config.run.dir)
-    lifeline = lifeline or lifeline_alone(identity)
+    heartbeat = heartbeat or heartbeat_alone(identity)
     with (
         nullcontext(stop)
         if stop
-        else stop_request(config, identity, lambda why: lifeline.end(why, ExitCode.FAILURE)) as stop,
-        Watchdog(config.watchdog, run_dir, identity.process_id, lifeline) as watchdog,
+        else stop_request(config, identity, lambda why: heartbeat.end(why, ExitCode.FAILURE)) as stop,
+        Watchdog(config.watchdog, run_dir, identity.process_id, heartbeat) as watchdog,
         status_line(quiet=identity.process_id != 0) as status,
         ExitStack() as held,
-        telling(lifeline),
+        telling(heartbeat),
         nothing_wrong_with_the_config(config),
     ):
         locks = [held.enter_context(RunLock(where)) for where in places(config)]
         for lock in locks:
-            held.enter_context(lifeline.ending.with_last(lock.let_go))
+            held.enter_context(heartbeat.exit_handler.with_hook(lock.let_go))
         clock = clock or StartClock()
         clock.watch_compile_cache()
         say = Say(accept_changes, fresh)
-        run = prepare(config, identity, devices, locks, status, watchdog, lifeline.ending, held, clock, say)
+        run = prepare(config, identity, devices, locks, status, watchdog, heartbeat.exit_handler, held, clock, say)
         if run is None:
             return ExitCode.FINISHED
         run_steps(run, stop, locks)
@@ -149,7 +149,7 @@ def stop_request(
     *,
     beside: bool = False,
 ) -> "StopRequest":
-    """What hears of the wish to stop. In process 0 also by the end of the allocation, and by the file STOP, unless this
+    """What hears of requests to stop. In process 0 also by the end of the allocation, and by the file STOP, unless this
     works `beside` the run: the file is for the run, and removed when it is obeyed."""
     from jaxmnt.run.preemption import StopRequest, end_of_allocation
 

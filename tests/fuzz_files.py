@@ -236,15 +236,15 @@ def _words(folder: Path) -> None:
         json.dumps(answer | {"error": "process 2 is missing", "code": 4, "at_fault": 2}) + "\n"
     )
     position = {"step": 7, "phase": "taking steps", "settled": True, "own": False}
-    fate = {"kind": "peer_lost", "why": "process 1 of 3 on n2 failed: x", "code": 4, "process": 1, "host": "n2"}
-    abandoned = fate | {
+    exit_reason = {"kind": "peer_lost", "why": "process 1 of 3 on n2 failed: x", "code": 4, "process": 1, "host": "n2"}
+    abandoned = exit_reason | {
         "kind": "start_abandoned",
         "code": 75,
         "reason": "stopped",
         "asked_by": None,
         "waited_seconds": 1.5,
     }
-    (folder / "abandoned").write_text(json.dumps({"kind": "verdict", "fate": abandoned}) + "\n")
+    (folder / "abandoned").write_text(json.dumps({"kind": "verdict", "exit_reason": abandoned}) + "\n")
     (folder / "stopping").write_text(
         json.dumps(hello | {"time": 1.7e9}) + "\n" + json.dumps({"stopping": "SIGTERM"}) + "\n"
     )
@@ -255,7 +255,7 @@ def _words(folder: Path) -> None:
         {"kind": "inquiry"},
         {"kind": "gave_up", "why": "silent for 30 s"},
         {"kind": "failed", "why": "ValueError: boom", "code": 1},
-        {"kind": "verdict", "fate": fate},
+        {"kind": "verdict", "exit_reason": exit_reason},
         {"kind": "stopped", "why": "process 1 was asked to stop", "code": 75},
         {"kind": "bye"},
     ]

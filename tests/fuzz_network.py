@@ -49,12 +49,12 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
     """Process 0 hears a greeting of one who has the key, or has none, and answers."""
 
     def read(folder: Path) -> Any:
-        from jaxmnt.distributed.listener import Door
-        from jaxmnt.distributed.rendezvous_server import Desk
+        from jaxmnt.distributed.listener import Listener
+        from jaxmnt.distributed.rendezvous_server import RendezvousServer
 
         raw = (folder / name).read_bytes()
-        door = Door(socket.create_server(("127.0.0.1", 0)), _KEY, 3)
-        desk = Desk(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), door)
+        door = Listener(socket.create_server(("127.0.0.1", 0)), _KEY, 3)
+        desk = RendezvousServer(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), door)
         over = threading.Event()
         caller = threading.Thread(
             target=_call, args=(door._server.getsockname(), _KEY if proven else None, raw, over), daemon=True
@@ -128,7 +128,7 @@ def answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
         try:
             socket.create_connection = connect
             answering.start()
-            caller = rendezvous._Caller(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
+            caller = rendezvous._Client(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
             peer = caller.report(time.monotonic() + 0.03, 0.03)
         finally:
             socket.create_connection = original
@@ -158,36 +158,36 @@ def told(name: str, process: int) -> Callable[[Path], Any]:
     """Process 0 hears this of process 1, or the other way round."""
 
     def read(folder: Path) -> Any:
-        from jaxmnt.distributed.heartbeat import Lifeline
+        from jaxmnt.distributed.heartbeat import Heartbeat
         from jaxmnt.distributed.rendezvous import Peer
-        from jaxmnt.distributed.termination import Ending
+        from jaxmnt.distributed.termination import ExitHandler
 
-        class Noted(Ending):
-            def now(self, fate: Any) -> Any:
-                raise EndedError(fate)
+        class Noted(ExitHandler):
+            def exit_now(self, exit_reason: Any) -> Any:
+                raise EndedError(exit_reason)
 
         other = 1 - process
         with _heard((folder / name).read_bytes()) as (here, _):
-            lifeline = Lifeline(Identity(process, 3, "n1:1"), {other: Peer("n2", here)}, Noted(), 30.0, 60.0)
-            wire = lifeline._wires[other]
-            lifeline._selector.register(wire, selectors.EVENT_READ, other)
+            heartbeat = Heartbeat(Identity(process, 3, "n1:1"), {other: Peer("n2", here)}, Noted(), 30.0, 60.0)
+            wire = heartbeat._wires[other]
+            heartbeat._selector.register(wire, selectors.EVENT_READ, other)
             try:
-                while other in lifeline._wires and lifeline._selector.select(1):
-                    lifeline._hear(other)
-                str(lifeline._positions[other])
+                while other in heartbeat._wires and heartbeat._selector.select(1):
+                    heartbeat._hear(other)
+                str(heartbeat._positions[other])
                 return "heard"
             except EndedError as ended:
-                fate = ended.args[0]
+                exit_reason = ended.args[0]
                 return {
-                    "kind": fate.kind,
-                    "why": fate.why,
-                    "code": fate.code,
-                    "process": fate.process,
-                    "host": fate.host,
+                    "kind": exit_reason.kind,
+                    "why": exit_reason.why,
+                    "code": exit_reason.code,
+                    "process": exit_reason.process,
+                    "host": exit_reason.host,
                 }
             finally:
-                lifeline._selector.close()
-                lifeline._alarm.close(), lifeline._bell.close()
+                heartbeat._selector.close()
+                heartbeat._alarm.close(), heartbeat._bell.close()
 
     return read
 
@@ -204,4 +204,4 @@ def is_fate(found: Any, undamaged: Any) -> str | None:
         and found["code"] in tuple(ExitCode) and found["process"] in (None, 0, 1, 2)
         and isinstance(found["host"], str | None) and len(found["why"]) < 20_000
     )  # fmt: skip
-    return None if good else f"no fate: {repr(found)[:200]}"
+    return None if good else f"no exit_reason: {repr(found)[:200]}"

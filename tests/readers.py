@@ -496,7 +496,7 @@ def _readers() -> list[Reader]:
         Reader("roll call: refusal", "words", "refusal", "json", answered("refusal"), _any, names=("",), **network),
         Reader("roll call: a stranger's answer", "words", "refusal", "json", answered("refusal", proven=False), _any,
                names=("process",), **network),
-        *(Reader(f"lifeline of process {to}: {name}", "words", name, "lines", told(name, to), is_fate, must_go_on=True,
+        *(Reader(f"heartbeat of process {to}: {name}", "words", name, "lines", told(name, to), is_fate, must_go_on=True,
                  **network)
           for to, names in enumerate((_WORDS_TO_0, _WORDS_TO_OTHERS)) for name in names),
     ]  # fmt: skip

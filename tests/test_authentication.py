@@ -17,7 +17,7 @@ from jaxmnt.distributed import addresses, authentication, listener, rendezvous
 from jaxmnt.distributed.authentication import prove, run_key
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import parse
-from jaxmnt.distributed.rendezvous import hold
+from jaxmnt.distributed.rendezvous import join
 from jaxmnt.errors import ConfigError, PeerError, PreflightError
 
 KEY, ANOTHER = bytes(range(32)), bytes(range(1, 33))
@@ -37,7 +37,7 @@ class Roll:
     def come(self, number, timeout=20.0, key=KEY):
         def one():
             try:
-                peers = hold(Identity(number, self.processes, self.address), FACTS, timeout, key)
+                peers = join(Identity(number, self.processes, self.address), FACTS, timeout, key)
                 self.peers += [peer.connection for peer in peers.values()]
                 self.outcomes[number] = "here"
             except BaseException as error:
@@ -192,8 +192,8 @@ FIRST = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.rendezvous import hold
-print(sorted(hold(Identity(0, 2, sys.argv[1]), {}, 30.0, bytes(32))))
+from jaxmnt.distributed.rendezvous import join
+print(sorted(join(Identity(0, 2, sys.argv[1]), {}, 30.0, bytes(32))))
 """
 
 
@@ -210,7 +210,7 @@ def test_more_idle_connections_than_process_0_may_have_files(roll):
         with contextlib.ExitStack() as scope:
             for _ in range(1100):
                 scope.enter_context(socket.create_connection(("127.0.0.1", start.port), timeout=20))
-            (peer,) = hold(Identity(1, 2, start.address), {}, 20.0, bytes(32)).values()
+            (peer,) = join(Identity(1, 2, start.address), {}, 20.0, bytes(32)).values()
             out, err = process.communicate(timeout=20)
             peer.connection.close()
         assert process.returncode == 0 and out == "[1]\n", err
@@ -250,7 +250,7 @@ VERDICT = json.dumps({"error": "go away", "code": 2, "host": "h", "time": 0.0, "
 def test_nobody_stands_in_for_process_0(answer):
     """Without the key he cannot end a start with exit code 2: a verdict, any proof, the caller's own proof."""
     with in_the_place_of_process_0(answer) as address, pytest.raises(PeerError, match="has not the run's key"):
-        hold(Identity(1, 2, address), FACTS, 0.5, KEY)
+        join(Identity(1, 2, address), FACTS, 0.5, KEY)
 
 
 def test_keys_that_differ_are_told_as_that_on_both_sides(roll, monkeypatch, capfd):

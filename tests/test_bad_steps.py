@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import feed
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.feed import Wishes, to_devices
+from jaxmnt.data.feed import ControlFlags, to_devices
 from jaxmnt.data.order import Order, Phase, Skipped
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, UserError
@@ -53,7 +53,7 @@ def batch_of(program, step, *, bad=None):
     if bad is not None:
         rows["weights"][5, 3] = bad
     placed = to_devices(rows, list(range(ROWS)), ROWS, program.batch_sharding)
-    return placed | {"wishes": Wishes(program.wishes_sharding).array()}
+    return placed | {"control": ControlFlags(program.control_sharding).array()}
 
 
 def same(one, other):
@@ -90,7 +90,7 @@ def test_deciding_costs_no_word_with_the_host_and_no_message(mesh, monkeypatch):
     text = program.step.as_text()
     with monkeypatch.context() as patch:
         patch.setattr(jnp, "isfinite", lambda value: jnp.array(True))
-        careless = compile_step(program.setting, program.abstract_state).as_text()
+        careless = compile_step(program.spec, program.abstract_state).as_text()
     sent, sent_anyway = (
         sorted((one.kind, one.payload, one.times, one.groups) for one in collectives(each, devices))
         for each in (text, careless)

@@ -16,7 +16,7 @@ from test_authentication import Roll
 
 from jaxmnt.distributed import termination
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyLeave, Ending, refuse_to_wait_for_ever
+from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyExit, ExitHandler, refuse_to_wait_for_ever
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.run import preemption
 from jaxmnt.run.failed_start import noting_a_failed_start
@@ -106,15 +106,15 @@ def is_connected(port):
 # Parts of it, in one process.
 
 
-class Noted(Ending):
-    """Notes the fate, and lets the thread go no further."""
+class Noted(ExitHandler):
+    """Notes the exit_reason, and lets the thread go no further."""
 
     def __init__(self):
         super().__init__()
-        self.fates = []
+        self.exit_reasons = []
 
-    def now(self, fate):
-        self.fates.append(fate)
+    def exit_now(self, exit_reason):
+        self.exit_reasons.append(exit_reason)
         raise SystemExit
 
 
@@ -245,11 +245,11 @@ def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
     """And each of the waits before it with 75."""
     config = tiny()
     error = AbsentError("process 1 of 2 did not arrive").blaming(processes=[1])
-    ending = Noted()
-    with pytest.raises(SystemExit), noting_a_failed_start(config, Identity(0, 2, "h:1"), ending, lambda: False):
+    exit_handler = Noted()
+    with pytest.raises(SystemExit), noting_a_failed_start(config, Identity(0, 2, "h:1"), exit_handler, lambda: False):
         raise error
-    (fate,) = ending.fates
-    assert (fate.kind, fate.code, fate.reason, fate.process) == (ABANDONED, 75, "peers", 1)
+    (exit_reason,) = exit_handler.exit_reasons
+    assert (exit_reason.kind, exit_reason.code, exit_reason.reason, exit_reason.process) == (ABANDONED, 75, "peers", 1)
     path = Path(config.run.dir) / "events" / "0.jsonl"
     path.parent.mkdir(parents=True)
     records = [record | {"time": record["time"] - NOW + time.time()} for record in VAIN]
@@ -275,20 +275,23 @@ def test_leaving_gives_the_roll_call_time_to_tell_the_others(monkeypatch):
     """What that raises ends the process then, and not the thread that heard the signal."""
     monkeypatch.setattr(termination, "_TELLING_SECONDS", 0.2)
     for raises in (True, False):
-        ending = Noted()
-        leave = EarlyLeave(Identity(1, 3, "h:1"), ending)
-        thread = threading.Thread(target=lambda leave=leave: ignoring(leave.now, "SIGTERM"), daemon=True)
-        with contextlib.suppress(PeerError), leave.meeting():
+        exit_handler = Noted()
+        early_exit = EarlyExit(Identity(1, 3, "h:1"), exit_handler)
+        thread = threading.Thread(target=lambda early_exit=early_exit: ignoring(early_exit.now, "SIGTERM"), daemon=True)
+        with contextlib.suppress(PeerError), early_exit.during_rendezvous():
             thread.start()
-            until(leave.wish)
-            assert not ending.fates
+            until(early_exit.stop_reason)
+            assert not exit_handler.exit_reasons
             if raises:
                 raise PeerError("")
             thread.join(5)
         thread.join(5)
-        assert len(ending.fates) == (0 if raises else 1)
-    (fate,) = ending.fates
-    assert fate.why.startswith("process 1 of 3 on") and (fate.reason, fate.asked_by) == ("stopped", "SIGTERM")
+        assert len(exit_handler.exit_reasons) == (0 if raises else 1)
+    (exit_reason,) = exit_handler.exit_reasons
+    assert exit_reason.why.startswith("process 1 of 3 on") and (exit_reason.reason, exit_reason.asked_by) == (
+        "stopped",
+        "SIGTERM",
+    )
 
 
 def ignoring(act, *arguments):

@@ -21,9 +21,9 @@ from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.train import train
-from jaxmnt.training.compile import compile_program, single_device_setting
-from jaxmnt.training.embed_head import Ends
-from jaxmnt.training.stage import Layers, context_of
+from jaxmnt.training.compile import compile_program, single_device_spec
+from jaxmnt.training.embed_head import EmbedAndHead
+from jaxmnt.training.stage import Layers, layer_context
 
 
 @pytest.fixture(scope="module")
@@ -183,16 +183,16 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
         return fields
 
     tree = {"model": TINY["model"] | {"vocab_size": 257}, "data": {"rows": "packed"}}
-    setting, abstract = single_device_setting(parse_config(tree), 257)
+    spec, abstract = single_device_spec(parse_config(tree), 257)
     assert config.data.keeps_documents_apart
-    params = setting.definition.init(jax.random.key(0))
+    params = spec.definition.init(jax.random.key(0))
     assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, abstract)
 
     @jax.jit
     def logits(fields):
-        ends, depth = Ends(setting, params, whole=False), setting.config.model.num_layers
-        layers = Layers(setting, params["layers"], jax.numpy.arange(depth), depth, whole=False)
-        return ends.logits(layers.evaluate(ends.embed(fields), 0, context_of(setting, fields, None)))[0]
+        embed_head, depth = EmbedAndHead(spec, params, whole=False), spec.config.model.num_layers
+        layers = Layers(spec, params["layers"], jax.numpy.arange(depth), depth, whole=False)
+        return embed_head.logits(layers.evaluate(embed_head.embed(fields), 0, layer_context(spec, fields, None)))[0]
 
     together, place = logits(batch(pieces)), 0
     for tokens in pieces:

@@ -297,7 +297,7 @@ def bases(tmp_path_factory):
 
 
 def _is_quick(reader: Reader) -> bool:
-    return reader.base in ("records", "config") or reader.name.startswith("lifeline")
+    return reader.base in ("records", "config") or reader.name.startswith("heartbeat")
 
 
 def fuzz(reader: Reader, folder: Path, whole: Path, cases: int) -> None:

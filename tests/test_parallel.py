@@ -17,7 +17,7 @@ from jaxmnt.checkpoint.retention import need
 from jaxmnt.checkpoint.saver import Saver
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.data.feed import Wishes, to_devices
+from jaxmnt.data.feed import ControlFlags, to_devices
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.decoder import define
@@ -25,7 +25,7 @@ from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import build_mesh, is_axes
 from jaxmnt.plan.budget import notes
 from jaxmnt.training import engine
-from jaxmnt.training.compile import compile_program, compile_step, plan
+from jaxmnt.training.compile import build_spec, compile_program, compile_step
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients
@@ -65,24 +65,24 @@ def rows(chosen, seed=0):
 def gradients(devices, **sections):
     """Loss and canonical gradients of the first step."""
     chosen = config(**sections)
-    setting = plan(chosen, VOCAB, jax.devices()[:devices])
-    placement, axes = setting.placement, setting.definition.axes
+    spec = build_spec(chosen, VOCAB, jax.devices()[:devices])
+    placement, axes = spec.placement, spec.definition.axes
     batch_sharding = placement.sharding(("batch", "length"))
     count = chosen.data.global_batch_size
     batch = to_devices(rows(chosen), list(range(count)), count, batch_sharding)
 
     def compute(params, batch):
-        sums, _, scale, found = mean_gradients(setting, params, batch, jnp.int32(0))
+        sums, _, scale, found = mean_gradients(spec, params, batch, jnp.int32(0))
         return sums.loss * scale, found
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setting)["params"])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(spec)["params"])
     params = initial(chosen.model)
-    if setting.layout.dimensions:
-        place = lambda params: map_with_axes(setting.layout.place, params, axes)
+    if spec.layout.dimensions:
+        place = lambda params: map_with_axes(spec.layout.to_device_layout, params, axes)
         params = jax.jit(place, out_shardings=shardings)(params)
     loss, found = jax.jit(compute)(jax.device_put(params, shardings), batch)
-    if setting.layout.dimensions:
-        found = jax.jit(lambda tree: map_with_axes(setting.layout.canonical, tree, axes))(found)
+    if spec.layout.dimensions:
+        found = jax.jit(lambda tree: map_with_axes(spec.layout.to_checkpoint_layout, tree, axes))(found)
     return float(loss), jax.device_get(found)
 
 
@@ -228,20 +228,20 @@ def test_no_stage_keeps_weights(remat, kv_heads):
         model={"num_kv_heads": kv_heads, "num_layers": 2}, mesh={"pipeline": 2, "model": 2, "fsdp": 2},
         train={"microbatch_size": 2, "remat": remat, "precision": "bfloat16"},
     )  # fmt: skip
-    setting = plan(chosen, VOCAB, jax.devices())
+    spec = build_spec(chosen, VOCAB, jax.devices())
     kept = []
 
     def local(params, batch):
-        training = engine._Training(setting, params, batch, lambda _: None, setting.schedule)
+        training = engine._Training(spec, params, batch, lambda _: None, spec.schedule)
         kept.extend(training.start().ring)
         return jnp.zeros(())
 
-    spec = lambda tree: jax.tree.map(setting.placement.spec, tree, is_leaf=is_axes)
+    partition = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
     function = jax.shard_map(
-        local, mesh=setting.placement.mesh, in_specs=(spec(setting.definition.axes), spec(BATCH_LOGICAL_AXES)),
+        local, mesh=spec.placement.mesh, in_specs=(partition(spec.definition.axes), partition(BATCH_LOGICAL_AXES)),
         out_specs=jax.sharding.PartitionSpec(), check_vma=False,
     )  # fmt: skip
-    jax.eval_shape(function, abstract_state(setting)["params"], rows(chosen))
+    jax.eval_shape(function, abstract_state(spec)["params"], rows(chosen))
     assert kept and all({LENGTH, LENGTH // 2} & set(one.shape[2:]) for one in kept if one.size > 64), kept
 
 
@@ -257,8 +257,8 @@ def test_one_stage_remembers_a_part_of_the_microbatches():
             mesh={"pipeline": 8},
             pipeline={"schedule": schedule},
         )
-        setting = plan(chosen, VOCAB, jax.devices())
-        return compile_step(setting, abstract_state(setting)).memory_analysis().temp_size_in_bytes
+        spec = build_spec(chosen, VOCAB, jax.devices())
+        return compile_step(spec, abstract_state(spec)).memory_analysis().temp_size_in_bytes
 
     few = temporary("1f1b", 32)
     assert few < 0.5 * temporary("gpipe", 32)
@@ -319,10 +319,10 @@ def test_state_in_host_memory_changes_nothing():
     for offload in (False, True):
         chosen = config(mesh={"fsdp": 2}, optimizer={"offload": offload}, model={"num_layers": 2})
         program = compile_program(chosen, VOCAB, jax.devices()[:2])
-        state, flag = program.init(), Wishes(program.wishes_sharding)
+        state, flag = program.init(), ControlFlags(program.control_sharding)
         for step in range(3):
             batch = to_devices(rows(chosen, step), list(range(ROWS)), ROWS, program.batch_sharding)
-            state, _ = program.step(state, batch | {"wishes": flag.array()})
+            state, _ = program.step(state, batch | {"control": flag.array()})
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim}
         assert kinds == {"pinned_host" if offload else "device"}
         results.append(jax.device_get(state["params"]))
@@ -341,9 +341,9 @@ def test_dtypes_of_the_state():
     results = []
     for one in (program, plain):
         batch = to_devices(rows(chosen), list(range(ROWS)), ROWS, one.batch_sharding)
-        state, metrics = one.step(one.init(), batch | {"wishes": Wishes(one.wishes_sharding).array()})
+        state, metrics = one.step(one.init(), batch | {"control": ControlFlags(one.control_sharding).array()})
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(state["params"])} == {one.setting.params_dtype.name}
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(state["params"])} == {one.spec.params_dtype.name}
     np.testing.assert_allclose(*results, rtol=0.02)
     assert results[0] != results[1]
 
@@ -370,23 +370,23 @@ def test_dtypes_of_the_state():
 )
 def test_what_cannot_be_split_is_named(sections, devices, words):
     with pytest.raises(ConfigError) as caught:
-        plan(config(**sections), VOCAB, jax.devices()[:devices])
+        build_spec(config(**sections), VOCAB, jax.devices()[:devices])
     for word in words:
         assert word in str(caught.value)
 
 
 def test_few_microbatches_are_a_warning():
-    setting = plan(config(mesh={"pipeline": 4}, train={"microbatch_size": 8}), VOCAB, jax.devices()[:4])
-    [note] = notes(setting)
+    spec = build_spec(config(mesh={"pipeline": 4}, train={"microbatch_size": 8}), VOCAB, jax.devices()[:4])
+    [note] = notes(spec)
     assert "2 microbatches for 4 stages" in note and "60.0 % of the time" in note
 
 
 def test_what_is_padded_is_said():
     model = {"vocab_size": 257, "intermediate_size": 65, "num_kv_heads": 1, "num_layers": 7}
-    setting = plan(
+    spec = build_spec(
         config(model=model, mesh={"model": 2, "pipeline": 2}, train={"microbatch_size": 4}), 257, jax.devices()[:4]
     )
-    said = "\n".join(notes(setting))
+    said = "\n".join(notes(spec))
     for words in (
         "257 is padded with zeros to 260",
         "65 is padded with zeros to 66",

@@ -11,7 +11,7 @@ from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
 from jaxmnt.plan.hlo import collectives, shapes_in
 from jaxmnt.plan.targets import find_chip, gpu_devices
-from jaxmnt.training.compile import compile_step, plan
+from jaxmnt.training.compile import build_spec, compile_step
 from jaxmnt.training.state import abstract_state
 
 PROGRAM = """
@@ -74,16 +74,16 @@ def test_a_loop_and_its_groups_are_read_from_a_real_program():
     assert one.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-def hold_to_budget(setting, report):
+def hold_to_budget(spec, report):
     """Bytes by kind and axis at most 1.05 of the least, and what has no budget small."""
     sent = Counter()
     for entry in report["collectives"]:
         sent[entry["kind"], entry["axis"]] += entry["bytes_sent"]
-    needed = least(setting)
+    needed = least(spec)
     for key, size in needed.items():
         assert 0.95 * size < sent[key] <= 1.05 * size, (key, sent[key] / size)
     rest = {key: size for key, size in sent.items() if key not in needed}
-    assert sum(rest.values()) <= small(setting), rest
+    assert sum(rest.values()) <= small(spec), rest
 
 
 MESHES = [
@@ -112,8 +112,8 @@ def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
             "mesh": mesh,
         }
     )  # fmt: skip
-    setting = plan(chosen, 512, jax.devices())
-    hold_to_budget(setting, make_report(setting, lambda device: 0, None))
+    spec = build_spec(chosen, 512, jax.devices())
+    hold_to_budget(spec, make_report(spec, lambda device: 0, None))
 
 
 @pytest.mark.slow
@@ -186,14 +186,14 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
     """The real GPU program: what it sends, what it keeps, and that nothing whole is anywhere."""
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", list(mesh))
     chip = find_chip("h100")
-    setting = plan(config, config.model.vocab_size, gpu_devices(chip, 16, 8), lambda d: str(d.process_index))
-    report = make_report(setting, lambda device: device.process_index, chip.memory)
-    hold_to_budget(setting, report)
+    spec = build_spec(config, config.model.vocab_size, gpu_devices(chip, 16, 8), lambda d: str(d.process_index))
+    report = make_report(spec, lambda device: device.process_index, chip.memory)
+    hold_to_budget(spec, report)
     memory = report["memory"]
-    assert memory["params"] + memory["optimizer"] <= 1.01 * ideal_state_bytes(setting)
+    assert memory["params"] + memory["optimizer"] <= 1.01 * ideal_state_bytes(spec)
     assert memory["peak"] <= chip.memory
-    shapes = {shape for _, shape in shapes_in(compile_step(setting, abstract_state(setting)).as_text())}
-    model, sizes = config.model, setting.placement.sizes
+    shapes = {shape for _, shape in shapes_in(compile_step(spec, abstract_state(spec)).as_text())}
+    model, sizes = config.model, spec.placement.sizes
     # Layers of an MLP weight as they lie here, and the same were one axis not there to split them.
     pieces = {"pipeline": model.num_layers, "fsdp": model.hidden_size, "model": model.intermediate_size}
     local = {axis: size // sizes[axis] for axis, size in pieces.items()}
@@ -202,7 +202,7 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
     for axis in [axis for axis in pieces if sizes[axis] > 1]:
         assert tuple(sorted((local | {axis: pieces[axis]}).values())) not in found, f"a stack whole over {axis}"
     # Tables are whole over fsdp while they are used, and never over the axes that split the vocabulary.
-    rows = model.vocab_size // setting.placement.ways("vocab")
+    rows = model.vocab_size // spec.placement.num_shards("vocab")
     vocabulary = [shape for shape in shapes if len(shape) == 2 and {rows, model.vocab_size} & set(shape)]
     assert vocabulary and all(rows in shape for shape in vocabulary)
     if recipe == "llama-8b":  # whose width is not the length of a row

@@ -21,7 +21,7 @@ from jaxmnt.checkpoint.commit import newest_whole, whole
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.distributed import authentication, rendezvous_server
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.rendezvous import hold
+from jaxmnt.distributed.rendezvous import join
 from jaxmnt.errors import ConfigError, PeerError, PreflightError
 from jaxmnt.launch import local
 
@@ -293,7 +293,7 @@ def roll(address, ids, processes=3, timeout=2.0, facts=None, trouble=None, delay
             own = FACTS | (facts or {}).get(position, {})
             count = processes[position] if isinstance(processes, list) else processes
             time.sleep((delay or {}).get(position, 0))
-            hold(Identity(number, count, address), own, timeout, KEY, (trouble or {}).get(position))
+            join(Identity(number, count, address), own, timeout, KEY, (trouble or {}).get(position))
             outcomes[position] = "here"
         except Exception as error:
             outcomes[position] = error
@@ -358,12 +358,12 @@ def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd)
 
 def test_a_coordinator_that_is_another_machine_is_refused():
     with pytest.raises(PreflightError, match=r"cluster.coordinator: 192.0.2.77 is 192.0.2.77, which is no address of"):
-        hold(Identity(0, 2, "192.0.2.77:1234"), FACTS, 1.0, KEY)
+        join(Identity(0, 2, "192.0.2.77:1234"), FACTS, 1.0, KEY)
 
 
 def test_a_name_that_nobody_knows():
     with pytest.raises(PreflightError, match=r"finds no address of nowhere.invalid"):
-        hold(Identity(1, 2, "nowhere.invalid:1234"), FACTS, 0.5, KEY)
+        join(Identity(1, 2, "nowhere.invalid:1234"), FACTS, 0.5, KEY)
 
 
 def test_clocks_are_compared(address):

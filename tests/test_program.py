@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
-from jaxmnt.data.feed import Wishes, process_rows, to_devices
+from jaxmnt.data.feed import ControlFlags, process_rows, to_devices
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.attention import choose_kernel
 from jaxmnt.parallel.axes import resolve_sizes
 from jaxmnt.parallel.sharding import Placement, build_mesh
 from jaxmnt.training.compile import compile_program
 from jaxmnt.training.loss import LossShape, chunk_count, cross_entropy, cross_entropy_and_gradients
-from jaxmnt.training.optimizer import build_schedule
+from jaxmnt.training.optimizer import build_lr_schedule
 
 ROWS, LENGTH, VOCAB = 16, 16, 60
 
@@ -70,10 +70,10 @@ def run(devices=1, steps=3, **sections):
     key = (tuple((name, tuple(items.items())) for name, items in sorted(sections.items())), devices)
     program = _program(key)
     state, history = program.init(), []
-    flag = Wishes(program.wishes_sharding)
+    flag = ControlFlags(program.control_sharding)
     for step in range(steps):
         batch = to_devices(rows(step), list(range(ROWS)), ROWS, program.batch_sharding)
-        state, metrics = program.step(state, batch | {"wishes": flag.array(stop=step == 1)})
+        state, metrics = program.step(state, batch | {"control": flag.array(stop=step == 1)})
         history.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         assert int(metrics["tokens"]) == int((rows(step)["weights"] > 0).sum())
         assert (int(metrics["stop"]) > 0) == (step == 1)
@@ -178,9 +178,9 @@ def test_data_axis_is_reduced_once_a_step_and_the_head_is_gathered_once_a_pass()
     from jaxmnt.training.step import train_step
 
     batch = to_devices(rows(), list(range(ROWS)), ROWS, program.batch_sharding)
-    flag = Wishes(program.wishes_sharding)
-    jaxpr = jax.make_jaxpr(lambda s, b: train_step(program.setting, s, b))(
-        program.abstract_state, batch | {"wishes": flag.array()}
+    flag = ControlFlags(program.control_sharding)
+    jaxpr = jax.make_jaxpr(lambda s, b: train_step(program.spec, s, b))(
+        program.abstract_state, batch | {"control": flag.array()}
     )
     found = list(communications(jaxpr.jaxpr))
     sums_of_data = [(axes, depth) for name, axes, depth, _ in found if name == "psum" and "data" in axes]
@@ -201,8 +201,8 @@ def test_whole_weights_are_never_kept_for_the_backward_pass(remat, precision):
     chosen = config(mesh={"fsdp": 4}, train={"remat": remat, "precision": precision})
     program = compile_program(chosen, VOCAB, jax.devices()[:4])
     batch = to_devices(rows(), list(range(ROWS)), ROWS, program.batch_sharding)
-    jaxpr = jax.make_jaxpr(lambda s, b: train_step(program.setting, s, b))(
-        program.abstract_state, batch | {"wishes": Wishes(program.wishes_sharding).array()}
+    jaxpr = jax.make_jaxpr(lambda s, b: train_step(program.spec, s, b))(
+        program.abstract_state, batch | {"control": ControlFlags(program.control_sharding).array()}
     )
     layers = program.abstract_state["params"]["layers"]
     whole = {leaf.shape for leaf in jax.tree.leaves(layers) if leaf.ndim > 2}
@@ -233,7 +233,7 @@ def test_one_wish_to_stop_is_heard_by_all():
     for device in range(8):
         flags = np.zeros((8, 2), np.int32)
         flags[device, 0] = 1
-        _, metrics = program.step(program.init(), batch | {"wishes": jax.device_put(flags, program.wishes_sharding)})
+        _, metrics = program.step(program.init(), batch | {"control": jax.device_put(flags, program.control_sharding)})
         assert [int(shard.data) for shard in metrics["stop"].addressable_shards] == [1] * 8
 
 
@@ -305,7 +305,7 @@ def test_chunks_follow_bytes():
 
 def test_schedules():
     def rates(steps=100, **settings):
-        schedule = build_schedule(config(optimizer={"learning_rate": 1.0, **settings}).optimizer, steps)
+        schedule = build_lr_schedule(config(optimizer={"learning_rate": 1.0, **settings}).optimizer, steps)
         return np.array([float(schedule(step)) for step in range(steps)])
 
     cosine = rates(warmup_steps=10)
@@ -321,8 +321,8 @@ def test_norms_are_not_decayed():
     program = _program(((), 1))
     before = jax.device_get(program.init()["params"])
     batch = rows() | {"weights": np.zeros((ROWS, LENGTH), np.float32)}
-    flag = Wishes(program.wishes_sharding)
-    batch = to_devices(batch, list(range(ROWS)), ROWS, program.batch_sharding) | {"wishes": flag.array()}
+    flag = ControlFlags(program.control_sharding)
+    batch = to_devices(batch, list(range(ROWS)), ROWS, program.batch_sharding) | {"control": flag.array()}
     state, metrics = program.step(program.init(), batch)
     after = jax.device_get(state["params"])
     assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0

@@ -236,9 +236,9 @@ def test_a_second_signal_ends_a_process_that_does_not_listen(tmp_path):
         "import ctypes, sys\n"
         "from jaxmnt.run.preemption import StopRequest\n"
         "from jaxmnt.distributed.identity import Identity\n"
-        "from jaxmnt.distributed.heartbeat import lifeline_alone\n"
-        "lifeline = lifeline_alone(Identity())\n"
-        "with StopRequest(None, lambda reason: lifeline.end(reason, 1)):\n"
+        "from jaxmnt.distributed.heartbeat import heartbeat_alone\n"
+        "heartbeat = heartbeat_alone(Identity())\n"
+        "with StopRequest(None, lambda reason: heartbeat.end(reason, 1)):\n"
         "    print('ready', flush=True)\n"
         "    while True: ctypes.CDLL(None).sleep(1000)\n"
     )

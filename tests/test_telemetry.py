@@ -105,13 +105,13 @@ def test_one_that_hangs_keeps_no_last_act_from_its_own(tmp_path):
     code = (
         "import threading\n"
         "from pathlib import Path\n"
-        "from jaxmnt.distributed.termination import Ending, Fate\n"
+        "from jaxmnt.distributed.termination import ExitHandler, ExitReason\n"
         "from jaxmnt.telemetry.events import Events\n"
-        "ending = Ending()\n"
+        "exit_handler = ExitHandler()\n"
         f"events = Events(Path({str(tmp_path)!r}), 0)\n"
-        "with ending.with_last(lambda fate: threading.Event().wait()):\n"
-        "    with ending.with_last(lambda fate: events.write(fate.kind, why=fate.why)):\n"
-        "        ending.now(Fate('failed', 'x', 7))\n"
+        "with exit_handler.with_hook(lambda exit_reason: threading.Event().wait()):\n"
+        "    with exit_handler.with_hook(lambda exit_reason: events.write(exit_reason.kind, why=exit_reason.why)):\n"
+        "        exit_handler.exit_now(ExitReason('failed', 'x', 7))\n"
     )
     began = time.monotonic()
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7

@@ -18,8 +18,8 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import like, named
 from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import gather, share
 from jaxmnt.errors import ConfigError, UserError
 
 State = dict[str, Any]
@@ -161,7 +161,7 @@ def differing(where: str, manifest: Manifest, arrays: dict[str, jax.Array], iden
         wrong = json.dumps(
             [name for name in sorted(arrays) if manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)]
         )
-    return [str(name) for name in json.loads(share(f"{where}: differing", wrong, identity, _SECONDS))]
+    return [str(name) for name in json.loads(broadcast(f"{where}: differing", wrong, identity, _SECONDS))]
 
 
 def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> None:
@@ -178,7 +178,7 @@ def _agree(name: str, trouble: UserError | None, identity: Identity) -> None:
     verdict = None
     if told is not None:
         verdict = next((text for text in told if text), "")
-    verdict = share(f"{name}: agreed", verdict, identity, _SECONDS)
+    verdict = broadcast(f"{name}: agreed", verdict, identity, _SECONDS)
     if verdict:
         kind, _, text = verdict.partition(" ")
         raise (DamagedError if kind == "damaged" else UserError)(text)

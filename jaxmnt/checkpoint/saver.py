@@ -26,9 +26,8 @@ from jaxmnt.checkpoint.names import named, nested
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.checkpoint.retention import Need, kept, shortage
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.distributed.coordination import Round
+from jaxmnt.distributed.coordination import Vote, broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import share
 from jaxmnt.errors import PeerError, UserError
 from jaxmnt.storage import Address, Place, is_link
 
@@ -104,13 +103,13 @@ class Saver:
         assert self._thread is None and self._saved is None, "the result of the save before was not taken"
         started = time.perf_counter()
         self._wait_for_strays()
-        refusal = share("a save may begin", self._prepare(step), self._identity)
+        refusal = broadcast("a save may begin", self._prepare(step), self._identity)
         if refusal:
             blocked = time.perf_counter() - started
             self._saved = Saved(step, refusal, None, blocked, 0)
             return blocked
         arrays = named(state)
-        round = Round("a save", self._identity, _SECONDS)
+        round = Vote("a save", self._identity, _SECONDS)
         response: Any = None
         try:
             with _context():
@@ -194,7 +193,7 @@ class Saver:
         return ""
 
 
-def _written(response: Any, round: Round) -> bool:
+def _written(response: Any, round: Vote) -> bool:
     """Waits until Orbax is done, or until some process has failed. Those that wait for it in Orbax's barrier would
     hear of it after minutes only."""
     while True:

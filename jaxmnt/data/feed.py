@@ -91,8 +91,8 @@ class Feed:
         return batch_digest(digests)
 
 
-class Wishes:
-    """This process's wishes to stop and to save, as an array that travels with a batch: the step adds up everyone's.
+class ControlFlags:
+    """This process's control to stop and to save, as an array that travels with a batch: the step adds up everyone's.
 
     So all processes learn of them in the metrics of the same step, and act after the same step. There are flags for
     each device, because two processes may share a batch shard.
@@ -101,11 +101,11 @@ class Wishes:
     def __init__(self, sharding: NamedSharding):
         devices = sharding.mesh.size
 
-        def flags(*wishes: bool) -> jax.Array:
-            whole = np.tile(np.array(wishes, np.int32), (devices, 1))
+        def flags(*control: bool) -> jax.Array:
+            whole = np.tile(np.array(control, np.int32), (devices, 1))
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-        self._arrays = {wishes: flags(*wishes) for wishes in itertools.product((False, True), repeat=2)}
+        self._arrays = {control: flags(*control) for control in itertools.product((False, True), repeat=2)}
 
     def array(self, *, stop: bool = False, save: bool = False) -> jax.Array:
         """int32 [devices, 2], made once."""

@@ -1,19 +1,137 @@
-"""Rounds: each process gives an answer, process 0 draws the conclusion, and any failure ends the round at once.
+"""How the processes of a run agree: barrier, broadcast, gather, a decision of process 0, a vote in the background.
 
-For work in the background, where a process that waits for the others must hear that one of them has failed.
+By the key-value store of JAX's coordination service, which is in process 0. Each call has a name, and all processes
+make the same calls in the same order.
 """
 
+import contextlib
+import json
+import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import coordination, turn
-from jaxmnt.errors import PeerError
+from jaxmnt.errors import PeerError, UserError, error_of
 
+BARRIER_SECONDS = 300.0
+_LATE = "timed out task names"
+"""What JAX's account of a barrier says before those who did not come."""
+_HEARING_SECONDS = 10.0
+_GOING_LAST_SECONDS = 1.0
 _GLANCE_SECONDS = 1.0
 
+_uses: Counter[str] = Counter()
+_uses_lock = threading.Lock()
 
-class Round:
+
+def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
+    """Waits until every process has reached the barrier of this name.
+
+    Raises `PeerError`, naming those who are late, when time is up.
+    """
+    if identity.alone:
+        return
+    try:
+        _client().wait_at_barrier(name, int(seconds * 1000))
+    except Exception as error:
+        late = sorted({int(number) for number in re.findall(r"task:(\d+)", str(error).partition(_LATE)[2])})
+        who = f"process {', '.join(map(str, late))}" if late else "some process"
+        raise PeerError(f"{who} did not reach '{name}' within {seconds:g} s: {str(error).splitlines()[0]}") from error
+
+
+def barrier_or_raise(
+    name: str, trouble: UserError | None, identity: Identity, seconds: float = BARRIER_SECONDS
+) -> None:
+    """A barrier at which every process learns what went wrong in any. `name` must be new in this run of the processes.
+
+    Raises `trouble`; in the processes that have none, a `UserError` with the words and exit code of the first that has.
+    """
+    if identity.alone:
+        if trouble is not None:
+            raise trouble
+        return
+    client, key = _client(), f"jaxmnt/trouble/{name}"
+    if trouble is not None:
+        client.key_value_set(
+            f"{key}/{identity.process_id:06d}", f"{int(trouble.exit_code)} {identity.label}: {trouble}"
+        )
+    barrier(name, identity, seconds)
+    try:
+        said = [text for _, text in sorted(client.key_value_dir_get(key))]
+    except Exception as error:
+        raise PeerError(f"process 0 is gone at barrier '{name}': {error}") from error
+    if not said:
+        return
+    # Everyone is about to leave. Process 0 serves the others until they have heard, and goes last.
+    with contextlib.suppress(PeerError):
+        barrier(f"{name}: heard", identity, _HEARING_SECONDS)
+    if identity.process_id == 0:
+        time.sleep(_GOING_LAST_SECONDS)
+    if trouble is not None:
+        raise trouble
+    code, _, text = said[0].partition(" ")
+    raise error_of(int(code), text)
+
+
+def broadcast(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:
+    """Process 0 gives a text, every process gets it."""
+    if identity.alone:
+        assert value is not None
+        return value
+    client, key = _client(), f"jaxmnt/broadcast/{_unique(name)}"
+    if identity.process_id == 0:
+        assert value is not None
+        client.key_value_set(key, value)
+        return value
+    try:
+        return str(client.blocking_key_value_get(key, int(seconds * 1000)))
+    except Exception as error:
+        raise PeerError(f"process 0 did not say '{name}' within {seconds:g} s: {error}") from error
+
+
+def gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[str] | None:
+    """Every process gives a text; process 0 gets all, in order of processes, the others None.
+
+    Nothing of it stays behind. Raises `PeerError` naming the process that process 0 has waited for in vain.
+    """
+    if identity.alone:
+        return [value]
+    client, key = _client(), f"jaxmnt/gather/{_unique(name)}"
+    if identity.process_id != 0:
+        client.key_value_set(f"{key}/{identity.process_id:06d}", value)
+        return None
+    values, deadline = [value], time.monotonic() + seconds
+    for process in range(1, identity.processes):
+        left = max(1, int((deadline - time.monotonic()) * 1000))
+        try:
+            values.append(str(client.blocking_key_value_get(f"{key}/{process:06d}", left)))
+        except Exception as error:
+            raise PeerError(f"process {process} did not say '{name}' within {seconds:g} s: {error}") from error
+    client.key_value_delete(f"{key}/")
+    return values
+
+
+def agree(
+    name: str,
+    value: str,
+    decide: Callable[[list[str]], str],
+    identity: Identity,
+    seconds: float = BARRIER_SECONDS,
+) -> str:
+    """Every process gives a text, process 0 decides by all of them, and every process gets the decision."""
+    values = gather(name, value, identity, seconds)
+    return broadcast(f"{name}: decided", None if values is None else decide(values), identity, seconds)
+
+
+def all_gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[str]:
+    """Every process gives a text, and gets those of all, in order of processes."""
+    return [str(one) for one in json.loads(agree(name, value, json.dumps, identity, seconds))]
+
+
+class Vote:
     """One round. All processes make it, under the same name, in the same order."""
 
     def __init__(self, name: str, identity: Identity, seconds: float):
@@ -21,7 +139,7 @@ class Round:
         self._name = name
         self._identity = identity
         self._seconds = seconds
-        self._key = f"jaxmnt/round/{turn(name)}"
+        self._key = f"jaxmnt/vote/{_unique(name)}"
         self._answers: dict[int, str] = {}
         self._failed: str | None = None
 
@@ -29,7 +147,7 @@ class Round:
         if self._identity.process_id == 0:
             self._answers[0] = text
         else:
-            coordination().key_value_set(f"{self._key}/answer/{self._identity.process_id:06d}", text)
+            _client().key_value_set(f"{self._key}/answer/{self._identity.process_id:06d}", text)
 
     def fail(self, text: str) -> None:
         """Says that the round has failed here. The first that process 0 hears of is the reason for all."""
@@ -37,7 +155,7 @@ class Round:
         if self._identity.process_id == 0:
             self._failed = text
         else:
-            coordination().key_value_set(f"{self._key}/failed", text, allow_overwrite=True)
+            _client().key_value_set(f"{self._key}/failed", text, allow_overwrite=True)
 
     def over(self) -> bool:
         """Whether the round is known to have failed, here or elsewhere."""
@@ -54,8 +172,8 @@ class Round:
         if self._identity.process_id == 0:
             reason = self._collect() or judge([text for _, text in sorted(self._answers.items())])
             if not self._identity.alone:
-                coordination().key_value_set(f"{self._key}/conclusion", reason)
-                coordination().key_value_delete(f"{self._key}/answer/")
+                _client().key_value_set(f"{self._key}/conclusion", reason)
+                _client().key_value_delete(f"{self._key}/answer/")
         else:
             reason = self._wait(f"{self._key}/conclusion", "process 0", self._seconds)
         return reason or None
@@ -67,7 +185,7 @@ class Round:
             while process not in self._answers and not self._failure():
                 try:
                     key = f"{self._key}/answer/{process:06d}"
-                    text = coordination().blocking_key_value_get(key, int(_GLANCE_SECONDS * 1000))
+                    text = _client().blocking_key_value_get(key, int(_GLANCE_SECONDS * 1000))
                     self._answers[process] = str(text)
                 except Exception as error:
                     if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > deadline:
@@ -81,7 +199,7 @@ class Round:
 
     def _wait(self, key: str, who: str, seconds: float) -> str:
         try:
-            return str(coordination().blocking_key_value_get(key, int(seconds * 1000)))
+            return str(_client().blocking_key_value_get(key, int(seconds * 1000)))
         except Exception as error:
             raise self._missing(who, error) from error
 
@@ -92,8 +210,22 @@ class Round:
 def _glance(key: str) -> str | None:
     """The value of a key, if it is set."""
     try:
-        return str(coordination().key_value_try_get(key))
+        return str(_client().key_value_try_get(key))
     except Exception as error:
         if "NOT_FOUND" in str(error):
             return None
         raise PeerError(f"process 0 is gone: {error}") from error
+
+
+def _unique(name: str) -> str:
+    """The name with how often this process has used it: keys cannot be set twice. All processes take the same turns."""
+    with _uses_lock:
+        _uses[name] += 1
+        return f"{name} {_uses[name]}"
+
+
+def _client() -> Any:
+    """JAX's coordination service, for which there is no public interface yet."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

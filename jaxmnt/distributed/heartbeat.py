@@ -17,7 +17,14 @@ from typing import Any, NoReturn
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import Wire
 from jaxmnt.distributed.rendezvous_server import Peer
-from jaxmnt.distributed.termination import ABANDONED, Abandoned, Ending, Fate, code_for_peers, may_tell_of_a_lost_peer
+from jaxmnt.distributed.termination import (
+    ABANDONED,
+    AbandonedStart,
+    ExitHandler,
+    ExitReason,
+    code_for_peers,
+    may_mean_a_lost_peer,
+)
 from jaxmnt.errors import ExitCode, code_of, printable_lines, summary
 
 _BEAT_SECONDS = 1.0
@@ -50,10 +57,12 @@ class Position:
 STARTING = Position(0, "starting")
 
 
-class Lifeline:
+class Heartbeat:
     """The connections of this process, and the thread that listens to them. Alone there are none, and no thread."""
 
-    def __init__(self, identity: Identity, peers: dict[int, Peer], ending: Ending, silence: float, patience: float):
+    def __init__(
+        self, identity: Identity, peers: dict[int, Peer], exit_handler: ExitHandler, silence: float, patience: float
+    ):
         """A process is missed after `silence` seconds without a word; after `patience` until it has settled."""
         self._identity = identity
         self._wires = {process: Wire(peer.connection) for process, peer in sorted(peers.items())}
@@ -63,12 +72,12 @@ class Lifeline:
         self.clock = peers[0].clock if 0 in peers else (0.0, 0.0)
         """Between which bounds, in seconds, this process's clock is ahead of process 0's."""
         self._silence, self._patience = silence, patience
-        self.ending = ending
+        self.exit_handler = exit_handler
         self.position: Callable[[], Position] = lambda: STARTING
         """Says where this process is. Called from a thread."""
         self.note_stacks: Callable[[], None] = lambda: None
         """Writes down where each thread is, when somebody has come to a halt."""
-        self._own: Fate | None = None
+        self._own: ExitReason | None = None
         """Set when this process fails by itself: what others say of it does not matter then."""
         self._halted: str | None = None
         self._inquiry: _Inquiry | None = None
@@ -77,7 +86,7 @@ class Lifeline:
         self._told = threading.Event()
         self._alarm, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._listen, name="lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         if not self._wires:
@@ -92,18 +101,18 @@ class Lifeline:
         """Whether this process is known to fail by itself."""
         return self._own is not None
 
-    def fail(self, why: str, code: int) -> Fate:
+    def fail(self, why: str, code: int) -> ExitReason:
         """Tells the others that this process fails, and why. Returns when they know, or after a few seconds."""
-        return self._announce(self._fate("failed", why[:_LONGEST_WHY], code))
+        return self._announce(self._exit_reason("failed", why[:_LONGEST_WHY], code))
 
-    def stop_early(self, fate: Abandoned) -> None:
+    def stop_early(self, exit_reason: AbandonedStart) -> None:
         """Tells the others that this process was asked to stop before its first step: they stop, too. Returns as `fail`
         does."""
-        self._announce(fate)
+        self._announce(exit_reason)
 
-    def _announce(self, fate: Fate) -> Fate:
+    def _announce(self, exit_reason: ExitReason) -> ExitReason:
         if self._own is None:
-            self._own = self.ending.fate = fate
+            self._own = self.exit_handler.exit_reason = exit_reason
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._bell.send(b"!")
             self._told.wait(_MISSED_SECONDS)
@@ -111,7 +120,7 @@ class Lifeline:
 
     def end(self, why: str, code: int) -> NoReturn:
         """Fails and ends the process. From any thread."""
-        self.ending.now(self.fail(why, code))
+        self.exit_handler.exit_now(self.fail(why, code))
 
     def halt(self, why: str) -> NoReturn:
         """This process does not get any further: all are asked where they are, and the run ends."""
@@ -120,7 +129,7 @@ class Lifeline:
             self._bell.send(b"!")
             time.sleep(_VERDICT_SECONDS)  # the verdict ends this process
         self._note_stacks_once()
-        self.ending.now(self._fate("hang", f"{why}: {self.position()}", ExitCode.PEER))
+        self.exit_handler.exit_now(self._exit_reason("hang", f"{why}: {self.position()}", ExitCode.PEER))
 
     def miss(self) -> None:
         """A peer seems to be gone. Returns after a few seconds in which nobody was found to be: else this process ends
@@ -157,7 +166,7 @@ class Lifeline:
             if self._identity.process_id == 0:
                 self._tell_all(self._own)
             else:
-                kind = "stopped" if isinstance(self._own, Abandoned) else "failed"
+                kind = "stopped" if isinstance(self._own, AbandonedStart) else "failed"
                 self._broadcast({"kind": kind, "why": self._own.why, "code": int(self._own.code)})
             self._told.set()
         halted, self._halted = self._halted, None
@@ -193,23 +202,23 @@ class Lifeline:
         for message in messages:
             try:
                 told = Position(**message["position"]) if "position" in message else None
-                fate = _fate_from(message["fate"]) if message["kind"] == "verdict" else None
+                exit_reason = _exit_reason_from(message["exit_reason"]) if message["kind"] == "verdict" else None
                 code = ExitCode(message.get("code", ExitCode.PEER))
             except (ValueError, KeyError, TypeError):
                 self._lost(process, "said what no process of this version says")
                 return
             if told is not None:
                 self._positions[process] = told
-            self._obey(process, message, fate, code)
+            self._obey(process, message, exit_reason, code)
 
-    def _obey(self, process: int, message: dict[str, Any], fate: Fate | None, code: ExitCode) -> None:
+    def _obey(self, process: int, message: dict[str, Any], exit_reason: ExitReason | None, code: ExitCode) -> None:
         kind, why = message["kind"], printable_lines(str(message.get("why")))
         if kind == "bye" and process in self._wires:
             self._drop(process)
         elif kind == "failed":
-            self._tell_all(self._fate("peer_lost", f"failed: {why}", code, process))
+            self._tell_all(self._exit_reason("peer_lost", f"failed: {why}", code, process))
         elif kind == "stopped":
-            self._tell_all(Abandoned(ABANDONED, why, ExitCode.STOPPED, process, self._hosts[process]))
+            self._tell_all(AbandonedStart(ABANDONED, why, ExitCode.STOPPED, process, self._hosts[process]))
         elif kind == "halted":
             self._inquire(why, process)
         elif kind == "inquiry":
@@ -217,18 +226,18 @@ class Lifeline:
             self._note_stacks_once()
         elif kind == "gave_up":
             why = f"was given up by {self._label(process)}: {why}"
-            self._tell_all(self._fate("peer_lost", why, ExitCode.PEER, 0))
+            self._tell_all(self._exit_reason("peer_lost", why, ExitCode.PEER, 0))
         elif kind == "here" and self._inquiry is not None:
             self._inquiry.answered.add(process)
             if self._inquiry.answered >= set(self._wires):
                 self._conclude()
-        elif fate is not None:
-            self._end(fate)
+        elif exit_reason is not None:
+            self._end(exit_reason)
 
     def _lost(self, process: int, why: str) -> None:
         if process == 0:
             self._broadcast({"kind": "gave_up", "why": why})  # in case that it is only this process that cannot hear it
-        self._tell_all(self._fate("peer_lost", why, ExitCode.PEER, process))
+        self._tell_all(self._exit_reason("peer_lost", why, ExitCode.PEER, process))
 
     def _inquire(self, why: str, process: int) -> None:
         """Process 0 asks all where they are."""
@@ -251,27 +260,27 @@ class Lifeline:
         positions = self._positions | {0: self.position()}
         silent = sorted(set(self._wires) - self._inquiry.answered)
         account, suspect = account_of(positions, silent, self._label)
-        self._tell_all(self._fate("hang", f"{self._inquiry.why}. {account}", ExitCode.PEER, suspect))
+        self._tell_all(self._exit_reason("hang", f"{self._inquiry.why}. {account}", ExitCode.PEER, suspect))
 
-    def _tell_all(self, fate: Fate) -> None:
+    def _tell_all(self, exit_reason: ExitReason) -> None:
         """Ends the run: process 0 tells the others why, and goes last, because JAX's service goes with it."""
         if self._identity.process_id == 0:
-            told = asdict(fate) | {"code": int(code_for_peers(fate.code))}
-            if isinstance(fate, Abandoned):
-                told |= {"code": int(fate.code), "asked_by": None}
-            if fate.kind == "failed":
-                told |= {"kind": "peer_lost", "why": self._blame(fate.process, f"failed: {fate.why}")}
-            self._broadcast({"kind": "verdict", "fate": told})
+            told = asdict(exit_reason) | {"code": int(code_for_peers(exit_reason.code))}
+            if isinstance(exit_reason, AbandonedStart):
+                told |= {"code": int(exit_reason.code), "asked_by": None}
+            if exit_reason.kind == "failed":
+                told |= {"kind": "peer_lost", "why": self._blame(exit_reason.process, f"failed: {exit_reason.why}")}
+            self._broadcast({"kind": "verdict", "exit_reason": told})
             until = time.monotonic() + _GOING_LAST_SECONDS
             while self._wires and time.monotonic() < until:
                 for event, _ in self._selector.select(0.05):
                     if event.data in self._wires and self._wires[event.data].receive() is None:
                         self._drop(event.data)
-        self._end(fate)
+        self._end(exit_reason)
 
-    def _end(self, fate: Fate) -> None:
+    def _end(self, exit_reason: ExitReason) -> None:
         if self._own is None and not self._leaving:
-            self.ending.now(fate)
+            self.exit_handler.exit_now(exit_reason)
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for wire in self._wires.values():
@@ -282,13 +291,15 @@ class Lifeline:
         self._selector.unregister(wire)
         wire.close()
 
-    def _fate(self, kind: str, why: str, code: int, process: int | None = None) -> Fate:
+    def _exit_reason(self, kind: str, why: str, code: int, process: int | None = None) -> ExitReason:
         if kind == "failed":
             me = self._identity.process_id
-            return Fate(kind, why, code, me, self._hosts[me])
+            return ExitReason(kind, why, code, me, self._hosts[me])
         if kind == "peer_lost":
-            return Fate(kind, self._blame(process, why), int(code_for_peers(code)), process, self._hosts[process or 0])
-        return Fate(kind, why, code, process, None if process is None else self._hosts[process])
+            return ExitReason(
+                kind, self._blame(process, why), int(code_for_peers(code)), process, self._hosts[process or 0]
+            )
+        return ExitReason(kind, why, code, process, None if process is None else self._hosts[process])
 
     def _blame(self, process: int | None, why: str) -> str:
         return f"{self._label(process or 0)} {why}"
@@ -297,15 +308,15 @@ class Lifeline:
         return f"process {process} of {self._identity.processes} on {self._hosts[process]}"
 
 
-def _fate_from(record: dict[str, Any]) -> Fate:
+def _exit_reason_from(record: dict[str, Any]) -> ExitReason:
     """What process 0 says. Raises `TypeError` or `ValueError` if that makes no sense."""
     ExitCode(record["code"])
-    fate = Abandoned(**record) if record["kind"] == ABANDONED else Fate(**record)
-    texts = (fate.kind, fate.why, "" if fate.host is None else fate.host)
-    process = 0 if fate.process is None else fate.process
+    exit_reason = AbandonedStart(**record) if record["kind"] == ABANDONED else ExitReason(**record)
+    texts = (exit_reason.kind, exit_reason.why, "" if exit_reason.host is None else exit_reason.host)
+    process = 0 if exit_reason.process is None else exit_reason.process
     if not all(type(one) is str for one in texts) or type(process) is not int or process < 0:
-        raise TypeError("no fate")
-    return replace(fate, why=printable_lines(fate.why))
+        raise TypeError("no exit_reason")
+    return replace(exit_reason, why=printable_lines(exit_reason.why))
 
 
 @dataclass
@@ -347,12 +358,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def lifeline_alone(identity: Identity) -> Lifeline:
+def heartbeat_alone(identity: Identity) -> Heartbeat:
     """For a run that has no other processes, or does not want to hear of them."""
-    return Lifeline(identity, {}, Ending(identity.label), 0.0, 0.0)
+    return Heartbeat(identity, {}, ExitHandler(identity.label), 0.0, 0.0)
 
 
-def end_on_exceptions_in_threads(lifeline: Lifeline) -> None:
+def end_on_exceptions_in_threads(heartbeat: Heartbeat) -> None:
     """Lets an exception that nobody catches, in whatever thread, end the process as one in the main thread does."""
 
     def raised(arguments: threading.ExceptHookArgs) -> None:
@@ -360,9 +371,9 @@ def end_on_exceptions_in_threads(lifeline: Lifeline) -> None:
         error = arguments.exc_value
         if error is None or isinstance(error, SystemExit):
             return
-        if may_tell_of_a_lost_peer(error):
-            lifeline.miss()
+        if may_mean_a_lost_peer(error):
+            heartbeat.miss()
         name = arguments.thread.name if arguments.thread else "a thread"
-        lifeline.end(f"{summary(error)} (in thread {name!r})", code_of(error))
+        heartbeat.end(f"{summary(error)} (in thread {name!r})", code_of(error))
 
     threading.excepthook = raised

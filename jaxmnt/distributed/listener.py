@@ -39,7 +39,7 @@ Said = list[tuple[socket.socket, bytes | None]]
 """Lines of those who have the key; None for one who has hung up, or says too much."""
 
 
-class Door:
+class Listener:
     """Listens on process 0's port. Strangers cost little, are counted and named, and end nothing."""
 
     def __init__(self, server: socket.socket, key: bytes, processes: int):

@@ -3,7 +3,7 @@
 `jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens
 on the coordinator's own port, each other process shows that it has the run's key and says who it is in one line of
 JSON, and when all are there (or time is up) process 0 tells everyone the outcome and stops listening, so that JAX can.
-The connections stay open: a `Lifeline` goes on with them.
+The connections stay open: a `Heartbeat` goes on with them.
 """
 
 import contextlib
@@ -16,8 +16,15 @@ from jaxmnt.distributed import addresses, authentication
 from jaxmnt.distributed.authentication import say
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import parse
-from jaxmnt.distributed.listener import Door
-from jaxmnt.distributed.rendezvous_server import LONGEST_TROUBLE, LOOK_SECONDS, Desk, Hello, Peer, Wish
+from jaxmnt.distributed.listener import Listener
+from jaxmnt.distributed.rendezvous_server import (
+    LONGEST_TROUBLE,
+    LOOK_SECONDS,
+    Hello,
+    Peer,
+    RendezvousServer,
+    StopReason,
+)
 from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines
 
@@ -31,13 +38,13 @@ _OTHER_FILES = 512
 """Files and connections that process 0 has besides those to the others."""
 
 
-def hold(
+def join(
     identity: Identity,
     facts: dict[str, str],
     timeout_seconds: float,
     key: bytes,
     trouble: UserError | None = None,
-    wish: Wish = lambda: None,
+    stop_reason: StopReason = lambda: None,
 ) -> dict[int, Peer]:
     """Returns once every process has arrived with the same `facts` (versions, config digest).
 
@@ -45,9 +52,9 @@ def hold(
 
     `trouble` is why this process cannot take part; everyone is told. Raises `AbsentError` naming the processes that
     have not appeared when time is up, `PeerError` (exit 4) if one had and has gone away, `StoppedError` in everyone who
-    is here when one is asked to stop (`wish`), process 0's trouble if it is in any, `ConfigError` (exit 2) naming the
-    process whose id, count or config disagree with process 0's, and `PreflightError` (exit 3) naming the host that is
-    in trouble or whose software, data, key or network is not as it should be.
+    is here when one is asked to stop (`stop_reason`), process 0's trouble if it is in any, `ConfigError` (exit 2)
+    naming the process whose id, count or config disagree with process 0's, and `PreflightError` (exit 3) naming the
+    host that is in trouble or whose software, data, key or network is not as it should be.
     """
     if identity.alone:
         if trouble is not None:
@@ -65,8 +72,8 @@ def hold(
     }
     if identity.process_id == 0:
         addresses.check_own(identity, timeout_seconds)
-        return _listen(identity, hello, deadline, timeout_seconds, key, wish)
-    caller = _Caller(identity, hello, key, wish)
+        return _listen(identity, hello, deadline, timeout_seconds, key, stop_reason)
+    caller = _Client(identity, hello, key, stop_reason)
     try:
         return {0: caller.report(deadline, timeout_seconds)}
     except (PeerError, PreflightError):
@@ -75,22 +82,24 @@ def hold(
         raise
 
 
-def _listen(identity: Identity, own: Hello, deadline: float, timeout: float, key: bytes, wish: Wish) -> dict[int, Peer]:
+def _listen(
+    identity: Identity, own: Hello, deadline: float, timeout: float, key: bytes, stop_reason: StopReason
+) -> dict[int, Peer]:
     """Process 0: collects hellos until all are there, then answers everyone alike."""
     _allow_connections(identity.processes)
-    door = Door(_open_port(identity), key, identity.processes)
-    desk = Desk(identity, own, door)
+    listener = Listener(_open_port(identity), key, identity.processes)
+    server = RendezvousServer(identity, own, listener)
     peers: dict[int, Peer] = {}
     try:
-        outcome = desk.collect(deadline, timeout, wish)
-        desk.answer(outcome)
+        outcome = server.collect(deadline, timeout, stop_reason)
+        server.answer(outcome)
         if outcome is not None:
             raise outcome
-        peers = desk.peers()
+        peers = server.peers()
     finally:
-        door.close(keeping={peer.connection for peer in peers.values()})
-    if door.account:
-        say(f"note: all processes are here; {door.account} and were refused")
+        listener.close(keeping={peer.connection for peer in peers.values()})
+    if listener.account:
+        say(f"note: all processes are here; {listener.account} and were refused")
     return peers
 
 
@@ -127,11 +136,11 @@ def _allow_connections(processes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-class _Caller:
+class _Client:
     """Any process but 0: shows its key and says hello, retrying until process 0 listens, and waits for the outcome."""
 
-    def __init__(self, identity: Identity, hello: Hello, key: bytes, wish: Wish):
-        self._identity, self._hello, self._key, self._wish = identity, hello, key, wish
+    def __init__(self, identity: Identity, hello: Hello, key: bytes, stop_reason: StopReason):
+        self._identity, self._hello, self._key, self._stop_reason = identity, hello, key, stop_reason
         self._met = False
         """Whether process 0 was there once."""
         self._refused_since: float | None = None
@@ -141,7 +150,7 @@ class _Caller:
     def report(self, deadline: float, timeout: float) -> Peer:
         reason, stranger = "no connection was tried", False
         while time.monotonic() < deadline:
-            if (asked := self._wish()) is not None:
+            if (asked := self._stop_reason()) is not None:
                 raise stopped(asked, self._identity)
             pause, stranger = _RETRY_SECONDS, False
             try:
@@ -196,9 +205,9 @@ class _Caller:
         line = b""
         connection.settimeout(LOOK_SECONDS)
         while not line.endswith(b"\n"):
-            if (reason := self._wish()) is not None:
+            if (reason := self._stop_reason()) is not None:
                 error = stopped(reason, self._identity)
-                # In the lifeline's words as well: process 0 may have ended the roll call just now.
+                # In the heartbeat's words as well: process 0 may have ended the roll call just now.
                 told = {"stopping": reason, "kind": "stopped", "why": str(error)}
                 with contextlib.suppress(OSError):
                     connection.sendall(json.dumps(told).encode() + b"\n")

@@ -12,13 +12,13 @@ from jaxmnt.distributed import authentication
 from jaxmnt.distributed.authentication import say
 from jaxmnt.distributed.identity import Identity, is_loopback
 from jaxmnt.distributed.json_socket import parse
-from jaxmnt.distributed.listener import Door
+from jaxmnt.distributed.listener import Listener
 from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, shortened
 
 LONGEST_TROUBLE = 1000
 LOOK_SECONDS = 0.2
-"""How long it takes at most to notice the wish to stop."""
+"""How long it takes at most to notice the request to stop."""
 _FIRST_NEWS_SECONDS, _NEWS_SECONDS = 5.0, 15.0
 """When, and how often, process 0 says for whom it waits."""
 
@@ -28,7 +28,7 @@ _TELLING_SECONDS = 5.0
 Hello = dict[str, Any]
 """process, processes, host, time, facts, trouble and its exit code, whether the host's own name is a loopback
 address there."""
-Wish = Callable[[], str | None]
+StopReason = Callable[[], str | None]
 """What has asked this process to stop, if anything has."""
 CONFIG_FACTS, DATA_FACTS = ("config digest",), ("data digest",)
 """Facts about the config: who differs in them was given another one. The others are about a host."""
@@ -44,11 +44,11 @@ class Peer:
     """Between which bounds, in seconds, this process's clock is ahead of process 0's. Zero for process 0's peers."""
 
 
-class Desk:
+class RendezvousServer:
     """Where process 0 notes who is here. A process is here for as long as its connection is."""
 
-    def __init__(self, identity: Identity, own: Hello, door: Door):
-        self._identity, self._door = identity, door
+    def __init__(self, identity: Identity, own: Hello, listener: Listener):
+        self._identity, self._listener = identity, listener
         self._hello: dict[int, Hello] = {0: own}
         self._connection_of: dict[int, socket.socket] = {}
         self._went: set[int] = set()
@@ -56,13 +56,13 @@ class Desk:
         self._heard_after: dict[socket.socket, float] = {}
         """Seconds from a hello's time, by its sender's clock, until it was heard, by ours."""
 
-    def collect(self, deadline: float, timeout: float, wish: Wish) -> UserError | None:
+    def collect(self, deadline: float, timeout: float, stop_reason: StopReason) -> UserError | None:
         """Runs until everyone is here (None) or something is wrong (the error for everyone)."""
         wrong: UserError | None = _trouble_of(self._hello[0])
         deadline = _soon(deadline) if wrong else deadline
         news = time.monotonic() + _FIRST_NEWS_SECONDS
         while len(self._hello) < self._identity.processes:
-            if (reason := wish()) is not None:
+            if (reason := stop_reason()) is not None:
                 return wrong or stopped(reason, self._identity)
             now = time.monotonic()
             if now >= deadline:
@@ -70,8 +70,8 @@ class Desk:
             if now >= news and not wrong:
                 news = now + _NEWS_SECONDS
                 say(f"{self._missing('still to come')} {self._present()}")
-            for connection, line in self._door.wait(min(deadline - now, LOOK_SECONDS)):
-                if line is not None and not self._door.knows(connection):
+            for connection, line in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
+                if line is not None and not self._listener.knows(connection):
                     continue  # it was dropped for what it said before
                 error = self._hear(connection, line)
                 if isinstance(error, StoppedError):
@@ -89,7 +89,7 @@ class Desk:
             "at_fault": next(iter(outcome.processes), None) if outcome else None,
             "host": self._hello[0]["host"],
         }
-        for connection in self._door.known():
+        for connection in self._listener.known():
             with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
                 connection.settimeout(5)
                 times = {"time": time.time(), "heard_after": self._heard_after.get(connection, 0.0)}
@@ -120,7 +120,7 @@ class Desk:
             reason = shortened(str(parse(line)["stopping"]))
         except (ValueError, KeyError, TypeError):  # of another version: what it says is no word of this one
             self._hear(connection, None)
-            self._door.drop(connection)
+            self._listener.drop(connection)
             return None
         host, count = self._hello[process]["host"], self._identity.processes
         return StoppedError(
@@ -138,7 +138,7 @@ class Desk:
         if process in self._connection_of and _hung_up(self._connection_of[process]):
             gone = self._connection_of[process]
             self._hear(gone, None)
-            self._door.drop(gone)
+            self._listener.drop(gone)
         if process in self._hello:
             return ConfigError(
                 f"cluster.process_id: {process} was given twice, to processes on {self._hello[process]['host']} "
@@ -185,12 +185,12 @@ class Desk:
         """Time is up. Those who have never appeared may come to another start."""
         missing = [one for one in range(self._identity.processes) if one not in self._hello]
         text = f"{self._missing('did not arrive')} within {timeout:g} s {self._present()}"
-        if self._door.with_another_key:
+        if self._listener.with_another_key:
             return PreflightError(
-                f"{text}, and {self._door.account}: share run.dir among all hosts, or set {authentication.RUN_KEY} "
+                f"{text}, and {self._listener.account}: share run.dir among all hosts, or set {authentication.RUN_KEY} "
                 f"to the same in all processes (it counts more than run.dir/{authentication.FILE})"
             ).blaming(processes=missing)
-        text += f"; {self._door.account}" if self._door.account else ""
+        text += f"; {self._listener.account}" if self._listener.account else ""
         if gone := self._went.intersection(missing):
             return PeerError(
                 f"{text}; process {', '.join(map(str, sorted(gone)[:20]))} had arrived and went away: see why it ended"

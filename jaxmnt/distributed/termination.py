@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
 
-_ACTS_SECONDS = 5.0
+_HOOKS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Fate:
+class ExitReason:
     """Why a run ends in this process."""
 
     kind: str
@@ -32,35 +32,35 @@ class Fate:
     host: str | None = None
 
 
-Act = Callable[[Fate], None]
+ExitHook = Callable[[ExitReason], None]
 
 
-class Ending:
+class ExitHandler:
     """The last acts of this process. Whoever ends it first decides why; the others wait for the end."""
 
     def __init__(self, label: str = ""):
-        self.fate: Fate | None = None
+        self.exit_reason: ExitReason | None = None
         """Why the main thread is about to end, if it is."""
         self._prefix = f"jaxmnt: {label}: " if label else "jaxmnt: "
-        self._acts: list[Act] = []
+        self._hooks: list[ExitHook] = []
         self._begun = threading.Lock()
 
     @contextmanager
-    def with_last(self, act: Act) -> Iterator[None]:
+    def with_hook(self, act: ExitHook) -> Iterator[None]:
         """Inside, and after an exception from there on, `act` is among the last acts.
 
         They have five seconds in all, side by side: one on a file system that hangs keeps no other from its own.
         """
-        self._acts.append(act)
+        self._hooks.append(act)
         yield
-        self._acts.remove(act)
+        self._hooks.remove(act)
 
-    def now(self, fate: Fate) -> NoReturn:
-        """Ends the process. Its exit code is the fate's."""
+    def exit_now(self, exit_reason: ExitReason) -> NoReturn:
+        """Ends the process. Its exit code is the exit_reason's."""
         self._begin()
-        self._exit(fate, fate.code, told=False)
+        self._exit(exit_reason, exit_reason.code, told=False)
 
-    def leave(self, code: int, *, at_once: bool) -> int:
+    def finish(self, code: int, *, at_once: bool) -> int:
         """Ends the main thread's way: returns `code`, or after a failure ends the process, as it does if `at_once`.
 
         No thread that a library has left behind, such as one of Orbax in the barrier of a save that failed, may keep a
@@ -69,38 +69,38 @@ class Ending:
         if not at_once and code in (ExitCode.FINISHED, ExitCode.STOPPED):
             return code
         self._begin()
-        self._exit(self.fate, code, told=True)
+        self._exit(self.exit_reason, code, told=True)
 
     def _begin(self) -> None:
         if not self._begun.acquire(blocking=False):
             threading.Event().wait()
 
-    def _exit(self, fate: Fate | None, code: int, *, told: bool) -> NoReturn:
+    def _exit(self, exit_reason: ExitReason | None, code: int, *, told: bool) -> NoReturn:
         """Whatever may hang, a file system or somebody who does not read what we print, has its time and no more."""
         try:
-            acting = threading.Thread(target=self._act, args=(fate, told), daemon=True)
+            acting = threading.Thread(target=self._run_hooks, args=(exit_reason, told), daemon=True)
             acting.start()
-            acting.join(_ACTS_SECONDS)
+            acting.join(_HOOKS_SECONDS)
         finally:
             os._exit(int(code))
 
-    def _act(self, fate: Fate | None, told: bool) -> None:
+    def _run_hooks(self, exit_reason: ExitReason | None, told: bool) -> None:
         acting = []
-        for act in self._acts if fate is not None else []:
-            acting.append(threading.Thread(target=self._try, args=(act, fate), daemon=True))
+        for act in self._hooks if exit_reason is not None else []:
+            acting.append(threading.Thread(target=self._try, args=(act, exit_reason), daemon=True))
             acting[-1].start()
-        if fate is not None and not told:
-            self._say(fate.why if fate.code == ExitCode.STOPPED else f"error: {fate.why}")
+        if exit_reason is not None and not told:
+            self._say(exit_reason.why if exit_reason.code == ExitCode.STOPPED else f"error: {exit_reason.why}")
         for stream in (sys.stderr, sys.stdout):
             with suppress(OSError, ValueError):  # nobody reads it any more
                 stream.flush()
         for thread in acting:
             thread.join()
 
-    def _try(self, act: Act, fate: Fate | None) -> None:
-        assert fate is not None
+    def _try(self, act: ExitHook, exit_reason: ExitReason | None) -> None:
+        assert exit_reason is not None
         try:
-            act(fate)
+            act(exit_reason)
         except Exception as error:  # the end comes anyway
             self._say(f"note: {type(error).__name__}: {error}")
 
@@ -115,7 +115,7 @@ def code_for_peers(code: int) -> ExitCode:
 
 
 ABANDONED = "start_abandoned"
-"""The event, and the kind of fate."""
+"""The event, and the kind of exit_reason."""
 STOPPED, PEERS = "stopped", "peers"
 _A_DAY_SECONDS = 24 * 3600.0
 _TELLING_SECONDS = 3.0
@@ -138,7 +138,7 @@ class StoppedError(UserError):
 
 
 @dataclass(frozen=True)
-class Abandoned(Fate):
+class AbandonedStart(ExitReason):
     """The end of such a start."""
 
     reason: str = STOPPED
@@ -147,12 +147,12 @@ class Abandoned(Fate):
     waited_seconds: float = 0.0
 
 
-def fate_of(error: UserError) -> Abandoned:
+def exit_reason_of(error: UserError) -> AbandonedStart:
     """How a process ends that has met with one of these errors."""
     process, waited = next(iter(error.processes), None), time.monotonic() - _began
     if isinstance(error, StoppedError):
-        return Abandoned(ABANDONED, str(error), ExitCode.STOPPED, process, None, STOPPED, error.asked_by, waited)
-    return Abandoned(ABANDONED, str(error), ExitCode.STOPPED, process, None, PEERS, None, waited)
+        return AbandonedStart(ABANDONED, str(error), ExitCode.STOPPED, process, None, STOPPED, error.asked_by, waited)
+    return AbandonedStart(ABANDONED, str(error), ExitCode.STOPPED, process, None, PEERS, None, waited)
 
 
 def stopped(reason: str, identity: Identity) -> StoppedError:
@@ -162,13 +162,13 @@ def stopped(reason: str, identity: Identity) -> StoppedError:
     ).blaming(processes=[identity.process_id])  # fmt: skip
 
 
-class EarlyLeave:
+class EarlyExit:
     """Ends this process when it is asked to stop before its first step: at once, from whatever thread, and so that the
     others know."""
 
-    def __init__(self, identity: Identity, ending: Ending):
-        self._identity, self._ending = identity, ending
-        self.tell: Callable[[Abandoned], None] | None = None
+    def __init__(self, identity: Identity, exit_handler: ExitHandler):
+        self._identity, self._exit_handler = identity, exit_handler
+        self.tell: Callable[[AbandonedStart], None] | None = None
         """Tells the other processes, once they are connected."""
         self._reason: str | None = None
         self._roll_call_is_over = threading.Event()
@@ -176,8 +176,8 @@ class EarlyLeave:
         self._failed = False
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Inside, the roll call is held: it looks for the wish, and tells the others itself."""
+    def during_rendezvous(self) -> Iterator[None]:
+        """Inside, the roll call is held: it looks for the request to stop, and tells the others itself."""
         self._roll_call_is_over.clear()
         try:
             yield
@@ -187,7 +187,7 @@ class EarlyLeave:
         finally:
             self._roll_call_is_over.set()
 
-    def wish(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """What has asked this process to stop, if anything has."""
         return self._reason
 
@@ -200,10 +200,10 @@ class EarlyLeave:
         self._roll_call_is_over.wait(_TELLING_SECONDS)
         if self._failed:
             return
-        fate = fate_of(stopped(reason, self._identity))
+        exit_reason = exit_reason_of(stopped(reason, self._identity))
         if self.tell is not None:
-            self.tell(fate)
-        self._ending.now(fate)
+            self.tell(exit_reason)
+        self._exit_handler.exit_now(exit_reason)
 
 
 def refuse_to_wait_for_ever(records: Sequence[dict[str, Any]], error: AbsentError, now: float) -> None:
@@ -253,21 +253,23 @@ _OF_A_BROKEN_DEVICE = (
 """CUDA's names: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
 
 
-def tells_of_a_broken_device(why: str) -> bool:
+def is_device_error(why: str) -> bool:
     """Whether the words of an error are those of a device or driver, and not of the program that uses it."""
     return any(sign in why for sign in _OF_A_BROKEN_DEVICE)
 
 
-def bears_its_sign(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether the words of an error are those of a lost connection."""
     return any(sign in str(error) for sign in _SIGNS)
 
 
-def may_tell_of_a_lost_peer(error: BaseException) -> bool:
+def may_mean_a_lost_peer(error: BaseException) -> bool:
     """Whether it is worth waiting a moment for the name of who is gone."""
     if isinstance(error, PeerError):
         return True
     import jax
 
     # A dispatch that finds a connection closed raises ValueError with the same words.
-    return isinstance(error, jax.errors.JaxRuntimeError) or (isinstance(error, ValueError) and bears_its_sign(error))
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and is_connection_error(error)
+    )

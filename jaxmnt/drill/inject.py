@@ -48,15 +48,15 @@ def main(arguments: list[str]) -> int:
     identity = identify(config.cluster)
     told = json.loads(Path(plan).read_text(encoding="utf-8"))
     faults = [Fault(**fault) for fault in told["faults"]]
-    saboteur = Saboteur(identity, Path(told["journal"]), Path(config.run.dir))
-    saboteur.pace([fault.offset for fault in faults if fault.moment == "idle"])
+    injector = FaultInjector(identity, Path(told["journal"]), Path(config.run.dir))
+    injector.pace([fault.offset for fault in faults if fault.moment == "idle"])
     for fault in faults:
         if fault.victim in (None, identity.process_id):
-            saboteur.arm(fault)
+            injector.arm(fault)
     return train.main(train_arguments)
 
 
-class Saboteur:
+class FaultInjector:
     """Causes faults in this process. Everything it touches it wraps: what is wrapped goes on as before."""
 
     def __init__(self, identity: Identity, journal: Path, run_dir: Path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.commands import HERE, Parser, run_command
-from jaxmnt.distributed.termination import tells_of_a_broken_device
+from jaxmnt.distributed.termination import is_device_error
 from jaxmnt.errors import ExitCode
 from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, waited_in_vain
 from jaxmnt.telemetry.events import last_commit
@@ -152,7 +152,7 @@ def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] |
         why = str(event.get("why"))
         its_program = event.get("at_fault") in raised or f" {RAISED}: " in why
         node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
-        if event["kind"] not in (*BLAMING, RAISED) or (its_program and not tells_of_a_broken_device(why)):
+        if event["kind"] not in (*BLAMING, RAISED) or (its_program and not is_device_error(why)):
             continue
         if node is not None:
             votes.setdefault(event["process"], (node, why))

@@ -15,7 +15,7 @@ from jaxmnt.config.load import load_config
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, ExitCode, printable
-from jaxmnt.parallel.axes import accumulation_passes, resolve_sizes
+from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 
 _GPU_HOSTS = {
     # Collectives and products overlap, pipelined over layers: XLA's own bundle of flags for that.
@@ -65,7 +65,7 @@ def check_batch(config: Config, devices: int) -> None:
     The global batch stays whatever the number of devices; the passes that a step takes follow from it.
     """
     try:
-        accumulation_passes(config, resolve_sizes(config.mesh, devices))
+        num_microbatches(config, resolve_sizes(config.mesh, devices))
     except ConfigError as error:
         raise ConfigError(f"{error} (launch.nodes and launch.gpus_per_node make {devices} devices)") from error
 

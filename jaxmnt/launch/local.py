@@ -161,7 +161,9 @@ class _Crew:
         assert failed.code is not None
         lost = failed.code in _ENDED_BY_A_PEER
         code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
-        return Outcome(code, f"process {failed.number} {failed.fate}; its log is {printable(str(failed.log_path))}")
+        return Outcome(
+            code, f"process {failed.number} {failed.exit_reason}; its log is {printable(str(failed.log_path))}"
+        )
 
     def _start(self, processes: int) -> None:
         """A signal that came before a process was there is handed on to it when it is."""
@@ -214,7 +216,7 @@ class _Child:
         return code
 
     @property
-    def fate(self) -> str:
+    def exit_reason(self) -> str:
         assert self.code is not None
         if self.code < 0:
             return f"was ended by {signal.Signals(-self.code).name}"

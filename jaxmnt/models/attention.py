@@ -74,12 +74,12 @@ class KVHeads:
 
     def __init__(self, heads: int, kv_heads: int, placement: Placement):
         self._placement = placement
-        ways = placement.ways("heads")
-        self._split = ways > 1 and placement.ways("kv_heads") == 1
+        num_shards = placement.num_shards("heads")
+        self._split = num_shards > 1 and placement.num_shards("kv_heads") == 1
         if not self._split:
             return
-        local, group = heads // ways, heads // kv_heads
-        needed = [[(shard * local + query) // group for query in range(local)] for shard in range(ways)]
+        local, group = heads // num_shards, heads // kv_heads
+        needed = [[(shard * local + query) // group for query in range(local)] for shard in range(num_shards)]
         own = [sorted(set(row)) for row in needed]
         most = max(map(len, own))
         self._own = np.array([row + row[-1:] * (most - len(row)) for row in own])

@@ -34,7 +34,7 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
     return sizes
 
 
-def accumulation_passes(config: Config, sizes: Mapping[str, int]) -> int:
+def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
     """How many passes, or microbatches, make up the global batch, from `train.microbatch_size` and the batch shards.
 
     Raises `ConfigError`, naming global batch sizes that do fit, when the global batch does not divide.

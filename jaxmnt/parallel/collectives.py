@@ -27,7 +27,7 @@ def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> A
     def one(weight: jax.Array, names: Axes) -> jax.Array:
         if "norm" in names:
             return weight.astype(jnp.float32)
-        gathered = placement.gathered_over(names)
+        gathered = placement.gathered_axes(names)
         if gathered is None:
             return weight.astype(dtype)
         dimension, over = gathered
@@ -41,7 +41,7 @@ def reshard(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.d
     are gathered over. What crosses devices is in `reduce_dtype`."""
 
     def one(gradient: jax.Array, names: Axes) -> jax.Array:
-        gathered = placement.gathered_over(names)
+        gathered = placement.gathered_axes(names)
         if gathered is not None:
             dimension, over = gathered
             gradient = gradient.astype(reduce_dtype)
@@ -58,7 +58,7 @@ def reduce_gradients(gradients: Any, axes: Any, placement: Placement, reduce_dty
     """
 
     def one(gradient: jax.Array, names: Axes) -> jax.Array:
-        over = placement.whole_over(names)
+        over = placement.replicated_axes(names)
         if not over:
             return gradient
         return jax.lax.psum(gradient.astype(reduce_dtype), over).astype(jnp.float32)
@@ -96,13 +96,13 @@ def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str) -> jax.
     if not over:
         return x_BLD
     if not placement.mesh_axes(split):
-        return own_piece(x_BLD, placement)
+        return local_shard(x_BLD, placement)
     return checkpoint_name(jax.lax.psum_scatter(x_BLD, over, scatter_dimension=1, tiled=True), SCATTERED)
 
 
-def own_piece(x_BLD: jax.Array, placement: Placement) -> jax.Array:
+def local_shard(x_BLD: jax.Array, placement: Placement) -> jax.Array:
     """This device's piece of the length of something that all devices have whole."""
-    size = x_BLD.shape[1] // placement.ways("sequence")
+    size = x_BLD.shape[1] // placement.num_shards("sequence")
     return jax.lax.dynamic_slice_in_dim(x_BLD, index_along("sequence", placement) * size, size, axis=1)
 
 
@@ -112,7 +112,7 @@ def sum_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
     return jax.lax.psum(x, over) if over else x
 
 
-def largest_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
+def max_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
     """The maximum over the pieces of a logical axis."""
     over = placement.mesh_axes(axis)
     return jax.lax.pmax(x, over) if over else x
@@ -123,7 +123,7 @@ def sum_over_stages(x: jax.Array, placement: Placement) -> jax.Array:
     return jax.lax.psum(x, "pipeline") if placement.stages > 1 else x
 
 
-def from_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
+def broadcast_from_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
     """What `stage` has, on every stage: a sum to which the others add zeros."""
     if placement.stages == 1:
         return x
@@ -131,7 +131,7 @@ def from_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
     return jax.lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), "pipeline")
 
 
-def to_neighbour(x: jax.Array, placement: Placement, *, forward: bool, circular: bool) -> jax.Array:
+def shift_stage(x: jax.Array, placement: Placement, *, forward: bool, circular: bool) -> jax.Array:
     """Hands x to the next stage, or to the one before. Unless `circular`, one end gets zeros."""
     stages = placement.stages
     pairs = [(stage, (stage + 1) % stages) for stage in range(stages if circular else stages - 1)]

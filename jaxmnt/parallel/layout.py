@@ -37,9 +37,9 @@ class Dimension:
         return np.array([slot for _, slot in sorted(filled)])
 
 
-def padded(size: int, ways: int) -> Dimension | None:
-    """`size` indices with zeros after them up to a multiple of `ways`; None if it is one."""
-    extra = -size % ways
+def padded(size: int, num_shards: int) -> Dimension | None:
+    """`size` indices with zeros after them up to a multiple of `num_shards`; None if it is one."""
+    extra = -size % num_shards
     return Dimension((*range(size), *[EMPTY] * extra)) if extra else None
 
 
@@ -54,26 +54,20 @@ class Layout:
         """Whether an array with these logical axes lies otherwise than it is stored."""
         return any(axis in self.dimensions for axis in axes)
 
-    def placed_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
-        return tuple(
-            len(self.dimensions[axis].slots) if axis in self.dimensions else size
-            for size, axis in zip(shape, axes, strict=True)
-        )
-
     def canonical_sharding(self, shape: Sequence[int], axes: Axes) -> NamedSharding:
         """The canonical array's sharding: what splits a dimension that moves splits another one, if one divides."""
         placement = self.placement
         split = [() if axis in self.dimensions else placement.mesh_axes(axis) for axis in axes]
         freed = [name for axis in axes if axis in self.dimensions for name in placement.mesh_axes(axis)]
         for name in freed:
-            ways = [math.prod(placement.sizes[one] for one in names) * placement.sizes[name] for names in split]
-            fits = [i for i, axis in enumerate(axes) if axis not in self.dimensions and shape[i] % ways[i] == 0]
+            num_shards = [math.prod(placement.sizes[one] for one in names) * placement.sizes[name] for names in split]
+            fits = [i for i, axis in enumerate(axes) if axis not in self.dimensions and shape[i] % num_shards[i] == 0]
             if fits:
-                best = max(fits, key=lambda i: shape[i] // ways[i])
+                best = max(fits, key=lambda i: shape[i] // num_shards[i])
                 split[best] = (*split[best], name)
         return NamedSharding(placement.mesh, P(*(names or None for names in split)))
 
-    def place(self, array: jax.Array, axes: Axes) -> jax.Array:
+    def to_device_layout(self, array: jax.Array, axes: Axes) -> jax.Array:
         """Canonical to placed; inside jit. The move itself is local, the change of sharding an exchange."""
         if not self.moves(axes):
             return array
@@ -89,7 +83,7 @@ class Layout:
         array = jax.lax.with_sharding_constraint(array, between)
         return jax.lax.with_sharding_constraint(array, self.placement.sharding(axes))
 
-    def canonical(self, array: jax.Array, axes: Axes) -> jax.Array:
+    def to_checkpoint_layout(self, array: jax.Array, axes: Axes) -> jax.Array:
         """Placed to canonical; inside jit."""
         if not self.moves(axes):
             return array

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.schema import AXES, Config, Mesh
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.axes import BATCH_AXES, accumulation_passes, resolve_sizes
+from jaxmnt.parallel.axes import BATCH_AXES, num_microbatches, resolve_sizes
 
 Hosts = Callable[[jax.Device], str]
 """The name of the machine that a device is in."""
@@ -105,7 +105,7 @@ class Placement:
         """The mesh axes of more than one device that a logical axis is split over."""
         return () if axis is None else tuple(name for name in self.rules[axis] if self.sizes[name] > 1)
 
-    def ways(self, axis: str) -> int:
+    def num_shards(self, axis: str) -> int:
         """Into how many pieces a logical axis is split."""
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
 
@@ -117,16 +117,16 @@ class Placement:
     @property
     def batch_shards(self) -> int:
         """Into how many pieces the rows of a batch are split."""
-        return self.ways("batch")
+        return self.num_shards("batch")
 
-    def gathered_over(self, axes: Axes) -> tuple[int, tuple[str, ...]] | None:
+    def gathered_axes(self, axes: Axes) -> tuple[int, tuple[str, ...]] | None:
         """Which dimension of a weight is gathered before use, and over which mesh axes; None if none is."""
         for dimension, axis in enumerate(axes):
             if axis in GATHERED and self.mesh_axes(axis):
                 return dimension, self.mesh_axes(axis)
         return None
 
-    def whole_over(self, axes: Axes) -> tuple[str, ...]:
+    def replicated_axes(self, axes: Axes) -> tuple[str, ...]:
         """The mesh axes over which an array is replicated."""
         used = {name for axis in axes for name in self.mesh_axes(axis)}
         return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
@@ -144,7 +144,7 @@ class Placement:
         return jax.tree.map(self.sharding, axes_tree, is_leaf=is_axes)
 
 
-def place(config: Config, mesh: jax.sharding.Mesh) -> Placement:
+def build_placement(config: Config, mesh: jax.sharding.Mesh) -> Placement:
     """The placement for a config: the table with the config's overrides and with what its sizes ask for.
 
     Raises `ConfigError` for rules that cannot be followed and for sizes that do not divide.
@@ -153,8 +153,8 @@ def place(config: Config, mesh: jax.sharding.Mesh) -> Placement:
     rules["kv_embed"] = rules["embed"]
     kv_heads = config.model.num_kv_heads
     assert kv_heads
-    ways = mesh.shape["model"]
-    if kv_heads % ways or not rules["kv_heads"] or not rules["heads"]:
+    num_shards = mesh.shape["model"]
+    if kv_heads % num_shards or not rules["kv_heads"] or not rules["heads"]:
         # Each device needs other heads than its share: stored once over all, whole where they are used.
         rules["kv_heads"] = ()
         if (
@@ -199,11 +199,11 @@ def _check_divides(config: Config, placement: Placement) -> None:
         ("data.sequence_length", config.data.sequence_length, "sequence"),
         ("model.hidden_size", model.hidden_size, "embed"),
     ):
-        ways = placement.ways(axis)
-        if size % ways:
+        num_shards = placement.num_shards(axis)
+        if size % num_shards:
             names = " × ".join(f"mesh.{name} {placement.sizes[name]}" for name in placement.mesh_axes(axis))
             raise ConfigError(f"{key}: {size} is not divisible by {names}; change one of them")
-    accumulation_passes(config, placement.sizes)
+    num_microbatches(config, placement.sizes)
 
 
 def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
@@ -220,7 +220,7 @@ def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
         whole = [
             (jax.tree_util.keystr(path, simple=True, separator="."), leaf.size)
             for (path, leaf), names in zip(leaves, named, strict=True)
-            if mesh_axis in placement.whole_over(names)
+            if mesh_axis in placement.replicated_axes(names)
         ]
         share = sum(size for _, size in whole) / total
         if share > WHOLE_SHARE:

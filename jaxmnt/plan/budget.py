@@ -19,7 +19,7 @@ from jaxmnt.plan.hlo import Collective, collectives
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
 from jaxmnt.training.compile import compile_step, measure
-from jaxmnt.training.spec import Setting
+from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes
 
 Least = dict[tuple[str, str], float]
@@ -31,97 +31,97 @@ each backward; with dots the two gathers again; with full also the scatter betwe
 at most as much."""
 
 
-def least(setting: Setting) -> Least:
+def least(spec: StepSpec) -> Least:
     """What the scheme needs, by kind of collective and mesh axis. Left out is what is small: single numbers, norm
     scales and the loss's sums over the vocabulary, which `small` bounds."""
-    config, placement = setting.config, setting.placement
-    passes, stages, shares = setting.passes, placement.stages, placement.sizes
-    work = passes * setting.schedule.chunks
+    config, placement = spec.config, spec.placement
+    passes, stages, shares = spec.num_microbatches, placement.stages, placement.sizes
+    work = passes * spec.schedule.chunks
     found: Least = defaultdict(float)
 
-    compute, reduce, zero = setting.dtype.itemsize, setting.reduce_dtype.itemsize, config.mesh.zero
-    for leaf, names in _weights(setting):
+    compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, config.mesh.zero
+    for leaf, names in _weights(spec):
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        gathered = placement.gathered_over(names)
+        gathered = placement.gathered_axes(names)
         if gathered is not None:
-            over, ways = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
+            over, num_shards = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
             uses = 2 if names[0] == "layers" else 1
             gathers, scatters = passes * uses if zero == 3 else 1, 1 if zero == 1 else passes
-            found["all-gather", over] += gathers * stored * (ways - 1) * compute
-            found["reduce-scatter", over] += scatters * stored * (ways - 1) * reduce
-        if "data" in placement.whole_over(names):
+            found["all-gather", over] += gathers * stored * (num_shards - 1) * compute
+            found["reduce-scatter", over] += scatters * stored * (num_shards - 1) * reduce
+        if "data" in placement.replicated_axes(names):
             found["all-reduce", "data"] += 2 * stored * reduce * (1 - 1 / shares["data"])
 
-    rows, length, width = setting.rows_a_pass, config.data.sequence_length, config.model.hidden_size
+    rows, length, width = spec.microbatch_rows, config.data.sequence_length, config.model.hidden_size
     whole = rows * length * width * compute
     if shares["model"] > 1:
         part = 1 - 1 / shares["model"]
         gathers, scatters = SEQUENCE_COLLECTIVES.get(config.train.remat, SEQUENCE_COLLECTIVES["full"])
-        depth = len(setting.layer_slots[0]) // setting.schedule.chunks
+        depth = len(spec.layer_slots[0]) // spec.schedule.chunks
         # Of the ends: the embedding's sum and its gradient, the head's input and its gradient.
         found["all-gather", "model"] += (work * depth * gathers + 2 * passes) * whole * part
         found["reduce-scatter", "model"] += (work * depth * scatters + 2 * passes) * whole * part
     if stages > 1:
         boundary = whole / shares["model"]
-        found["collective-permute", "pipeline"] += 2 * setting.schedule.ticks * boundary
+        found["collective-permute", "pipeline"] += 2 * spec.schedule.ticks * boundary
         # The ends are split over all stages: embedding, its gradient, the head's input, its gradient.
         found["all-reduce", "pipeline"] += 4 * passes * 2 * boundary * (1 - 1 / stages)
     return dict(found)
 
 
-def small(setting: Setting) -> float:
+def small(spec: StepSpec) -> float:
     """A bound of what `least` leaves out, in bytes a step: norm scales, and three numbers a token of the loss."""
-    norms = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf, names in _leaves(setting) if "norm" in names)
-    tokens = setting.passes * setting.rows_a_pass * setting.config.data.sequence_length
+    norms = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf, names in _leaves(spec) if "norm" in names)
+    tokens = spec.num_microbatches * spec.microbatch_rows * spec.config.data.sequence_length
     return 2 * 4 * norms + 2 * 3 * 4 * tokens + 4096
 
 
-def ideal_state_bytes(setting: Setting) -> float:
+def ideal_state_bytes(spec: StepSpec) -> float:
     """Bytes of parameters and optimizer state on a device if all were split over every axis; over `data` if the rules
     say so."""
-    state, placement = abstract_state(setting), setting.placement
+    state, placement = abstract_state(spec), spec.placement
     replicas = 1 if "data" in placement.mesh_axes("embed") else placement.sizes["data"]
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state["params"], state["optimizer"])))
     return total / (placement.mesh.size / replicas)
 
 
-def _weights(setting: Setting) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
+def _weights(spec: StepSpec) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
     """All parameters but norm scales, with their logical axes."""
-    return [(leaf, names) for leaf, names in _leaves(setting) if "norm" not in names]
+    return [(leaf, names) for leaf, names in _leaves(spec) if "norm" not in names]
 
 
-def _leaves(setting: Setting) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
-    leaves = jax.tree.leaves(abstract_state(setting)["params"])
-    return list(zip(leaves, jax.tree.leaves(setting.definition.axes, is_leaf=is_axes), strict=True))
+def _leaves(spec: StepSpec) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
+    leaves = jax.tree.leaves(abstract_state(spec)["params"])
+    return list(zip(leaves, jax.tree.leaves(spec.definition.axes, is_leaf=is_axes), strict=True))
 
 
-def notes(setting: Setting) -> list[str]:
+def notes(spec: StepSpec) -> list[str]:
     """What lies otherwise than a plain reading of the config would have it."""
-    model, placement, found = setting.config.model, setting.placement, []
+    model, placement, found = spec.config.model, spec.placement, []
     for axis, key, extent in (
         ("vocab", "model.vocab_size", model.vocab_size),
         ("mlp", "model.intermediate_size", model.intermediate_size),
     ):
-        if axis in setting.layout.dimensions:
-            placed = len(setting.layout.dimensions[axis].slots)
-            ways = placement.ways(axis)
-            found.append(f"{key}: {extent} is padded with zeros to {placed}, which divides among {ways} devices")
+        if axis in spec.layout.dimensions:
+            placed = len(spec.layout.dimensions[axis].slots)
+            num_shards = placement.num_shards(axis)
+            found.append(f"{key}: {extent} is padded with zeros to {placed}, which divides among {num_shards} devices")
     assert model.num_kv_heads
     if model.num_kv_heads % placement.sizes["model"]:
         found.append(
             f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.model {placement.sizes['model']}: "
             "their weights are stored once, and each device computes the heads that its queries need"
         )
-    empty = sum(layer is None for row in setting.layer_slots for layer in row)
+    empty = sum(layer is None for row in spec.layer_slots for layer in row)
     if empty:
         found.append(f"pipeline: {empty} of {empty + model.num_layers} places for layers are empty: stages are uneven")
-    facts = schedule_facts(setting)
+    facts = schedule_facts(spec)
     if facts and facts["chunks"] > 1 and facts["microbatches"] % facts["stages"]:
         found.append(
             f"pipeline: {facts['microbatches']} microbatches do not fill rounds of {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; use a multiple of {facts['stages']}"
         )
-    moving = moving_bytes(setting, abstract_state(setting))
+    moving = moving_bytes(spec, abstract_state(spec))
     if moving:
         found.append(f"checkpoint: it is stored in another layout; saving takes {size(moving)} more of a device")
     if facts and facts["microbatches"] < facts["stages"]:
@@ -136,9 +136,9 @@ def counted(microbatches: int) -> str:
     return f"{microbatches} microbatch{'es' * (microbatches > 1)}"
 
 
-def schedule_facts(setting: Setting) -> dict[str, Any] | None:
+def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
     """The pipeline's schedule in numbers; None without a pipeline. Idle is a share of a stage's time."""
-    schedule = setting.schedule
+    schedule = spec.schedule
     if schedule.stages == 1:
         return None
     share = schedule.idle_share()
@@ -156,35 +156,35 @@ def schedule_facts(setting: Setting) -> dict[str, Any] | None:
 Report = dict[str, Any]
 
 
-def make_report(setting: Setting, hosts: Callable[[jax.Device], int], memory: int | None) -> Report:
-    """Compiles the step for the setting's devices and says all about it. `memory` is what a device has, in bytes."""
-    state = abstract_state(setting)
+def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], memory: int | None) -> Report:
+    """Compiles the step for the spec's devices and says all about it. `memory` is what a device has, in bytes."""
+    state = abstract_state(spec)
     started = time.perf_counter()
-    step = compile_step(setting, state)
+    step = compile_step(spec, state)
     seconds = time.perf_counter() - started
     text = step.as_text()
-    needed = measure(setting, state, step, memory)
+    needed = measure(spec, state, step, memory)
     return {
         "devices": {
-            "kind": setting.placement.mesh.devices.flat[0].device_kind,
-            "count": setting.placement.mesh.size,
-            "hosts": len({hosts(device) for device in setting.placement.mesh.devices.flat}),
+            "kind": spec.placement.mesh.devices.flat[0].device_kind,
+            "count": spec.placement.mesh.size,
+            "hosts": len({hosts(device) for device in spec.placement.mesh.devices.flat}),
         },
-        "mesh": {axis: size for axis, size in setting.placement.sizes.items() if size > 1},
-        "notes": notes(setting),
-        "schedule": schedule_facts(setting),
-        "parameters": parameters(setting),
+        "mesh": {axis: size for axis, size in spec.placement.sizes.items() if size > 1},
+        "notes": notes(spec),
+        "schedule": schedule_facts(spec),
+        "parameters": parameters(spec),
         "memory": vars(needed),
-        "collectives": traffic(setting, text, hosts),
+        "collectives": traffic(spec, text, hosts),
         "compile_seconds": round(seconds, 1),
     }
 
 
-def parameters(setting: Setting) -> list[dict[str, Any]]:
+def parameters(spec: StepSpec) -> list[dict[str, Any]]:
     """One entry a parameter, as it is placed."""
-    placement = setting.placement
-    leaves = jax.tree.leaves_with_path(abstract_state(setting)["params"])
-    axes = jax.tree.leaves(setting.definition.axes, is_leaf=is_axes)
+    placement = spec.placement
+    leaves = jax.tree.leaves_with_path(abstract_state(spec)["params"])
+    axes = jax.tree.leaves(spec.definition.axes, is_leaf=is_axes)
     return [
         {
             "name": jax.tree_util.keystr(path, simple=True, separator="."),
@@ -192,19 +192,19 @@ def parameters(setting: Setting) -> list[dict[str, Any]]:
             "axes": list(names),
             "split": ["×".join(placement.mesh_axes(name)) for name in names],
             "bytes_a_device": bytes_a_device(leaf),
-            "whole_over": list(placement.whole_over(names)),
+            "replicated_axes": list(placement.replicated_axes(names)),
         }
         for (path, leaf), names in zip(leaves, axes, strict=True)
     ]
 
 
-def traffic(setting: Setting, text: str, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
+def traffic(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
     """The collectives of a step by kind, axis and dtype: executions, bytes that a device sends, and how."""
-    mesh = setting.placement.mesh
-    axis_of = _axis_names(setting)
+    mesh = spec.placement.mesh
+    axis_of = _axis_names(spec)
     host = np.array([hosts(device) for device in mesh.devices.flat])
     merged: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for one in collectives(text, mesh.size, _share(setting)):
+    for one in collectives(text, mesh.size, _share(spec)):
         key = (one.kind, axis_of(one), one.dtype)
         entry = merged.setdefault(key, {"times": 0.0, "sent": 0.0, "asynchronous": 0.0, "across": False})
         entry["times"] += one.times
@@ -225,9 +225,9 @@ def traffic(setting: Setting, text: str, hosts: Callable[[jax.Device], int]) -> 
     ]
 
 
-def _share(setting: Setting) -> Callable[[str], float]:
+def _share(spec: StepSpec) -> Callable[[str], float]:
     """How often a condition in the loop over ticks is true, by the scope that is under it."""
-    schedule = setting.schedule
+    schedule = spec.schedule
     work = schedule.microbatches * schedule.chunks / schedule.ticks
     passing = schedule.microbatches / schedule.ticks
     shares = {
@@ -242,10 +242,10 @@ def _share(setting: Setting) -> Callable[[str], float]:
     return share
 
 
-def _axis_names(setting: Setting) -> Callable[[Collective], str]:
+def _axis_names(spec: StepSpec) -> Callable[[Collective], str]:
     """Which mesh axes a collective's groups go along."""
-    sizes = {axis: size for axis, size in setting.placement.sizes.items() if size > 1}
-    ids = np.arange(setting.placement.mesh.size).reshape(list(sizes.values()) or [1])
+    sizes = {axis: size for axis, size in spec.placement.sizes.items() if size > 1}
+    ids = np.arange(spec.placement.mesh.size).reshape(list(sizes.values()) or [1])
     known: dict[frozenset[frozenset[int]], str] = {}
     for count in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(range(len(sizes)), count):

@@ -48,11 +48,11 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
 
     from jaxmnt.plan.budget import make_report
     from jaxmnt.plan.show import show
-    from jaxmnt.training.compile import plan
+    from jaxmnt.training.compile import build_spec
 
-    setting = plan(config, vocab, devices, lambda device: f"host {hosts(device)}")
-    report = make_report(setting, hosts, memory)
-    print(json.dumps(report, indent=2) if options.json else show(setting, report, hosts))
+    spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
+    report = make_report(spec, hosts, memory)
+    print(json.dumps(report, indent=2) if options.json else show(spec, report, hosts))
     return ExitCode.FINISHED
 
 

@@ -8,19 +8,19 @@ import numpy as np
 from jaxmnt.config.schema import AXES
 from jaxmnt.plan.budget import Report, counted
 from jaxmnt.telemetry.progress import count, size
-from jaxmnt.training.spec import Setting
+from jaxmnt.training.spec import StepSpec
 
 Rows = list[tuple[str, ...]]
 
 _HOSTS_SHOWN = 8
 
 
-def show(setting: Setting, report: Report, hosts: Callable[[jax.Device], int]) -> str:
+def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int]) -> str:
     """The whole plan."""
     blocks = [
-        picture(setting, hosts),
+        picture(spec, hosts),
         [f"note    {note}" for note in report["notes"]],
-        _schedule(setting, report),
+        _schedule(spec, report),
         _parameters(report),
         _memory(report),
         _collectives(report),
@@ -28,9 +28,9 @@ def show(setting: Setting, report: Report, hosts: Callable[[jax.Device], int]) -
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def picture(setting: Setting, hosts: Callable[[jax.Device], int]) -> list[str]:
+def picture(spec: StepSpec, hosts: Callable[[jax.Device], int]) -> list[str]:
     """Which part of the mesh each host has."""
-    mesh = setting.placement.mesh
+    mesh = spec.placement.mesh
     used = [index for index, axis in enumerate(AXES) if mesh.devices.shape[index] > 1]
     shape = " × ".join(f"{AXES[index]} {mesh.devices.shape[index]}" for index in used) or "one device"
     places: dict[int, list[tuple[int, ...]]] = {}
@@ -52,7 +52,7 @@ def picture(setting: Setting, hosts: Callable[[jax.Device], int]) -> list[str]:
     return lines
 
 
-def _schedule(setting: Setting, report: Report) -> list[str]:
+def _schedule(spec: StepSpec, report: Report) -> list[str]:
     facts = report["schedule"]
     if facts is None:
         return []
@@ -63,7 +63,7 @@ def _schedule(setting: Setting, report: Report) -> list[str]:
         + f" in {facts['ticks']} ticks, idle {facts['idle_percent']} % of the time, at most {held} held at a time"
     ]
     if facts["ticks"] <= 30:
-        lines += ["        " + line for line in setting.schedule.draw().splitlines()]
+        lines += ["        " + line for line in spec.schedule.draw().splitlines()]
     return lines
 
 
@@ -79,7 +79,7 @@ def _parameters(report: Report) -> list[str]:
                 "×".join(map(str, entry["shape"])),
                 " ".join(names),
                 size(entry["bytes_a_device"]),
-                ", ".join(entry["whole_over"]) or "-",
+                ", ".join(entry["replicated_axes"]) or "-",
             )
         )
     total = sum(entry["bytes_a_device"] for entry in report["parameters"])

@@ -19,7 +19,7 @@ from jaxmnt.output import checked
 from jaxmnt.preflight.table import Row, Verdict, failed, failures, table, to_json
 
 if TYPE_CHECKING:
-    from jaxmnt.distributed.heartbeat import Lifeline
+    from jaxmnt.distributed.heartbeat import Heartbeat
 
 _WAIT_SECONDS = 45.0
 
@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> int:
 
     from jaxmnt.data.sources import open_sources
     from jaxmnt.distributed.process_group import joined
-    from jaxmnt.distributed.termination import Ending
+    from jaxmnt.distributed.termination import ExitHandler
 
-    ending = Ending(identity.label)
+    exit_handler = ExitHandler(identity.label)
     assert config.run.dir is not None
     if options.nccl_debug:
         from jaxmnt.preflight.links import write_logs_to
@@ -47,20 +47,22 @@ def main(arguments: list[str]) -> int:
 
     def run() -> int:
         try:
-            with joined(identity, config, ending, lambda: open_sources(config.data).digest) as lifeline:
-                rows = _all_rows(config, identity, lifeline, options)
+            with joined(identity, config, exit_handler, lambda: open_sources(config.data).digest) as heartbeat:
+                rows = _all_rows(config, identity, heartbeat, options)
         except UserError as error:
             if identity.process_id == 0 and options.json:
                 print(to_json([failed("roll call", identity.label or "this host", str(error), "")]), flush=True)
             raise
         return _concluded(rows, identity, as_json=options.json)
 
-    return ending.leave(checked(report(run, debug=options.debug, where=identity.label)), at_once=not identity.alone)
+    return exit_handler.finish(
+        checked(report(run, debug=options.debug, where=identity.label)), at_once=not identity.alone
+    )
 
 
-def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options: argparse.Namespace) -> list[Row]:
+def _all_rows(config: Config, identity: Identity, heartbeat: "Heartbeat", options: argparse.Namespace) -> list[Row]:
     """Every check, in all processes; what was found, in all of them."""
-    from jaxmnt.distributed.process_group import hosts as machine_names
+    from jaxmnt.distributed.process_group import host_names as machine_names
     from jaxmnt.parallel.sharding import build_mesh
     from jaxmnt.preflight import links
     from jaxmnt.preflight.compare import agreed, everywhere, quick_part, shared_places, thorough_rows
@@ -68,7 +70,7 @@ def _all_rows(config: Config, identity: Identity, lifeline: "Lifeline", options:
     from jaxmnt.preflight.facts import quick, thorough, told_to_all
 
     mine = thorough()  # before JAX is on the GPUs
-    all_facts = told_to_all("everything about the hosts", mine | quick(lifeline.clock), identity)
+    all_facts = told_to_all("everything about the hosts", mine | quick(heartbeat.clock), identity)
     hosts = [facts["host"] for facts in all_facts]
     first = identity.process_id == 0
     rows = _meeting_rows(identity, everywhere(all_facts)) + quick_part(config, identity, all_facts)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.schema import Config
+from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import share
 from jaxmnt.errors import PreflightError
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.facts import Facts, quick, told_to_all
@@ -256,4 +256,4 @@ def shared_places(config: Config) -> list[Path]:
 
 def agreed(rows: list[Row], identity: Identity) -> list[Row]:
     """Process 0's rows, in every process."""
-    return from_json(share("what was found", to_json(rows) if identity.process_id == 0 else None, identity))
+    return from_json(broadcast("what was found", to_json(rows) if identity.process_id == 0 else None, identity))

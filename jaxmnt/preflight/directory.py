@@ -12,13 +12,13 @@ from pathlib import Path
 from jaxmnt.checkpoint.retention import need, shortage
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import fit_to_data, open_sources
+from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import gather, share
 from jaxmnt.parallel.sharding import Hosts
 from jaxmnt.preflight.table import Row, failed, good, warning
 from jaxmnt.run.rundir import places
 from jaxmnt.telemetry.progress import size
-from jaxmnt.training.compile import plan
+from jaxmnt.training.compile import build_spec
 from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
 
 _APPEARS_SECONDS = 5.0
@@ -34,7 +34,7 @@ def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> li
     """All processes take part; process 0 gets the rows, the others none. `hosts` are the processes' host names."""
     token, first = secrets.token_hex(8), identity.process_id == 0
     trouble = _tried(lambda: _write(directory / _name(token), token)) if first else ""
-    token = share("a token in the run directory", token if first else None, identity)
+    token = broadcast("a token in the run directory", token if first else None, identity)
     mark, mine, lock = (directory / _name(token, end) for end in ("", f"-{identity.process_id}", "-lock"))
     trouble = trouble or _tried(lambda: _appears(mark, token)) or _tried(lambda: _write(mine, token))
     locked = not trouble and _makes(lock)
@@ -43,7 +43,7 @@ def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> li
     if said is not None:
         missing = _missing(directory, token, [json.loads(text)[0] for text in said])
         trouble = trouble or _tried(lambda: mark.replace(renamed))
-    share("the token is renamed", "" if said is not None else None, identity)
+    broadcast("the token is renamed", "" if said is not None else None, identity)
     trouble = trouble or _tried(lambda: _appears(renamed, token))
     later = gather("the renamed token", trouble, identity)
     if said is None or later is None:
@@ -164,8 +164,8 @@ def room_rows(config: Config, hosts: Hosts) -> list[Row]:
     import jax
 
     data = open_sources(config.data)
-    setting = plan(fit_to_data(config, data), data.vocab_size, jax.devices(), hosts)
-    state = stored_bytes(canonical_abstract(setting, abstract_state(setting)))
+    spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), hosts)
+    state = stored_bytes(canonical_abstract(spec, abstract_state(spec)))
     wanted, keep = need(state, 3, jax.process_count()), config.checkpoint.keep + 1
     root = places(config)[-1]
     if one := shortage(root, wanted):

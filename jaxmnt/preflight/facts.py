@@ -8,9 +8,10 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import environment_digest, gather, machine_id, share
-from jaxmnt.distributed.termination import bears_its_sign
+from jaxmnt.distributed.process_group import environment_digest, machine_id
+from jaxmnt.distributed.termination import is_connection_error
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import gpus, network
 
@@ -49,7 +50,7 @@ def _devices(host: str) -> "list[jax.Device]":
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found some
-        if bears_its_sign(error):
+        if is_connection_error(error):
             raise PeerError(f"another process is gone: {str(error).splitlines()[0]}") from error
         trouble = (str(error).splitlines() or [f"nothing of JAX_PLATFORMS={wanted} can be used"])[0]
         raise _no_devices(host, trouble) from error
@@ -85,7 +86,7 @@ def thorough() -> Facts:
 def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     """The facts of all processes, in order, in each of them."""
     said = gather(name, json.dumps(facts), identity)
-    return _told_apart(json.loads(share(name, None if said is None else f"[{','.join(said)}]", identity)))
+    return _told_apart(json.loads(broadcast(name, None if said is None else f"[{','.join(said)}]", identity)))
 
 
 def _told_apart(all_facts: list[Facts]) -> list[Facts]:

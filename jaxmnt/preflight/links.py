@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmnt.distributed.coordination import barrier, gather
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import barrier, gather
 from jaxmnt.errors import ConfigError
 from jaxmnt.preflight.table import Row, failed, good, warning
 

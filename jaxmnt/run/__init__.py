@@ -1,1 +1,1 @@
-"""What surrounds the loop: the run directory, evaluation, and the wish to stop."""
+"""What surrounds the loop: the run directory, evaluation, and the request to stop."""

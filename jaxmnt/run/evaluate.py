@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmnt.data.batches import EvaluationData
-from jaxmnt.data.feed import Wishes, process_rows, to_devices
+from jaxmnt.data.feed import ControlFlags, process_rows, to_devices
 from jaxmnt.data.sources import Sources
 from jaxmnt.training.compile import Program
 
@@ -22,9 +22,9 @@ class Evaluator:
     """Evaluates on the held-out split of each source that has one; its rows are planned once."""
 
     def __init__(self, program: Program, data: Sources):
-        config = program.setting.config
+        config = program.spec.config
         self._program = program
-        self._wishes = Wishes(program.wishes_sharding)
+        self._wishes = ControlFlags(program.control_sharding)
         self._parts = {name: EvaluationData(config, part) for name, part in data.parts.items() if part.tokens("eval")}
         self._rows = process_rows(program.batch_sharding, program.eval_rows, config.data.sequence_length)
 
@@ -53,12 +53,12 @@ class Evaluator:
 
     def _batches(self, params: dict[str, Any], part: EvaluationData, stop: Callable[[], bool]) -> Iterator[Any]:
         """The values of each batch, read while the next one is computed."""
-        program, settings = self._program, self._program.setting.config.data
+        program, settings = self._program, self._program.spec.config.data
         batches = part.batches(self._rows, program.eval_rows, prefetch=settings.prefetch, threads=settings.read_threads)
         pending = None
         for local in batches:
             placed = to_devices(local, self._rows, program.eval_rows, program.batch_sharding)
-            dispatched = program.evaluate(params, placed | {"wishes": self._wishes.array(stop=stop())})
+            dispatched = program.evaluate(params, placed | {"control": self._wishes.array(stop=stop())})
             if pending is not None:
                 yield jax.device_get(pending)
             pending = dispatched

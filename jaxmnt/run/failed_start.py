@@ -9,12 +9,12 @@ from pathlib import Path
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.termination import (
-    Abandoned,
+    AbandonedStart,
     AbsentError,
-    Ending,
-    Fate,
+    ExitHandler,
+    ExitReason,
     StoppedError,
-    fate_of,
+    exit_reason_of,
     refuse_to_wait_for_ever,
 )
 from jaxmnt.errors import ConfigError, ExitCode, UserError, summary
@@ -26,7 +26,7 @@ _ABOUT_THE_START = (ExitCode.CONFIG, ExitCode.PREFLIGHT)
 
 @contextmanager
 def noting_a_failed_start(
-    config: Config, identity: Identity, ending: Ending, has_opened: Callable[[], bool]
+    config: Config, identity: Identity, exit_handler: ExitHandler, has_opened: Callable[[], bool]
 ) -> Iterator[None]:
     """Writes an event about an error inside that names hosts or processes, and about this process's end.
 
@@ -36,25 +36,27 @@ def noting_a_failed_start(
     assert config.run.dir is not None
     run_dir = Path(config.run.dir)
 
-    def note(fate: Fate) -> None:
-        if not has_opened() and fate.code not in _ABOUT_THE_START:
-            note_fate(Events(run_dir, identity.process_id), fate)
+    def note(exit_reason: ExitReason) -> None:
+        if not has_opened() and exit_reason.code not in _ABOUT_THE_START:
+            note_exit_reason(Events(run_dir, identity.process_id), exit_reason)
 
     try:
-        with ending.with_last(note):
+        with exit_handler.with_hook(note):
             yield
     except UserError as raised:
         error = _judged(raised, run_dir, identity)
         if error is None:
-            ending.now(fate_of(raised))
+            exit_handler.exit_now(exit_reason_of(raised))
         if error.hosts or error.processes:
             process, host = next(iter(error.processes), None), next(iter(error.hosts), None)
-            _try_to_note(run_dir, identity, Fate(FAILED_START, str(error), error.exit_code, process, host))
+            _try_to_note(run_dir, identity, ExitReason(FAILED_START, str(error), error.exit_code, process, host))
         raise error from raised.__cause__
     except Exception as raised:
-        if ending.fate is None and not has_opened():  # else the others have heard of it, and it is noted at the end
+        if (
+            exit_handler.exit_reason is None and not has_opened()
+        ):  # else the others have heard of it, and it is noted at the end
             why, host = summary(raised), socket.gethostname()
-            _try_to_note(run_dir, identity, Fate("failed", why, ExitCode.FAILURE, identity.process_id, host))
+            _try_to_note(run_dir, identity, ExitReason("failed", why, ExitCode.FAILURE, identity.process_id, host))
         raise
 
 
@@ -70,14 +72,25 @@ def _judged(error: UserError, run_dir: Path, identity: Identity) -> UserError | 
     return None
 
 
-def _try_to_note(run_dir: Path, identity: Identity, fate: Fate) -> None:
+def _try_to_note(run_dir: Path, identity: Identity, exit_reason: ExitReason) -> None:
     """The run directory may be what is wrong, and the error itself is told anyway."""
     with suppress(OSError, ValueError):
-        note_fate(Events(run_dir, identity.process_id), fate)
+        note_exit_reason(Events(run_dir, identity.process_id), exit_reason)
 
 
-def note_fate(events: Events, fate: Fate) -> None:
+def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:
     more = {}
-    if isinstance(fate, Abandoned):
-        more = {"reason": fate.reason, "asked_by": fate.asked_by, "waited_seconds": fate.waited_seconds}
-    events.write(fate.kind, why=fate.why, **more, code=int(fate.code), at_fault=fate.process, at_fault_host=fate.host)
+    if isinstance(exit_reason, AbandonedStart):
+        more = {
+            "reason": exit_reason.reason,
+            "asked_by": exit_reason.asked_by,
+            "waited_seconds": exit_reason.waited_seconds,
+        }
+    events.write(
+        exit_reason.kind,
+        why=exit_reason.why,
+        **more,
+        code=int(exit_reason.code),
+        at_fault=exit_reason.process,
+        at_fault_host=exit_reason.host,
+    )

@@ -7,8 +7,8 @@ from jaxmnt.data.batches import TrainingData, training_rows
 from jaxmnt.data.feed import Feed, process_rows
 from jaxmnt.data.sources import Sources, open_sources, stage
 from jaxmnt.data.store import PreparedData
+from jaxmnt.distributed.coordination import barrier_or_raise
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import all_well
 from jaxmnt.errors import UserError
 from jaxmnt.run.changes import nothing_wrong_with_the_config
 from jaxmnt.telemetry.progress import StatusLine
@@ -38,7 +38,7 @@ def ready_data(config: Config, identity: Identity, status: StatusLine) -> Source
                     part.verify(progress=lambda name: status.update(f"data    checking {name}"))
     except UserError as error:
         trouble = error
-    all_well("the data is ready on every host", trouble, identity, _READY_SECONDS)
+    barrier_or_raise("the data is ready on every host", trouble, identity, _READY_SECONDS)
     return data
 
 

@@ -11,21 +11,22 @@ import jax
 
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.feed import Feed, Wishes
+from jaxmnt.data.feed import ControlFlags, Feed
 from jaxmnt.data.run_tokenizer import keep, of_data
 from jaxmnt.data.sources import fit_to_data
+from jaxmnt.distributed.coordination import barrier, broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import barrier, hosts, share
-from jaxmnt.distributed.termination import Ending
+from jaxmnt.distributed.process_group import host_names
+from jaxmnt.distributed.termination import ExitHandler
 from jaxmnt.run import report
 from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.evaluate import Evaluator
-from jaxmnt.run.failed_start import note_fate
+from jaxmnt.run.failed_start import note_exit_reason
 from jaxmnt.run.inputs import ready_data, training_feed
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.preemption import StopRequest
 from jaxmnt.run.replicas import Replicas
-from jaxmnt.run.report import RowWatch
+from jaxmnt.run.report import BadStepMonitor
 from jaxmnt.run.resume import starting_state
 from jaxmnt.run.rundir import Say, Start, open_run, places, write_config
 from jaxmnt.run.saves import Saves
@@ -33,7 +34,7 @@ from jaxmnt.run.watchdog import Watchdog
 from jaxmnt.telemetry.events import Events, event_file, mend, peak_host_bytes, records
 from jaxmnt.telemetry.metrics import Finished, TrainLog
 from jaxmnt.telemetry.progress import StartClock, StatusLine
-from jaxmnt.training.compile import Program, compile_program, plan
+from jaxmnt.training.compile import Program, build_spec, compile_program
 
 _A_DAY_SECONDS = 86400.0
 
@@ -48,7 +49,7 @@ class Training:
     program: Program
     state: Any
     feed: Feed
-    wishes: Wishes
+    control: ControlFlags
     evaluator: Evaluator
     saves: Saves
     log: TrainLog
@@ -70,7 +71,7 @@ def prepare(
     locks: Sequence[RunLock],
     status: StatusLine,
     watchdog: Watchdog,
-    ending: Ending,
+    exit_handler: ExitHandler,
     held: ExitStack,
     clock: StartClock,
     say: Say,
@@ -86,16 +87,18 @@ def prepare(
     start = open_run(config, data, identity, locks, status.line, say)
     report.run(status, start, identity)
     report.data(status, config, data, training)
-    names = hosts(identity)
+    names = host_names(identity)
     if start.step == config.train.steps:
-        plan(config, data.vocab_size, devices, lambda device: names[device.process_index])  # or it would be too late
+        build_spec(
+            config, data.vocab_size, devices, lambda device: names[device.process_index]
+        )  # or it would be too late
         report.already_finished(status, config, start)
         return None
     use_compile_cache(config.run.compile_cache, start.directory)
     clock.lap("data")
     events = _begun_events(start, identity, len(devices or jax.devices()))
     held.callback(events.close)
-    held.enter_context(ending.with_last(lambda fate: note_fate(events, fate)))
+    held.enter_context(exit_handler.with_hook(lambda exit_reason: note_exit_reason(events, exit_reason)))
     with watchdog.during("compiling", limits.compile_seconds):
         program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
         # Or those who found it in a cache would count the others' compiling as their own first step.
@@ -122,14 +125,14 @@ def prepare(
         status.line(f"note    {replicated:.0%} of the state is held by several devices, which are compared")
     clock.lap("compile")
     writer = identity.process_id == 0
-    rows = RowWatch(config, training, events, status, writer=writer)
+    rows = BadStepMonitor(config, training, events, status, writer=writer)
     finished = _on_finished_steps(start.step, watchdog, rows, events, clock)
     log = report.train_log(config, program, start, training, status, writer=writer, finished=finished)
     held.callback(log.close)
     feed = training_feed(config, training, program, start.step)
     watchdog.reads = lambda: feed.reading
     events.write("data", digest=data.digest, **report.input_memory(status, config, training, feed.local_rows))
-    evaluator, wishes = Evaluator(program, data), Wishes(program.wishes_sharding)
+    evaluator, control = Evaluator(program, data), ControlFlags(program.control_sharding)
     return Training(
         config,
         identity,
@@ -137,7 +140,7 @@ def prepare(
         program,
         state,
         feed,
-        wishes,
+        control,
         evaluator,
         saves,
         log,
@@ -160,7 +163,7 @@ def _begun_events(start: Start, identity: Identity, devices: int) -> Events:
 
 
 def _on_finished_steps(
-    start_step: int, watchdog: Watchdog, rows: RowWatch, events: Events, clock: StartClock
+    start_step: int, watchdog: Watchdog, rows: BadStepMonitor, events: Events, clock: StartClock
 ) -> Finished:
     """What is done with each step that is found finished. The first one ends the start."""
 
@@ -187,14 +190,14 @@ def run_steps(run: Training, stop: StopRequest, locks: Sequence[RunLock]) -> Non
     while run.step < last and not run.preempted:
         run.watchdog.begins(run.step + 1)
         batch, digest = run.feed.take()
-        wished = run.wishes.array(stop=stop.wanted, save=saves.wished())
-        run.state, metrics = run.program.step(run.state, batch | {"wishes": wished})
+        wished = run.control.array(stop=stop.wanted, save=saves.wished())
+        run.state, metrics = run.program.step(run.state, batch | {"control": wished})
         run.step, run.loss = run.step + 1, None
         if run.step < last:
             run.feed.stage()  # reads and copies the next batch while the devices are busy
         log.push(run.step, metrics, run.feed.wait_seconds, digest)  # reads the metrics of the step before
         run.replicas.check()
-        run.preempted = log.stop_seen  # on all processes after the same step: wishes are part of the metrics
+        run.preempted = log.stop_seen  # on all processes after the same step: control are part of the metrics
         if _due(run.step, settings.eval_every) or run.step == settings.steps:
             run.loss = _evaluate(run, stop)
         saved = saves.due(run.step, log.save_seen) or run.step == last or run.preempted
@@ -251,4 +254,4 @@ def _was_not_evaluated(run: Training) -> bool:
     if run.identity.process_id == 0:
         lines = records(run.start.directory / "metrics.jsonl")
         told = str(not any(line["kind"] == "eval" and line["step"] == run.step for line in lines))
-    return share("an evaluation to make up for", told, run.identity) == str(True)
+    return broadcast("an evaluation to make up for", told, run.identity) == str(True)

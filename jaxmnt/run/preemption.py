@@ -1,4 +1,4 @@
-"""The wish to stop: by signal, by a file STOP in the run directory, or because the allocation ends.
+"""The request to stop: by signal, by a file STOP in the run directory, or because the allocation ends.
 
 The run then ends after a step, with a checkpoint; before the first step of a start it ends at once. A second signal
 ends it at once, whatever the main thread is in.

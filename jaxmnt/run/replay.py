@@ -17,10 +17,11 @@ from jaxmnt.config.describe import changes
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.feed import Wishes
+from jaxmnt.data.feed import ControlFlags
 from jaxmnt.data.sources import fit_to_data
+from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import hosts, share
+from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import report
 from jaxmnt.run.compile_cache import use_compile_cache
@@ -64,17 +65,17 @@ def replay(
     if other_maths:
         raise ConfigError(f"--replay: {other_maths[0]} is not what it was when these steps were taken; undo the change")
     use_compile_cache(config.run.compile_cache, run_dir)
-    names = hosts(identity)
+    names = host_names(identity)
     program = compile_program(config, data.vocab_size, devices, lambda device: names[device.process_index])
     report.program(status, program)
     restored = restore(checkpoint, wanted_of(program, checkpoint), identity, verify=True)
     state = completed(program, program.from_canonical(restored.state))
     feed = training_feed(config, TrainingData(config, data), program, first)
-    wishes = Wishes(program.wishes_sharding)
+    control = ControlFlags(program.control_sharding)
     same, tokens = True, checkpoint.manifest.tokens
     for step in range(first + 1, last + 1):
         batch, _ = feed.take()
-        state, metrics = program.step(state, batch | {"wishes": wishes.array()})
+        state, metrics = program.step(state, batch | {"control": control.array()})
         found = {name: jax.device_get(metrics[name]).item() for name in ("loss", "grad_norm", "tokens")}
         tokens += found["tokens"]
         same &= _compare(status, step, found | {"tokens": tokens}, expected.get(step))
@@ -103,7 +104,7 @@ def _steps_of(run_dir: Path, first: int, last: int, identity: Identity) -> dict[
                 if first < line["step"] <= last:
                     found[line["step"]] = {name: line[name] for name in _COMPARED}
         told = json.dumps([newest, found])
-    newest, found = json.loads(share("what steps were", told, identity))
+    newest, found = json.loads(broadcast("what steps were", told, identity))
     if last > newest:
         there = f"step {newest} is the last in {path}" if newest else f"there are no steps in {path}"
         hint = f"give {first}:TO with TO up to {newest}" if newest > first else "name an earlier checkpoint"

@@ -80,16 +80,16 @@ def already_finished(status: StatusLine, config: Config, start: Start) -> None:
 
 def program(status: StatusLine, program: Program) -> None:
     """The mesh, the model and the memory of a device."""
-    setting, memory = program.setting, program.memory
+    spec, memory = program.spec, program.memory
     device = program.placement.mesh.devices.flat[0]
     mesh = " × ".join(f"{axis} {n}" for axis, n in program.placement.sizes.items() if n > 1) or "one device"
     total = program.placement.mesh.size
     status.line(f"mesh    {mesh}: {total} {device.device_kind} device{'s' if total > 1 else ''}")
     status.line(
-        f"model   {count(setting.definition.parameter_count)} parameters, {setting.dtype.name} compute, "
-        f"{setting.kernel} attention, {setting.passes} pass{'es' if setting.passes > 1 else ''} a step"
+        f"model   {count(spec.definition.parameter_count)} parameters, {spec.dtype.name} compute, "
+        f"{spec.kernel} attention, {spec.num_microbatches} pass{'es' if spec.num_microbatches > 1 else ''} a step"
     )
-    for note in notes(setting):
+    for note in notes(spec):
         status.line(f"note    {note}")
     limit = f" of {size(memory.limit)}" if memory.limit else ""
     status.line(
@@ -115,15 +115,15 @@ def train_log(
     """
     if writer:
         mend(start.directory / "metrics.jsonl", last_step=start.step)
-    setting = program.setting
-    device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, setting.dtype)
+    spec = program.spec
+    device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, spec.dtype)
     return TrainLog(
         start.directory,
         writer=writer,
         status=status,
         steps=config.train.steps,
         tokens=start.tokens,
-        flops_per_token=flops_per_token(config.model, setting.definition.vocab_size, config.data.sequence_length),
+        flops_per_token=flops_per_token(config.model, spec.definition.vocab_size, config.data.sequence_length),
         peak_flops=None if device_peak is None else device_peak * program.placement.mesh.size,
         epochs=training.order.epochs,
         finished=finished,
@@ -148,7 +148,7 @@ def end(
         status.line(f"run the same command again{' without --fresh' if start.fresh else ''} to go on")
 
 
-class RowWatch:
+class BadStepMonitor:
     """Sees the metrics of every finished step, in all processes; one of them, the writer, reports."""
 
     def __init__(self, config: Config, data: TrainingData, events: Events, status: StatusLine, *, writer: bool):

@@ -19,8 +19,8 @@ from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.data.sources import Sources
+from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import share
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
 from jaxmnt.run import fresh
 from jaxmnt.run.changes import (
@@ -193,7 +193,7 @@ def _decided(name: str, decide: Callable[[], Start], config: Config, identity: I
         except (UserError, OSError) as error:
             trouble = _in_words(error, config) if isinstance(error, OSError) else error
             told = json.dumps({"error": str(trouble), "code": trouble.exit_code})
-    answer = json.loads(share(name, told, identity, _SECONDS))
+    answer = json.loads(broadcast(name, told, identity, _SECONDS))
     if "error" in answer:
         raise error_of(answer["code"], answer["error"])
     plain = answer["start"]

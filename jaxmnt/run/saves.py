@@ -16,8 +16,8 @@ from jaxmnt.checkpoint.retention import Clock, need, seconds_between_failures, s
 from jaxmnt.checkpoint.saver import Saved, Saver
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
+from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.process_group import share
 from jaxmnt.errors import UserError
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.rundir import Start, home, plain_config
@@ -85,7 +85,7 @@ class Saves:
         told: str | None = None
         if self._identity.process_id == 0:
             told = shortage(self._root, self._needed) or ""
-        if missing := share("room for a checkpoint", told, self._identity):
+        if missing := broadcast("room for a checkpoint", told, self._identity):
             raise UserError(f"checkpoint: there is no room for one: {missing}; make room or choose another directory")
         if self._identity.process_id == 0 and isinstance(self._root, Path):
             present = sum(not is_link(path) for _, path in step_directories(self._root))

@@ -15,22 +15,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmnt.config.schema import Watchdog as Settings
-from jaxmnt.distributed.heartbeat import Lifeline, Position
+from jaxmnt.distributed.heartbeat import Heartbeat, Position
 
 _LOOK_SECONDS = 1.0
 _REMEMBERED = 64
 
 
 class Watchdog:
-    """Knows where this process is, and tells the lifeline when it has been there for too long.
+    """Knows where this process is, and tells the heartbeat when it has been there for too long.
 
     Used as a context manager. The main thread says where it is; a thread of its own looks once a second.
     """
 
-    def __init__(self, settings: Settings, run_dir: Path, process: int, lifeline: Lifeline):
+    def __init__(self, settings: Settings, run_dir: Path, process: int, heartbeat: Heartbeat):
         self._settings = settings
         self._stacks = run_dir / "hangs" / f"{process}.txt"
-        self._lifeline = lifeline
+        self._heartbeat = heartbeat
         self._main = threading.current_thread().ident
         self.reads: Callable[[], bool] = lambda: False
         """Whether the main thread waits for input."""
@@ -43,7 +43,7 @@ class Watchdog:
         """At this process since it got further last. Counted, not timed: one that was suspended does not hang."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        lifeline.position, lifeline.note_stacks = self.position, self.note_stacks
+        heartbeat.position, heartbeat.note_stacks = self.position, self.note_stacks
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
@@ -117,7 +117,7 @@ class Watchdog:
             limit, phase = self._limit, self._phase
             if limit is not None and self._looks * _LOOK_SECONDS > limit:
                 done = f", after {self._step - 1} of them" if self._settled and self._step else ""
-                self._lifeline.halt(f"no progress for {limit:g} s while {phase}{done}")
+                self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{done}")
 
     def _main_thread(self) -> str:
         """Where in our own code the main thread is."""

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
 from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.models.decoder import define
-from jaxmnt.parallel.axes import accumulation_passes
+from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import EMPTY, Dimension, Layout, padded
-from jaxmnt.parallel.sharding import Axes, Hosts, Placement, build_mesh, check_whole, place
+from jaxmnt.parallel.sharding import Axes, Hosts, Placement, build_mesh, build_placement, check_whole
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.schedule import build_schedule, layer_slots
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES, WISH_AXES, Setting, State, resolve_precision
+from jaxmnt.training.spec import BATCH_LOGICAL_AXES, CONTROL_AXES, State, StepSpec, resolve_precision
 from jaxmnt.training.stage import NAMES
 from jaxmnt.training.state import (
     HOST_MEMORY,
@@ -57,7 +57,7 @@ class Memory:
 class Program:
     """What a run executes. `step(state, batch)` donates the state; all are compiled."""
 
-    setting: Setting
+    spec: StepSpec
     step: Any
     evaluate: Any
     abstract_state: State
@@ -67,29 +67,29 @@ class Program:
 
     @property
     def placement(self) -> Placement:
-        return self.setting.placement
+        return self.spec.placement
 
     def init(self) -> State:
         """The state before the first step, created in place on its shards."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        return jax.jit(lambda: initial_state(self.setting), out_shardings=shardings)()
+        return jax.jit(lambda: initial_state(self.spec), out_shardings=shardings)()
 
     @property
     def canonical_abstract_state(self) -> State:
         """Shapes, dtypes and shardings of the state as it is stored. Only the shardings depend on the mesh."""
-        return canonical_abstract(self.setting, self.abstract_state)
+        return canonical_abstract(self.spec, self.abstract_state)
 
     def to_canonical(self, state: State) -> State:
         """The state as it is stored. What does not move are the same arrays."""
-        return self._moved(state, self.setting.layout.canonical, self.canonical_abstract_state, keep=True)
+        return self._moved(state, self.spec.layout.to_checkpoint_layout, self.canonical_abstract_state, keep=True)
 
     def from_canonical(self, state: State) -> State:
         """The state, or some parts of it, as it is placed. Takes the arrays over."""
-        return self._moved(state, self.setting.layout.place, self.abstract_state, keep=False)
+        return self._moved(state, self.spec.layout.to_device_layout, self.abstract_state, keep=False)
 
     def _moved(self, state: State, move: Callable[[Any, Axes], Any], target: State, *, keep: bool) -> State:
         """Array by array, so that no more than one is there in a third form at a time."""
-        layout = self.setting.layout
+        layout = self.spec.layout
 
         def one(array: jax.Array, named: OneLeaf, goal: Any) -> jax.Array:
             axes = named.axes
@@ -106,7 +106,7 @@ class Program:
                 array.delete()
             return moved
 
-        named = with_axes(self.setting, target, lambda _, axes: OneLeaf(axes))
+        named = with_axes(self.spec, target, lambda _, axes: OneLeaf(axes))
         return {part: jax.tree.map(one, tree, named[part], target[part]) for part, tree in state.items()}
 
     @property
@@ -114,13 +114,13 @@ class Program:
         return self.placement.sharding(("batch", "length"))
 
     @property
-    def wishes_sharding(self) -> NamedSharding:
-        return self.placement.sharding(WISH_AXES)
+    def control_sharding(self) -> NamedSharding:
+        return self.placement.sharding(CONTROL_AXES)
 
     @property
     def eval_rows(self) -> int:
         """Rows of a global evaluation batch: as many as of a training batch, in as many passes."""
-        return self.setting.config.data.global_batch_size
+        return self.spec.config.data.global_batch_size
 
 
 def compile_program(
@@ -130,24 +130,24 @@ def compile_program(
 
     Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
     """
-    setting = plan(config, data_vocab, devices, hosts)
-    state = abstract_state(setting)
+    spec = build_spec(config, data_vocab, devices, hosts)
+    state = abstract_state(spec)
     started = time.perf_counter()
-    step = compile_step(setting, state)
-    evaluate = _compile_eval(setting, state)
+    step = compile_step(spec, state)
+    evaluate = _compile_eval(spec, state)
     seconds = time.perf_counter() - started
-    memory = measure(setting, state, step, _device_limit(setting.placement))
+    memory = measure(spec, state, step, _device_limit(spec.placement))
     if memory.limit is not None and memory.peak > memory.limit:
         raise ConfigError(
             f"memory: a step needs {memory.peak / 2**30:.2f} GiB on a device that has "
             f"{memory.limit / 2**30:.2f} GiB; lower train.microbatch_size, raise mesh.fsdp, "
             "or set train.remat: full"
         )
-    return Program(setting, step, evaluate, state, memory, seconds)
+    return Program(spec, step, evaluate, state, memory, seconds)
 
 
-def single_device_setting(config: Config, data_vocab: int) -> tuple[Setting, Any]:
-    """What running a trained model on one device takes: the setting and the abstract parameters."""
+def single_device_spec(config: Config, data_vocab: int) -> tuple[StepSpec, Any]:
+    """What running a trained model on one device takes: the spec and the abstract parameters."""
     one = config.model_copy(
         update={
             "mesh": Mesh(data=1),
@@ -157,18 +157,18 @@ def single_device_setting(config: Config, data_vocab: int) -> tuple[Setting, Any
             "optimizer": config.optimizer.model_copy(update={"offload": False}),
         }
     )
-    setting = plan(one, data_vocab, jax.local_devices()[:1])
-    return setting, abstract_state(setting)["params"]
+    spec = build_spec(one, data_vocab, jax.local_devices()[:1])
+    return spec, abstract_state(spec)["params"]
 
 
-def plan(
+def build_spec(
     config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
-) -> Setting:
+) -> StepSpec:
     """Everything that is decided before anything is compiled.
 
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
-    placement = place(config, build_mesh(config.mesh, devices, hosts))
+    placement = build_placement(config, build_mesh(config.mesh, devices, hosts))
     model, stages = config.model, placement.stages
     vocab, mlp = model.vocab_size, model.intermediate_size
     assert vocab is not None and mlp is not None, "resolve the vocabulary first"
@@ -178,24 +178,24 @@ def plan(
         raise ConfigError(str(error)) from error
     # One stage has nothing to schedule: a pass's backward follows its forward.
     name, chunks = (config.pipeline.schedule, config.pipeline.chunks) if stages > 1 else ("1f1b", 1)
-    schedule = build_schedule(name, stages, accumulation_passes(config, placement.sizes), chunks)
+    schedule = build_schedule(name, stages, num_microbatches(config, placement.sizes), chunks)
     slots = layer_slots(model.num_layers, stages, chunks, config.pipeline.layers if stages > 1 else None)
     order = tuple(EMPTY if layer is None else layer for row in slots for layer in row)
     dimensions = {
         "layers": Dimension(order) if order != tuple(range(model.num_layers)) else None,
-        "vocab": padded(vocab, placement.ways("vocab")),
-        "mlp": padded(mlp, placement.ways("mlp")),
+        "vocab": padded(vocab, placement.num_shards("vocab")),
+        "mlp": padded(mlp, placement.num_shards("mlp")),
     }
     layout = Layout(placement, {axis: found for axis, found in dimensions.items() if found is not None})
     definition = define(model, vocab)
     optimizer, learning_rate = build_optimizer(config, definition.axes)
     dtype, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
-    setting = Setting(
+    spec = StepSpec(
         config, definition, placement, layout, schedule, slots, optimizer, learning_rate, dtype, kernel, data_vocab
     )
-    check_whole(abstract_state(setting)["params"], definition.axes, placement)
+    check_whole(abstract_state(spec)["params"], definition.axes, placement)
     _check_levers(config, placement)
-    return setting
+    return spec
 
 
 def _check_levers(config: Config, placement: Placement) -> None:
@@ -213,59 +213,59 @@ def _check_levers(config: Config, placement: Placement) -> None:
         )
 
 
-def _abstract_batch(setting: Setting) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of training, and of evaluation: the wishes travel with both."""
-    data, place = setting.config.data, setting.placement.sharding
+def _abstract_batch(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of training, and of evaluation: the control travel with both."""
+    data, place = spec.config.data, spec.placement.sharding
     shape = (data.global_batch_size, data.sequence_length)
     batch = {
         name: jax.ShapeDtypeStruct(shape, BATCH_DTYPES[name], sharding=place(axes))
         for name, axes in BATCH_LOGICAL_AXES.items()
     }
-    flags = (setting.placement.mesh.size, 2)
-    return batch | {"wishes": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=place(WISH_AXES))}
+    flags = (spec.placement.mesh.size, 2)
+    return batch | {"control": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=place(CONTROL_AXES))}
 
 
-def compile_step(setting: Setting, state: State) -> Any:
+def compile_step(spec: StepSpec, state: State) -> Any:
     """The compiled step, also for devices that are not there."""
-    batch = _abstract_batch(setting)
+    batch = _abstract_batch(spec)
     shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
 
     def on_devices(state: State, batch: Any) -> Any:
         """Offloaded state is fetched for the update; the output's shardings send it back."""
-        if setting.config.optimizer.offload:
+        if spec.config.optimizer.offload:
             moved = jax.tree.map(
                 lambda leaf, place: jax.device_put(leaf, place.sharding.with_memory_kind("device")),
                 state["optimizer"],
                 resting,
             )
             state = state | {"optimizer": moved}
-        return train_step(setting, state, batch)
+        return train_step(spec, state, batch)
 
     step = jax.jit(
         on_devices,
         donate_argnums=0,
-        out_shardings=(shardings, NamedSharding(setting.placement.mesh, P())),
+        out_shardings=(shardings, NamedSharding(spec.placement.mesh, P())),
     )
-    return _compile(setting, step, state, batch)
+    return _compile(spec, step, state, batch)
 
 
-def _compile_eval(setting: Setting, state: State) -> Any:
-    batch = _abstract_batch(setting)
+def _compile_eval(spec: StepSpec, state: State) -> Any:
+    batch = _abstract_batch(spec)
     evaluate = jax.jit(
-        lambda params, batch: eval_step(setting, params, batch),
-        out_shardings=NamedSharding(setting.placement.mesh, P()),
+        lambda params, batch: eval_step(spec, params, batch),
+        out_shardings=NamedSharding(spec.placement.mesh, P()),
     )
-    return _compile(setting, evaluate, state["params"], batch)
+    return _compile(spec, evaluate, state["params"], batch)
 
 
-def _compile(setting: Setting, function: Any, *arguments: Any) -> Any:
+def _compile(spec: StepSpec, function: Any, *arguments: Any) -> Any:
     # float32 means float32: without this, GPUs would multiply in TF32.
-    precision = "highest" if setting.dtype == jnp.float32 else "default"
+    precision = "highest" if spec.dtype == jnp.float32 else "default"
     with jax.default_matmul_precision(precision):
         return function.lower(*arguments).compile()
 
 
-def measure(setting: Setting, state: State, step: Any, limit: int | None) -> Memory:
+def measure(spec: StepSpec, state: State, step: Any, limit: int | None) -> Memory:
     """The memory that the compiled step, or else a save, takes of a device that has `limit` bytes."""
     analysis = step.memory_analysis()
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
@@ -274,7 +274,7 @@ def measure(setting: Setting, state: State, step: Any, limit: int | None) -> Mem
         params=bytes_a_device(state["params"]),
         optimizer=bytes_a_device(state["optimizer"]),
         temporary=temporary,
-        peak=max(arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(setting, state)),
+        peak=max(arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(spec, state)),
         limit=limit,
     )
 

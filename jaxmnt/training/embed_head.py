@@ -15,21 +15,21 @@ import jax.numpy as jnp
 from jaxmnt.models.decoder import Params, look_up, look_up_gradient
 from jaxmnt.parallel import collectives
 from jaxmnt.training.loss import LossShape, LossSums, chunk_count, cross_entropy, cross_entropy_and_gradients
-from jaxmnt.training.spec import Batch, Setting
+from jaxmnt.training.spec import Batch, StepSpec
 
 
-class Ends:
+class EmbedAndHead:
     """The ends of the model with this device's `params`, gathered when they are used unless `whole` already."""
 
-    def __init__(self, setting: Setting, params: Params, *, whole: bool):
-        self._setting, self._params, self._whole = setting, params, whole
-        self._tied = setting.config.model.tie_embeddings
+    def __init__(self, spec: StepSpec, params: Params, *, whole: bool):
+        self._spec, self._params, self._whole = spec, params, whole
+        self._tied = spec.config.model.tie_embeddings
         self.last = ("norm", "embedding" if self._tied else "head")
         """The parameters after the last layer."""
 
     def embed(self, rows: Batch) -> jax.Array:
         """[B, S, D], the first layer's input."""
-        placement = self._setting.placement
+        placement = self._spec.placement
         x_BLD = look_up(self._use("embedding")["table"], rows["tokens"], placement)
         # Each part of the vocabulary has the rows of its own tokens, so these sums have one term that is not 0.
         x_BSD = collectives.scatter_sequence(x_BLD, placement, "vocab")
@@ -37,8 +37,8 @@ class Ends:
 
     def embed_gradient(self, x_gradient_BSD: jax.Array, rows: Batch) -> Params:
         """The gradient of `embedding` from that of the first stage's input, which is read from that stage."""
-        placement = self._setting.placement
-        x_gradient_BSD = collectives.from_stage(x_gradient_BSD, 0, placement)
+        placement = self._spec.placement
+        x_gradient_BSD = collectives.broadcast_from_stage(x_gradient_BSD, 0, placement)
         x_gradient_BLD = collectives.gather_sequence(x_gradient_BSD, placement)
         size = self._params["embedding"]["table"].shape[0]
         return {"embedding": {"table": look_up_gradient(x_gradient_BLD, rows["tokens"], size, placement)}}
@@ -46,12 +46,12 @@ class Ends:
     def loss(self, y_BSD: jax.Array, rows: Batch) -> LossSums:
         """Sums of the loss from the last stage's output."""
         x_BSD = self._norm(self._params["norm"], self._last(y_BSD))
-        x_BLD = collectives.gather_sequence(x_BSD, self._setting.placement)
+        x_BLD = collectives.gather_sequence(x_BSD, self._spec.placement)
         return cross_entropy(x_BLD, self._head(), rows["targets"], rows["weights"], self._shape(rows))
 
     def loss_and_gradients(self, y_BSD: jax.Array, rows: Batch) -> tuple[LossSums, jax.Array, Params]:
         """`loss`, and its gradients with respect to the last stage's output and to `norm` and the head."""
-        placement = self._setting.placement
+        placement = self._spec.placement
         x_BSD, norm_backward = jax.vjp(self._norm, self._params["norm"], self._last(y_BSD))
         x_BLD = collectives.gather_sequence(x_BSD, placement)
         sums, gradients = cross_entropy_and_gradients(
@@ -72,23 +72,23 @@ class Ends:
         return jnp.dot(x_BSD, self._head(), preferred_element_type=jnp.float32)
 
     def _use(self, name: str) -> Params:
-        setting, params = self._setting, self._params[name]
+        spec, params = self._spec, self._params[name]
         if self._whole:
             return params
-        axes = setting.definition.axes[name]
-        return collectives.unshard(params, axes, setting.placement, setting.dtype)
+        axes = spec.definition.axes[name]
+        return collectives.unshard(params, axes, spec.placement, spec.dtype)
 
     def _head(self) -> jax.Array:
         return self._use("embedding")["table"].T if self._tied else self._use("head")["kernel"]
 
     def _norm(self, params: Any, x_BSD: jax.Array) -> jax.Array:
-        return self._setting.definition.part("norm", params)(x_BSD)
+        return self._spec.definition.part("norm", params)(x_BSD)
 
     def _last(self, y_BSD: jax.Array) -> jax.Array:
-        return collectives.from_stage(y_BSD, self._setting.placement.stages - 1, self._setting.placement)
+        return collectives.broadcast_from_stage(y_BSD, self._spec.placement.stages - 1, self._spec.placement)
 
     def _shape(self, rows: Batch) -> LossShape:
-        setting, train = self._setting, self._setting.config.train
-        vocab = setting.definition.vocab_size
-        chunks = chunk_count(rows["targets"].size, vocab, setting.placement, train.loss_chunk_mib)
-        return LossShape(chunks, setting.real_vocab, train.z_loss, setting.placement)
+        spec, train = self._spec, self._spec.config.train
+        vocab = spec.definition.vocab_size
+        chunks = chunk_count(rows["targets"].size, vocab, spec.placement, train.loss_chunk_mib)
+        return LossShape(chunks, spec.real_vocab, train.z_loss, spec.placement)

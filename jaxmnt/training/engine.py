@@ -23,11 +23,11 @@ import numpy as np
 
 from jaxmnt.models.decoder import Params
 from jaxmnt.parallel import collectives
-from jaxmnt.training.embed_head import Ends
+from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.schedule import Half, Schedule
-from jaxmnt.training.spec import Batch, Setting
-from jaxmnt.training.stage import Context, Layers, context_of
+from jaxmnt.training.spec import Batch, StepSpec
+from jaxmnt.training.stage import LayerContext, Layers, layer_context
 
 FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"
 """Scopes in the compiled program of what a condition may skip."""
@@ -98,45 +98,45 @@ def _passing(half: np.ndarray, stage: int, chunk: int) -> np.ndarray:
     return np.where(half[:, stage, 1] == chunk, half[:, stage, 0], -1)
 
 
-def loss_and_gradients(setting: Setting, params: Params, batch: Batch, row_keys: RowKeys) -> tuple[LossSums, Params]:
+def loss_and_gradients(spec: StepSpec, params: Params, batch: Batch, row_keys: RowKeys) -> tuple[LossSums, Params]:
     """The summed loss of this batch shard's rows, and this device's gradients of it, in float32.
 
     `row_keys` gives the random keys of a microbatch's rows. Gradients are summed over the axes that weights are
     gathered over, and not yet over those that they are replicated over.
     """
-    training = _Training(setting, params, batch, row_keys, setting.schedule)
+    training = _Training(spec, params, batch, row_keys, spec.schedule)
     end = training.run(training.tick, training.start())
-    if setting.config.mesh.zero > 1:
+    if spec.config.mesh.zero > 1:
         return end.sums, end.gradients
-    axes = setting.definition.axes
-    return end.sums, collectives.reshard(end.gradients, axes, setting.placement, setting.reduce_dtype)
+    axes = spec.definition.axes
+    return end.sums, collectives.reshard(end.gradients, axes, spec.placement, spec.reduce_dtype)
 
 
-def loss(setting: Setting, params: Params, batch: Batch, schedule: Schedule) -> LossSums:
+def loss(spec: StepSpec, params: Params, batch: Batch, schedule: Schedule) -> LossSums:
     """The summed loss of this batch shard's rows, by a schedule without backward."""
-    evaluation = _Evaluation(setting, params, batch, lambda _: None, schedule)
+    evaluation = _Evaluation(spec, params, batch, lambda _: None, schedule)
     return evaluation.run(evaluation.tick, (evaluation.nothing(), no_loss()))[1]
 
 
 class _Run:
     """What both loops share: this device's stage, its rows and its weights."""
 
-    def __init__(self, setting: Setting, params: Params, batch: Batch, row_keys: RowKeys, schedule: Schedule):
-        self.setting, self.schedule, self.table = setting, schedule, Table.of(schedule)
+    def __init__(self, spec: StepSpec, params: Params, batch: Batch, row_keys: RowKeys, schedule: Schedule):
+        self.spec, self.schedule, self.table = spec, schedule, Table.of(schedule)
         self.alone = schedule.stages == 1
         self.stage = 0 if self.alone else jax.lax.axis_index("pipeline")
         self._row_keys = row_keys
-        fold = lambda field: field.reshape(-1, setting.rows_a_pass, *field.shape[1:])
+        fold = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
         self._fields = {name: fold(field) for name, field in batch.items()}
-        once = setting.config.mesh.zero < 3
-        axes = setting.definition.axes
+        once = spec.config.mesh.zero < 3
+        axes = spec.definition.axes
         self.stored = params
-        self.params = collectives.unshard(params, axes, setting.placement, setting.dtype) if once else params
-        order = np.array([[0 if layer is None else layer for layer in row] for row in setting.layer_slots])
+        self.params = collectives.unshard(params, axes, spec.placement, spec.dtype) if once else params
+        order = np.array([[0 if layer is None else layer for layer in row] for row in spec.layer_slots])
         self._depth = order.shape[1] // schedule.chunks
         own = jnp.asarray(order)[self.stage]
-        self.layers = Layers(setting, self.params["layers"], own, self._depth, whole=once)
-        self.ends = Ends(setting, self.params, whole=once)
+        self.layers = Layers(spec, self.params["layers"], own, self._depth, whole=once)
+        self.embed_head = EmbedAndHead(spec, self.params, whole=once)
 
     def run(self, tick: Callable[[Any, Row], tuple[Any, None]], start: Any) -> Any:
         """What `tick` makes of `start` over all ticks."""
@@ -149,9 +149,9 @@ class _Run:
         pick = lambda field: jax.lax.dynamic_index_in_dim(field, jnp.maximum(microbatch, 0), keepdims=False)
         return jax.tree.map(pick, self._fields)
 
-    def context(self, microbatch: jax.Array) -> Context:
+    def context(self, microbatch: jax.Array) -> LayerContext:
         microbatch = jnp.maximum(microbatch, 0)
-        return context_of(self.setting, self.rows(microbatch), self._row_keys(microbatch))
+        return layer_context(self.spec, self.rows(microbatch), self._row_keys(microbatch))
 
     def first(self, chunk: jax.Array) -> jax.Array:
         """The first slot of a chunk."""
@@ -159,13 +159,13 @@ class _Run:
 
     def nothing(self) -> jax.Array:
         """Zeros [B, S, D] like what stages hand to each other."""
-        setting = self.setting
-        length = setting.config.data.sequence_length // setting.placement.ways("sequence")
-        return jnp.zeros((setting.rows_a_pass, length, setting.config.model.hidden_size), setting.dtype)
+        spec = self.spec
+        length = spec.config.data.sequence_length // spec.placement.num_shards("sequence")
+        return jnp.zeros((spec.microbatch_rows, length, spec.config.model.hidden_size), spec.dtype)
 
     def entering(self, row: Row, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:
         """A stage's input: of the first stage's first chunk the embedding, else what arrived."""
-        embed = lambda: self.ends.embed(self.rows(row["enter"]))
+        embed = lambda: self.embed_head.embed(self.rows(row["enter"]))
         x_BSD = _when(self.table.enter, row["enter"], ENTER, embed, lambda: arriving_BSD)
         return x_BSD if self.alone else jnp.where((self.stage == 0) & (chunk == 0), x_BSD, arriving_BSD)
 
@@ -174,7 +174,7 @@ class _Run:
         if self.alone:
             return x_BSD
         circular = self.schedule.chunks > 1
-        return collectives.to_neighbour(x_BSD, self.setting.placement, forward=forward, circular=circular)
+        return collectives.shift_stage(x_BSD, self.spec.placement, forward=forward, circular=circular)
 
 
 class _Evaluation(_Run):
@@ -184,7 +184,7 @@ class _Evaluation(_Run):
         x_BSD = self.entering(row, chunk, arriving_BSD)
         go = lambda: self.layers.evaluate(x_BSD, self.first(chunk), self.context(microbatch))
         y_BSD = _when(self.table.forward[..., 0], microbatch, FORWARD, go, lambda: x_BSD)
-        leaving = lambda: _sum(sums, self.ends.loss(y_BSD, self.rows(row["loss"])))
+        leaving = lambda: _sum(sums, self.embed_head.loss(y_BSD, self.rows(row["loss"])))
         sums = _when(self.table.loss, row["loss"], LOSS, leaving, lambda: sums)
         return (self.handed_on(y_BSD, forward=True), sums), None
 
@@ -203,10 +203,10 @@ class _Carry(NamedTuple):
 class _Training(_Run):
     def start(self) -> _Carry:
         nothing = self.nothing()
-        ring = self.layers.empty_ring(self.table.slots, nothing, self.context(jnp.int32(0)))
+        ring = self.layers.empty_residuals(self.table.slots, nothing, self.context(jnp.int32(0)))
         pending = jnp.zeros((self.table.pending_slots, *nothing.shape), nothing.dtype)
         # With ZeRO 1 gradients are added up whole, else in the pieces of the stored parameters.
-        shapes = self.params if self.setting.config.mesh.zero == 1 else self.stored
+        shapes = self.params if self.spec.config.mesh.zero == 1 else self.stored
         gradients = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), shapes)
         return _Carry(nothing, nothing, ring, pending, gradients, no_loss())
 
@@ -231,10 +231,10 @@ class _Training(_Run):
         """The gradient of what comes out of the last stage, in the tick in which it does."""
 
         def leaving() -> tuple[LossSums, jax.Array, Params]:
-            sums, y_gradient_BSD, new = self.ends.loss_and_gradients(y_BSD, self.rows(row["loss"]))
+            sums, y_gradient_BSD, new = self.embed_head.loss_and_gradients(y_BSD, self.rows(row["loss"]))
             return _sum(carry.sums, sums), y_gradient_BSD, self._added(carry.gradients, new)
 
-        unchanged = {name: carry.gradients[name] for name in self.ends.last}
+        unchanged = {name: carry.gradients[name] for name in self.embed_head.last}
         stay = lambda: (carry.sums, jnp.zeros_like(y_BSD), unchanged)
         sums, y_gradient_BSD, new = _when(self.table.loss, row["loss"], LOSS, leaving, stay)
         return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | new)
@@ -255,7 +255,7 @@ class _Training(_Run):
             y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
         x_gradient_BSD, layers = self.layers.backward(
             y_gradient_BSD, self.first(chunk), self.context(microbatch), carry.ring, slot, carry.gradients["layers"],
-            lambda new: self._reduced(new, self.setting.definition.layer_axes),
+            lambda new: self._reduced(new, self.spec.definition.layer_axes),
             functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD),
         )  # fmt: skip
         return x_gradient_BSD, carry._replace(gradients=carry.gradients | {"layers": layers})
@@ -264,7 +264,7 @@ class _Training(_Run):
         """The embedding's gradient, when that of its output comes out of the first stage."""
 
         def leaving() -> Params:
-            new = self.ends.embed_gradient(x_gradient_BSD, self.rows(row["leave"]))
+            new = self.embed_head.embed_gradient(x_gradient_BSD, self.rows(row["leave"]))
             return self._added(carry.gradients, new)
 
         unchanged = lambda: {"embedding": carry.gradients["embedding"]}
@@ -273,12 +273,12 @@ class _Training(_Run):
 
     def _reduced(self, gradients: Params, axes: Params) -> Params:
         """Gradients of whole weights as they are added up."""
-        if self.setting.config.mesh.zero == 1:
+        if self.spec.config.mesh.zero == 1:
             return jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        return collectives.reshard(gradients, axes, self.setting.placement, self.setting.reduce_dtype)
+        return collectives.reshard(gradients, axes, self.spec.placement, self.spec.reduce_dtype)
 
     def _added(self, gradients: Params, new: Params) -> Params:
-        axes = self.setting.definition.axes
+        axes = self.spec.definition.axes
         return {name: jax.tree.map(jnp.add, gradients[name], self._reduced(new[name], axes[name])) for name in new}
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmnt.parallel.collectives import index_along, largest_over, sum_over
+from jaxmnt.parallel.collectives import index_along, max_over, sum_over
 from jaxmnt.parallel.sharding import Placement
 
 
@@ -36,7 +36,7 @@ class LossShape(NamedTuple):
 
 def chunk_count(tokens: int, vocab_size: int, placement: Placement, limit_mib: int) -> int:
     """Chunks needed to keep a device's float32 logits of one chunk within `limit_mib` MiB."""
-    bytes_each = -(-vocab_size // placement.ways("vocab")) * 4
+    bytes_each = -(-vocab_size // placement.num_shards("vocab")) * 4
     return max(1, min(tokens, -(-tokens * bytes_each // (limit_mib * 2**20))))
 
 
@@ -110,9 +110,9 @@ def _chunk(
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=jnp.float32)
     size = head_DV.shape[1]
     ids_V = index_along("vocab", placement) * size + jnp.arange(size)
-    if shape.real_vocab < size * placement.ways("vocab"):
+    if shape.real_vocab < size * placement.num_shards("vocab"):
         logits_CV = jnp.where(ids_V < shape.real_vocab, logits_CV, -jnp.inf)
-    largest_C1 = largest_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
+    largest_C1 = max_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
     exponentials_CV = jnp.exp(logits_CV - largest_C1)
     # A comparison and a sum instead of an index: each device looks only at its part of the vocabulary.
     is_target_CV = targets_C[:, None] == ids_V

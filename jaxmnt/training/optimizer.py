@@ -11,7 +11,7 @@ from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.parallel.sharding import is_axes
 
 
-def build_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
+def build_lr_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of the update number i, from 0: linear warm-up, then `optimizer.schedule`.
 
     Update i of the warm-up has rate peak · (i + 1) / (warmup_steps + 1), so that no update is wasted on 0.
@@ -40,7 +40,7 @@ def build_optimizer(config: Config, axes: Any) -> tuple[optax.GradientTransforma
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) without clipping, which the step does itself
     because it reports the norm. Norm scales are not decayed."""
     optimizer = config.optimizer
-    schedule = build_schedule(optimizer, config.train.steps)
+    schedule = build_lr_schedule(optimizer, config.train.steps)
     decayed = jax.tree.map(lambda names: "norm" not in names, axes, is_leaf=is_axes)
     adam = optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon)
     # Named, because the names are what a checkpoint knows the state by.

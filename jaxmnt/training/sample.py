@@ -13,29 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmnt.models.decoder import Params
-from jaxmnt.training.embed_head import Ends
-from jaxmnt.training.spec import Setting
-from jaxmnt.training.stage import Layers, context_of
+from jaxmnt.training.embed_head import EmbedAndHead
+from jaxmnt.training.spec import StepSpec
+from jaxmnt.training.stage import Layers, layer_context
 
 
 def sample(
-    setting: Setting, params: Params, prompt: np.ndarray, length: int, temperature: float, seed: int
+    spec: StepSpec, params: Params, prompt: np.ndarray, length: int, temperature: float, seed: int
 ) -> np.ndarray:
     """int32 token ids that continue `prompt`; both together are at most the window of the config.
 
     `temperature` divides the logits; 0 takes the likeliest token.
     """
-    window = setting.config.data.sequence_length
+    window = spec.config.data.sequence_length
     assert len(prompt) > 0 and len(prompt) + length <= window
     tokens = np.zeros((1, window), np.int32)
     tokens[0, : len(prompt)] = prompt
-    run = jax.jit(functools.partial(_continue, setting, length, temperature))
+    run = jax.jit(functools.partial(_continue, spec, length, temperature))
     filled = run(params, tokens, jnp.int32(len(prompt)), jax.random.key(seed))
     return np.asarray(filled)[0, len(prompt) : len(prompt) + length]
 
 
 def _continue(
-    setting: Setting,
+    spec: StepSpec,
     length: int,
     temperature: float,
     params: Params,
@@ -44,7 +44,7 @@ def _continue(
     key: jax.Array,
 ) -> jax.Array:
     def add_token(i: jax.Array, tokens_1L: jax.Array) -> jax.Array:
-        logits_V = _logits(setting, params, tokens_1L, start + i - 1)
+        logits_V = _logits(spec, params, tokens_1L, start + i - 1)
         if temperature == 0:
             token = jnp.argmax(logits_V)
         else:
@@ -54,16 +54,16 @@ def _continue(
     return jax.lax.fori_loop(0, length, add_token, tokens_1L)
 
 
-def _logits(setting: Setting, params: Params, tokens_1L: jax.Array, position: jax.Array) -> jax.Array:
+def _logits(spec: StepSpec, params: Params, tokens_1L: jax.Array, position: jax.Array) -> jax.Array:
     """Logits of the token after `position`, of ids that the data has."""
     rows = {
         "tokens": tokens_1L,
         "positions": jnp.arange(tokens_1L.shape[1], dtype=jnp.int32)[None],
         "segments": jnp.ones_like(tokens_1L),
     }
-    ends = Ends(setting, params, whole=False)
-    depth = setting.config.model.num_layers
-    layers = Layers(setting, params["layers"], jnp.arange(depth), depth, whole=False)
-    y_1LD = layers.evaluate(ends.embed(rows), jnp.int32(0), context_of(setting, rows, None))
+    embed_head = EmbedAndHead(spec, params, whole=False)
+    depth = spec.config.model.num_layers
+    layers = Layers(spec, params["layers"], jnp.arange(depth), depth, whole=False)
+    y_1LD = layers.evaluate(embed_head.embed(rows), jnp.int32(0), layer_context(spec, rows, None))
     y_11D = jax.lax.dynamic_slice_in_dim(y_1LD, position, 1, axis=1)
-    return ends.logits(y_11D)[0, 0, : setting.real_vocab]
+    return embed_head.logits(y_11D)[0, 0, : spec.real_vocab]

@@ -11,7 +11,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.attention import Kernel, choose_kernel, device_capability
 from jaxmnt.models.decoder import Definition
-from jaxmnt.parallel.axes import accumulation_passes
+from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
 from jaxmnt.parallel.sharding import Placement
 from jaxmnt.training.schedule import Schedule
@@ -26,11 +26,11 @@ BATCH_LOGICAL_AXES = {
     "segments": ("batch", "length"),
     "positions": ("batch", "length"),
 }
-WISH_AXES = ("devices", None)
+CONTROL_AXES = ("devices", None)
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSpec:
     """The config, resolved for a mesh."""
 
     config: Config
@@ -58,14 +58,14 @@ class Setting:
         return jnp.dtype(self.config.train.reduce_dtype)
 
     @property
-    def passes(self) -> int:
+    def num_microbatches(self) -> int:
         """Accumulation passes, which are a pipeline's microbatches."""
-        return accumulation_passes(self.config, self.placement.sizes)
+        return num_microbatches(self.config, self.placement.sizes)
 
     @property
-    def rows_a_pass(self) -> int:
+    def microbatch_rows(self) -> int:
         """Rows of one pass on one batch shard."""
-        return self.config.data.global_batch_size // self.placement.batch_shards // self.passes
+        return self.config.data.global_batch_size // self.placement.batch_shards // self.num_microbatches
 
 
 def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Kernel]:

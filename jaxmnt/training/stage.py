@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxmnt.models.decoder import Params
 from jaxmnt.models.layers import rotary_angles
 from jaxmnt.parallel.collectives import SCATTERED, unshard
-from jaxmnt.training.spec import Batch, Setting
+from jaxmnt.training.spec import Batch, StepSpec
 
 Remat = Literal["none", "attention", "dots", "names", "full"]
 
@@ -35,14 +35,14 @@ def rematerialise(layer: Callable[..., Any], remat: Remat, save: list[str], *, u
     return jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
 
 
-Kept = list[jax.Array]
+Residuals = list[jax.Array]
 """What forward leaves for backward."""
 
 When = Callable[[Callable[[], Any], Callable[[], Any]], Any]
 """Takes what to do if there is a microbatch, and what else."""
 
 
-class Context(NamedTuple):
+class LayerContext(NamedTuple):
     """What every layer sees of a microbatch besides its activations."""
 
     angles: tuple[jax.Array, jax.Array]
@@ -50,14 +50,14 @@ class Context(NamedTuple):
     row_keys: jax.Array | None  # [B]
 
 
-def context_of(setting: Setting, rows: Batch, row_keys_B: jax.Array | None) -> Context:
+def layer_context(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -> LayerContext:
     """The context of a microbatch with these rows and a random key for each of them (None: no dropout)."""
-    model, apart = setting.config.model, setting.config.data.keeps_documents_apart
+    model, apart = spec.config.model, spec.config.data.keeps_documents_apart
     assert model.head_dim
     positions = rows["positions"] if apart else rows["positions"][:1]  # all rows count alike
     segments = rows["segments"]
     mask = (segments[:, None, :, None] == segments[:, None, None, :]) if apart else None
-    return Context(rotary_angles(positions, model.head_dim, model.rope_theta), mask, row_keys_B)
+    return LayerContext(rotary_angles(positions, model.head_dim, model.rope_theta), mask, row_keys_B)
 
 
 class Layers:
@@ -68,23 +68,23 @@ class Layers:
     already.
     """
 
-    def __init__(self, setting: Setting, params: Params, order: jax.Array, depth: int, *, whole: bool):
-        self._setting, self._params, self._order, self._depth, self._whole = setting, params, order, depth, whole
-        train = setting.config.train
+    def __init__(self, spec: StepSpec, params: Params, order: jax.Array, depth: int, *, whole: bool):
+        self._spec, self._params, self._order, self._depth, self._whole = spec, params, order, depth, whole
+        train = spec.config.train
         self._block = rematerialise(self._apply, train.remat, train.remat_save, unrolled=train.layer_unroll > 1)
         self._structure: Any = None  # of a layer's backward function: the same for all, known once forward is traced
 
-    def empty_ring(self, slots: int, x_BSD: jax.Array, context: Context) -> Kept:
+    def empty_residuals(self, slots: int, x_BSD: jax.Array, context: LayerContext) -> Residuals:
         """A place for what the forwards of `slots` microbatches leave for their backwards: [slots, depth, …]."""
         shapes = jax.eval_shape(lambda x: self._layer_forward(x, jnp.int32(0), context)[1], x_BSD)
         return [jnp.zeros((slots, self._depth, *one.shape), one.dtype) for one in shapes]
 
     def forward(
-        self, x_BSD: jax.Array, first: jax.Array, context: Context, ring: Kept, slot: jax.Array, when: When
-    ) -> tuple[jax.Array, Kept]:
+        self, x_BSD: jax.Array, first: jax.Array, context: LayerContext, ring: Residuals, slot: jax.Array, when: When
+    ) -> tuple[jax.Array, Residuals]:
         """The chunk's output, and the ring with what its backward needs besides weights and context in this slot."""
 
-        def body(carry: tuple[jax.Array, Kept], offset: jax.Array) -> tuple[tuple[jax.Array, Kept], None]:
+        def body(carry: tuple[jax.Array, Residuals], offset: jax.Array) -> tuple[tuple[jax.Array, Residuals], None]:
             x_BSD, ring = carry
             go = lambda: self._layer_forward(x_BSD, first + offset, context)
             x_BSD, kept = when(go, lambda: (x_BSD, [one[slot, offset] for one in ring]))
@@ -96,8 +96,8 @@ class Layers:
         self,
         x_gradient_BSD: jax.Array,
         first: jax.Array,
-        context: Context,
-        ring: Kept,
+        context: LayerContext,
+        ring: Residuals,
         slot: jax.Array,
         gradients: Params,
         reduce: Callable[[Params], Params],
@@ -114,7 +114,7 @@ class Layers:
 
             def go() -> tuple[Params, jax.Array]:
                 weights, layer = self._slot(first + offset)
-                backward = self._put_together([one[slot, offset] for one in ring], (weights, layer, context))
+                backward = self._join_residuals([one[slot, offset] for one in ring], (weights, layer, context))
                 weight_gradients, new = backward(x_gradient_BSD)
                 return reduce(weight_gradients), new
 
@@ -125,7 +125,7 @@ class Layers:
 
         return self._scan(body, (x_gradient_BSD, gradients), reverse=True)
 
-    def evaluate(self, x_BSD: jax.Array, first: jax.Array, context: Context) -> jax.Array:
+    def evaluate(self, x_BSD: jax.Array, first: jax.Array, context: LayerContext) -> jax.Array:
         """The chunk's output alone."""
 
         def body(x_BSD: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
@@ -134,32 +134,32 @@ class Layers:
 
         return self._scan(body, x_BSD)
 
-    def _layer_forward(self, x_BSD: jax.Array, slot: jax.Array, context: Context) -> tuple[jax.Array, Kept]:
+    def _layer_forward(self, x_BSD: jax.Array, slot: jax.Array, context: LayerContext) -> tuple[jax.Array, Residuals]:
         weights, layer = self._slot(slot)
         x_BSD, backward = jax.vjp(lambda w, x: self._block(w, x, layer, context), weights, x_BSD)
-        return x_BSD, self._take_apart(backward, (weights, layer, context))
+        return x_BSD, self._split_residuals(backward, (weights, layer, context))
 
-    def _apply(self, weights: Params, x_BSD: jax.Array, layer: jax.Array, context: Context) -> jax.Array:
-        setting, keys = self._setting, context.row_keys
+    def _apply(self, weights: Params, x_BSD: jax.Array, layer: jax.Array, context: LayerContext) -> jax.Array:
+        spec, keys = self._spec, context.row_keys
         keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, layer))(keys)
-        block = setting.definition.part("block", weights)
-        recompute = setting.config.train.remat == "attention"
-        return block(x_BSD, context.angles, context.mask, keys, setting.kernel, recompute, setting.placement)
+        block = spec.definition.part("block", weights)
+        recompute = spec.config.train.remat == "attention"
+        return block(x_BSD, context.angles, context.mask, keys, spec.kernel, recompute, spec.placement)
 
     def _slot(self, slot: jax.Array) -> tuple[Params, jax.Array]:
         """A slot's weights, ready for use, and which layer they are."""
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, slot, keepdims=False)
         weights, layer = jax.tree.map(pick, self._params), pick(self._order)
         if not self._whole:
-            setting = self._setting
-            weights = unshard(weights, setting.definition.layer_axes, setting.placement, setting.dtype)
+            spec = self._spec
+            weights = unshard(weights, spec.definition.layer_axes, spec.placement, spec.dtype)
         return weights, layer
 
     def _scan(self, body: Callable[[Any, jax.Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
-        unroll = min(self._setting.config.train.layer_unroll, self._depth)
+        unroll = min(self._spec.config.train.layer_unroll, self._depth)
         return jax.lax.scan(body, start, jnp.arange(self._depth), unroll=unroll, reverse=reverse)[0]
 
-    def _take_apart(self, backward: Any, known: Any) -> Kept:
+    def _split_residuals(self, backward: Any, known: Any) -> Residuals:
         """The arrays that a layer's backward function holds, but for those that are `known` when it will be called."""
         arrays, tree = jax.tree.flatten(backward)
         places = {id(array): index for index, array in enumerate(jax.tree.leaves(known))}
@@ -169,7 +169,7 @@ class Layers:
         self._structure = structure
         return [array for array, source in zip(arrays, sources, strict=True) if source is None]
 
-    def _put_together(self, kept: Kept, known: Any) -> Any:
+    def _join_residuals(self, kept: Residuals, known: Any) -> Any:
         tree, sources, _ = self._structure
         leaves, rest = jax.tree.leaves(known), iter(kept)
         return jax.tree.unflatten(tree, [next(rest) if source is None else leaves[source] for source in sources])

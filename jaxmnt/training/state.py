@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import Axes, is_axes
-from jaxmnt.training.spec import Setting, State
+from jaxmnt.training.spec import State, StepSpec
 
 HOST_MEMORY = "pinned_host"
 
@@ -28,55 +28,55 @@ class OneLeaf:
     axes: Axes
 
 
-def initial_state(setting: Setting) -> State:
-    params = setting.definition.init(jax.random.key(setting.config.seed))
-    params = jax.tree.map(lambda leaf: leaf.astype(setting.params_dtype), params)
-    params = map_with_axes(setting.layout.place, params, setting.definition.axes)
+def initial_state(spec: StepSpec) -> State:
+    params = spec.definition.init(jax.random.key(spec.config.seed))
+    params = jax.tree.map(lambda leaf: leaf.astype(spec.params_dtype), params)
+    params = map_with_axes(spec.layout.to_device_layout, params, spec.definition.axes)
     return {
         "params": params,
-        "optimizer": setting.optimizer.init(params),
+        "optimizer": spec.optimizer.init(params),
         "counters": {"step": jnp.int32(0)},
         "bad_steps": {"total": jnp.int32(0), "in_a_row": jnp.int32(0)},
     }
 
 
-def abstract_state(setting: Setting) -> State:
+def abstract_state(spec: StepSpec) -> State:
     """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameter."""
-    abstract = jax.eval_shape(lambda: initial_state(setting))
-    state = with_axes(setting, abstract, lambda leaf, axes: shaped(leaf, setting.placement.sharding(axes)))
-    if setting.config.optimizer.offload:
+    abstract = jax.eval_shape(lambda: initial_state(spec))
+    state = with_axes(spec, abstract, lambda leaf, axes: shaped(leaf, spec.placement.sharding(axes)))
+    if spec.config.optimizer.offload:
         to_host = lambda leaf: shaped(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if leaf.ndim else leaf
         state["optimizer"] = jax.tree.map(to_host, state["optimizer"])
     return state
 
 
-def canonical_abstract(setting: Setting, state: State) -> State:
+def canonical_abstract(spec: StepSpec, state: State) -> State:
     """The abstract state as it is stored, from the one as it is placed."""
-    layout = setting.layout
+    layout = spec.layout
 
     def one(leaf: Any, axes: Axes) -> Any:
         if not layout.moves(axes):
             return leaf
         plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        canonical = jax.eval_shape(lambda array: layout.canonical(array, axes), plain)
+        canonical = jax.eval_shape(lambda array: layout.to_checkpoint_layout(array, axes), plain)
         sharding = layout.canonical_sharding(canonical.shape, axes)
         return shaped(canonical, sharding.with_memory_kind(leaf.sharding.memory_kind))
 
-    return with_axes(setting, state, one)
+    return with_axes(spec, state, one)
 
 
-def moving_bytes(setting: Setting, state: State) -> int:
+def moving_bytes(spec: StepSpec, state: State) -> int:
     """Bytes of a device that saving takes besides the state: what is stored otherwise than it is placed."""
-    stored = canonical_abstract(setting, state)
+    stored = canonical_abstract(spec, state)
     pairs = zip(jax.tree.leaves(stored), jax.tree.leaves(state), strict=True)
     return sum(bytes_a_device(new) for new, placed in pairs if new is not placed)
 
 
-def with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], Any]) -> State:
+def with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]) -> State:
     """`function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
-    axes = jax.tree.map(OneLeaf, setting.definition.axes, is_leaf=is_axes)
+    axes = jax.tree.map(OneLeaf, spec.definition.axes, is_leaf=is_axes)
     optimizer = optax.tree_map_params(
-        setting.optimizer,
+        spec.optimizer,
         lambda leaf, named: function(leaf, named.axes),
         state["optimizer"],
         axes,
@@ -84,7 +84,7 @@ def with_axes(setting: Setting, state: State, function: Callable[[Any, Axes], An
     )
     single = {part: jax.tree.map(lambda leaf: function(leaf, ()), state[part]) for part in ("counters", "bad_steps")}
     return {
-        "params": map_with_axes(function, state["params"], setting.definition.axes),
+        "params": map_with_axes(function, state["params"], spec.definition.axes),
         "optimizer": optimizer,
         **single,
     }

@@ -1,4 +1,4 @@
-"""The processes hear of each other's failures: lifelines over real connections, in threads of one process."""
+"""The processes hear of each other's failures: heartbeats over real connections, in threads of one process."""
 
 import contextlib
 import socket
@@ -12,62 +12,64 @@ from conftest import events, until
 
 from jaxmnt.config.schema import Watchdog as Limits
 from jaxmnt.distributed import rendezvous
-from jaxmnt.distributed.heartbeat import STARTING, Lifeline, Position, account_of
+from jaxmnt.distributed.heartbeat import STARTING, Heartbeat, Position, account_of
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import Wire
 from jaxmnt.distributed.process_group import telling
 from jaxmnt.distributed.rendezvous import Peer
-from jaxmnt.distributed.termination import Ending, Fate, StoppedError, fate_of
+from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError, exit_reason_of
 from jaxmnt.run.failed_start import noting_a_failed_start
 from jaxmnt.run.watchdog import Watchdog
 
 COUNT = 3
 
 
-class Noted(Ending):
-    """Notes the fate, and lets the thread go no further."""
+class Noted(ExitHandler):
+    """Notes the exit_reason, and lets the thread go no further."""
 
     def __init__(self):
         super().__init__()
-        self.fates = []
+        self.exit_reasons = []
         self.ended = threading.Event()
 
-    def now(self, fate):
-        self.fates.append(fate)
+    def exit_now(self, exit_reason):
+        self.exit_reasons.append(exit_reason)
         self.ended.set()
         threading.Event().wait()
 
 
 class Cluster:
-    """Three lifelines that hear each other."""
+    """Three heartbeats that hear each other."""
 
     def __init__(self, silence=30.0, patience=60.0):
         pairs = {process: socket.socketpair() for process in range(1, COUNT)}
-        self.endings = [Noted() for _ in range(COUNT)]
+        self.exit_handlers = [Noted() for _ in range(COUNT)]
         identity = lambda process: Identity(process, COUNT, "localhost:1")
         first = {process: Peer(f"host{process}", pair[0]) for process, pair in pairs.items()}
-        make = lambda process, peers: Lifeline(identity(process), peers, self.endings[process], silence, patience)
-        self.lifelines = [make(0, first)]
-        self.lifelines += [make(process, {0: Peer("host0", pair[1])}) for process, pair in pairs.items()]
+        make = lambda process, peers: Heartbeat(
+            identity(process), peers, self.exit_handlers[process], silence, patience
+        )
+        self.heartbeats = [make(0, first)]
+        self.heartbeats += [make(process, {0: Peer("host0", pair[1])}) for process, pair in pairs.items()]
         self.sockets = {process: pair[1] for process, pair in pairs.items()}
 
     def start(self, *but):
-        for process, lifeline in enumerate(self.lifelines):
+        for process, heartbeat in enumerate(self.heartbeats):
             if process not in but:
-                lifeline.start()
+                heartbeat.start()
         return self
 
-    def fates(self, *processes, seconds=8.0):
+    def exit_reasons(self, *processes, seconds=8.0):
         """What became of these processes."""
         deadline = time.monotonic() + seconds
         for process in processes:
-            assert self.endings[process].ended.wait(max(0.0, deadline - time.monotonic())), f"{process} goes on"
-        return [self.endings[process].fates[0] for process in processes]
+            assert self.exit_handlers[process].ended.wait(max(0.0, deadline - time.monotonic())), f"{process} goes on"
+        return [self.exit_handlers[process].exit_reasons[0] for process in processes]
 
     def close(self):
-        for lifeline, ending in zip(self.lifelines, self.endings, strict=True):
-            if not ending.fates:
-                lifeline.leave()
+        for heartbeat, exit_handler in zip(self.heartbeats, self.exit_handlers, strict=True):
+            if not exit_handler.exit_reasons:
+                heartbeat.leave()
 
 
 @pytest.fixture
@@ -87,13 +89,13 @@ def cluster():
 def test_all_hear_who_failed_and_why(cluster, culprit, code, others):
     made = cluster().start()
     began = time.monotonic()
-    fate = made.lifelines[culprit].fail("ValueError: boom", code)
-    assert (fate.kind, fate.process, fate.code) == ("failed", culprit, code)
-    for heard in made.fates(*(process for process in range(COUNT) if process != culprit)):
+    exit_reason = made.heartbeats[culprit].fail("ValueError: boom", code)
+    assert (exit_reason.kind, exit_reason.process, exit_reason.code) == ("failed", culprit, code)
+    for heard in made.exit_reasons(*(process for process in range(COUNT) if process != culprit)):
         assert (heard.kind, heard.process, heard.code) == ("peer_lost", culprit, others)
         assert heard.why.endswith("failed: ValueError: boom") and f"process {culprit} of 3 on" in heard.why
     assert time.monotonic() - began < 8, "silence would take much longer"
-    assert not made.endings[culprit].fates, "it ends by itself, with its own code"
+    assert not made.exit_handlers[culprit].exit_reasons, "it ends by itself, with its own code"
 
 
 @pytest.mark.parametrize("culprit", [1, 2])
@@ -101,7 +103,7 @@ def test_one_who_goes_without_a_word_is_missed_at_once(cluster, culprit):
     made = cluster().start(culprit)
     made.sockets[culprit].close()
     others = [process for process in range(COUNT) if process != culprit]
-    for heard in made.fates(*others):
+    for heard in made.exit_reasons(*others):
         assert heard.process == culprit and "went away without a word" in heard.why and heard.code == 4
 
 
@@ -111,20 +113,20 @@ def test_what_jax_says_of_a_lost_peer_ends_with_the_name_of_who_is_gone(cluster,
     made = cluster().start(1)
 
     def step():
-        with telling(made.lifelines[0]):
+        with telling(made.heartbeats[0]):
             raise kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:22218")
 
     threading.Thread(target=step, daemon=True).start()
     threading.Timer(0.5, made.sockets[1].close).start()
-    for heard in made.fates(0, 2):
+    for heard in made.exit_reasons(0, 2):
         assert heard.kind == "peer_lost" and heard.process == 1 and "went away without a word" in heard.why
 
 
 def test_process_0_is_missed_by_all(cluster):
     made = cluster().start(0)
-    for wire in made.lifelines[0]._wires.values():
+    for wire in made.heartbeats[0]._wires.values():
         wire.close()
-    for heard in made.fates(1, 2):
+    for heard in made.exit_reasons(1, 2):
         assert heard.process == 0 and "process 0 of 3 on host0 went away without a word" in heard.why
 
 
@@ -132,26 +134,26 @@ def test_silence_counts_less_before_the_first_step(cluster):
     """Process 2 is there, but says nothing, as one that is stopped."""
     made = cluster(silence=4.0, patience=60.0)
     settled = threading.Event()
-    for lifeline in made.lifelines:
-        lifeline.position = lambda: Position(7, "taking steps", settled=settled.is_set())
+    for heartbeat in made.heartbeats:
+        heartbeat.position = lambda: Position(7, "taking steps", settled=settled.is_set())
     made.start(2)
     time.sleep(6)
-    assert not any(ending.fates for ending in made.endings)
+    assert not any(exit_handler.exit_reasons for exit_handler in made.exit_handlers)
     settled.set()
-    for heard in made.fates(0, 1):
+    for heard in made.exit_reasons(0, 1):
         assert heard.process == 2 and "has been silent for 4 s" in heard.why
-    assert "last known starting" in made.endings[0].fates[0].why
+    assert "last known starting" in made.exit_handlers[0].exit_reasons[0].why
 
 
 def test_a_halt_is_told_with_everyones_place(cluster):
     made = cluster().start()
     noted = []
-    for process, lifeline in enumerate(made.lifelines):
+    for process, heartbeat in enumerate(made.heartbeats):
         step = 42 if process == 1 else 43
-        lifeline.position = lambda step=step: Position(step, "taking steps", settled=True)
-        lifeline.note_stacks = lambda process=process: noted.append(process)
-    threading.Thread(target=made.lifelines[2].halt, args=("no progress for 45 s",), daemon=True).start()
-    for heard in made.fates(0, 1, 2):
+        heartbeat.position = lambda step=step: Position(step, "taking steps", settled=True)
+        heartbeat.note_stacks = lambda process=process: noted.append(process)
+    threading.Thread(target=made.heartbeats[2].halt, args=("no progress for 45 s",), daemon=True).start()
+    for heard in made.exit_reasons(0, 1, 2):
         assert (heard.kind, heard.code, heard.process) == ("hang", 4, 1)
         assert "process 2 of 3 on host2: no progress for 45 s" in heard.why
         assert "process 1 of 3 on host1: in step 42" in heard.why and "processes 0, 2: in step 43" in heard.why
@@ -160,17 +162,17 @@ def test_a_halt_is_told_with_everyones_place(cluster):
 
 def test_one_who_does_not_answer_is_at_fault(cluster):
     made = cluster().start(1)
-    threading.Thread(target=made.lifelines[0].halt, args=("no progress",), daemon=True).start()
-    for heard in made.fates(0, 2):
+    threading.Thread(target=made.heartbeats[0].halt, args=("no progress",), daemon=True).start()
+    for heard in made.exit_reasons(0, 2):
         assert heard.process == 1 and "No answer from process 1 of 3 on host1" in heard.why
 
 
 def test_those_who_say_good_bye_are_not_missed(cluster):
     made = cluster().start()
-    made.lifelines[1].leave()
+    made.heartbeats[1].leave()
     made.sockets[1].close()
     time.sleep(1.5)
-    assert not any(ending.fates for ending in made.endings)
+    assert not any(exit_handler.exit_reasons for exit_handler in made.exit_handlers)
 
 
 @pytest.mark.parametrize("asked", [0, 2])
@@ -178,21 +180,21 @@ def test_those_who_hear_of_an_early_stop_stop_as_well(cluster, asked):
     """With 75, and not with 4: nobody has failed."""
     made = cluster().start()
     error = StoppedError("it was asked to stop before the first step (SIGTERM)", "SIGTERM").blaming(processes=[asked])
-    made.lifelines[asked].stop_early(fate_of(error))
-    for heard in made.fates(*(process for process in range(COUNT) if process != asked)):
+    made.heartbeats[asked].stop_early(exit_reason_of(error))
+    for heard in made.exit_reasons(*(process for process in range(COUNT) if process != asked)):
         assert (heard.kind, heard.code, heard.process) == ("start_abandoned", 75, asked)
         assert (heard.reason, heard.asked_by, heard.why) == ("stopped", None, str(error))
-    assert not made.endings[asked].fates, "it ends by itself"
+    assert not made.exit_handlers[asked].exit_reasons, "it ends by itself"
 
 
 def test_a_stop_that_comes_as_the_roll_call_ends_is_heard_by_the_lifeline(cluster):
     """Process 0 has ended the roll call, and process 1 is still in it when it is asked to stop."""
     made = cluster()
-    caller = rendezvous._Caller(Identity(1, COUNT, "localhost:1"), {}, b"", lambda: "SIGTERM")
+    caller = rendezvous._Client(Identity(1, COUNT, "localhost:1"), {}, b"", lambda: "SIGTERM")
     with pytest.raises(StoppedError, match=r"\(SIGTERM\)"):
         caller._line(made.sockets[1], time.monotonic() + 5)
     made.start(1)
-    for heard in made.fates(0, 2):
+    for heard in made.exit_reasons(0, 2):
         assert (heard.kind, heard.code, heard.process) == ("start_abandoned", 75, 1)
 
 
@@ -201,8 +203,8 @@ def test_a_stop_that_comes_as_the_roll_call_ends_is_heard_by_the_lifeline(cluste
     [
         b"[1]",
         b'{"kind": "beat", "position": {"x": 1}}',
-        b'{"kind": "verdict", "fate": {"kind": "failed"}}',
-        b'{"kind": "verdict", "fate": 3}',
+        b'{"kind": "verdict", "exit_reason": {"kind": "failed"}}',
+        b'{"kind": "verdict", "exit_reason": 3}',
         b'{"kind": "failed", "why": "x", "code": 77}',
         b'{"no": "kind"}',
         b"[" * 100_000,
@@ -212,7 +214,7 @@ def test_a_peer_that_makes_no_sense_is_a_lost_one(cluster, line):
     """Its words end no thread that listens."""
     made = cluster().start(2)
     made.sockets[2].sendall(line + b"\n")
-    for heard in made.fates(0, 1):
+    for heard in made.exit_reasons(0, 1):
         assert (heard.kind, heard.code, heard.process) == ("peer_lost", 4, 2)
 
 
@@ -247,7 +249,7 @@ def test_a_wire_takes_lines_apart_and_knows_the_end():
 
 
 class Halts:
-    """Stands for a lifeline, and notes what is said of a halt."""
+    """Stands for a heartbeat, and notes what is said of a halt."""
 
     def __init__(self):
         self.said = []
@@ -263,16 +265,16 @@ def watchdog(tmp_path, monkeypatch):
     with contextlib.ExitStack() as scope:
 
         def make(**limits):
-            lifeline = Halts()
-            made = Watchdog(Limits(**limits), tmp_path, 3, lifeline)
+            heartbeat = Halts()
+            made = Watchdog(Limits(**limits), tmp_path, 3, heartbeat)
             scope.enter_context(made)
-            return made, lifeline
+            return made, heartbeat
 
         yield make
 
 
 def test_each_phase_has_its_own_limit(watchdog):
-    made, lifeline = watchdog(step_seconds=10.0, factor=10.0, first_step_seconds=100.0)
+    made, heartbeat = watchdog(step_seconds=10.0, factor=10.0, first_step_seconds=100.0)
     with made.during("compiling", None):
         time.sleep(0.5)
     made.steps_begin(1)
@@ -282,46 +284,46 @@ def test_each_phase_has_its_own_limit(watchdog):
     time.sleep(0.25)  # 25 looks, and ten times the median step are 40 seconds
     with made.during("evaluating", 60.0):
         time.sleep(0.4)
-    assert not lifeline.said
-    until(lambda: lifeline.said)
-    assert lifeline.said[0].startswith("no progress for 40 s while taking steps")
+    assert not heartbeat.said
+    until(lambda: heartbeat.said)
+    assert heartbeat.said[0].startswith("no progress for 40 s while taking steps")
 
 
 def test_a_phase_that_gets_further_is_alive_and_one_that_does_not_is_named(watchdog, tmp_path):
-    made, lifeline = watchdog()
+    made, heartbeat = watchdog()
     with made.during("evaluating", 20.0):
         for _ in range(6):
             time.sleep(0.1)
             made.got_further()
-        assert not lifeline.said
-        until(lambda: lifeline.said)
-    assert lifeline.said[0].startswith("no progress for 20 s while evaluating")
-    assert "test_a_phase" not in str(lifeline.position()), "only our own code says where it is"
-    lifeline.note_stacks()
+        assert not heartbeat.said
+        until(lambda: heartbeat.said)
+    assert heartbeat.said[0].startswith("no progress for 20 s while evaluating")
+    assert "test_a_phase" not in str(heartbeat.position()), "only our own code says where it is"
+    heartbeat.note_stacks()
     assert "test_a_phase_that_gets_further" in (tmp_path / "hangs" / "3.txt").read_text()
 
 
 def test_the_watchdog_can_be_turned_off(watchdog):
-    made, lifeline = watchdog(step_seconds=None, first_step_seconds=None)
+    made, heartbeat = watchdog(step_seconds=None, first_step_seconds=None)
     made.steps_begin(1)
     time.sleep(0.1)
     made.finished_step(1.0)
     time.sleep(0.5)
-    assert not lifeline.said
+    assert not heartbeat.said
 
 
 @pytest.mark.parametrize(("has_opened", "code", "noted"), [(False, 4, True), (True, 4, False), (False, 2, False)])
 def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
     """From then on the run has its own events, and a wrong config is nobody's fault."""
-    config, ending = tiny(), Acting()
-    with noting_a_failed_start(config, Identity(), ending, lambda: has_opened):
-        ending.act(Fate("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))
+    config, exit_handler = tiny(), Acting()
+    with noting_a_failed_start(config, Identity(), exit_handler, lambda: has_opened):
+        exit_handler.act(ExitReason("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))
     if noted:
         assert [event["at_fault_host"] for event in events(config.run.dir, "peer_lost")] == ["n2"]
     else:
         assert not (Path(config.run.dir) / "events").exists()
 
 
-class Acting(Ending):
-    def act(self, fate):
-        self._act(fate, told=True)
+class Acting(ExitHandler):
+    def act(self, exit_reason):
+        self._run_hooks(exit_reason, told=True)
