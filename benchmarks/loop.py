@@ -68,7 +68,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.feed import ControlFlags
     from jaxmnt.data.sources import fit_to_data, open_sources
-    from jaxmnt.run.inputs import training_feed
+    from jaxmnt.run.session import training_feed
     from jaxmnt.train import train
     from jaxmnt.training.compile import compile_program
 

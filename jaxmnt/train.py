@@ -8,12 +8,10 @@ from jaxmnt import early_signals
 if __name__ == "__main__":
     early_signals.remember()
 
-import os
-import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import run_command
@@ -29,13 +27,13 @@ if TYPE_CHECKING:
     import jax
 
     from jaxmnt.distributed.heartbeat import Heartbeat
+    from jaxmnt.distributed.termination import ExitHandler
     from jaxmnt.run.preemption import StopRequest
 
 
 def main(arguments: list[str]) -> int:
     clock = StartClock()
     options = parse_arguments(arguments)
-    steps = options.replay
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         early_signals.release()
@@ -44,41 +42,48 @@ def main(arguments: list[str]) -> int:
     identity = identify(config.cluster)
     clock.lap("environment")
 
-    from jaxmnt.distributed.heartbeat import end_on_exceptions_in_threads
-    from jaxmnt.distributed.process_group import joined
-    from jaxmnt.distributed.termination import EarlyExit, ExitHandler, ExitReason
-    from jaxmnt.preflight.compare import check_hosts
-    from jaxmnt.run.failed_start import noting_a_failed_start
+    from jaxmnt.distributed.termination import ExitHandler
 
     exit_handler = ExitHandler(identity.label)
-    early_exit = EarlyExit(identity, exit_handler)
-    heard: list[Heartbeat] = []
-
-    def at_once(reason: str) -> None:
-        if heard:
-            heard[0].end(reason, ExitCode.FAILURE)
-        exit_handler.exit_now(ExitReason("failed", reason, ExitCode.FAILURE, identity.process_id))
-
-    def run() -> int:
-        with ExitStack() as held:
-            opened = lambda: steps is not None or "data" in clock.seconds
-            held.enter_context(noting_a_failed_start(config, identity, exit_handler, opened))
-            stop = held.enter_context(stop_request(config, identity, at_once, early_exit.now, beside=steps is not None))
-            import_module("jaxmnt.run.loop")  # with all it needs, so that it is not part of meeting the others
-            clock.lap("import")
-            find_data = lambda: digest_of_data(config)
-            heartbeat = held.enter_context(joined(identity, config, exit_handler, find_data, early_exit))
-            heard.append(heartbeat)
-            end_on_exceptions_in_threads(heartbeat)
-            clock.lap("rendezvous")
-            check_hosts(config, identity, heartbeat.clock)
-            clock.lap("preflight")
-            if steps is not None:
-                return train_again(config, identity, *steps)
-            said = {"accept_changes": options.accept_changes, "fresh": options.fresh}
-            return train(config, identity, heartbeat=heartbeat, clock=clock, stop=stop, **said)
-
+    run = lambda: meet_and_train(config, options, identity, exit_handler, clock)
     return exit_handler.finish(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
+
+
+def meet_and_train(
+    config: Config, options: Namespace, identity: Identity, exit_handler: "ExitHandler", clock: StartClock
+) -> int:
+    """Joins the other processes of the run and trains with them, or takes steps again for `--replay`."""
+    from jaxmnt.distributed.heartbeat import end_on_exceptions_in_threads
+    from jaxmnt.distributed.process_group import joined
+    from jaxmnt.distributed.termination import EarlyExit
+    from jaxmnt.preflight.compare import check_hosts
+    from jaxmnt.run.changes import digest_of_data
+    from jaxmnt.run.failed_start import StartNotes
+    from jaxmnt.run.preemption import stop_request
+
+    early_exit = EarlyExit(identity, exit_handler)
+    with ExitStack() as held:
+        notes = held.enter_context(StartNotes(config, identity, exit_handler))
+        if options.replay is not None:
+            notes.over()  # the events are those of the run, not of who takes its steps again
+        stop = held.enter_context(
+            stop_request(config, identity, early_exit.fail_now, early_exit.now, beside=options.replay is not None)
+        )
+        import_module("jaxmnt.run.loop")  # with all it needs, so that it is not part of meeting the others
+        clock.lap("import")
+        heartbeat = held.enter_context(
+            joined(identity, config, exit_handler, lambda: digest_of_data(config), early_exit)
+        )
+        end_on_exceptions_in_threads(heartbeat)
+        clock.lap("rendezvous")
+        check_hosts(config, identity, heartbeat.clock)
+        clock.lap("preflight")
+        if options.replay is not None:
+            return train_again(config, identity, heartbeat, stop, *options.replay)
+        return train(
+            config, identity, heartbeat=heartbeat, clock=clock, stop=stop, opened=notes.over,
+            accept_changes=options.accept_changes, fresh=options.fresh,
+        )  # fmt: skip
 
 
 def train(
@@ -88,6 +93,7 @@ def train(
     heartbeat: "Heartbeat | None" = None,
     clock: StartClock | None = None,
     stop: "StopRequest | None" = None,
+    opened: Callable[[], None] = lambda: None,
     *,
     accept_changes: bool = False,
     fresh: bool = False,
@@ -95,78 +101,39 @@ def train(
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code.
 
     A run goes on with another maths only if it shall `accept_changes`; with `fresh` it is set aside for a new one.
+    `opened` is called when the run is about to have events of its own.
     """
-    from jaxmnt.distributed.heartbeat import heartbeat_alone
     from jaxmnt.distributed.process_group import telling
     from jaxmnt.run.changes import nothing_wrong_with_the_config
-    from jaxmnt.run.lock import RunLock
-    from jaxmnt.run.loop import conclude, prepare, run_steps
-    from jaxmnt.run.rundir import Say, places
-    from jaxmnt.run.watchdog import Watchdog
-    from jaxmnt.telemetry.progress import status_line
+    from jaxmnt.run.loop import conclude, train_steps
+    from jaxmnt.run.rundir import Consent
+    from jaxmnt.run.session import Session
 
-    started = time.perf_counter()
-    assert config.run.dir is not None
-    identity, run_dir = identity or Identity(), Path(config.run.dir)
-    heartbeat = heartbeat or heartbeat_alone(identity)
     with (
-        nullcontext(stop)
-        if stop
-        else stop_request(config, identity, lambda why: heartbeat.end(why, ExitCode.FAILURE)) as stop,
-        Watchdog(config.watchdog, run_dir, identity.process_id, heartbeat) as watchdog,
-        status_line(quiet=identity.process_id != 0) as status,
-        ExitStack() as held,
-        telling(heartbeat),
+        Session(config, identity, devices, heartbeat, clock, stop) as run,
+        telling(run.heartbeat),
         nothing_wrong_with_the_config(config),
     ):
-        locks = [held.enter_context(RunLock(where)) for where in places(config)]
-        for lock in locks:
-            held.enter_context(heartbeat.exit_handler.with_hook(lock.let_go))
-        clock = clock or StartClock()
-        clock.watch_compile_cache()
-        say = Say(accept_changes, fresh)
-        run = prepare(config, identity, devices, locks, status, watchdog, heartbeat.exit_handler, held, clock, say)
-        if run is None:
+        run.open(Consent(accept_changes, fresh), opened)
+        if run.finished:
             return ExitCode.FINISHED
-        run_steps(run, stop, locks)
-        return ExitCode.FINISHED if conclude(run, stop, started) else ExitCode.STOPPED
+        run.compile()
+        run.restore()
+        run.feed()
+        train_steps(run)
+        conclude(run)
+        return ExitCode.FINISHED if run.finished else ExitCode.STOPPED
 
 
-def digest_of_data(config: Config) -> str:
-    """Of all that `data` names, opened."""
-    from jaxmnt.data.sources import open_sources
-    from jaxmnt.run.changes import nothing_wrong_with_the_config
-
-    with nothing_wrong_with_the_config(config):
-        return open_sources(config.data).digest
-
-
-def stop_request(
-    config: Config,
-    identity: Identity,
-    at_once: Callable[[str], object],
-    early: Callable[[str], object] | None = None,
-    *,
-    beside: bool = False,
-) -> "StopRequest":
-    """What hears of requests to stop. In process 0 also by the end of the allocation, and by the file STOP, unless this
-    works `beside` the run: the file is for the run, and removed when it is obeyed."""
-    from jaxmnt.run.preemption import StopRequest, end_of_allocation
-
-    if identity.process_id != 0:
-        return StopRequest(None, at_once, None, early)
-    assert config.run.dir is not None
-    ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
-    return StopRequest(None if beside else Path(config.run.dir), at_once, ends_at, early)
-
-
-def train_again(config: Config, identity: Identity, first: int, last: int) -> int:
+def train_again(
+    config: Config, identity: Identity, heartbeat: "Heartbeat", stop: "StopRequest", first: int, last: int
+) -> int:
     """`--replay`: see `run/replay.py`."""
     from jaxmnt.run.replay import replay
-    from jaxmnt.telemetry.progress import status_line
+    from jaxmnt.run.session import Session
 
-    with status_line(quiet=identity.process_id != 0) as status:
-        return replay(config, identity, first, last, status)
+    with Session(config, identity, heartbeat=heartbeat, stop=stop) as run:
+        return replay(run, first, last)
 
 
 def command(arguments: list[str]) -> int:

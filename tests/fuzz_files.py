@@ -31,11 +31,11 @@ def start_run(folder: Path) -> Any:
     """As far as a run comes before it takes devices."""
     from jaxmnt.data.sources import open_sources
     from jaxmnt.run.lock import RunLock
-    from jaxmnt.run.rundir import open_run, places
+    from jaxmnt.run.rundir import open_run, run_directories
 
     config = config_of(folder)
     with contextlib.ExitStack() as held:
-        locks = [held.enter_context(RunLock(where)) for where in places(config)]
+        locks = [held.enter_context(RunLock(where)) for where in run_directories(config)]
         start = open_run(config, open_sources(config.data), Identity(), locks)
         for lock in locks:
             lock.confirm()

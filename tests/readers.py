@@ -264,7 +264,7 @@ def _is_rewound(found: Any, undamaged: Any) -> str | None:
 def _replayed(folder: Path) -> Any:
     from jaxmnt.run.replay import _steps_of
 
-    return _steps_of(folder / "run", 0, 12, Identity())
+    return _steps_of(SimpleNamespace(directory=folder / "run", identity=Identity()), 0, 12)
 
 
 def _are_steps(found: Any, undamaged: Any) -> str | None:
@@ -275,10 +275,10 @@ def _are_steps(found: Any, undamaged: Any) -> str | None:
 
 
 def _evaluated(folder: Path) -> Any:
-    from jaxmnt.run.loop import _was_not_evaluated
+    from jaxmnt.run.loop import was_not_evaluated
 
-    start = SimpleNamespace(kind="own", directory=folder / "run")
-    return _was_not_evaluated(SimpleNamespace(start=start, identity=Identity(), step=10))
+    start, directory = SimpleNamespace(kind="own"), folder / "run"
+    return was_not_evaluated(SimpleNamespace(start=start, directory=directory, identity=Identity(), step=10))
 
 
 def _inside(*arguments: str) -> Callable[[Path], Any]:

@@ -14,7 +14,7 @@ from jaxmnt import train
 from jaxmnt.commands import run_command
 
 PARTS = {
-    "compile": ("jaxmnt.run.loop", "compile_program"),
+    "compile": ("jaxmnt.run.session", "compile_program"),
     "restore": ("jaxmnt.run.resume", "restore"),
     "evaluate": ("jaxmnt.run.evaluate", "to_devices"),
     "save": ("jaxmnt.checkpoint.saver", "_written"),

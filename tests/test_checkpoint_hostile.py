@@ -28,7 +28,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.run import lock
-from jaxmnt.run.rundir import Say, Start, open_run, places
+from jaxmnt.run.rundir import Consent, ResumePoint, open_run, run_directories
 from jaxmnt.train import main as train_command
 from jaxmnt.train import train
 
@@ -440,12 +440,12 @@ def test_a_config_file_of_another_shape(root, text, capsys):
 # -- ids
 
 
-def opened(config, **say) -> Start:
+def opened(config, **consent) -> ResumePoint:
     """Where a run stands, as its start finds it."""
     data = open_sources(config.data)
     with ExitStack() as held:
-        locks = [held.enter_context(lock.RunLock(where)) for where in places(config)]
-        return open_run(fit_to_data(config, data), data, Identity(), locks, say=Say(**say))
+        locks = [held.enter_context(lock.RunLock(where)) for where in run_directories(config)]
+        return open_run(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
 
 
 def test_a_wrong_digit_in_the_id_moves_nothing(tiny, whole_run):

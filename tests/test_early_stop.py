@@ -19,9 +19,8 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyExit, ExitHandler, refuse_to_wait_for_ever
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.run import preemption
-from jaxmnt.run.failed_start import noting_a_failed_start
-from jaxmnt.run.preemption import StopRequest, end_of_allocation
-from jaxmnt.train import stop_request
+from jaxmnt.run.failed_start import StartNotes
+from jaxmnt.run.preemption import StopRequest, end_of_allocation, stop_request
 
 SLOW_IMPORT = """
 import importlib.abc, pathlib, sys, time
@@ -246,7 +245,7 @@ def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
     config = tiny()
     error = AbsentError("process 1 of 2 did not arrive").blaming(processes=[1])
     exit_handler = Noted()
-    with pytest.raises(SystemExit), noting_a_failed_start(config, Identity(0, 2, "h:1"), exit_handler, lambda: False):
+    with pytest.raises(SystemExit), StartNotes(config, Identity(0, 2, "h:1"), exit_handler):
         raise error
     (exit_reason,) = exit_handler.exit_reasons
     assert (exit_reason.kind, exit_reason.code, exit_reason.reason, exit_reason.process) == (ABANDONED, 75, "peers", 1)
@@ -256,7 +255,7 @@ def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     with (
         pytest.raises(ConfigError, match="no start of this run has met all"),
-        noting_a_failed_start(config, Identity(0, 2, "h:1"), Noted(), lambda: False),
+        StartNotes(config, Identity(0, 2, "h:1"), Noted()),
     ):
         raise error
     assert events(config.run.dir, "start_failed")[0]["code"] == 2
@@ -265,7 +264,7 @@ def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
 def test_what_ends_a_process_before_it_has_met_the_others_is_noted(tiny):
     """Those who wait for it leave with 75: a launcher has to see that this start failed."""
     config = tiny()
-    with pytest.raises(ImportError), noting_a_failed_start(config, Identity(0, 2, "h:1"), Noted(), lambda: False):
+    with pytest.raises(ImportError), StartNotes(config, Identity(0, 2, "h:1"), Noted()):
         raise ImportError("no such module")
     (event,) = events(config.run.dir, "failed")
     assert (event["code"], event["at_fault"], event["why"]) == (1, 0, "ImportError: no such module")

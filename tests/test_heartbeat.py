@@ -18,7 +18,7 @@ from jaxmnt.distributed.json_socket import Wire
 from jaxmnt.distributed.process_group import telling
 from jaxmnt.distributed.rendezvous import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError, exit_reason_of
-from jaxmnt.run.failed_start import noting_a_failed_start
+from jaxmnt.run.failed_start import StartNotes
 from jaxmnt.run.watchdog import Watchdog
 
 COUNT = 3
@@ -316,7 +316,9 @@ def test_the_watchdog_can_be_turned_off(watchdog):
 def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
     """From then on the run has its own events, and a wrong config is nobody's fault."""
     config, exit_handler = tiny(), Acting()
-    with noting_a_failed_start(config, Identity(), exit_handler, lambda: has_opened):
+    with StartNotes(config, Identity(), exit_handler) as notes:
+        if has_opened:
+            notes.over()
         exit_handler.act(ExitReason("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))
     if noted:
         assert [event["at_fault_host"] for event in events(config.run.dir, "peer_lost")] == ["n2"]

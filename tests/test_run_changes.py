@@ -23,7 +23,7 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh
 from jaxmnt.run.changes import to_be_accepted
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.rundir import Say, Start, open_run, places, plain_config, write_config
+from jaxmnt.run.rundir import Consent, ResumePoint, open_run, plain_config, run_directories, write_config
 from jaxmnt.train import train
 
 
@@ -31,12 +31,12 @@ def one_device():
     return jax.devices()[:1]
 
 
-def opened(config, **say) -> Start:
+def opened(config, **consent) -> ResumePoint:
     """Where a run stands, as its start finds it; the start then ends, as if its process were killed."""
     data = open_sources(config.data)
     with ExitStack() as held:
-        locks = [held.enter_context(RunLock(where)) for where in places(config)]
-        return open_run(fit_to_data(config, data), data, Identity(), locks, say=Say(**say))
+        locks = [held.enter_context(RunLock(where)) for where in run_directories(config)]
+        return open_run(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Metrics and events on file systems that are slow, full or damaged: no run waits for them, ends or stays away."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -16,14 +15,13 @@ import jax
 import pytest
 from conftest import command, events, losses, metrics, until
 
-from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch.inside import Ledger, after
 from jaxmnt.run.arguments import replay_range
 from jaxmnt.run.replay import replay
+from jaxmnt.run.session import Session
 from jaxmnt.telemetry import writer
 from jaxmnt.telemetry.events import Events, history, last_commit, mend, parse, read_lines
-from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.writer import LineWriter
 from jaxmnt.train import train
 
@@ -351,8 +349,8 @@ def test_a_run_goes_on_over_damaged_telemetry(tiny, tmp_path):
     ],
 )
 def test_a_replay_of_what_there_is_no_record_of(whole_run, first, last, words):
-    with pytest.raises(ConfigError, match=words), contextlib.redirect_stdout(sys.stderr):
-        replay(whole_run, Identity(), first, last, StatusLine(sys.stderr, quiet=True), jax.devices()[:1])
+    with pytest.raises(ConfigError, match=words), Session(whole_run, devices=jax.devices()[:1]) as run:
+        replay(run, first, last)
 
 
 @pytest.mark.parametrize(

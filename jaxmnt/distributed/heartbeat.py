@@ -122,6 +122,10 @@ class Heartbeat:
         """Fails and ends the process. From any thread."""
         self.exit_handler.exit_now(self.fail(why, code))
 
+    def fail_now(self, why: str) -> NoReturn:
+        """`end` as a failure."""
+        self.end(why, ExitCode.FAILURE)
+
     def halt(self, why: str) -> NoReturn:
         """This process does not get any further: all are asked where they are, and the run ends."""
         if self._thread.is_alive():

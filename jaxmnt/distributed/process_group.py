@@ -51,6 +51,8 @@ def joined(
 
             jax.config.update("jax_cuda_visible_devices", ",".join(map(str, identity.local_devices)))
         heartbeat = Heartbeat(identity, {}, exit_handler, silence, patience)
+        if early_exit is not None:
+            early_exit.fail = heartbeat.fail_now
         with telling(heartbeat):
             yield heartbeat
         return
@@ -70,7 +72,7 @@ def joined(
             peers = rendezvous.join(identity, facts, limit, key, trouble, early_exit.stop_reason)
             # Within, so that there is no moment in which a request to stop is told to nobody.
             heartbeat = Heartbeat(identity, peers, exit_handler, silence, patience)
-            early_exit.tell = heartbeat.stop_early
+            early_exit.tell, early_exit.fail = heartbeat.stop_early, heartbeat.fail_now
             heartbeat.start()
         with telling(heartbeat):
             _initialize(identity, config)

@@ -170,6 +170,8 @@ class EarlyExit:
         self._identity, self._exit_handler = identity, exit_handler
         self.tell: Callable[[AbandonedStart], None] | None = None
         """Tells the other processes, once they are connected."""
+        self.fail: Callable[[str], NoReturn] | None = None
+        """Tells them of a failure, and ends the process."""
         self._reason: str | None = None
         self._roll_call_is_over = threading.Event()
         self._roll_call_is_over.set()
@@ -190,6 +192,12 @@ class EarlyExit:
     def stop_reason(self) -> str | None:
         """What has asked this process to stop, if anything has."""
         return self._reason
+
+    def fail_now(self, reason: str) -> NoReturn:
+        """Because of this: it was asked a second time. From any thread."""
+        if self.fail is not None:
+            self.fail(reason)
+        self._exit_handler.exit_now(ExitReason("failed", reason, ExitCode.FAILURE, self._identity.process_id))
 
     def now(self, reason: str) -> None:
         """Because of this. Called in a thread, while the main thread may be in anything.

@@ -16,7 +16,7 @@ from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.parallel.sharding import Hosts
 from jaxmnt.preflight.table import Row, failed, good, warning
-from jaxmnt.run.rundir import places
+from jaxmnt.run.rundir import run_directories
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
@@ -167,7 +167,7 @@ def room_rows(config: Config, hosts: Hosts) -> list[Row]:
     spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), hosts)
     state = stored_bytes(canonical_abstract(spec, abstract_state(spec)))
     wanted, keep = need(state, 3, jax.process_count()), config.checkpoint.keep + 1
-    root = places(config)[-1]
+    root = run_directories(config)[-1]
     if one := shortage(root, wanted):
         return [failed("room", str(root), one, "make room, or choose another checkpoint.dir")]
     if several := shortage(root, wanted, keep):

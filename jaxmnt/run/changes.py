@@ -15,7 +15,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
-from jaxmnt.data.sources import Sources
+from jaxmnt.data.sources import Sources, open_sources
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
 from jaxmnt.storage import Place, place, publish, read
 from jaxmnt.telemetry.events import event_file, records
@@ -178,3 +178,9 @@ def _reached(config: Config, checkpoint: Committed) -> int:
     """The number of the first row that is neither trained on nor passed over."""
     before = Skipped(skipped_ranges(config_of(checkpoint).data))
     return int(before.nth(np.array([checkpoint.manifest.step * config.data.global_batch_size - 1]))[0]) + 1
+
+
+def digest_of_data(config: Config) -> str:
+    """Of all that `data` names, opened."""
+    with nothing_wrong_with_the_config(config):
+        return open_sources(config.data).digest

@@ -2,9 +2,9 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.identity import Identity
@@ -18,64 +18,75 @@ from jaxmnt.distributed.termination import (
     refuse_to_wait_for_ever,
 )
 from jaxmnt.errors import ConfigError, ExitCode, UserError, summary
-from jaxmnt.telemetry.events import FAILED_START, Events, read_lines
+from jaxmnt.telemetry.events import FAILED_START, Events, event_file, read_lines
 
 _ABOUT_THE_START = (ExitCode.CONFIG, ExitCode.PREFLIGHT)
 """With these a start ends by an error of ours. Where that names a host, it is noted as a failed start."""
 
 
-@contextmanager
-def noting_a_failed_start(
-    config: Config, identity: Identity, exit_handler: ExitHandler, has_opened: Callable[[], bool]
-) -> Iterator[None]:
+class StartNotes:
     """Writes an event about an error inside that names hosts or processes, and about this process's end.
 
-    A start that is abandoned ends the process here, with the code that says that nothing is lost. From when the run has
-    its own events, which `has_opened` tells, all that is its own matter.
+    Used as a context manager. A start that is abandoned ends the process here, with the code that says that nothing is
+    lost. From when the run has events of its own, and the start is `over`, all that is its own matter.
     """
-    assert config.run.dir is not None
-    run_dir = Path(config.run.dir)
 
-    def note(exit_reason: ExitReason) -> None:
-        if not has_opened() and exit_reason.code not in _ABOUT_THE_START:
-            note_exit_reason(Events(run_dir, identity.process_id), exit_reason)
+    def __init__(self, config: Config, identity: Identity, exit_handler: ExitHandler):
+        assert config.run.dir is not None
+        self._run_dir, self._identity, self._exit_handler = Path(config.run.dir), identity, exit_handler
+        self._over = False
+        self._held = ExitStack()
 
-    try:
-        with exit_handler.with_hook(note):
-            yield
-    except UserError as raised:
-        error = _judged(raised, run_dir, identity)
+    def over(self) -> None:
+        """The run has events of its own."""
+        self._over = True
+
+    def __enter__(self) -> Self:
+        self._held.enter_context(self._exit_handler.with_hook(self._note))
+        return self
+
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
+        if raised is None:
+            self._held.close()  # else the hook stays, for the end that follows
+        elif isinstance(raised, UserError):
+            self._end_with(raised)
+        elif isinstance(raised, Exception) and not self._over and self._exit_handler.exit_reason is None:
+            # Else the others have heard of it, and it is noted at the end.
+            why, host = summary(raised), socket.gethostname()
+            self._try_to_note(ExitReason("failed", why, ExitCode.FAILURE, self._identity.process_id, host))
+
+    def _end_with(self, raised: UserError) -> None:
+        """Raises another error in its place if a person has to look after it."""
+        error = self._judged(raised)
         if error is None:
-            exit_handler.exit_now(exit_reason_of(raised))
+            self._exit_handler.exit_now(exit_reason_of(raised))
         if error.hosts or error.processes:
             process, host = next(iter(error.processes), None), next(iter(error.hosts), None)
-            _try_to_note(run_dir, identity, ExitReason(FAILED_START, str(error), error.exit_code, process, host))
-        raise error from raised.__cause__
-    except Exception as raised:
-        if (
-            exit_handler.exit_reason is None and not has_opened()
-        ):  # else the others have heard of it, and it is noted at the end
-            why, host = summary(raised), socket.gethostname()
-            _try_to_note(run_dir, identity, ExitReason("failed", why, ExitCode.FAILURE, identity.process_id, host))
-        raise
+            self._try_to_note(ExitReason(FAILED_START, str(error), error.exit_code, process, host))
+        if error is not raised:
+            raise error from raised.__cause__
 
+    def _judged(self, error: UserError) -> UserError | None:
+        """The error with which the start ends; None if it is abandoned, and can be made again."""
+        if not isinstance(error, (AbsentError, StoppedError)):
+            return error
+        if isinstance(error, AbsentError):
+            try:
+                refuse_to_wait_for_ever(
+                    read_lines(event_file(self._run_dir, self._identity.process_id)), error, time.time()
+                )
+            except ConfigError as final:
+                return final
+        return None
 
-def _judged(error: UserError, run_dir: Path, identity: Identity) -> UserError | None:
-    """The error with which the start ends; None if it is abandoned, and can be made again."""
-    if not isinstance(error, (AbsentError, StoppedError)):
-        return error
-    if isinstance(error, AbsentError):
-        try:
-            refuse_to_wait_for_ever(read_lines(run_dir / "events" / f"{identity.process_id}.jsonl"), error, time.time())
-        except ConfigError as final:
-            return final
-    return None
+    def _note(self, exit_reason: ExitReason) -> None:
+        if not self._over and exit_reason.code not in _ABOUT_THE_START:
+            note_exit_reason(Events(self._run_dir, self._identity.process_id), exit_reason)
 
-
-def _try_to_note(run_dir: Path, identity: Identity, exit_reason: ExitReason) -> None:
-    """The run directory may be what is wrong, and the error itself is told anyway."""
-    with suppress(OSError, ValueError):
-        note_exit_reason(Events(run_dir, identity.process_id), exit_reason)
+    def _try_to_note(self, exit_reason: ExitReason) -> None:
+        """The run directory may be what is wrong, and the error itself is told anyway."""
+        with suppress(OSError, ValueError):
+            note_exit_reason(Events(self._run_dir, self._identity.process_id), exit_reason)
 
 
 def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:

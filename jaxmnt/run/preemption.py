@@ -5,6 +5,7 @@ ends it at once, whatever the main thread is in.
 """
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -17,6 +18,8 @@ from types import FrameType
 from typing import Any
 
 from jaxmnt import early_signals
+from jaxmnt.config.schema import Config
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.launchers import number_of
 from jaxmnt.errors import remark
 
@@ -164,6 +167,23 @@ class StopRequest:
             if early is not None:
                 self.obeyed()
                 early(reason)
+
+
+def stop_request(
+    config: Config,
+    identity: Identity,
+    at_once: Callable[[str], object],
+    early: Callable[[str], object] | None = None,
+    *,
+    beside: bool = False,
+) -> StopRequest:
+    """What hears of requests to stop. In process 0 also by the end of the allocation, and by the file STOP, unless this
+    works `beside` the run: the file is for the run, and removed when it is obeyed."""
+    if identity.process_id != 0:
+        return StopRequest(None, at_once, None, early)
+    assert config.run.dir is not None
+    ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
+    return StopRequest(None if beside else Path(config.run.dir), at_once, ends_at, early)
 
 
 def end_of_allocation(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:

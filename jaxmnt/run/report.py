@@ -11,7 +11,7 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
-from jaxmnt.run.rundir import Start, home
+from jaxmnt.run.rundir import ResumePoint, checkpoint_root
 from jaxmnt.run.saves import Saves
 from jaxmnt.telemetry.events import Events, mend
 from jaxmnt.telemetry.metrics import Finished, TrainLog, flops_per_token, peak_flops
@@ -22,7 +22,7 @@ _BYTES_A_TOKEN = 20
 """Five fields of four bytes."""
 
 
-def run(status: StatusLine, start: Start, identity: Identity) -> None:
+def run(status: StatusLine, start: ResumePoint, identity: Identity) -> None:
     """Where the run is, and what is different from the last time."""
     where = f"{identity.processes} process{'es' if identity.processes > 1 else ''}"
     begin = "from the start"
@@ -71,7 +71,7 @@ def input_memory(status: StatusLine, config: Config, training: TrainingData, row
     return {"index_bytes": training.index_bytes, "batch_bytes": batches * batch}
 
 
-def already_finished(status: StatusLine, config: Config, start: Start) -> None:
+def already_finished(status: StatusLine, config: Config, start: ResumePoint) -> None:
     status.line(
         f"This run is finished: step {start.step} of {config.train.steps}. "
         f"To train longer, raise train.steps, for example train.steps={2 * config.train.steps}."
@@ -102,7 +102,7 @@ def program(status: StatusLine, program: Program) -> None:
 def train_log(
     config: Config,
     program: Program,
-    start: Start,
+    start: ResumePoint,
     training: TrainingData,
     status: StatusLine,
     *,
@@ -131,14 +131,15 @@ def train_log(
 
 
 def end(
-    status: StatusLine, config: Config, start: Start, log: TrainLog, saves: Saves, step: int, seconds: float
+    status: StatusLine, config: Config, start: ResumePoint, log: TrainLog, saves: Saves, step: int, seconds: float
 ) -> None:
     """Where everything is, and what to do next."""
     directory = start.directory
     done = "finished" if step == config.train.steps else f"stopped after step {step} of {config.train.steps}"
     status.line(f"{done} in {duration(seconds)}, {count(log.tokens)} tokens in all")
     status.line(
-        f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, checkpoints {home(config) / FOLDER}"
+        f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, "
+        f"checkpoints {checkpoint_root(config) / FOLDER}"
     )
     saved = f"{saves.count} checkpoint{'' if saves.count == 1 else 's'}"
     status.line(f"saved   {saved}, for which training waited {saves.blocked_seconds:.1f} s")

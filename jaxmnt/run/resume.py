@@ -9,7 +9,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
-from jaxmnt.run.rundir import Start, fall_back
+from jaxmnt.run.rundir import ResumePoint, fall_back
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.compile import Program
@@ -22,11 +22,11 @@ def starting_state(
     config: Config,
     data: Sources,
     program: Program,
-    start: Start,
+    start: ResumePoint,
     identity: Identity,
     events: Events,
     status: StatusLine,
-) -> tuple[Start, Any]:
+) -> tuple[ResumePoint, Any]:
     """The state to go on from, and where that is: earlier than `start` if its checkpoint turns out to be damaged."""
     while (checkpoint := start.checkpoint) is not None:
         wanted = wanted_of(program, checkpoint, parameters_only=start.kind == "init")

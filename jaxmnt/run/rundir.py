@@ -45,7 +45,7 @@ _SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Say:
+class Consent:
     """What a person says of this start, besides the config."""
 
     accept_changes: bool = False
@@ -55,7 +55,7 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run stands before it goes on."""
 
     directory: Path
@@ -84,16 +84,16 @@ class Start:
         return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.manifest.tokens
 
 
-def home(config: Config) -> Place:
+def checkpoint_root(config: Config) -> Place:
     """Where the run's checkpoints are."""
     assert config.run.dir is not None
     return place(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir)
 
 
-def places(config: Config) -> list[Place]:
+def run_directories(config: Config) -> list[Place]:
     """The run's directory, and where its checkpoints are if that is elsewhere. Each has the run's id, and a lock."""
     assert config.run.dir is not None
-    directory, elsewhere = Path(config.run.dir), home(config)
+    directory, elsewhere = Path(config.run.dir), checkpoint_root(config)
     return [directory] if _same(directory, elsewhere) else [directory, elsewhere]
 
 
@@ -110,8 +110,8 @@ def open_run(
     identity: Identity,
     locks: Sequence[RunLock],
     tell: Callable[[str], None] = lambda line: None,
-    say: Say = Say(),
-) -> Start:
+    consent: Consent = Consent(),
+) -> ResumePoint:
     """Takes the run's locks, finds the checkpoint to go on from, and compares the config with that one's.
 
     Process 0 looks and decides; the others are told. Raises `ConfigError` when another job is in the directory, when
@@ -121,24 +121,26 @@ def open_run(
     assert config.run.dir is not None
     directory = Path(config.run.dir)
 
-    def decide() -> Start:
-        begin_anew = say.fresh and not fresh.done_before(_known(config), os.environ)
+    def decide() -> ResumePoint:
+        begin_anew = consent.fresh and not fresh.done_before(_known(config), os.environ)
         if not begin_anew:
             _refuse_what_is_away(config, directory)
-        for where in places(config):
+        for where in run_directories(config):
             where.mkdir(parents=True, exist_ok=True)
         remarks = [remark for lock in locks if (remark := lock.acquire(tell))]
         if begin_anew:
             _refuse_to_set_aside(config, _begin(config, data, directory, None))
-            remarks += fresh.set_aside(places(config))
-        elif say.fresh:
+            remarks += fresh.set_aside(run_directories(config))
+        elif consent.fresh:
             remarks.append("--fresh was done at an earlier start of this job, which goes on now")
-        return _decide(config, data, directory, remarks, replace(say, fresh=begin_anew))
+        return _decide(config, data, directory, remarks, replace(consent, fresh=begin_anew))
 
-    return replace(_decided("start", decide, config, identity), fresh=say.fresh)
+    return replace(_decided("start", decide, config, identity), fresh=consent.fresh)
 
 
-def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources, identity: Identity) -> Start:
+def fall_back(
+    start: ResumePoint, damage: DamagedError, config: Config, data: Sources, identity: Identity
+) -> ResumePoint:
     """Where the run goes on from when its checkpoint turned out to be damaged: the one before.
 
     Raises `ConfigError` if there is none that is whole, or if the checkpoint is another run's.
@@ -146,12 +148,12 @@ def fall_back(start: Start, damage: DamagedError, config: Config, data: Sources,
     checkpoint = start.checkpoint
     assert checkpoint is not None
 
-    def decide() -> Start:
+    def decide() -> ResumePoint:
         if start.kind != "own":
             raise ConfigError(f"run.{start.kind}_from: checkpoint {checkpoint.path} is damaged: {damage}; name another")
         aside = set_aside(checkpoint.path)
         remark = f"checkpoint {checkpoint.step} is damaged: {damage}; kept as {aside}"
-        return _decide(config, data, start.directory, [remark], Say())
+        return _decide(config, data, start.directory, [remark], Consent())
 
     return _decided("fall back", decide, config, identity)
 
@@ -183,7 +185,7 @@ def plain_config(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=NOT_OF_THE_RUN)
 
 
-def _decided(name: str, decide: Callable[[], Start], config: Config, identity: Identity) -> Start:
+def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, identity: Identity) -> ResumePoint:
     """What process 0 decides, in all processes. Its error, too."""
     told = None
     if identity.process_id == 0:
@@ -199,7 +201,7 @@ def _decided(name: str, decide: Callable[[], Start], config: Config, identity: I
     plain = answer["start"]
     checkpoint = None if plain["checkpoint"] is None else place(plain["checkpoint"])
     if isinstance(checkpoint, Path) and not checkpoint.is_dir():
-        its_own = any(isinstance(where, Path) and checkpoint.is_relative_to(where) for where in places(config))
+        its_own = any(isinstance(where, Path) and checkpoint.is_relative_to(where) for where in run_directories(config))
         if not its_own:
             raise ConfigError(
                 f"run.{plain['kind']}_from: process 0 sees {checkpoint}, {identity.label} does not; "
@@ -223,7 +225,7 @@ def _in_words(error: OSError, config: Config) -> UserError:
     may be there again; all else has to be mended."""
     where = str(error.filename or "")
     kind = UserError if error.errno in _MAY_PASS or has_trained(config) else ConfigError
-    for key, directory in zip(("run.dir", "checkpoint.dir"), places(config), strict=False):
+    for key, directory in zip(("run.dir", "checkpoint.dir"), run_directories(config), strict=False):
         if where.startswith(str(directory)):
             return kind(
                 f"{key}: {directory} cannot be used: {error.strerror or error} ({where}); "
@@ -232,8 +234,8 @@ def _in_words(error: OSError, config: Config) -> UserError:
     return kind(f"{where or 'a file'} cannot be used: {error.strerror or error}; mend that and try again")
 
 
-def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], say: Say) -> Start:
-    root = home(config) / FOLDER
+def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], consent: Consent) -> ResumePoint:
+    root = checkpoint_root(config) / FOLDER
     known = _known(config)
     checkpoint = newest_whole(root, None if known is None else known.run)
     if known is not None:
@@ -244,7 +246,7 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], 
     told, damaged = clear_up(root, None if known is None else known.run)
     remarks = remarks + told + damaged
     if checkpoint is not None:
-        start = _resume(config, data, directory, known, checkpoint, say)
+        start = _resume(config, data, directory, known, checkpoint, consent)
     elif root.is_dir() and any(".damaged" in path.name for path in root.iterdir()):
         raise ConfigError(
             f"run.dir: no whole checkpoint is left in {root}, only damaged ones "
@@ -255,17 +257,17 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], 
         if known is not None:
             _refuse_to_lose(root, directory)
         start = _begin(config, data, directory, known)
-    for where in places(config):
+    for where in run_directories(config):
         if not (where / RUN_FILE).exists():
             about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
-            begun_by = {"begun_by": fresh.marks(os.environ)} if say.fresh else {}
+            begun_by = {"begun_by": fresh.marks(os.environ)} if consent.fresh else {}
             publish(where / RUN_FILE, json.dumps(about | begun_by, indent=1) + "\n")
     return replace(start, remarks=remarks + start.remarks, damaged=damaged)
 
 
 def _known(config: Config) -> RunFile | None:
     """What run.json says; None if this is a new run. Raises `ConfigError` if two places are of different runs."""
-    found = [(where, known) for where in places(config) if (known := read_run(where)) is not None]
+    found = [(where, known) for where in run_directories(config) if (known := read_run(where)) is not None]
     if len({known.run for _, known in found}) > 1:
         told = printable(", ".join(f"{where} is of run {known.run}" for where, known in found))
         raise ConfigError(f"checkpoint.dir: {told}; give each run a run.dir and a checkpoint.dir of its own")
@@ -274,7 +276,7 @@ def _known(config: Config) -> RunFile | None:
 
 def _refuse_what_is_away(config: Config, directory: Path) -> None:
     """Raises `UserError` if the run's checkpoints lie where nothing is now, as where a mount is away."""
-    root, elsewhere = home(config) / FOLDER, places(config)[1:]
+    root, elsewhere = checkpoint_root(config) / FOLDER, run_directories(config)[1:]
     if is_link(root) and not root.is_dir():
         kind = UserError if has_trained(config) else ConfigError
         raise kind(f"run.dir: {root} is a link to a folder that is not there; mount or make that, and try again")
@@ -321,12 +323,12 @@ def _refuse_to_lose(root: Place, directory: Path) -> None:
         )
 
 
-def _refuse_to_set_aside(config: Config, begun: Start) -> None:
+def _refuse_to_set_aside(config: Config, begun: ResumePoint) -> None:
     """Raises `ConfigError` if the run that --fresh would begin starts from a checkpoint that it would set aside."""
     source = begun.checkpoint
     if source is None:
         return
-    for where in places(config):
+    for where in run_directories(config):
         if _same(source.path.parent, where / FOLDER):
             raise ConfigError(
                 f"run.{begun.kind}_from: {source.path} is of the run that --fresh sets aside; give another run.dir "
@@ -334,16 +336,16 @@ def _refuse_to_set_aside(config: Config, begun: Start) -> None:
             )
 
 
-def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None) -> Start:
+def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None) -> ResumePoint:
     """A run that has no checkpoint of its own yet."""
     run = secrets.token_hex(6) if known is None else known.run
     source = config.run.fork_from or config.run.init_from
     if source is None:
-        return Start(directory, run, [], None)
+        return ResumePoint(directory, run, [], None)
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
     checkpoint = find(source, key)
     if config.run.init_from:
-        return Start(directory, run, [], checkpoint, "init")
+        return ResumePoint(directory, run, [], checkpoint, "init")
     manifest = checkpoint.manifest
     if manifest.step >= config.train.steps:
         raise ConfigError(
@@ -357,15 +359,15 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
     if same_rows and (words := skip_refusal(config, checkpoint)):
         raise ConfigError(words)
     different = changes(earlier, config)
-    return Start(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
+    return ResumePoint(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
 
 
 def _refuse_to_forget(config: Config, directory: Path, run: str, step: int) -> None:
     """Raises `ConfigError` if the run has come further than `step` where its checkpoints were the last time."""
     if not (directory / "config.yaml").exists():
         return
-    earlier, now = read_config(directory), home(config)
-    before = home(earlier) if earlier.checkpoint.dir else directory
+    earlier, now = read_config(directory), checkpoint_root(config)
+    before = checkpoint_root(earlier) if earlier.checkpoint.dir else directory
     if _same(before, now):
         return
     newest = newest_whole(before / FOLDER, run)
@@ -377,24 +379,24 @@ def _refuse_to_forget(config: Config, directory: Path, run: str, step: int) -> N
 
 
 def _resume(
-    config: Config, data: Sources, directory: Path, known: RunFile | None, checkpoint: Committed, say: Say
-) -> Start:
+    config: Config, data: Sources, directory: Path, known: RunFile | None, checkpoint: Committed, consent: Consent
+) -> ResumePoint:
     """A run that goes on from a checkpoint of its own."""
     manifest, remarks = checkpoint.manifest, []
     different = changes(config_of(checkpoint), config)
     if words := refusal(config, data, checkpoint, different):
         raise ConfigError(words)
-    asked = to_be_accepted(config, checkpoint, different, read_accepted(places(config)))
-    if asked and not say.accept_changes:
+    asked = to_be_accepted(config, checkpoint, different, read_accepted(run_directories(config)))
+    if asked and not consent.accept_changes:
         raise ConfigError(not_accepted(config, checkpoint, asked))
     if checkpoint.step < config.train.steps:
-        note_accepted(places(config), config, asked)
+        note_accepted(run_directories(config), config, asked)
     if known is not None and known.parents != manifest.lineage:
         remarks.append(f"{RUN_FILE} told of other ancestors than checkpoint {checkpoint.step}, which is believed")
-    return Start(directory, manifest.run, manifest.lineage, checkpoint, "own", different, remarks)
+    return ResumePoint(directory, manifest.run, manifest.lineage, checkpoint, "own", different, remarks)
 
 
-def _to_plain(start: Start) -> dict[str, Any]:
+def _to_plain(start: ResumePoint) -> dict[str, Any]:
     checkpoint = start.checkpoint
     return {
         "directory": str(start.directory),
@@ -409,11 +411,11 @@ def _to_plain(start: Start) -> dict[str, Any]:
     }
 
 
-def _from_plain(plain: dict[str, Any]) -> Start:
+def _from_plain(plain: dict[str, Any]) -> ResumePoint:
     checkpoint = None
     if plain["checkpoint"] is not None:
         checkpoint = Committed(place(plain["checkpoint"]), from_plain(plain["manifest"]))
-    return Start(
+    return ResumePoint(
         Path(plain["directory"]),
         plain["run"],
         plain["lineage"],

@@ -20,7 +20,7 @@ from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import UserError
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.rundir import Start, home, plain_config
+from jaxmnt.run.rundir import ResumePoint, checkpoint_root, plain_config
 from jaxmnt.storage import is_link
 from jaxmnt.telemetry.events import Events, history
 from jaxmnt.telemetry.progress import StatusLine
@@ -37,7 +37,7 @@ class Saves:
     def __init__(
         self,
         config: Config,
-        start: Start,
+        start: ResumePoint,
         program: Program,
         data: Sources,
         identity: Identity,
@@ -50,7 +50,7 @@ class Saves:
         self._events = events
         self._status = status
         self._identity = identity
-        self._root = home(config) / FOLDER
+        self._root = checkpoint_root(config) / FOLDER
         needed = need(stored_bytes(program.canonical_abstract_state), 3, identity.processes)
         self._needed = needed
         self._saver = Saver(self._root, config.checkpoint, needed, identity, lambda: _confirm(locks))
@@ -172,7 +172,7 @@ class Saves:
                 "check space and permissions, then run again from the last checkpoint"
             )
 
-    def _make_clock(self, start: Start, devices: int) -> Clock:
+    def _make_clock(self, start: ResumePoint, devices: int) -> Clock:
         failures, running = history(start.directory / "events" / "0.jsonl")
         stated = self._settings.hours_between_failures
         mean, how = seconds_between_failures(stated, failures, running, devices)

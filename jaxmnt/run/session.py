@@ -1,0 +1,278 @@
+"""A run in one process: what it consists of, in the order in which it comes to be."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import TrainingData, training_rows
+from jaxmnt.data.feed import ControlFlags, Feed, process_rows
+from jaxmnt.data.run_tokenizer import keep, of_data
+from jaxmnt.data.sources import Sources, fit_to_data, open_sources, stage
+from jaxmnt.data.store import PreparedData
+from jaxmnt.distributed.coordination import barrier, barrier_or_raise
+from jaxmnt.distributed.heartbeat import Heartbeat, heartbeat_alone
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import host_names
+from jaxmnt.errors import UserError
+from jaxmnt.run import report
+from jaxmnt.run.changes import nothing_wrong_with_the_config
+from jaxmnt.run.compile_cache import use_compile_cache
+from jaxmnt.run.evaluate import Evaluator
+from jaxmnt.run.failed_start import note_exit_reason
+from jaxmnt.run.lock import RunLock
+from jaxmnt.run.preemption import StopRequest, stop_request
+from jaxmnt.run.replicas import Replicas
+from jaxmnt.run.resume import starting_state
+from jaxmnt.run.rundir import Consent, ResumePoint, open_run, run_directories, write_config
+from jaxmnt.run.saves import Saves
+from jaxmnt.run.watchdog import Watchdog
+from jaxmnt.telemetry.events import Events, event_file, mend
+from jaxmnt.telemetry.metrics import TrainLog
+from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
+from jaxmnt.training.compile import Program, build_spec, compile_program
+
+_A_DAY_SECONDS = 86400.0
+_READY_SECONDS = 12 * 3600.0
+"""Copying or checking terabytes takes hours; JAX's heartbeats find a host that dies meanwhile."""
+
+
+class Session:
+    """A run, and how far it is. `open`, `compile`, `restore` and `feed` follow each other, then come the steps.
+
+    Used as a context manager, which lets go of all that the run has: locks, files, threads. `--replay` uses the parts
+    of these that change nothing in the run directory.
+    """
+
+    data: Sources
+    training_data: TrainingData
+    start: ResumePoint
+    program: Program
+    state: Any
+    batches: Feed
+    control: ControlFlags
+    evaluator: Evaluator
+    saves: Saves
+    log: TrainLog
+    events: Events
+    replicas: Replicas
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        heartbeat: Heartbeat | None = None,
+        clock: StartClock | None = None,
+        stop: StopRequest | None = None,
+    ):
+        """`devices` are all of all processes by default; without a `stop` the run hears of signals by itself."""
+        assert config.run.dir is not None
+        self.config = config
+        self.directory = Path(config.run.dir)
+        self.identity = identity or Identity()
+        self.heartbeat = heartbeat or heartbeat_alone(self.identity)
+        self.clock = clock or StartClock()
+        self.writes = self.identity.process_id == 0
+        """Whether this process writes what is written once for all."""
+        self.watchdog = Watchdog(config.watchdog, self.directory, self.identity.process_id, self.heartbeat)
+        self.locks: list[RunLock] = []
+        self.step = 0
+        """Steps that are done."""
+        self.loss: float | None = None
+        """Held out, after the last step if that was evaluated."""
+        self.preempted = False
+        self._devices = devices
+        self._given_stop = stop
+        self._began = time.perf_counter()
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.stop = self._given_stop or self._held.enter_context(
+            stop_request(self.config, self.identity, self.heartbeat.fail_now)
+        )
+        self._held.enter_context(self.watchdog)
+        self.status: StatusLine = self._held.enter_context(status_line(quiet=not self.writes))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._held.__exit__(*error)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step == self.config.train.steps
+
+    @property
+    def seconds(self) -> float:
+        """Since this start of the run began."""
+        return time.perf_counter() - self._began
+
+    def open(self, consent: Consent, opened: Callable[[], None] = lambda: None) -> None:
+        """Reads what the run is about: its data, its directory, and where it goes on. Takes its locks.
+
+        A run that has `finished` has nothing more to do; its config is checked all the same. Else `opened` is called
+        before the run's events begin.
+        """
+        for where in run_directories(self.config):
+            lock = self._held.enter_context(RunLock(where))
+            self._held.enter_context(self.heartbeat.exit_handler.with_hook(lock.let_go))
+            self.locks.append(lock)
+        self.clock.watch_compile_cache()
+        self.read_data()
+        self.start = open_run(self.config, self.data, self.identity, self.locks, self.status.line, consent)
+        self.step = self.start.step
+        report.run(self.status, self.start, self.identity)
+        report.data(self.status, self.config, self.data, self.training_data)
+        if self.finished:
+            build_spec(self.config, self.data.vocab_size, self._devices, self._host_of)
+            report.already_finished(self.status, self.config, self.start)
+            return
+        self.clock.lap("data")
+        opened()
+        self.events = self._begin_events()
+
+    def compile(self) -> None:
+        """Compiles the steps, before a row of data is read."""
+        self.build_program()
+        self.clock.lap("compile")
+        self.events.write("compile", seconds=self.program.compile_seconds)
+
+    def restore(self) -> None:
+        """Takes over the state to go on from, and readies what saves and compares it."""
+        limits, config = self.config.watchdog, self.config
+        with self.watchdog.during("restoring", limits.restore_seconds):
+            self.start, self.state = starting_state(
+                config, self.data, self.program, self.start, self.identity, self.events, self.status
+            )
+        self.step = self.start.step
+        self.clock.lap("restore")
+        if self.writes:
+            self._note_what_it_is()
+        self.saves = Saves(
+            config, self.start, self.program, self.data, self.identity, self.events, self.status, self.locks
+        )
+        self.saves.check_room()
+        with self.watchdog.during("compiling", limits.compile_seconds):
+            self.saves.prepare(self.state)
+            self.replicas = Replicas(config.train.compare_replicas_every, self.hosts, self.events)
+            replicated = self.replicas.prepare(self.step, self.state)
+        if replicated is not None:
+            self.status.line(f"note    {replicated:.0%} of the state is held by several devices, which are compared")
+        self.clock.lap("compile")
+
+    def feed(self) -> None:
+        """Opens the log and begins to read rows."""
+        monitor = report.BadStepMonitor(self.config, self.training_data, self.events, self.status, writer=self.writes)
+        first = self.step + 1
+
+        def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
+            self.watchdog.finished_step(seconds)
+            monitor.see(step, values)
+            if step == first:
+                self.clock.lap("first_step")
+                self.events.write(
+                    "started", step=step, seconds=self.clock.seconds, compile_cache=self.clock.compile_cache
+                )
+
+        self.log = report.train_log(
+            self.config, self.program, self.start, self.training_data, self.status,
+            writer=self.writes, finished=finished,
+        )  # fmt: skip
+        self._held.callback(self.log.close)
+        self.feed_from(self.step)
+        memory = report.input_memory(self.status, self.config, self.training_data, self.batches.local_rows)
+        self.events.write("data", digest=self.data.digest, **memory)
+        self.evaluator = Evaluator(self.program, self.data)
+
+    # The parts that change nothing in the run directory.
+
+    def read_data(self) -> None:
+        """Opens the data, and fits the config to its vocabulary."""
+        self.data = ready_data(self.config, self.identity, self.status)
+        self.config = fit_to_data(self.config, self.data)
+        self.training_data = TrainingData(self.config, self.data)
+        self.hosts = host_names(self.identity)
+
+    def build_program(self) -> None:
+        """Compiles the steps, all processes together."""
+        limit = self.config.watchdog.compile_seconds
+        use_compile_cache(self.config.run.compile_cache, self.directory)
+        with self.watchdog.during("compiling", limit):
+            self.program = compile_program(self.config, self.data.vocab_size, self._devices, self._host_of)
+            # Or those who found it in a cache would count the others' compiling as their own first step.
+            barrier("every process has compiled", self.identity, limit or _A_DAY_SECONDS)
+        report.program(self.status, self.program)
+
+    def feed_from(self, step: int) -> None:
+        """Begins to read the batches after `step`."""
+        self.batches = training_feed(self.config, self.training_data, self.program, step)
+        self.watchdog.reads = lambda: self.batches.reading
+        self.control = ControlFlags(self.program.control_sharding)
+
+    def _host_of(self, device: jax.Device) -> str:
+        return self.hosts[device.process_index]
+
+    def _begin_events(self) -> Events:
+        """This process's events, with the start in them. From here on nobody else writes to their file."""
+        mend(event_file(self.directory, self.identity.process_id))
+        events = Events(self.directory, self.identity.process_id)
+        for trouble in self.start.damaged if self.writes else []:
+            events.write("checkpoint_damaged", why=trouble)
+        devices = len(self._devices or jax.devices())
+        events.write("start", run=self.start.run, step=self.step, jax=version("jax"), devices=devices)
+        self._held.callback(events.close)
+        note = lambda exit_reason: note_exit_reason(events, exit_reason)
+        self._held.enter_context(self.heartbeat.exit_handler.with_hook(note))
+        return events
+
+    def _note_what_it_is(self) -> None:
+        """Writes down the config, its changes, and the tokenizer."""
+        write_config(self.directory, self.config)
+        for where in run_directories(self.config):
+            keep(where, of_data(self.data.tokenizer, self.data.vocab_size, self.data.folder))
+        for change in self.start.changes:
+            self.events.write("config_change", **change._asdict())
+
+
+def ready_data(config: Config, identity: Identity, status: StatusLine) -> Sources:
+    """The data that the config names, checked and copied to this host where the config asks for it.
+
+    Raises `ConfigError` for data that is missing, damaged or does not fit together.
+    """
+    settings = config.data
+    with nothing_wrong_with_the_config(config):
+        data = open_sources(config.data)
+    if not settings.verify and settings.stage_dir is None:
+        return data
+    trouble = None
+    try:
+        with nothing_wrong_with_the_config(config):
+            if settings.stage_dir is not None:
+                data = _staged(data, Path(settings.stage_dir), status)
+            if settings.verify:
+                for part in data.parts.values():
+                    part.verify(progress=lambda name: status.update(f"data    checking {name}"))
+    except UserError as error:
+        trouble = error
+    barrier_or_raise("the data is ready on every host", trouble, identity, _READY_SECONDS)
+    return data
+
+
+def _staged(data: Sources, directory: Path, status: StatusLine) -> Sources:
+    show = lambda name: status.update(f"data    copying {name} to {directory}")
+    prepared = {name: part for name, part in data.parts.items() if isinstance(part, PreparedData)}
+    return data.at({name: stage(part, directory, show) for name, part in prepared.items()})
+
+
+def training_feed(config: Config, data: TrainingData, program: Program, start_step: int) -> Feed:
+    """The feed of this process's rows of every global batch from `start_step` on."""
+    settings = config.data
+    rows = process_rows(program.batch_sharding, settings.global_batch_size, settings.sequence_length)
+    source = training_rows(data, rows, start_step, prefetch=settings.prefetch, threads=settings.read_threads)
+    return Feed(source, rows, settings.global_batch_size, program.batch_sharding, digest=settings.log_digest)
