@@ -52,11 +52,12 @@ def main(arguments: list[str]) -> int:
 
     from jaxmnt.checkpoint.restore import restore
     from jaxmnt.distributed.identity import Identity
-    from jaxmnt.training.compile import single_device_spec
-    from jaxmnt.training.sample import sample
+    from jaxmnt.training.compile import inference_spec
+    from jaxmnt.training.inference import sample
+    from jaxmnt.training.state import abstract_state
 
-    spec, abstract_params = single_device_spec(config, vocab_size)
-    params = restore(checkpoint, {"params": abstract_params}, Identity()).state["params"]
+    spec = inference_spec(config, vocab_size)
+    params = restore(checkpoint, {"params": abstract_state(spec)["params"]}, Identity()).state["params"]
     start = np.array(prompt, np.int32)
     tokens = sample(spec, params, start, min(wanted, room), options.temperature, options.seed)
     ended = np.flatnonzero(tokens == (-1 if end is None else end))

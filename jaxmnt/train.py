@@ -8,10 +8,12 @@ from jaxmnt import early_signals
 if __name__ == "__main__":
     early_signals.remember()
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import run_command
@@ -134,6 +136,21 @@ def train_again(
 
     with Session(config, identity, heartbeat=heartbeat, stop=stop) as run:
         return replay(run, first, last)
+
+
+class _Callable(ModuleType):
+    """`jaxmnt.train` is this module, and with the same name the function of the public interface."""
+
+    def __call__(self, config: Config, *, accept_changes: bool = False, fresh: bool = False) -> int:
+        """Trains in this process, on all its devices, and returns an exit code: 0 finished, 75 stopped early.
+
+        Goes on with the run in `run.dir` if there is one; the arguments are those of the command. Raises `ConfigError`
+        for what cannot be, and other `UserError`s for what goes wrong.
+        """
+        return train(config, accept_changes=accept_changes, fresh=fresh)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 
 def command(arguments: list[str]) -> int:

@@ -21,9 +21,10 @@ from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.train import train
-from jaxmnt.training.compile import compile_program, single_device_spec
+from jaxmnt.training.compile import compile_program, inference_spec
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.stage import Layers, layer_context
+from jaxmnt.training.state import abstract_state
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +184,11 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
         return fields
 
     tree = {"model": TINY["model"] | {"vocab_size": 257}, "data": {"rows": "packed"}}
-    spec, abstract = single_device_spec(parse_config(tree), 257)
+    spec = inference_spec(parse_config(tree), 257)
     assert config.data.keeps_documents_apart
     params = spec.definition.init(jax.random.key(0))
-    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, abstract)
+    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)
+    assert shapes(params) == shapes(abstract_state(spec)["params"])
 
     @jax.jit
     def logits(fields):

@@ -47,7 +47,7 @@ def asked(monkeypatch):
         found.append((prompt.tolist(), length, setting.real_vocab))
         return np.frombuffer(b"xyz", np.uint8).astype(np.int32)
 
-    monkeypatch.setattr("jaxmnt.training.sample.sample", sample)
+    monkeypatch.setattr("jaxmnt.training.inference.sample", sample)
     return found
 
 

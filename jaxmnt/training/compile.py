@@ -1,5 +1,6 @@
 """The steps compiled ahead of step 0, the state that they work on, and the memory that they need."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
 from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.models.decoder import define
-from jaxmnt.parallel.axes import num_microbatches
+from jaxmnt.parallel.axes import BATCH_AXES, num_microbatches, resolve_sizes
 from jaxmnt.parallel.layout import EMPTY, Dimension, Layout, padded
 from jaxmnt.parallel.sharding import Axes, Hosts, Placement, build_mesh, build_placement, check_whole
 from jaxmnt.training.optimizer import build_optimizer
@@ -146,19 +147,28 @@ def compile_program(
     return Program(spec, step, evaluate, state, memory, seconds)
 
 
-def single_device_spec(config: Config, data_vocab: int) -> tuple[StepSpec, Any]:
-    """What running a trained model on one device takes: the spec and the abstract parameters."""
+def inference_spec(
+    config: Config, data_vocab: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
+) -> StepSpec:
+    """What calling a trained model takes, on one device by default. The mesh has no pipeline.
+
+    Raises `ConfigError` for sizes that do not fit the mesh.
+    """
+    mesh, devices = mesh or Mesh(data=1), devices or jax.local_devices()[:1]
+    if mesh.pipeline != 1:
+        raise ConfigError("mesh.pipeline: a model is called without a pipeline; use fsdp and model instead")
+    rows = math.prod(resolve_sizes(mesh, len(devices))[axis] for axis in BATCH_AXES)  # any that the mesh takes
     one = config.model_copy(
         update={
-            "mesh": Mesh(data=1),
+            "mesh": mesh,
             "pipeline": Pipeline(),
+            "data": config.data.model_copy(update={"global_batch_size": rows}),
             "train": config.train.model_copy(update={"microbatch_size": None}),
             "model": config.model.model_copy(update={"attention": "xla"}),
             "optimizer": config.optimizer.model_copy(update={"offload": False}),
         }
     )
-    spec = build_spec(one, data_vocab, jax.local_devices()[:1])
-    return spec, abstract_state(spec)["params"]
+    return build_spec(one, data_vocab, devices)
 
 
 def build_spec(

@@ -67,9 +67,10 @@ class EmbedAndHead:
         return sums, y_gradient_BSD, dict(zip(self.last, (norm_gradient, head), strict=True))
 
     def logits(self, y_BSD: jax.Array) -> jax.Array:
-        """[B, S, V] in float32, for sampling on one device."""
+        """[B, L, V] in float32, from the output of the last layer; without a pipeline."""
         x_BSD = self._norm(self._params["norm"], y_BSD)
-        return jnp.dot(x_BSD, self._head(), preferred_element_type=jnp.float32)
+        x_BLD = collectives.gather_sequence(x_BSD, self._spec.placement)
+        return jnp.dot(x_BLD, self._head(), preferred_element_type=jnp.float32)
 
     def _use(self, name: str) -> Params:
         spec, params = self._spec, self._params[name]

@@ -1,0 +1,124 @@
+"""What scripts and notebooks can rely on: `jaxmnt.load_config`, `jaxmnt.train` and `jaxmnt.load_run`.
+
+Everything else may change from one version to the next. docs/api.ipynb shows all of it at work.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmnt.checkpoint.refs import find, started_in, tokenizer_of
+from jaxmnt.checkpoint.restore import restore
+from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Config
+from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.run_tokenizer import RunTokenizer
+from jaxmnt.data.sources import open_sources
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import ConfigError
+from jaxmnt.training.compile import inference_spec
+from jaxmnt.training.inference import row_logits
+from jaxmnt.training.spec import StepSpec
+from jaxmnt.training.state import abstract_state, canonical_abstract
+
+
+class Run:
+    """A checkpoint of a run, with its parameters on this process's devices. Made by `load_run`."""
+
+    config: Config
+    """Of the run, when the checkpoint was written."""
+    step: int
+    """Updates before the checkpoint."""
+    params: dict[str, Any]
+    """Nested dicts of JAX arrays, layers stacked in order, nothing padded."""
+
+    def __init__(
+        self, config: Config, step: int, params: dict[str, Any], spec: StepSpec, tokenizer: RunTokenizer, folder: Path
+    ):
+        self.config, self.step, self.params = config, step, params
+        self._spec, self._tokenizer, self._folder = spec, tokenizer, folder
+        self._logits = jax.jit(functools.partial(row_logits, spec))
+
+    def __call__(self, tokens: Any) -> jax.Array:
+        """The logits of the token after each: float32 [B, L, ids] for int [B, L].
+
+        Each row is a document of its own. Raises `ValueError` for tokens of another shape, for ids that the model does
+        not have, and for rows or lengths that do not divide among the devices of the mesh.
+        """
+        tokens_BL, sizes = np.asarray(tokens), self._spec.placement.sizes
+        if tokens_BL.ndim != 2 or tokens_BL.dtype.kind not in "iu":
+            raise ValueError(f"tokens must be integers [rows, length], not {tokens_BL.dtype} {list(tokens_BL.shape)}")
+        if tokens_BL.size and not 0 <= tokens_BL.min() <= tokens_BL.max() < self._spec.real_vocab:
+            raise ValueError(f"tokens must be ids from 0 to {self._spec.real_vocab - 1}")
+        for length, shards, what in (
+            (tokens_BL.shape[0], self._spec.placement.batch_shards, "rows"),
+            (tokens_BL.shape[1], sizes["model"], "tokens of a row"),
+        ):
+            if length == 0 or length % shards:
+                raise ValueError(f"the {length} {what} must be a multiple of {shards}, the devices that share them")
+        sharding = self._spec.placement.sharding(("batch", "length"))
+        return self._logits(self.params, jax.device_put(tokens_BL.astype(np.int32), sharding))
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        """The global batch of update `step` (from 1): tokens, targets, weights, segments, positions, each [G, L].
+
+        It is read from the run's data, so that has to be where the config says. Raises `ConfigError` if it is not.
+        """
+        if not 1 <= step <= self.config.train.steps:
+            raise ConfigError(
+                f"step {step} is not one of this run's; give a number from 1 to {self.config.train.steps}"
+            )
+        return self._data.batch(step - 1, np.arange(self.config.data.global_batch_size))
+
+    @functools.cached_property
+    def _data(self) -> TrainingData:
+        """Its paths count from the folder that the run was started in."""
+        data = self.config.data
+        there = lambda path: None if path is None else str(self._folder / path)
+        sources = {name: one.model_copy(update={"path": there(one.path)}) for name, one in data.sources.items()}
+        found = data.model_copy(update={"path": there(data.path), "sources": sources})
+        return TrainingData(self.config, open_sources(found))
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text, int32 [L]. Raises `ConfigError` for a run that has no tokenizer."""
+        return np.asarray(self._tokenizer.open().encode_batch([text])[0], np.int32)
+
+    def decode(self, ids: Any) -> str:
+        """The text of ids."""
+        return self._tokenizer.open().decode(np.asarray(ids))
+
+
+def load_run(
+    directory: str | Path,
+    step: int | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Run:
+    """The newest whole checkpoint of a run, or the one of `step`, from a run directory or a gs:// address.
+
+    `mesh` names axes and their sizes, such as {"fsdp": 4, "model": 2}, on as many of `devices` (default: this
+    process's) as it needs; without it the run is on one device. It has no pipeline, whatever mesh has trained the run.
+    The arrays are compared with their digests. Raises `ConfigError` for a run, step or mesh that cannot be, and
+    `DamagedError` for a checkpoint that is not what was saved.
+    """
+    text = str(directory) if step is None else f"{directory}@{step}"
+    checkpoint = find(text, "load_run")
+    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    tokenizer = tokenizer_of(text, checkpoint)
+    sizes = parse_config({"mesh": {"data": 1} | dict(mesh or {})}, "load_run").mesh
+    available = list(devices or jax.local_devices())
+    needed = int(np.prod([size for size in sizes.sizes().values() if size > 0]))
+    if needed > len(available):
+        raise ConfigError(f"mesh: it needs {needed} devices, and there are {len(available)}; make it smaller")
+    chosen = available if -1 in sizes.sizes().values() else available[:needed]
+    spec = inference_spec(config, tokenizer.vocab_size, sizes, chosen)
+    abstract = {"params": canonical_abstract(spec, abstract_state(spec))["params"]}
+    params = restore(checkpoint, abstract, Identity()).state["params"]
+    assert config.run.dir is not None
+    folder = started_in(Path(directory), config.run.dir) or Path.cwd()
+    return Run(config, checkpoint.step, params, spec, tokenizer, folder)
