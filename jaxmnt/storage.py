@@ -117,12 +117,12 @@ class Address:
         return list(_client().list_blobs(self._bucket, prefix=f"{self._key}/"))
 
 
-Place = Path | Address
+StoragePath = Path | Address
 
 
-def place(text: str) -> Place:
+def storage_path(text: str) -> StoragePath:
     """A folder or gs:// address. Raises `ConfigError` if it is neither, and if the libraries are not installed."""
-    if trouble := no_place(text):
+    if trouble := wrong_with_path(text):
         raise ConfigError(f"{text} {trouble}")
     if not text.startswith(SCHEME):
         return Path(text)
@@ -130,7 +130,7 @@ def place(text: str) -> Place:
     return Address(text.rstrip("/"))
 
 
-def no_place(text: str) -> str | None:
+def wrong_with_path(text: str) -> str | None:
     """Why a text cannot name a place, in words, or None."""
     if not text.startswith(SCHEME):
         return "is neither a folder nor a gs:// address; give one of these" if "://" in text else None
@@ -138,22 +138,22 @@ def no_place(text: str) -> str | None:
     return None if bucket and path else "lacks a path in the bucket; give one, as in gs://BUCKET/runs/a"
 
 
-def url(path: Place) -> str:
+def url(path: StoragePath) -> str:
     """As TensorStore wants it."""
     return f"file://{quote(str(path.absolute()))}" if isinstance(path, Path) else f"{SCHEME}{quote(path.url[5:])}"
 
 
-def is_link(path: Place) -> bool:
+def is_link(path: StoragePath) -> bool:
     """Whether it leads elsewhere. What is there is somebody's own: read, and never written or removed."""
     return isinstance(path, Path) and path.is_symlink()
 
 
-def is_there(path: Place) -> bool:
+def is_there(path: StoragePath) -> bool:
     """Whether something has this name, be it a link that leads nowhere."""
     return is_link(path) or path.exists()
 
 
-def files(path: Place) -> dict[str, int]:
+def files(path: StoragePath) -> dict[str, int]:
     """Bytes of all files below it, by relative name, in order; empty if it is not there. Links are not followed."""
     if isinstance(path, Path):
         return dict(sorted(_sizes(path)))
@@ -162,7 +162,7 @@ def files(path: Place) -> dict[str, int]:
         return {blob.name.removeprefix(prefix): blob.size for blob in path._blobs() if not blob.name.endswith("/")}
 
 
-def sizes(path: Place, names: Iterable[str]) -> dict[str, int]:
+def sizes(path: StoragePath, names: Iterable[str]) -> dict[str, int]:
     """Bytes of those of these files below it that are there, through links, too."""
     if not isinstance(path, Path):
         present = files(path)
@@ -178,7 +178,7 @@ NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP,
 """What is wrong with what is there, or has just gone, whoever looks. Other trouble says nothing about it."""
 
 
-def read(path: Place) -> bytes:
+def read(path: StoragePath) -> bytes:
     """What is in a file. Raises `OSError` with its name, also for a pipe or the like, which would never end."""
     if isinstance(path, Address):
         return path.read_bytes()
@@ -195,7 +195,7 @@ def read(path: Place) -> bytes:
         raise
 
 
-def read_all(path: Place, names: Iterable[str]) -> dict[str, bytes]:
+def read_all(path: StoragePath, names: Iterable[str]) -> dict[str, bytes]:
     """The contents of small files below it; from an address, many at a time."""
     if isinstance(path, Path):
         return {name: read(path / name) for name in names}
@@ -215,7 +215,7 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
                 yield str(file.relative_to(path)), file.lstat().st_size
 
 
-def publish(path: Place, text: str) -> None:
+def publish(path: StoragePath, text: str) -> None:
     """Writes a file whole or not at all."""
     if isinstance(path, Address):
         return path.write_text(text)
@@ -228,7 +228,7 @@ def publish(path: Place, text: str) -> None:
     temporary.replace(path)
 
 
-def create(path: Place, text: str) -> bool:
+def create(path: StoragePath, text: str) -> bool:
     """Makes a file with this text; False if there is one already."""
     try:
         if isinstance(path, Address):
@@ -245,7 +245,7 @@ def create(path: Place, text: str) -> bool:
     return True
 
 
-def remove_if(path: Place, text: str) -> bool:
+def remove_if(path: StoragePath, text: str) -> bool:
     """Removes a file that holds just this text; never one that somebody else has put there meanwhile."""
     wanted = text.encode(errors="surrogateescape")
     with suppress(FileNotFoundError, FileExistsError):
@@ -270,7 +270,7 @@ def remove_if(path: Place, text: str) -> bool:
     return False
 
 
-def move(path: Place, target: Place) -> None:
+def move(path: StoragePath, target: StoragePath) -> None:
     """Renames a file or a tree. Cut off half-way, an address has both: the old one whole, or the new one."""
     if isinstance(path, Path):
         assert isinstance(target, Path)
@@ -293,7 +293,7 @@ def move(path: Place, target: Place) -> None:
         _each(_delete, blobs)
 
 
-def remove(path: Place) -> None:
+def remove(path: StoragePath) -> None:
     """Removes a tree, which need not be there. Raises `OSError` for a link: nothing is removed through one."""
     if isinstance(path, Address):
         with _in_words(path):

@@ -135,10 +135,10 @@ def _short(value: Any) -> str:
 
 def _start_and_prune(folder: Path) -> Any:
     """And then the older checkpoint is to go."""
-    from jaxmnt.checkpoint.commit import prune, whole
+    from jaxmnt.checkpoint.commit import prune, valid_checkpoints
 
     found = start_run(folder)
-    prune(whole(folder / "run" / "checkpoints", RUN), {STEPS[-1]})
+    prune(valid_checkpoints(folder / "run" / "checkpoints", RUN), {STEPS[-1]})
     return found
 
 
@@ -227,9 +227,9 @@ def _lines(name: str) -> Callable[[Path], Any]:
 
 def _written_on(folder: Path) -> Any:
     """As by the next start of the process."""
-    from jaxmnt.telemetry.events import Events, event_file, mend
+    from jaxmnt.telemetry.events import Events, event_file, repair
 
-    mend(event_file(folder / "run", 0))
+    repair(event_file(folder / "run", 0))
     events = Events(folder / "run", 0)
     events.write("end", step=10, finished=True)
     events.close()
@@ -249,10 +249,10 @@ def _last_commit(folder: Path) -> Any:
 
 
 def _rewound(folder: Path) -> Any:
-    from jaxmnt.telemetry.events import mend, read_lines
+    from jaxmnt.telemetry.events import read_lines, repair
 
     path = folder / "run" / "metrics.jsonl"
-    mend(path, last_step=10)
+    repair(path, last_step=10)
     return read_lines(path)
 
 

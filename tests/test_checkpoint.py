@@ -331,8 +331,8 @@ def test_what_is_not_whole_has_a_reason(saved, tmp_path):
     with pytest.raises(DamagedError, match="is a checkpoint of step 1 under another's name"):
         commit.open_checkpoint(root / "3")
     (root / "4").mkdir()
-    assert commit.why_not_whole(root / "4") == "it has no commit marker commit_success.txt"
-    assert [found.step for found in commit.whole(root)] == [2]
+    assert commit.why_not_valid(root / "4") == "it has no commit marker commit_success.txt"
+    assert [found.step for found in commit.valid_checkpoints(root)] == [2]
     cut_off, damaged = commit.clear_up(root, "run")
     assert (
         not cut_off
@@ -362,9 +362,9 @@ def test_saving_prunes_after_the_commit_only(tmp_path, monkeypatch):
     result = save(tmp_path, 4, state, keep=2)
     assert result.failure is not None and "No space left" in result.failure
     monkeypatch.undo()
-    assert [found.step for found in commit.whole(tmp_path)] == [2, 3]
+    assert [found.step for found in commit.valid_checkpoints(tmp_path)] == [2, 3]
     assert save(tmp_path, 4, state, keep=2).failure is None, "what is left of a failed try is not in the way"
-    assert [found.step for found in commit.whole(tmp_path)] == [3, 4]
+    assert [found.step for found in commit.valid_checkpoints(tmp_path)] == [3, 4]
 
 
 def test_what_cannot_be_pruned_does_not_undo_a_commit(tmp_path, monkeypatch):
@@ -374,7 +374,7 @@ def test_what_cannot_be_pruned_does_not_undo_a_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "prune", failing)
     result = save(tmp_path, 1, state)
     assert result.failure is None and result.not_removed == "Permission denied: 1"
-    assert [found.step for found in commit.whole(tmp_path)] == [1]
+    assert [found.step for found in commit.valid_checkpoints(tmp_path)] == [1]
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
@@ -560,7 +560,7 @@ def test_a_whole_checkpoint_is_not_saved_over(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "root")
     result = save(tmp_path / "root", 2, saved[1][1])
     assert result.failure is not None and "is a whole checkpoint already, of another job" in result.failure
-    assert [found.step for found in commit.whole(tmp_path / "root")] == [1, 2]
+    assert [found.step for found in commit.valid_checkpoints(tmp_path / "root")] == [1, 2]
 
 
 def test_a_commit_whose_answer_was_lost_stands(saved, tmp_path, monkeypatch):
@@ -572,7 +572,7 @@ def test_a_commit_whose_answer_was_lost_stands(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr(saver, "commit", lose_the_answer)
     assert save(tmp_path, 1, saved[1][1]).failure is None
-    assert [found.step for found in commit.whole(tmp_path)] == [1]
+    assert [found.step for found in commit.valid_checkpoints(tmp_path)] == [1]
 
 
 def test_a_run_directory_in_other_words_is_the_same(tiny, tmp_path):
@@ -609,7 +609,7 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_taken_for_damage(tiny, finis
     with pytest.raises(UserError, match="cannot be reached: PERMISSION_DENIED") as caught:
         train(config, devices=one_device())
     assert not isinstance(caught.value, DamagedError)
-    assert [found.step for found in commit.whole(Path(config.run.dir) / "checkpoints")] == [10, 15]
+    assert [found.step for found in commit.valid_checkpoints(Path(config.run.dir) / "checkpoints")] == [10, 15]
 
 
 def test_what_was_cut_off_is_removed_and_what_was_lost_is_kept(tiny, finished):
@@ -684,7 +684,7 @@ def test_too_many_failed_saves_end_the_run(tiny, monkeypatch):
     config = tiny("checkpoint.max_failed_saves=2")
     with pytest.raises(UserError, match=r"2 saves in a row failed in .*: Disk quota exceeded"):
         train(config, devices=one_device())
-    assert commit.newest_whole(Path(config.run.dir) / "checkpoints") is None
+    assert commit.newest_valid(Path(config.run.dir) / "checkpoints") is None
 
 
 def test_a_file_that_may_not_grow_is_reported_in_words(tiny, finished, capfd):
@@ -725,7 +725,7 @@ def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, monkeypatch, p
     monkeypatch.setattr(time, "time", lambda: 1.8e9 - 3600 * next(hours))
     config = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0001", "checkpoint.keep=20")
     assert train(config, devices=one_device()) == ExitCode.FINISHED
-    saved = commit.whole(Path(config.run.dir) / "checkpoints")
+    saved = commit.valid_checkpoints(Path(config.run.dir) / "checkpoints")
     assert len(saved) >= 3 and saved[-1].step == 20, "the clock that says when is another one"
     times = [found.manifest.time for found in saved]
     assert times == sorted(times, reverse=True)
@@ -739,7 +739,7 @@ def test_the_best_and_every_nth_are_kept(tiny):
         "checkpoint.keep_best=1",
     )  # fmt: skip
     train(config, devices=one_device())
-    kept = {found.step: found.manifest.loss for found in commit.whole(Path(config.run.dir) / "checkpoints")}
+    kept = {found.step: found.manifest.loss for found in commit.valid_checkpoints(Path(config.run.dir) / "checkpoints")}
     evals = {line["step"]: line["loss"] for line in metrics(config.run.dir, "eval")}
     assert set(kept) == {8, 16, 18, 20, min(evals, key=evals.__getitem__)}
     assert all(kept[step] == evals[step] for step in kept)
@@ -751,8 +751,8 @@ def test_a_branch_goes_on_and_remembers_where_from(tiny, finished, capsys):
     shown = capsys.readouterr().out
     assert f"a branch of {finished}/checkpoints/10 after step 10" in shown
     assert "data.on_end: repeat → stop (changes the maths)" in shown
-    own = commit.newest_whole(Path(config.run.dir) / "checkpoints").manifest
-    parent = commit.newest_whole(finished / "checkpoints").manifest
+    own = commit.newest_valid(Path(config.run.dir) / "checkpoints").manifest
+    parent = commit.newest_valid(finished / "checkpoints").manifest
     assert own.run != parent.run and own.step == 20
     assert [(line["run"], line["step"]) for line in own.lineage] == [(parent.run, 10)]
     assert [line["step"] for line in metrics(config.run.dir)] == list(range(11, 21))
@@ -766,7 +766,7 @@ def test_a_run_begins_with_the_parameters_of_another(tiny, finished, capsys):
     assert "from the start, with the parameters of" in capsys.readouterr().out
     assert losses(config.run.dir)[0] < losses(finished)[-1] + 0.3 < losses(finished)[0], "of the first rows again"
     assert metrics(config.run.dir)[0]["learning_rate"] == metrics(finished)[0]["learning_rate"]
-    assert commit.newest_whole(Path(config.run.dir) / "checkpoints").manifest.lineage == []
+    assert commit.newest_valid(Path(config.run.dir) / "checkpoints").manifest.lineage == []
     with pytest.raises(ConfigError, match=r"run\.init_from: .* has no checkpoint of step 7; there are: 10, 15, 20"):
         train(tiny(f"run.init_from={finished}@7", f"run.dir={config.run.dir}2"), devices=one_device())
     with pytest.raises(ConfigError, match=r"run\.fork_from: .* is neither a run directory nor a checkpoint"):
@@ -848,7 +848,7 @@ def test_the_command_exports_parameters(finished, capsys, tmp_path):
     files = capsys.readouterr().out.split()
     assert len(files) > 1
     tensors = {name: array for file in files for name, array in load_file(file).items()}
-    checkpoint = commit.newest_whole(finished / "checkpoints")
+    checkpoint = commit.newest_valid(finished / "checkpoints")
     files = Reader(checkpoint)
     names = [name for name in checkpoint.manifest.arrays if name.startswith("params/")]
     assert {name.removeprefix("params/").replace("/", ".") for name in names} == tensors.keys()

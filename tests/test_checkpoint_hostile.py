@@ -97,7 +97,7 @@ def test_an_archived_checkpoint_is_read_and_never_removed(tiny, whole_run, capsy
     before = [snapshot(folder) for folder in there]
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     assert [snapshot(folder) for folder in there] == before
-    assert [found.step for found in commit.whole(root)] == [10, 15, 23, 24], "two of its own, and the links"
+    assert [found.step for found in commit.valid_checkpoints(root)] == [10, 15, 23, 24], "two of its own, and the links"
     assert not events(config.run.dir, "checkpoint_failed")
     shown = capsys.readouterr().out
     assert shown.count("note    checkpoint 10 is a link: it is read and never removed") == 1
@@ -110,7 +110,7 @@ def test_an_archived_checkpoint_is_read_and_never_removed(tiny, whole_run, capsy
 def test_pruning_leaves_links_alone(root):
     there = archived(root, 5)
     before = snapshot(there)
-    commit.prune(commit.whole(root), {15})
+    commit.prune(commit.valid_checkpoints(root), {15})
     assert snapshot(there) == before and (root / "5").is_symlink()
     assert [step for step, _ in commit.step_directories(root)] == [5, 15]
     assert not list(root.glob("*.unfinished"))
@@ -127,7 +127,7 @@ def test_what_cannot_be_removed_neither_stops_a_save_nor_a_start(root, monkeypat
 
     monkeypatch.setattr(storage, "remove", refuse)
     with pytest.raises(OSError, match="busy"):
-        commit.prune(commit.whole(root), {15})
+        commit.prune(commit.valid_checkpoints(root), {15})
     assert [step for step, _ in commit.step_directories(root)] == [5, 15]
     removed, left = commit.remove_cut_off(root, keep_notes=True)
     assert not removed and "busy" in left[0]
@@ -239,14 +239,14 @@ def test_loops_of_links_inside_a_checkpoint(root, loop, capsys):
         (step / name).unlink()
         (step / name).symlink_to(name)
     harmless, started = "folder" in loop, time.monotonic()
-    assert [found.step for found in commit.whole(root)] == ([5, 10, 15] if harmless else [5, 10])
+    assert [found.step for found in commit.valid_checkpoints(root)] == ([5, 10, 15] if harmless else [5, 10])
     for arguments in (["list", str(root.parent)], ["show", f"{root.parent}@15"], ["verify", f"{root.parent}@15"]):
         code, said = ran(capsys, *arguments)
         assert code in (0, 1, 2) and "Traceback" not in said and len(said.splitlines()) < 9
     (step / "15.unfinished").write_text("")
     _, damaged = commit.clear_up(root, "run")
     assert len(damaged) == (0 if harmless else 1)
-    commit.prune(commit.whole(root), {10})
+    commit.prune(commit.valid_checkpoints(root), {10})
     assert [path.name for path in sorted(root.iterdir())] == (["10"] if harmless else ["10", "15.damaged"])
     assert time.monotonic() - started < 20
 
@@ -375,10 +375,10 @@ def test_forged_manifests_are_told_in_a_line(root, forgery, capsys, tmp_path):
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"", b"3", b"null", b"\0" * 4096])
 def test_what_is_no_manifest_at_all(root, raw):
     (root / "15" / manifest.FILE).write_bytes(raw)
-    assert commit.why_not_whole(root / "15") == "its jaxmnt.json is damaged"
+    assert commit.why_not_valid(root / "15") == "its jaxmnt.json is damaged"
     (root / "15" / manifest.FILE).unlink()
     (root / "15" / manifest.FILE).mkdir()
-    assert "its file" in (commit.why_not_whole(root / "15") or "")
+    assert "its file" in (commit.why_not_valid(root / "15") or "")
 
 
 @pytest.mark.parametrize(

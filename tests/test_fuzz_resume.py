@@ -16,7 +16,7 @@ from mutations import mutate
 from readers import _resealed_checkpoint, _resealed_data
 from test_fuzz import HangsError, _limited, _loud, _place, gone, hurry, snapshot
 
-from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.errors import ExitCode, UserError
@@ -113,7 +113,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 def _arrays(folder: Path):
-    newest = newest_whole(folder / "run" / "checkpoints")
+    newest = newest_valid(folder / "run" / "checkpoints")
     assert newest is not None and newest.step == STEPS
     return newest.manifest.arrays
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import events, until
 
-from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.checkpoint.commit import newest_valid
 
 WORKER = """
 import json, os, signal, subprocess, sys, time
@@ -134,7 +134,7 @@ def test_a_run_whose_launcher_is_killed_saves_and_stops(tiny_file, tmp_path):
     for number in range(2):
         (stopped,) = events(run, "preempted", number)
         assert stopped["asked_by"] == "SIGTERM" and not events(run, "failed", number)
-    assert newest_whole(run / "checkpoints").step == stopped["step"] > 0
+    assert newest_valid(run / "checkpoints").step == stopped["step"] > 0
 
 
 @pytest.mark.alone

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import mostly_slow
 
-from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.checkpoint.retention import need
@@ -233,7 +233,7 @@ def test_no_stage_keeps_weights(remat, kv_heads):
 
     def local(params, batch):
         training = engine._Training(spec, params, batch, lambda _: None, spec.schedule)
-        kept.extend(training.start().ring)
+        kept.extend(training.start().residuals)
         return jnp.zeros(())
 
     partition = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
@@ -304,7 +304,7 @@ def test_a_checkpoint_moves_between_meshes(tmp_path):
         assert saver.result(wait=True).failure is None
     for source, target in itertools.product(programs, programs):
         program = programs[target]
-        restored = restore(newest_whole(tmp_path / source), program.canonical_abstract_state, identity)
+        restored = restore(newest_valid(tmp_path / source), program.canonical_abstract_state, identity)
         placed = program.from_canonical(restored.state)
         same = lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding} is not {b.sharding}")
         jax.tree.map(same, placed, program.abstract_state)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import child_of, command, events, launch, losses, metrics
 
-from jaxmnt.checkpoint.commit import newest_whole, whole
+from jaxmnt.checkpoint.commit import newest_valid, valid_checkpoints
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.distributed import authentication, rendezvous_server
 from jaxmnt.distributed.identity import Identity
@@ -119,7 +119,7 @@ def test_two_stop_and_two_resume_bit_for_bit(tiny_file, tmp_path):
 
 def parameters(run: Path) -> list[bytes]:
     """The final parameters as bytes, from the files."""
-    checkpoint = newest_whole(run / "checkpoints")
+    checkpoint = newest_valid(run / "checkpoints")
     assert checkpoint.step == 20
     reader = Reader(checkpoint)
     return [reader.read(name).tobytes() for name in sorted(checkpoint.manifest.arrays) if name.startswith("params/")]
@@ -197,7 +197,7 @@ def test_a_save_that_fails_on_one_process_is_known_to_all_and_tried_again(tiny_f
     out, err = launcher.communicate(timeout=60)  # although Orbax waits for minutes for the save that failed
     assert launcher.returncode == 75, err
     assert f"WARNING checkpoint {failed['step']} could not be saved: process 1 of 2" in out
-    assert [found.step for found in whole(run / "checkpoints")][-1] == len(losses(run))
+    assert [found.step for found in valid_checkpoints(run / "checkpoints")][-1] == len(losses(run))
 
 
 class ScriptedChild:

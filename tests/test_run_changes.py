@@ -12,7 +12,7 @@ from conftest import events, launch, losses, metrics
 
 from jaxmnt import train as train_module
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
-from jaxmnt.checkpoint.commit import Committed, newest_whole, step_directories, whole
+from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, valid_checkpoints
 from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.refs import RunFile, find
 from jaxmnt.config.describe import changes
@@ -180,7 +180,7 @@ def test_starting_over_sets_the_run_aside(tiny, whole_run, capsys):
     assert checkpoint_command(["verify", str(run / "aside-1")]) == ExitCode.FINISHED
     opened(tiny(), fresh=True)
     assert [step for step, _ in step_directories(run / "aside-2" / "checkpoints")] == [2]
-    assert newest_whole(run / "checkpoints") is None and len(losses(run / "aside-1")) == 20
+    assert newest_valid(run / "checkpoints") is None and len(losses(run / "aside-1")) == 20
 
 
 def test_starting_over_where_there_is_nothing(tiny):
@@ -202,7 +202,7 @@ def test_links_lead_where_they_led_after_starting_over(tiny, whole_run, tmp_path
     opened(config, fresh=True)
     assert (run / "checkpoints").resolve() == scratch, "the next run's go there, too"
     assert sorted(path.name for path in scratch.iterdir()) == ["aside-1", "others"]
-    assert [found.step for found in whole(run / "aside-1" / "checkpoints")] == [10, 15, 20]
+    assert [found.step for found in valid_checkpoints(run / "aside-1" / "checkpoints")] == [10, 15, 20]
     assert held(tmp_path / "15") == before and checkpoint_command(["verify", str(run / "aside-1")]) == 0
 
 
@@ -213,10 +213,10 @@ def test_starting_over_with_checkpoints_elsewhere(tiny, whole_run, tmp_path):
     shutil.move(Path(config.run.dir) / "checkpoints", tmp_path / "big")
     shutil.copy(Path(config.run.dir) / "run.json", tmp_path / "big")
     assert opened(config, fresh=True).step == 0
-    assert [found.step for found in whole(tmp_path / "big" / "aside-1" / "checkpoints")] == [10, 15, 20]
+    assert [found.step for found in valid_checkpoints(tmp_path / "big" / "aside-1" / "checkpoints")] == [10, 15, 20]
     assert (Path(config.run.dir) / "aside-1" / "metrics.jsonl").exists()
     ids = [json.loads((where / "run.json").read_text())["run"] for where in (tmp_path / "big", Path(config.run.dir))]
-    assert ids[0] == ids[1] != newest_whole(tmp_path / "big" / "aside-1" / "checkpoints").manifest.run
+    assert ids[0] == ids[1] != newest_valid(tmp_path / "big" / "aside-1" / "checkpoints").manifest.run
 
 
 def test_a_run_that_was_set_aside_is_found_where_its_checkpoints_are(tiny, whole_run, tmp_path):
@@ -245,7 +245,7 @@ def test_what_cannot_begin_sets_nothing_aside(tiny, whole_run, kind, source, wor
     shutil.copytree(whole_run.run.dir, run)
     with pytest.raises(ConfigError, match=words):
         opened(tiny("train.steps=24", f"run.{kind}_from={source.format(run=run)}"), fresh=True)
-    assert not (run / "aside-1").exists() and newest_whole(run / "checkpoints").step == 20
+    assert not (run / "aside-1").exists() and newest_valid(run / "checkpoints").step == 20
 
 
 def test_a_branch_that_has_nothing_to_do(tiny, whole_run):

@@ -12,7 +12,7 @@ import jax
 import pytest
 from conftest import child_of, command, events, losses, metrics, until
 
-from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.run import preemption
 from jaxmnt.run.preemption import StopRequest, end_of_allocation
 from jaxmnt.train import train
@@ -91,7 +91,7 @@ def stop_in(sabotaged, part: str, tmp_path: Path, processes: int) -> None:
         return
     stopped = [events(run, "preempted", process)[-1] for process in range(processes)]
     assert len({event["step"] for event in stopped}) == 1 and stopped[-1]["asked_by"] == "SIGTERM"
-    assert newest_whole(run / "checkpoints").step == stopped[0]["step"] == len(losses(run))
+    assert newest_valid(run / "checkpoints").step == stopped[0]["step"] == len(losses(run))
     assert all(event["time"] >= began for event in stopped)
 
 
@@ -192,7 +192,7 @@ def test_a_file_asks_to_stop_once(tiny, monkeypatch):
     assert train(config, devices=jax.devices()[:1]) == 75
     assert not (run / "STOP").exists()
     assert events(run, "preempted")[0]["asked_by"] == "STOP"
-    assert newest_whole(run / "checkpoints").step == len(losses(run))
+    assert newest_valid(run / "checkpoints").step == len(losses(run))
 
 
 def test_the_end_of_the_allocation_is_respected(tiny, monkeypatch):

@@ -15,7 +15,7 @@ from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.manifest import FILE, Manifest
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.run import fresh, lock
-from jaxmnt.storage import place
+from jaxmnt.storage import storage_path
 from jaxmnt.train import train
 
 
@@ -40,7 +40,7 @@ def somewhere(request, tmp_path):
     if request.param == "folder":
         (tmp_path / "run").mkdir()
         return tmp_path / "run"
-    return place(request.getfixturevalue("address"))
+    return storage_path(request.getfixturevalue("address"))
 
 
 def whole_manifest() -> Manifest:
@@ -75,7 +75,7 @@ def test_only_one_can_make_a_file_and_nobody_removes_anothers(somewhere):
 
 
 def test_a_removal_that_was_cut_off_is_finished(address):
-    path = place(address) / "checkpoints" / "5"
+    path = storage_path(address) / "checkpoints" / "5"
     for name in ("params/d/x", commit.ORBAX_MARKER, FILE):
         storage.publish(path / name, "x")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -120,7 +120,7 @@ def test_a_run_is_set_aside(somewhere):
 @pytest.mark.parametrize("text", ["s3://bucket/a", "gs://bucket", "gs://", "https://x.org/a"])
 def test_other_addresses_are_refused(text, tiny):
     with pytest.raises(ConfigError, match="gs://"):
-        place(text)
+        storage_path(text)
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*; give one"):
         tiny(f"checkpoint.dir={text}")
 
@@ -158,8 +158,8 @@ def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_r
     config = tiny(*there, f"run.dir={tmp_path / 'second'}")
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     assert losses(tmp_path / "first") + losses(tmp_path / "second") == losses(whole_run.run.dir)
-    root = place(address) / "checkpoints"
-    found, expected = commit.newest_whole(root), commit.newest_whole(Path(whole_run.run.dir) / "checkpoints")
+    root = storage_path(address) / "checkpoints"
+    found, expected = commit.newest_valid(root), commit.newest_valid(Path(whole_run.run.dir) / "checkpoints")
     assert {name: array.content for name, array in found.manifest.arrays.items()} == {
         name: array.content for name, array in expected.manifest.arrays.items()
     }
@@ -192,14 +192,14 @@ def test_damage_in_a_bucket_is_set_aside(tiny, cloud, address, capsys):
     bucket[data].data = bytes(raw)
     for name in [name for name in bucket if name.startswith(f"{root}/10/")][:2]:
         bucket[name.replace("/10/", "/17/")] = bucket[name]  # the beginning of a save that was cut off
-    storage.publish(place(f"{address}/checkpoints/17.unfinished"), "being written\n")
+    storage.publish(storage_path(f"{address}/checkpoints/17.unfinished"), "being written\n")
     capsys.readouterr()
     assert train(tiny(there), devices=one_device()) == ExitCode.FINISHED
     shown = capsys.readouterr().out
     assert f"removed {address}/checkpoints/17, which was cut off while it was being written" in shown
     assert "checkpoint 15 is not used" in shown or "WARNING checkpoint 15 is damaged" in shown
     assert f"{root}/15.damaged/{FILE}" in bucket
-    assert [found.step for found in commit.whole(place(f"{address}/checkpoints"))] == [10, 15, 20]
+    assert [found.step for found in commit.valid_checkpoints(storage_path(f"{address}/checkpoints"))] == [10, 15, 20]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_bucket_that_fails_later_fails_a_save(tiny, cloud, address, capsys, mo
     with pytest.raises(UserError, match=r"2 saves in a row failed in gs://bucket/.*: .*as the test wants"):
         train(tiny(f"checkpoint.dir={address}", "checkpoint.max_failed_saves=2"), devices=one_device())
     assert "WARNING checkpoint 10 could not be saved: " in capsys.readouterr().out
-    assert [found.step for found in commit.whole(place(f"{address}/checkpoints"))] == [5]
+    assert [found.step for found in commit.valid_checkpoints(storage_path(f"{address}/checkpoints"))] == [5]
 
 
 def test_two_jobs_and_one_address(tiny, address, monkeypatch):
@@ -242,7 +242,7 @@ def test_two_jobs_and_one_address(tiny, address, monkeypatch):
     monkeypatch.setattr(lock, "_LEAVING_SECONDS", 0.5)
     config = tiny(f"checkpoint.dir={address}")
     Path(config.run.dir).mkdir()
-    for where in (Path(config.run.dir), place(address)):
+    for where in (Path(config.run.dir), storage_path(address)):
         with lock.RunLock(where) as ours:
             assert ours.acquire() is None
             with pytest.raises(ConfigError, match=f"{where} is in use by another job"):

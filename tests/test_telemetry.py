@@ -21,7 +21,7 @@ from jaxmnt.run.arguments import replay_range
 from jaxmnt.run.replay import replay
 from jaxmnt.run.session import Session
 from jaxmnt.telemetry import writer
-from jaxmnt.telemetry.events import Events, history, last_commit, mend, parse, read_lines
+from jaxmnt.telemetry.events import Events, history, last_commit, parse, read_lines, repair
 from jaxmnt.telemetry.writer import LineWriter
 from jaxmnt.train import train
 
@@ -240,8 +240,8 @@ def read_all(run: Path) -> None:
     last_commit(run)
     after(Ledger(run), 4, 0.0, ["n1", "n2"], 0, 9, False, "7")
     Events(run, 0)
-    mend(run / "events" / "0.jsonl")
-    mend(run / "metrics.jsonl", last_step=3)
+    repair(run / "events" / "0.jsonl")
+    repair(run / "metrics.jsonl", last_step=3)
 
 
 def test_no_damage_keeps_anybody_from_reading(tmp_path, capfd):
@@ -286,12 +286,12 @@ def test_what_is_damaged_is_kept_beside(tmp_path, capfd):
     )
     path.write_text(f"{line(1)}\nod\x00d\n\n[]\n{line(2)}\n{line(3)}\n" + '{"kind": "tr')
     path.chmod(0o640)
-    mend(path, last_step=2)
+    repair(path, last_step=2)
     assert path.read_text() == f"{line(1)}\n{line(2)}\n" and path.stat().st_mode & 0o777 == 0o640
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"od\0d\n[]\n"
     assert f"{path}: 2 lines could not be read and are kept in {path}.damaged" in capfd.readouterr().err
     before = path.stat()
-    mend(path, last_step=2)
+    repair(path, last_step=2)
     assert path.stat().st_ino == before.st_ino, "what is whole is not written again"
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / "metrics.jsonl.damaged"]
 
@@ -304,16 +304,16 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch, capfd):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    mend(path, last_step=2)
+    repair(path, last_step=2)
     assert path.read_text() == "odd\n" and "No space left on device" in capfd.readouterr().err
     loop = tmp_path / "loop.jsonl"
     loop.symlink_to(loop)
-    mend(loop)
+    repair(loop)
     assert read_lines(loop) == [] and read_lines(Path("/dev/zero")) == []
     linked = tmp_path / "linked.jsonl"
     linked.symlink_to(path)
     monkeypatch.undo()
-    mend(linked)
+    repair(linked)
     assert linked.is_symlink() and path.read_text() == ""
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import command, events, losses, metrics, mostly_slow
 
-from jaxmnt.checkpoint.commit import newest_whole, step_directories
+from jaxmnt.checkpoint.commit import newest_valid, step_directories
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.data.manifest import sealed
 from jaxmnt.data.rows import Windows
@@ -33,7 +33,7 @@ def final_state(config):
     """The newest checkpoint's state on the host."""
     data = open_sources(config.data)
     program = compile_program(fit_to_data(config, data), data.vocab_size, one_device())
-    checkpoint = newest_whole(Path(config.run.dir) / "checkpoints")
+    checkpoint = newest_valid(Path(config.run.dir) / "checkpoints")
     return jax.device_get(restore(checkpoint, program.abstract_state, Identity()).state)
 
 
@@ -256,7 +256,7 @@ def test_evaluation_is_exact_for_any_batch(tiny, whole_run, rows):
     data = open_sources(config.data)
     config = fit_to_data(config, data)
     program = compile_program(config, data.vocab_size, jax.devices()[: config.mesh.data])
-    checkpoint = newest_whole(Path(config.run.dir) / "checkpoints")
+    checkpoint = newest_valid(Path(config.run.dir) / "checkpoints")
     state = restore(checkpoint, program.abstract_state, Identity()).state
     result = Evaluator(program, data)(state["params"])["data"]
     assert result.tokens == data.tokens("eval") == reference["tokens"]
@@ -299,7 +299,7 @@ def test_a_signal_saves_and_exits_75(tiny, monkeypatch):
     assert train(config, devices=one_device()) == ExitCode.STOPPED
     step = len(losses(config.run.dir))
     assert 7 <= step <= 10
-    assert newest_whole(Path(config.run.dir) / "checkpoints").step == step
+    assert newest_valid(Path(config.run.dir) / "checkpoints").step == step
     assert events(config.run.dir, "preempted")[0]["step"] == step
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

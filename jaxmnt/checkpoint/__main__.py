@@ -17,7 +17,7 @@ from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode, UserError, printable
 
 if TYPE_CHECKING:
-    from jaxmnt.storage import Place
+    from jaxmnt.storage import StoragePath
 
 
 def main(arguments: list[str]) -> int:
@@ -35,9 +35,9 @@ def main(arguments: list[str]) -> int:
 def _list(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import open_checkpoint, out_of_reach, step_directories, unfinished
     from jaxmnt.checkpoint.manifest import DamagedError
-    from jaxmnt.checkpoint.refs import FOLDER, home, run_id
+    from jaxmnt.checkpoint.refs import FOLDER, checkpoint_root_of, run_id
 
-    root = home(options.run) / FOLDER
+    root = checkpoint_root_of(options.run) / FOLDER
     if not root.is_dir():
         raise ConfigError(f"{options.run} is no run directory with checkpoints; check the path")
     run, rows = run_id(root.parent), []
@@ -69,10 +69,10 @@ def _verify(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import step_directories, unfinished
     from jaxmnt.checkpoint.export import verify
     from jaxmnt.checkpoint.manifest import DamagedError
-    from jaxmnt.checkpoint.refs import FOLDER, home, locate, run_id
+    from jaxmnt.checkpoint.refs import FOLDER, checkpoint_root_of, locate, run_id
 
     path = locate(options.checkpoint, "checkpoint")
-    root = path.parent if path else home(options.checkpoint) / FOLDER
+    root = path.parent if path else checkpoint_root_of(options.checkpoint) / FOLDER
     run = run_id(root.parent)
     paths = [path] if path else [path for _, path in step_directories(root)]
     if not paths:
@@ -170,7 +170,7 @@ def _export(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _linked(path: "Place") -> str:
+def _linked(path: "StoragePath") -> str:
     from jaxmnt.storage import is_link
 
     return f"a link to {path.readlink()}" if isinstance(path, Path) and is_link(path) else ""

@@ -21,7 +21,7 @@ from jaxmnt import storage
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.errors import UserError, printable
-from jaxmnt.storage import Place
+from jaxmnt.storage import StoragePath
 
 ORBAX_MARKER = "commit_success.txt"
 ORBAX_UNDER_WAY = ".orbax-checkpoint-tmp"
@@ -35,7 +35,7 @@ SMALL_BYTES = 1 << 20
 class Committed:
     """A committed checkpoint."""
 
-    path: Place
+    path: StoragePath
     manifest: Manifest
 
     @property
@@ -48,14 +48,14 @@ def step_of(name: str) -> int | None:
     return int(name) if _STEP.fullmatch(name) else None
 
 
-def commit(path: Place, manifest: Manifest) -> None:
+def commit(path: StoragePath, manifest: Manifest) -> None:
     """Commits a step directory that Orbax has finished: lists its files and publishes the manifest."""
     manifests.write(path, manifest, _files(path))
     with contextlib.suppress(OSError):  # the step stands, and a note beside one that is whole is dropped later
         _note(path).unlink(missing_ok=True)
 
 
-def open_checkpoint(path: Place, run: str | None = None) -> Committed:
+def open_checkpoint(path: StoragePath, run: str | None = None) -> Committed:
     """A step directory, if it is committed, its files are all there, and it is one of `run` (None: of any).
 
     Raises `DamagedError` with the reason why not, and `OtherFormatError`.
@@ -68,7 +68,7 @@ def open_checkpoint(path: Place, run: str | None = None) -> Committed:
         raise DamagedError(f"its file {printable(str(error.filename))} cannot be read: {error.strerror}") from error
 
 
-def _opened(path: Place, run: str | None) -> Committed:
+def _opened(path: StoragePath, run: str | None) -> Committed:
     if not storage.sizes(path, [ORBAX_MARKER]):
         raise DamagedError(f"it has no commit marker {ORBAX_MARKER}")
     manifest, files = manifests.read(path)
@@ -89,7 +89,7 @@ def _opened(path: Place, run: str | None) -> Committed:
     return Committed(path, manifest)
 
 
-def why_not_whole(path: Place, run: str | None = None) -> str | None:
+def why_not_valid(path: StoragePath, run: str | None = None) -> str | None:
     """What is wrong with a step directory as far as its files tell, or None. Raises `OtherFormatError`."""
     try:
         open_checkpoint(path, run)
@@ -98,22 +98,22 @@ def why_not_whole(path: Place, run: str | None = None) -> str | None:
     return None
 
 
-def step_directories(root: Place) -> list[tuple[int, Place]]:
+def step_directories(root: StoragePath) -> list[tuple[int, StoragePath]]:
     """(step, directory) of everything that looks like a step, oldest first."""
     return [(step, path) for step, path in _named_as_steps(root) if _is_directory(path)]
 
 
-def out_of_reach(root: Place) -> list[tuple[int, Place]]:
+def out_of_reach(root: StoragePath) -> list[tuple[int, StoragePath]]:
     """(step, link) of steps that are links, and that lead to no directory at the moment; oldest first."""
     return [(step, path) for step, path in _named_as_steps(root) if storage.is_link(path) and not _is_directory(path)]
 
 
-def _named_as_steps(root: Place) -> list[tuple[int, Place]]:
+def _named_as_steps(root: StoragePath) -> list[tuple[int, StoragePath]]:
     named = [(step_of(path.name), path) for path in root.iterdir()] if root.is_dir() else []
     return sorted((step, path) for step, path in named if step is not None)
 
 
-def _is_directory(path: Place) -> bool:
+def _is_directory(path: StoragePath) -> bool:
     try:
         return path.is_dir()
     except OSError:
@@ -122,7 +122,7 @@ def _is_directory(path: Place) -> bool:
         raise
 
 
-def whole(root: Place, run: str | None = None) -> list[Committed]:
+def valid_checkpoints(root: StoragePath, run: str | None = None) -> list[Committed]:
     """The whole checkpoints, oldest first. Raises `OtherFormatError`."""
     found = []
     for _, path in step_directories(root):
@@ -133,7 +133,7 @@ def whole(root: Place, run: str | None = None) -> list[Committed]:
     return found
 
 
-def newest_whole(root: Place, run: str | None = None) -> Committed | None:
+def newest_valid(root: StoragePath, run: str | None = None) -> Committed | None:
     """The newest whole checkpoint, passing over whatever is not. Raises `OtherFormatError`."""
     for _, path in reversed(step_directories(root)):
         try:
@@ -143,14 +143,14 @@ def newest_whole(root: Place, run: str | None = None) -> Committed | None:
     return None
 
 
-def set_aside(path: Place) -> Place:
+def quarantine(path: StoragePath) -> StoragePath:
     """Renames a step so that its number is free. Nothing is ever deleted for being damaged."""
     aside = _free_name(path.with_name(f"{path.name}.damaged"))
     storage.move(path, aside)
     return aside
 
 
-def clear_up(root: Place, run: str | None) -> tuple[list[str], list[str]]:
+def clear_up(root: StoragePath, run: str | None) -> tuple[list[str], list[str]]:
     """Removes what was cut off and sets aside what is damaged. Returns lines for people, those about damage apart.
 
     Only to be called by the one job that the run directory belongs to. Raises `OtherFormatError`.
@@ -158,23 +158,23 @@ def clear_up(root: Place, run: str | None) -> tuple[list[str], list[str]]:
     told, left = remove_cut_off(root)
     told, damaged = told + left, []
     for step, path in step_directories(root):
-        reason = why_not_whole(path, run)
+        reason = why_not_valid(path, run)
         if reason is None and storage.is_link(path):
             told.append(f"checkpoint {step} is a link: it is read and never removed")
         elif reason is not None and unfinished(path) is None:  # else it could not be removed
-            damaged.append(f"checkpoint {step} is not used: {reason}; kept as {set_aside(path)}")
+            damaged.append(f"checkpoint {step} is not used: {reason}; kept as {quarantine(path)}")
     return told, damaged
 
 
-def begin(path: Place) -> None:
+def begin(path: StoragePath) -> None:
     """Makes room for a step about to be saved, and notes that it is unfinished.
 
     Raises `UserError` if it is there already and whole, which only another job can have done.
     """
     if storage.is_there(path):
-        if why_not_whole(path) is None:
+        if why_not_valid(path) is None:
             raise UserError(f"{path} is a whole checkpoint already, of another job; stop one of the jobs")
-        set_aside(path)
+        quarantine(path)
     storage.create(_note(path), "being written\n")
 
 
@@ -199,7 +199,7 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
         raise trouble
 
 
-def unfinished(path: Place) -> str | None:
+def unfinished(path: StoragePath) -> str | None:
     """What is being done with a step, or was when its job ended, in words; None for one that is committed."""
     if (path / manifests.FILE).exists() or not _note(path).is_file():
         return None
@@ -209,7 +209,7 @@ def unfinished(path: Place) -> str | None:
         return None
 
 
-def remove_cut_off(root: Place, *, keep_notes: bool = False) -> tuple[list[str], list[str]]:
+def remove_cut_off(root: StoragePath, *, keep_notes: bool = False) -> tuple[list[str], list[str]]:
     """Removes the steps whose writing or removal came to no end. Returns a line for people about each: those that are
     gone, and those that could not be removed, which is tried again at the next occasion.
 
@@ -217,7 +217,7 @@ def remove_cut_off(root: Place, *, keep_notes: bool = False) -> tuple[list[str],
     """
     removed: list[str] = []
     left: list[str] = []
-    present: list[Place] = sorted(root.iterdir()) if root.is_dir() else []
+    present: list[StoragePath] = sorted(root.iterdir()) if root.is_dir() else []
     for path in present:
         step, dot, rest = path.name.partition(".")
         if step_of(step) is None or storage.is_link(path):
@@ -233,7 +233,7 @@ def remove_cut_off(root: Place, *, keep_notes: bool = False) -> tuple[list[str],
     return removed, left
 
 
-def _remove_noted(path: Place, *, keep_note: bool) -> list[str]:
+def _remove_noted(path: StoragePath, *, keep_note: bool) -> list[str]:
     """What is there of a step beside which a note lies."""
     if storage.is_link(path):
         committed, present = True, {}  # whatever it is, it is not what the note tells of
@@ -248,22 +248,22 @@ def _remove_noted(path: Place, *, keep_note: bool) -> list[str]:
     return [f"removed {path}, which was cut off while it was {doing}"] if present and not committed else []
 
 
-def _note(path: Place) -> Place:
+def _note(path: StoragePath) -> StoragePath:
     return path.with_name(f"{path.name}{NOTE}")
 
 
-def _files(path: Place) -> dict[str, list[Any]]:
+def _files(path: StoragePath) -> dict[str, list[Any]]:
     sizes = storage.files(path)
     small = _sha256(path, [name for name, size in sizes.items() if size <= SMALL_BYTES])
     return {name: [size, small.get(name)] for name, size in sizes.items()}
 
 
-def _sha256(path: Place, names: list[str]) -> dict[str, str]:
+def _sha256(path: StoragePath, names: list[str]) -> dict[str, str]:
     contents = storage.read_all(path, sorted(names))
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def _free_name(path: Place) -> Place:
+def _free_name(path: StoragePath) -> StoragePath:
     candidate, number = path, 1
     while storage.is_there(candidate):
         number += 1

@@ -22,10 +22,10 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, printable
-from jaxmnt.storage import Place
+from jaxmnt.storage import StoragePath
 
 
-def verify(path: Place, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:
+def verify(path: StoragePath, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:
     """Reads every array of a checkpoint and compares it with its digest; `tell` hears the name of each.
 
     Raises `DamagedError` with everything that is wrong, and `OtherFormatError`.

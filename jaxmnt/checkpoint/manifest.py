@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, fiel
 from jaxmnt import __version__
 from jaxmnt.checkpoint import digest
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.storage import Place, publish
+from jaxmnt.storage import StoragePath, publish
 from jaxmnt.storage import read as read_file
 
 FILE = "jaxmnt.json"
@@ -88,14 +88,14 @@ def digest_of(tree: Any) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def write(directory: Place, manifest: Manifest, files: dict[str, list[Any]]) -> None:
+def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]]) -> None:
     """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
     record = {"format": FORMAT_VERSION, "manifest": to_plain(manifest), "files": files}
     record["seal"] = digest_of(record)
     publish(directory / FILE, json.dumps(record, indent=1, sort_keys=True))
 
 
-def read(directory: Place) -> tuple[Manifest, dict[str, list[Any]]]:
+def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     """The manifest of a checkpoint, and its files.
 
     Raises `DamagedError` if it is not there or not as it was written, and `OtherFormatError`.

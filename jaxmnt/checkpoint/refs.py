@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxmnt.checkpoint.commit import Committed, newest_whole, open_checkpoint, step_directories, step_of
+from jaxmnt.checkpoint.commit import Committed, newest_valid, open_checkpoint, step_directories, step_of
 from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError, printable
-from jaxmnt.storage import Place, is_link, is_there, place, read
+from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.json"
@@ -28,8 +28,8 @@ def find(text: str, argument: str) -> Committed:
     """
     path = locate(text, argument)
     if path is None:
-        root = home(text) / FOLDER
-        newest = newest_whole(root)
+        root = checkpoint_root_of(text) / FOLDER
+        newest = newest_valid(root)
         if newest is None:
             raise ConfigError(f"{argument}: {root} has no whole checkpoint; name another run")
         return newest
@@ -39,21 +39,21 @@ def find(text: str, argument: str) -> Committed:
         raise ConfigError(f"{argument}: checkpoint {path} is not whole: {damage}; name another") from damage
 
 
-def locate(text: str, argument: str) -> Place | None:
+def locate(text: str, argument: str) -> StoragePath | None:
     """The directory of the one checkpoint that `text` names; None if it names a run without a step."""
     run, at, named_step = text.rpartition("@")
     step = step_of(named_step)
     if at and step is not None:
-        root = home(run) / FOLDER
+        root = checkpoint_root_of(run) / FOLDER
         path = root / str(step)
         if not path.is_dir():
             known = ", ".join(str(number) for number, _ in step_directories(root)) or "none"
             raise ConfigError(f"{argument}: {root} has no checkpoint of step {step}; there are: {known}")
         return path
-    named = place(text)
+    named = storage_path(text)
     if (named / FILE).exists():
         return named
-    where = home(text)
+    where = checkpoint_root_of(text)
     if not (where / FOLDER).is_dir():
         if (where / RUN_FILE).exists():
             raise ConfigError(f"{argument}: {where} has no checkpoint yet; train until there is one")
@@ -61,9 +61,9 @@ def locate(text: str, argument: str) -> Place | None:
     return None
 
 
-def home(run: str) -> Place:
+def checkpoint_root_of(run: str) -> StoragePath:
     """Where a run's checkpoints are: in its run directory, or where the config in that says."""
-    directory = place(run)
+    directory = storage_path(run)
     if isinstance(directory, Path):
         try:
             config = yaml.safe_load(read(directory / "config.yaml").decode())
@@ -74,11 +74,11 @@ def home(run: str) -> Place:
             raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; mend the access") from error
         if elsewhere and isinstance(elsewhere, str):
             there = start / elsewhere if start and "://" not in elsewhere else None
-            return _of_the_same_run(directory, there if there and there.is_dir() else place(elsewhere))
+            return _of_the_same_run(directory, there if there and there.is_dir() else storage_path(elsewhere))
     return directory
 
 
-def _of_the_same_run(directory: Path, elsewhere: Place) -> Place:
+def _of_the_same_run(directory: Path, elsewhere: StoragePath) -> StoragePath:
     """Where this run's checkpoints are: `elsewhere`, or in what --fresh has set aside there.
 
     Raises `ConfigError` if neither is of the run that the directory is of.
@@ -116,7 +116,7 @@ class RunFile(BaseModel):
         return [parent.model_dump() for parent in self.lineage]
 
 
-def read_run(directory: Place) -> RunFile | None:
+def read_run(directory: StoragePath) -> RunFile | None:
     """What run.json says; None if there is none, as in a new directory. Raises `ConfigError` if it is damaged."""
     path = directory / RUN_FILE
     try:
@@ -138,7 +138,7 @@ def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
     Raises `ConfigError` if neither is there.
     """
     run, at, step = text.rpartition("@")
-    homes = [place(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
+    homes = [storage_path(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
     config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
     assert config.run.dir is not None
     folders = [started_in(home, config.run.dir) for home in homes if isinstance(home, Path)]
@@ -158,7 +158,7 @@ def started_in(directory: Path, configured: str) -> Path | None:
     return None
 
 
-def run_id(directory: Place) -> str | None:
+def run_id(directory: StoragePath) -> str | None:
     """The id of the run whose checkpoints are here; None where there is no run.json to tell."""
     known = read_run(directory)
     return None if known is None else known.run

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxmnt.checkpoint.commit import newest_whole, step_directories, step_of
+from jaxmnt.checkpoint.commit import newest_valid, step_directories, step_of
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.storage import Place, files, is_link
+from jaxmnt.storage import StoragePath, files, is_link
 from jaxmnt.telemetry.progress import size
 
 INTERRUPTIONS_A_DEVICE_HOUR = 419 / (54 * 24 * 16384)
@@ -111,7 +111,7 @@ def need(state_bytes: int, parts: int, processes: int) -> Need:
     return Need(int(state_bytes * _OVERHEAD) + (1 << 20), parts * (8 + processes * per_process))
 
 
-def shortage(root: Place, wanted: Need, checkpoints: int = 1) -> str | None:
+def shortage(root: StoragePath, wanted: Need, checkpoints: int = 1) -> str | None:
     """What is missing for so many more checkpoints under `root`, in words; None if they fit.
 
     Nothing is ever missing at an address.
@@ -139,7 +139,7 @@ def _removable(root: Path) -> list[str]:
     """What takes room there and need not, with its size: what was set aside, then checkpoints before the newest."""
     present = sorted(root.iterdir()) if root.is_dir() else []
     aside = [path for path in present if ".damaged" in path.name and step_of(path.name.partition(".")[0]) is not None]
-    newest = newest_whole(root)
+    newest = newest_valid(root)
     older = [path for step, path in step_directories(root) if newest is not None and step < newest.step]
     taking = [(path.name, sum(files(path).values())) for path in [*aside, *older] if not is_link(path)]
     named = [f"{name} ({size(taken)})" for name, taken in taking if taken]

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxmnt.checkpoint.commit import Committed, begin, commit, open_checkpoint, prune, remove_cut_off, whole
+from jaxmnt.checkpoint.commit import Committed, begin, commit, open_checkpoint, prune, remove_cut_off, valid_checkpoints
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
@@ -29,7 +29,7 @@ from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.coordination import Vote, broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, UserError
-from jaxmnt.storage import Address, Place, is_link
+from jaxmnt.storage import Address, StoragePath, is_link
 
 State = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Saver:
 
     def __init__(
         self,
-        root: Place,
+        root: StoragePath,
         settings: Checkpoint,
         need: Need,
         identity: Identity,
@@ -186,7 +186,7 @@ class Saver:
             if not _stands(path, manifest):  # or only the answer to the last write was lost
                 return _in_words(error)
         try:
-            own = [found for found in whole(self._root, manifest.run) if not is_link(found.path)]
+            own = [found for found in valid_checkpoints(self._root, manifest.run) if not is_link(found.path)]
             prune(own, kept({found.step: found.manifest.loss for found in own}, self._settings))
         except OSError as error:
             self._not_removed = "; ".join(filter(None, [self._not_removed, _in_words(error)]))
@@ -208,7 +208,7 @@ def _written(response: Any, round: Vote) -> bool:
             return False
 
 
-def _stands(path: Place, manifest: Manifest) -> bool:
+def _stands(path: StoragePath, manifest: Manifest) -> bool:
     try:
         return open_checkpoint(path, manifest.run).manifest == manifest
     except (OSError, UserError):

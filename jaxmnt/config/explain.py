@@ -13,7 +13,7 @@ from jaxmnt.config.synonyms import SECTIONS, setting_for
 from jaxmnt.errors import nearest, printable, shortened
 
 
-class Place(NamedTuple):
+class SchemaPath(NamedTuple):
     """Where in the schema a path leads."""
 
     key: str
@@ -48,7 +48,7 @@ def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def find(path: Sequence[str | int]) -> Place:
+def find(path: Sequence[str | int]) -> SchemaPath:
     """Follows a path as far as the schema goes. What pydantic adds to it, such as a union's branch, is left off."""
     here, limits, text, names = Config, [], "", []  # type: Any, list[Any], str, list[str]
     for part in path:
@@ -57,7 +57,7 @@ def find(path: Sequence[str | int]) -> Place:
             field = here.model_fields.get(str(part))
             names.append(str(part))
             if field is None:
-                return Place(".".join(names), None, [], "")
+                return SchemaPath(".".join(names), None, [], "")
             here, limits, text = field.annotation, list(field.metadata), field.description or ""
         elif get_origin(here) in (dict, list):
             here, limits = get_args(here)[-1], []
@@ -65,7 +65,7 @@ def find(path: Sequence[str | int]) -> Place:
         else:
             break
     here, own = _plain(here)
-    return Place(".".join(names), here, [*limits, *own], text)
+    return SchemaPath(".".join(names), here, [*limits, *own], text)
 
 
 def takes(annotation: Any, limits: Sequence[Any] = ()) -> str:

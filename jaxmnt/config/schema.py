@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from jaxmnt.config.clusters import Gke, Launch, Slurm
 from jaxmnt.config.section import Section, key
 from jaxmnt.errors import nearest
-from jaxmnt.storage import no_place
+from jaxmnt.storage import wrong_with_path
 
 AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
 """Mesh axes, slowest network first."""
@@ -296,7 +296,7 @@ class Config(Section):
             raise ValueError(
                 f"run.dir: {self.run.dir} is no folder, and its files grow by lines; give checkpoint.dir the address"
             )
-        if self.checkpoint.dir and (trouble := no_place(self.checkpoint.dir)):
+        if self.checkpoint.dir and (trouble := wrong_with_path(self.checkpoint.dir)):
             raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
         if self.run.init_from and self.run.fork_from:
             raise ValueError("run.init_from: run.fork_from is given, too; keep one of them")

@@ -17,7 +17,7 @@ from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.storage import Place, publish, read
+from jaxmnt.storage import StoragePath, publish, read
 
 FOLDER = "tokenizer"
 MANIFEST = "manifest.json"
@@ -70,7 +70,7 @@ def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTo
         ) from error
 
 
-def keep(home: Place, found: RunTokenizer) -> None:
+def keep(home: StoragePath, found: RunTokenizer) -> None:
     """Writes it into a run's directory, unless it is there. By process 0. One that is cut off counts as none."""
     folder = home / FOLDER
     try:
@@ -93,7 +93,7 @@ def keep(home: Place, found: RunTokenizer) -> None:
         raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; mend that") from error
 
 
-def kept(home: Place) -> RunTokenizer | None:
+def kept(home: StoragePath) -> RunTokenizer | None:
     """What a run's directory keeps; None if that is nothing. Raises `ConfigError` if it is not what was written."""
     path = home / FOLDER / MANIFEST
     damaged = ConfigError(
@@ -129,7 +129,7 @@ def kept(home: Place) -> RunTokenizer | None:
     return found
 
 
-def of_run(homes: Sequence[Place], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
+def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
     """What a run keeps in one of its places; of a run from before there was that, what its data says.
 
     Paths of the data that are not absolute are looked for in `folders`. Raises `ConfigError` if neither tells.

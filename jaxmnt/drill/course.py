@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.checkpoint.commit import whole
+from jaxmnt.checkpoint.commit import valid_checkpoints
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Checkpoint, Config, Mesh
 from jaxmnt.drill.faults import Fault
@@ -236,4 +236,4 @@ def _error_in(log: Path) -> str:
 
 def _whole(run_dir: Path) -> list[int]:
     """The steps of the whole checkpoints, the newest last."""
-    return [checkpoint.step for checkpoint in whole(run_dir / "checkpoints")]
+    return [checkpoint.step for checkpoint in valid_checkpoints(run_dir / "checkpoints")]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.checkpoint.commit import newest_whole
+from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.drill.course import Attempt, Drill
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ExitCode
@@ -154,7 +154,7 @@ def _is_step(line: dict[str, object]) -> bool:
 
 def _final(run_dir: Path) -> object:
     """What the last checkpoint holds, by digest; None if there is none."""
-    checkpoint = newest_whole(run_dir / "checkpoints")
+    checkpoint = newest_valid(run_dir / "checkpoints")
     return None if checkpoint is None else (checkpoint.step, checkpoint.manifest.arrays)
 
 

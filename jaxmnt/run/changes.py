@@ -17,14 +17,14 @@ from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources, open_sources
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
-from jaxmnt.storage import Place, place, publish, read
+from jaxmnt.storage import StoragePath, publish, read, storage_path
 from jaxmnt.telemetry.events import event_file, records
 
 
 def has_trained(config: Config) -> bool:
     """Whether the run has a checkpoint, or an event that tells of a step, as far as these can be read."""
     directory = Path(config.run.dir or "")
-    for where in [directory, *([place(config.checkpoint.dir)] if config.checkpoint.dir else [])]:
+    for where in [directory, *([storage_path(config.checkpoint.dir)] if config.checkpoint.dir else [])]:
         with suppress(OSError):
             if step_directories(where / FOLDER):
                 return True
@@ -104,7 +104,7 @@ def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> 
     )
 
 
-def read_accepted(places: Sequence[Place]) -> dict[str, Any]:
+def read_accepted(places: Sequence[StoragePath]) -> dict[str, Any]:
     """What was accepted, by key, at earlier starts. What is damaged was not."""
     accepted: dict[str, Any] = {}
     for where in places:
@@ -114,7 +114,7 @@ def read_accepted(places: Sequence[Place]) -> dict[str, Any]:
     return accepted
 
 
-def note_accepted(places: Sequence[Place], config: Config, asked: list[Change]) -> None:
+def note_accepted(places: Sequence[StoragePath], config: Config, asked: list[Change]) -> None:
     """That this config goes on with what was `asked` about, also when this start comes to nothing.
 
     What was accepted before stays noted as long as the config says the same: a checkpoint from before may be needed.

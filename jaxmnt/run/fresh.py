@@ -9,7 +9,7 @@ from jaxmnt.checkpoint.commit import step_of
 from jaxmnt.checkpoint.refs import FOLDER, RUN_FILE, RunFile
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.run.changes import ACCEPTED
-from jaxmnt.storage import Place
+from jaxmnt.storage import StoragePath
 
 _OWN = (
     "metrics.jsonl",
@@ -47,7 +47,7 @@ def done_before(known: RunFile | None, environment: Mapping[str, str]) -> bool:
     return same("key") or (same("slurm_job") and environment.get("SLURM_RESTART_COUNT", "0") != "0")
 
 
-def set_aside(places: list[Place]) -> list[str]:
+def set_aside(places: list[StoragePath]) -> list[str]:
     """Moves what the run has in these places into a new folder in each. Returns a line for people about each."""
     lines = []
     for where in places:
@@ -83,7 +83,7 @@ def _move_checkpoints(path: Path, target: Path) -> None:
     path.rename(target)
 
 
-def _keep_leading_there(path: Place) -> None:
+def _keep_leading_there(path: StoragePath) -> None:
     """Makes a link that is relative absolute, since it is about to be moved. What it leads to is left alone."""
     if isinstance(path, Path) and path.is_symlink() and not path.readlink().is_absolute():
         temporary = path.with_name(f".{path.name}.tmp")
@@ -92,7 +92,7 @@ def _keep_leading_there(path: Place) -> None:
         temporary.replace(path)
 
 
-def _free(where: Place) -> Place:
+def _free(where: StoragePath) -> StoragePath:
     number = 1
     while storage.is_there(where / f"aside-{number}"):
         number += 1

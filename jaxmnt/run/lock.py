@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from jaxmnt.checkpoint.refs import RUN_FILE
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.storage import Place, create, is_there, read, remove_if
+from jaxmnt.storage import StoragePath, create, is_there, read, remove_if
 
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 20.0
@@ -36,7 +36,7 @@ class RunLock:
     Used as a context manager, it is released at the end if it was acquired.
     """
 
-    def __init__(self, directory: Place):
+    def __init__(self, directory: StoragePath):
         self._directory = directory
         self._path = directory / "lock.json"
         self._beat = directory / "lock.beat"
@@ -229,7 +229,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 """What a lock says, and what each is."""
 
 
-def _read(path: Place) -> str | None:
+def _read(path: StoragePath) -> str | None:
     """What is in a file, be it no text; None if there is none."""
     try:
         return read(path).decode(errors="surrogateescape")

@@ -13,7 +13,7 @@ from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
 from jaxmnt.run.rundir import ResumePoint, checkpoint_root
 from jaxmnt.run.saves import Saves
-from jaxmnt.telemetry.events import Events, mend
+from jaxmnt.telemetry.events import Events, repair
 from jaxmnt.telemetry.metrics import Finished, TrainLog, flops_per_token, peak_flops
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 from jaxmnt.training.compile import Program
@@ -114,7 +114,7 @@ def train_log(
     `finished` is called with each step when it is finished.
     """
     if writer:
-        mend(start.directory / "metrics.jsonl", last_step=start.step)
+        repair(start.directory / "metrics.jsonl", last_step=start.step)
     spec = program.spec
     device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, spec.dtype)
     return TrainLog(

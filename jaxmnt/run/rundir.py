@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from jaxmnt.checkpoint.commit import Committed, clear_up, newest_whole, out_of_reach, set_aside
+from jaxmnt.checkpoint.commit import Committed, clear_up, newest_valid, out_of_reach, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
 from jaxmnt.checkpoint.refs import FOLDER, NO_YAML, RUN_FILE, RunFile, find, read_run
 from jaxmnt.config.describe import Change, changes
@@ -37,7 +37,7 @@ from jaxmnt.run.changes import (
     to_be_accepted,
 )
 from jaxmnt.run.lock import RunLock
-from jaxmnt.storage import Place, is_link, place, publish, read
+from jaxmnt.storage import StoragePath, is_link, publish, read, storage_path
 from jaxmnt.telemetry.events import last_commit
 
 _SECONDS = 1800.0
@@ -84,20 +84,20 @@ class ResumePoint:
         return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.manifest.tokens
 
 
-def checkpoint_root(config: Config) -> Place:
+def checkpoint_root(config: Config) -> StoragePath:
     """Where the run's checkpoints are."""
     assert config.run.dir is not None
-    return place(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir)
+    return storage_path(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir)
 
 
-def run_directories(config: Config) -> list[Place]:
+def run_directories(config: Config) -> list[StoragePath]:
     """The run's directory, and where its checkpoints are if that is elsewhere. Each has the run's id, and a lock."""
     assert config.run.dir is not None
     directory, elsewhere = Path(config.run.dir), checkpoint_root(config)
     return [directory] if _same(directory, elsewhere) else [directory, elsewhere]
 
 
-def _same(one: Place, other: Place) -> bool:
+def _same(one: StoragePath, other: StoragePath) -> bool:
     """Whether two places are one, however they are written."""
     if isinstance(one, Path) and isinstance(other, Path):
         return one.resolve() == other.resolve()
@@ -151,7 +151,7 @@ def fall_back(
     def decide() -> ResumePoint:
         if start.kind != "own":
             raise ConfigError(f"run.{start.kind}_from: checkpoint {checkpoint.path} is damaged: {damage}; name another")
-        aside = set_aside(checkpoint.path)
+        aside = quarantine(checkpoint.path)
         remark = f"checkpoint {checkpoint.step} is damaged: {damage}; kept as {aside}"
         return _decide(config, data, start.directory, [remark], Consent())
 
@@ -199,7 +199,7 @@ def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, ident
     if "error" in answer:
         raise error_of(answer["code"], answer["error"])
     plain = answer["start"]
-    checkpoint = None if plain["checkpoint"] is None else place(plain["checkpoint"])
+    checkpoint = None if plain["checkpoint"] is None else storage_path(plain["checkpoint"])
     if isinstance(checkpoint, Path) and not checkpoint.is_dir():
         its_own = any(isinstance(where, Path) and checkpoint.is_relative_to(where) for where in run_directories(config))
         if not its_own:
@@ -237,7 +237,7 @@ def _in_words(error: OSError, config: Config) -> UserError:
 def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], consent: Consent) -> ResumePoint:
     root = checkpoint_root(config) / FOLDER
     known = _known(config)
-    checkpoint = newest_whole(root, None if known is None else known.run)
+    checkpoint = newest_valid(root, None if known is None else known.run)
     if known is not None:
         if checkpoint is None:
             _refuse_a_contradiction(root, known)
@@ -284,16 +284,16 @@ def _refuse_what_is_away(config: Config, directory: Path) -> None:
     if known is None or any(read_run(where) for where in elsewhere) or not has_trained(config):
         return
     earlier = read_config(directory) if (directory / "config.yaml").exists() else None
-    if earlier is not None and earlier.checkpoint.dir and _same(place(earlier.checkpoint.dir), elsewhere[0]):
+    if earlier is not None and earlier.checkpoint.dir and _same(storage_path(earlier.checkpoint.dir), elsewhere[0]):
         raise UserError(
             f"checkpoint.dir: {elsewhere[0]} has nothing of run {printable(known.run)}, which has trained with it; "
             "if it is away for the moment, try again; to begin at step 0 say --fresh"
         )
 
 
-def _refuse_a_contradiction(root: Place, known: RunFile) -> None:
+def _refuse_a_contradiction(root: StoragePath, known: RunFile) -> None:
     """Raises `ConfigError` if there are whole checkpoints, and all of another run than run.json says: one is wrong."""
-    other = newest_whole(root)
+    other = newest_valid(root)
     if other is not None:
         theirs = printable(other.manifest.run)
         raise ConfigError(
@@ -303,7 +303,7 @@ def _refuse_a_contradiction(root: Place, known: RunFile) -> None:
         )
 
 
-def _refuse_to_go_back(root: Place, step: int) -> None:
+def _refuse_to_go_back(root: StoragePath, step: int) -> None:
     """Raises `UserError` if a later checkpoint than that of `step` is a link to where nothing is now."""
     away = [path for later, path in out_of_reach(root) if later > step]
     if away:
@@ -313,7 +313,7 @@ def _refuse_to_go_back(root: Place, step: int) -> None:
         )
 
 
-def _refuse_to_lose(root: Place, directory: Path) -> None:
+def _refuse_to_lose(root: StoragePath, directory: Path) -> None:
     """Raises `UserError` if checkpoints were there once: whoever begins at step 0 then, loses what has been trained."""
     step = last_commit(directory)
     if step:
@@ -370,7 +370,7 @@ def _refuse_to_forget(config: Config, directory: Path, run: str, step: int) -> N
     before = checkpoint_root(earlier) if earlier.checkpoint.dir else directory
     if _same(before, now):
         return
-    newest = newest_whole(before / FOLDER, run)
+    newest = newest_valid(before / FOLDER, run)
     if newest is not None and newest.step > step:
         raise ConfigError(
             f"checkpoint.dir: {before} has the checkpoint of step {newest.step} of {directory}, and the newest in "
@@ -414,7 +414,7 @@ def _to_plain(start: ResumePoint) -> dict[str, Any]:
 def _from_plain(plain: dict[str, Any]) -> ResumePoint:
     checkpoint = None
     if plain["checkpoint"] is not None:
-        checkpoint = Committed(place(plain["checkpoint"]), from_plain(plain["manifest"]))
+        checkpoint = Committed(storage_path(plain["checkpoint"]), from_plain(plain["manifest"]))
     return ResumePoint(
         Path(plain["directory"]),
         plain["run"],

@@ -32,7 +32,7 @@ from jaxmnt.run.resume import starting_state
 from jaxmnt.run.rundir import Consent, ResumePoint, open_run, run_directories, write_config
 from jaxmnt.run.saves import Saves
 from jaxmnt.run.watchdog import Watchdog
-from jaxmnt.telemetry.events import Events, event_file, mend
+from jaxmnt.telemetry.events import Events, event_file, repair
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
 from jaxmnt.training.compile import Program, build_spec, compile_program
@@ -220,7 +220,7 @@ class Session:
 
     def _begin_events(self) -> Events:
         """This process's events, with the start in them. From here on nobody else writes to their file."""
-        mend(event_file(self.directory, self.identity.process_id))
+        repair(event_file(self.directory, self.identity.process_id))
         events = Events(self.directory, self.identity.process_id)
         for trouble in self.start.damaged if self.writes else []:
             events.write("checkpoint_damaged", why=trouble)

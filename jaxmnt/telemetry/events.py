@@ -100,7 +100,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return list(records(path))
 
 
-def mend(path: Path, last_step: int | None = None) -> None:
+def repair(path: Path, last_step: int | None = None) -> None:
     """For the one who will write to a file, before it does: keeps the records, of steps up to `last_step` if given.
 
     Lines that cannot be read go to PATH.damaged. The file is replaced at once or not at all; where the file system does

@@ -6,7 +6,7 @@ stage is idle is skipped by a condition, which all devices of a stage decide ali
 inside. Without a pipeline this is gradient accumulation: one stage, a tick a pass, nothing idle, nothing to remember.
 
 Splitting backward in two, as zero-bubble schedules do (Qi et al. 2023, arXiv:2401.10241), would be a third half in the
-table: `Layers.backward` would give the input's gradient and keep (activations, output gradient) in a second ring of
+table: `Layers.backward` would give the input's gradient and keep (activations, output gradient) in a second buffer of
 slots, from which the third half computes the weights' gradients in ticks that are idle now.
 
 Shapes: A microbatches, B rows of one, L length, S a device's piece of the length, D model.
@@ -25,7 +25,7 @@ from jaxmnt.models.decoder import Params
 from jaxmnt.parallel import collectives
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
-from jaxmnt.training.schedule import Half, Schedule
+from jaxmnt.training.schedule import PhaseTable, Schedule
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import LayerContext, Layers, layer_context
 
@@ -36,7 +36,7 @@ FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss
 RowKeys = Callable[[jax.Array], jax.Array | None]
 """The random keys of a microbatch's rows."""
 
-Row = dict[str, jax.Array]
+TickPlan = dict[str, jax.Array]
 """The table's line of a tick."""
 
 
@@ -68,11 +68,11 @@ class Table:
         last = schedule.chunks - 1
         if not schedule.backward:
             none = np.full(schedule.ticks, -1)
-            forward = _half(schedule.forward, [[0] * schedule.stages] * schedule.ticks)
+            forward = _phase_array(schedule.forward, [[0] * schedule.stages] * schedule.ticks)
             enter, loss = _passing(forward, 0, 0), _passing(forward, -1, last)
             return cls(forward, forward, enter, loss, none, none, 0, 0)
         writes, reads, slots = schedule.slots()
-        forward, backward = _half(schedule.forward, writes), _half(schedule.backward, reads)
+        forward, backward = _phase_array(schedule.forward, writes), _phase_array(schedule.backward, reads)
         loss, used = _passing(forward, -1, last), _passing(backward, -1, last)
         at_once = bool((loss == used).all())
         # A microbatch's own number serves as its slot: schedules that wait at all wait for all.
@@ -83,7 +83,7 @@ class Table:
         )  # fmt: skip
 
 
-def _half(half: Half, slots: list[list[int]]) -> np.ndarray:
+def _phase_array(half: PhaseTable, slots: list[list[int]]) -> np.ndarray:
     return np.array(
         [
             [(-1, 0, 0) if work is None else (*work, slot) for work, slot in zip(row, slot_row, strict=True)]
@@ -138,7 +138,7 @@ class _Run:
         self.layers = Layers(spec, self.params["layers"], own, self._depth, whole=once)
         self.embed_head = EmbedAndHead(spec, self.params, whole=once)
 
-    def run(self, tick: Callable[[Any, Row], tuple[Any, None]], start: Any) -> Any:
+    def run(self, tick: Callable[[Any, TickPlan], tuple[Any, None]], start: Any) -> Any:
         """What `tick` makes of `start` over all ticks."""
         rows = self.table.rows()
         if self.schedule.ticks == 1:
@@ -163,7 +163,7 @@ class _Run:
         length = spec.config.data.sequence_length // spec.placement.num_shards("sequence")
         return jnp.zeros((spec.microbatch_rows, length, spec.config.model.hidden_size), spec.dtype)
 
-    def entering(self, row: Row, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:
+    def entering(self, row: TickPlan, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:
         """A stage's input: of the first stage's first chunk the embedding, else what arrived."""
         embed = lambda: self.embed_head.embed(self.rows(row["enter"]))
         x_BSD = _when(self.table.enter, row["enter"], ENTER, embed, lambda: arriving_BSD)
@@ -178,7 +178,7 @@ class _Run:
 
 
 class _Evaluation(_Run):
-    def tick(self, carry: tuple[jax.Array, LossSums], row: Row) -> tuple[tuple[jax.Array, LossSums], None]:
+    def tick(self, carry: tuple[jax.Array, LossSums], row: TickPlan) -> tuple[tuple[jax.Array, LossSums], None]:
         arriving_BSD, sums = carry
         microbatch, chunk, _ = row["forward"][self.stage]
         x_BSD = self.entering(row, chunk, arriving_BSD)
@@ -194,7 +194,7 @@ class _Carry(NamedTuple):
 
     arriving: jax.Array  # [B, S, D] from the stage before
     returning: jax.Array  # [B, S, D] from the next stage: a gradient
-    ring: list[jax.Array]  # what forwards left for their backwards, by slot
+    residuals: list[jax.Array]  # what forwards left for their backwards, by slot
     pending: jax.Array  # [slots, B, S, D]: gradients of the loss that wait for the last stage's backward
     gradients: Params
     sums: LossSums
@@ -203,16 +203,16 @@ class _Carry(NamedTuple):
 class _Training(_Run):
     def start(self) -> _Carry:
         nothing = self.nothing()
-        ring = self.layers.empty_residuals(self.table.slots, nothing, self.context(jnp.int32(0)))
+        residuals = self.layers.empty_residuals(self.table.slots, nothing, self.context(jnp.int32(0)))
         pending = jnp.zeros((self.table.pending_slots, *nothing.shape), nothing.dtype)
         # With ZeRO 1 gradients are added up whole, else in the pieces of the stored parameters.
         shapes = self.params if self.spec.config.mesh.zero == 1 else self.stored
         gradients = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), shapes)
-        return _Carry(nothing, nothing, ring, pending, gradients, no_loss())
+        return _Carry(nothing, nothing, residuals, pending, gradients, no_loss())
 
-    def tick(self, carry: _Carry, row: Row) -> tuple[_Carry, None]:
-        y_BSD, ring = self._forward(carry, row)
-        carry = carry._replace(ring=ring)
+    def tick(self, carry: _Carry, row: TickPlan) -> tuple[_Carry, None]:
+        y_BSD, residuals = self._forward(carry, row)
+        carry = carry._replace(residuals=residuals)
         y_gradient_BSD, carry = self._loss(carry, row, y_BSD)
         y_gradient_BSD, carry = self._wait(carry, row, y_gradient_BSD)
         x_gradient_BSD, carry = self._backward(carry, row, y_gradient_BSD)
@@ -221,13 +221,13 @@ class _Training(_Run):
         returning_BSD = self.handed_on(x_gradient_BSD, forward=False)
         return carry._replace(arriving=arriving_BSD, returning=returning_BSD), None
 
-    def _forward(self, carry: _Carry, row: Row) -> tuple[jax.Array, list[jax.Array]]:
+    def _forward(self, carry: _Carry, row: TickPlan) -> tuple[jax.Array, list[jax.Array]]:
         microbatch, chunk, slot = row["forward"][self.stage]
         x_BSD = self.entering(row, chunk, carry.arriving)
         when = functools.partial(_when, self.table.forward[..., 0], microbatch, FORWARD)
-        return self.layers.forward(x_BSD, self.first(chunk), self.context(microbatch), carry.ring, slot, when)
+        return self.layers.forward(x_BSD, self.first(chunk), self.context(microbatch), carry.residuals, slot, when)
 
-    def _loss(self, carry: _Carry, row: Row, y_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+    def _loss(self, carry: _Carry, row: TickPlan, y_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
         """The gradient of what comes out of the last stage, in the tick in which it does."""
 
         def leaving() -> tuple[LossSums, jax.Array, Params]:
@@ -239,7 +239,7 @@ class _Training(_Run):
         sums, y_gradient_BSD, new = _when(self.table.loss, row["loss"], LOSS, leaving, stay)
         return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | new)
 
-    def _wait(self, carry: _Carry, row: Row, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+    def _wait(self, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
         """The loss's gradient for the last stage's backward, which comes later if the schedule says so."""
         if not self.table.pending_slots:
             return y_gradient_BSD, carry
@@ -248,19 +248,20 @@ class _Training(_Run):
         pending = carry.pending.at[write].set(new)
         return pending[read], carry._replace(pending=pending)
 
-    def _backward(self, carry: _Carry, row: Row, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+    def _backward(self, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
         microbatch, chunk, slot = row["backward"][self.stage]
         if not self.alone:
             is_last = (self.stage == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
             y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
         x_gradient_BSD, layers = self.layers.backward(
-            y_gradient_BSD, self.first(chunk), self.context(microbatch), carry.ring, slot, carry.gradients["layers"],
+            y_gradient_BSD, self.first(chunk), self.context(microbatch), carry.residuals, slot,
+            carry.gradients["layers"],
             lambda new: self._reduced(new, self.spec.definition.layer_axes),
             functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD),
         )  # fmt: skip
         return x_gradient_BSD, carry._replace(gradients=carry.gradients | {"layers": layers})
 
-    def _leave(self, carry: _Carry, row: Row, x_gradient_BSD: jax.Array) -> _Carry:
+    def _leave(self, carry: _Carry, row: TickPlan, x_gradient_BSD: jax.Array) -> _Carry:
         """The embedding's gradient, when that of its output comes out of the first stage."""
 
         def leaving() -> Params:

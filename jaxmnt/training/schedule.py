@@ -27,7 +27,7 @@ class Work(NamedTuple):
     chunk: int
 
 
-Half = tuple[tuple[Work | None, ...], ...]
+PhaseTable = tuple[tuple[Work | None, ...], ...]
 """[tick][stage]"""
 
 
@@ -39,8 +39,8 @@ class Schedule:
     stages: int
     chunks: int
     microbatches: int
-    forward: Half
-    backward: Half
+    forward: PhaseTable
+    backward: PhaseTable
 
     @property
     def ticks(self) -> int:
@@ -131,7 +131,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-def _times(half: Half) -> dict[tuple[int, int], int]:
+def _times(half: PhaseTable) -> dict[tuple[int, int], int]:
     """(microbatch, piece) → tick, each of which occurs once."""
     found: dict[tuple[int, int], int] = {}
     for tick, row in enumerate(half):
@@ -181,7 +181,7 @@ def _entries(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int,
                 yield group * chunks + chunk * stages + offset, Work(group + offset, chunk)
 
 
-def _table(items: list[tuple[int, int, Work]], ticks: int, stages: int) -> Half:
+def _table(items: list[tuple[int, int, Work]], ticks: int, stages: int) -> PhaseTable:
     rows: list[list[Work | None]] = [[None] * stages for _ in range(ticks)]
     for tick, stage, work in items:
         assert rows[tick][stage] is None, "a stage does one thing at a time"

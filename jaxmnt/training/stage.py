@@ -80,24 +80,34 @@ class Layers:
         return [jnp.zeros((slots, self._depth, *one.shape), one.dtype) for one in shapes]
 
     def forward(
-        self, x_BSD: jax.Array, first: jax.Array, context: LayerContext, ring: Residuals, slot: jax.Array, when: When
+        self,
+        x_BSD: jax.Array,
+        first: jax.Array,
+        context: LayerContext,
+        residuals: Residuals,
+        slot: jax.Array,
+        when: When,
     ) -> tuple[jax.Array, Residuals]:
-        """The chunk's output, and the ring with what its backward needs besides weights and context in this slot."""
+        """The chunk's output, and the residuals, which in this slot have what its backward needs besides weights and
+        context."""
 
         def body(carry: tuple[jax.Array, Residuals], offset: jax.Array) -> tuple[tuple[jax.Array, Residuals], None]:
-            x_BSD, ring = carry
+            x_BSD, residuals = carry
             go = lambda: self._layer_forward(x_BSD, first + offset, context)
-            x_BSD, kept = when(go, lambda: (x_BSD, [one[slot, offset] for one in ring]))
-            return (x_BSD, [one.at[slot, offset].set(new) for one, new in zip(ring, kept, strict=True)]), None
+            x_BSD, kept = when(go, lambda: (x_BSD, [one[slot, offset] for one in residuals]))
+            return (
+                x_BSD,
+                [one.at[slot, offset].set(new) for one, new in zip(residuals, kept, strict=True)],
+            ), None
 
-        return self._scan(body, (x_BSD, ring))
+        return self._scan(body, (x_BSD, residuals))
 
     def backward(
         self,
         x_gradient_BSD: jax.Array,
         first: jax.Array,
         context: LayerContext,
-        ring: Residuals,
+        residuals: Residuals,
         slot: jax.Array,
         gradients: Params,
         reduce: Callable[[Params], Params],
@@ -114,7 +124,7 @@ class Layers:
 
             def go() -> tuple[Params, jax.Array]:
                 weights, layer = self._slot(first + offset)
-                backward = self._join_residuals([one[slot, offset] for one in ring], (weights, layer, context))
+                backward = self._join_residuals([one[slot, offset] for one in residuals], (weights, layer, context))
                 weight_gradients, new = backward(x_gradient_BSD)
                 return reduce(weight_gradients), new
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import TINY, metrics, write_words
 from markdown import write_between
 
-from jaxmnt.checkpoint.commit import NOTE, newest_whole, open_checkpoint, whole
+from jaxmnt.checkpoint.commit import NOTE, newest_valid, open_checkpoint, valid_checkpoints
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import FILE, DamagedError
 from jaxmnt.data.preparation import Selection, Settings, build
@@ -331,7 +331,7 @@ def _step(trial: Trial, kill: Kill, at: int) -> int:
         return min((at // EVALUATE + 1) * EVALUATE, STEPS - EVALUATE)
     saves = kill.saves
     if kill.moment == "prune":
-        saves = max(saves, KEEP + 1 - len(whole(trial.checkpoints)))
+        saves = max(saves, KEEP + 1 - len(valid_checkpoints(trial.checkpoints)))
     return min(at + saves * EVERY, STEPS - EVERY)
 
 
@@ -418,7 +418,7 @@ def _look(trial: Trial, kill: Kill, committed: int) -> int:
         if name.isdigit() and name not in bare:
             _verify(trial, int(name), run)
             kill.verified += 1
-    newest = newest_whole(trial.checkpoints, run)
+    newest = newest_valid(trial.checkpoints, run)
     step = 0 if newest is None else newest.step
     _expect(step >= committed, f"step {committed} was committed, and after the kill the newest is {step}")
     return step
