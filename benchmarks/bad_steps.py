@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmnt.config import load_config
-from jaxmnt.data.feed import ControlFlags, to_devices
+from jaxmnt.data.feed import to_devices
 from jaxmnt.training.compile import Program, compile_program
+from jaxmnt.training.spec import ControlFlags
 
 
 def main() -> None:

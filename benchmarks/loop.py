@@ -66,11 +66,11 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
 
     from jaxmnt.config import load_config
     from jaxmnt.data.batches import TrainingData
-    from jaxmnt.data.feed import ControlFlags
     from jaxmnt.data.sources import fit_to_data, open_sources
     from jaxmnt.run.session import training_feed
     from jaxmnt.train import train
     from jaxmnt.training.compile import compile_program
+    from jaxmnt.training.spec import ControlFlags
 
     def config_of(number: int):
         settings = [f"data.path={options.data}", f"run.dir={folder / str(number)}"]

@@ -80,7 +80,8 @@ def make_config(options: argparse.Namespace):
 def make_batch(config, program, seed=0):
     import numpy as np
 
-    from jaxmnt.data.feed import ControlFlags, to_devices
+    from jaxmnt.data.feed import to_devices
+    from jaxmnt.training.spec import ControlFlags
 
     rows, length = config.data.global_batch_size, config.data.sequence_length
     tokens = np.random.default_rng(seed).integers(0, config.model.vocab_size, (rows, length + 1), np.int32)

@@ -7,6 +7,8 @@ What fails of it is an `UnreachableError`, or FileNotFoundError and FileExistsEr
 
 import errno
 import functools
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -213,6 +215,11 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
             file = Path(folder, name)
             with suppress(FileNotFoundError):  # removed just now, as all of the step will be
                 yield str(file.relative_to(path)), file.lstat().st_size
+
+
+def json_digest(tree: Any) -> str:
+    """SHA-256 of a tree of plain values, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def publish(path: StoragePath, text: str) -> None:

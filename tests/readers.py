@@ -201,11 +201,11 @@ def _says_the_same(found: Any, undamaged: Any) -> str | None:
 
 
 def _resealed_checkpoint(content: bytes) -> bytes:
-    from jaxmnt.checkpoint.manifest import digest_of
+    from jaxmnt.storage import json_digest
 
     record = json.loads(content)
     record.pop("seal", None)
-    return json.dumps(record | {"seal": digest_of(record)}, indent=1, sort_keys=True).encode()
+    return json.dumps(record | {"seal": json_digest(record)}, indent=1, sort_keys=True).encode()
 
 
 def _resealed_data(content: bytes) -> bytes:

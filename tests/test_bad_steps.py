@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import feed
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.feed import ControlFlags, to_devices
+from jaxmnt.data.feed import to_devices
 from jaxmnt.data.order import Order, Phase, Skipped
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.plan.hlo import collectives
 from jaxmnt.train import train
 from jaxmnt.training.compile import compile_program, compile_step
+from jaxmnt.training.spec import ControlFlags
 
 ROWS, LENGTH, VOCAB, BAD = 8, 16, 60, 7
 

@@ -37,6 +37,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.run import compile_cache, lock
 from jaxmnt.run.saves import Saves
+from jaxmnt.storage import json_digest
 from jaxmnt.telemetry.events import history
 from jaxmnt.train import train
 
@@ -150,7 +151,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
 
 def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
     record = {"format": 3, "whatever": "a later version writes"}
-    record["seal"] = manifest.digest_of(record)
+    record["seal"] = json_digest(record)
     (tmp_path / manifest.FILE).write_text(json.dumps(record))
     with pytest.raises(OtherFormatError, match=r"format version 3, this jaxmnt .* reads 2; use a newer jaxmnt"):
         manifest.read(tmp_path)
@@ -790,7 +791,7 @@ def test_a_newer_format_stops_the_run_and_is_left_alone(tiny, finished):
     path = Path(config.run.dir) / "checkpoints" / "20" / manifest.FILE
     record = json.loads(path.read_text()) | {"format": 3}
     record.pop("seal")
-    path.write_text(json.dumps(record | {"seal": manifest.digest_of(record)}))
+    path.write_text(json.dumps(record | {"seal": json_digest(record)}))
     with pytest.raises(ConfigError, match="format version 3"):
         train(config, devices=one_device())
     assert path.exists()

@@ -29,6 +29,7 @@ from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.run import lock
 from jaxmnt.run.rundir import Consent, ResumePoint, open_run, run_directories
+from jaxmnt.storage import json_digest
 from jaxmnt.train import main as train_command
 from jaxmnt.train import train
 
@@ -346,7 +347,7 @@ def forge(path: Path, change) -> None:
     record = json.loads((path / manifest.FILE).read_text())
     record.pop("seal")
     change(record)
-    (path / manifest.FILE).write_text(json.dumps(record | {"seal": manifest.digest_of(record)}))
+    (path / manifest.FILE).write_text(json.dumps(record | {"seal": json_digest(record)}))
 
 
 def ran(capsys, *arguments: str) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from jaxmnt.checkpoint.retention import need
 from jaxmnt.checkpoint.saver import Saver
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.data.feed import ControlFlags, to_devices
+from jaxmnt.data.feed import to_devices
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.decoder import define
@@ -26,7 +26,7 @@ from jaxmnt.parallel.sharding import build_mesh, is_axes
 from jaxmnt.plan.budget import notes
 from jaxmnt.training import engine
 from jaxmnt.training.compile import build_spec, compile_program, compile_step
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES
+from jaxmnt.training.spec import BATCH_LOGICAL_AXES, ControlFlags
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients
 

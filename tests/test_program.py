@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
-from jaxmnt.data.feed import ControlFlags, process_rows, to_devices
+from jaxmnt.data.feed import process_rows, to_devices
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.attention import choose_kernel
 from jaxmnt.parallel.axes import resolve_sizes
@@ -24,6 +24,7 @@ from jaxmnt.parallel.sharding import Placement, build_mesh
 from jaxmnt.training.compile import compile_program
 from jaxmnt.training.loss import LossShape, chunk_count, cross_entropy, cross_entropy_and_gradients
 from jaxmnt.training.optimizer import build_lr_schedule
+from jaxmnt.training.spec import ControlFlags
 
 ROWS, LENGTH, VOCAB = 16, 16, 60
 

@@ -4,7 +4,6 @@
 that this program does not know is refused before anything else of it is looked at.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, fiel
 from jaxmnt import __version__
 from jaxmnt.checkpoint import digest
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.storage import StoragePath, publish
+from jaxmnt.storage import StoragePath, json_digest, publish
 from jaxmnt.storage import read as read_file
 
 FILE = "jaxmnt.json"
@@ -75,7 +74,7 @@ class Manifest:
 
     @property
     def config_digest(self) -> str:
-        return digest_of(self.config)
+        return json_digest(self.config)
 
     def bound_digest(self, name: str, content: str | None = None) -> str:
         """The digest of an array (or of another content for it) together with its name, step and run."""
@@ -83,15 +82,10 @@ class Manifest:
         return digest.bound(content or array.content, self.run, self.step, name, array.shape, array.dtype)
 
 
-def digest_of(tree: Any) -> str:
-    """SHA-256 of a tree of plain values, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]]) -> None:
     """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
     record = {"format": FORMAT_VERSION, "manifest": to_plain(manifest), "files": files}
-    record["seal"] = digest_of(record)
+    record["seal"] = json_digest(record)
     publish(directory / FILE, json.dumps(record, indent=1, sort_keys=True))
 
 
@@ -109,7 +103,7 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     if not isinstance(record, dict):
         raise DamagedError(f"its {FILE} is damaged")
     version, seal = record.get("format"), record.pop("seal", None)
-    sealed = seal == digest_of(record)
+    sealed = seal == json_digest(record)
     # The first version had no seal; every later one has this seal.
     if type(version) is int and 0 < version < 1000 and version != FORMAT_VERSION and (sealed or seal is None):
         newer = version > FORMAT_VERSION

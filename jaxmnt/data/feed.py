@@ -1,6 +1,5 @@
 """From this process's rows to global arrays on the devices, one batch ahead of the step."""
 
-import itertools
 import time
 from collections.abc import Iterator
 
@@ -89,24 +88,3 @@ class Feed:
             shared = to_devices({"digests": digests}, self._rows, self._global_rows, self._sharding)["digests"]
             digests = np.asarray(multihost_utils.process_allgather(shared, tiled=True))
         return batch_digest(digests)
-
-
-class ControlFlags:
-    """This process's control to stop and to save, as an array that travels with a batch: the step adds up everyone's.
-
-    So all processes learn of them in the metrics of the same step, and act after the same step. There are flags for
-    each device, because two processes may share a batch shard.
-    """
-
-    def __init__(self, sharding: NamedSharding):
-        devices = sharding.mesh.size
-
-        def flags(*control: bool) -> jax.Array:
-            whole = np.tile(np.array(control, np.int32), (devices, 1))
-            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-
-        self._arrays = {control: flags(*control) for control in itertools.product((False, True), repeat=2)}
-
-    def array(self, *, stop: bool = False, save: bool = False) -> jax.Array:
-        """int32 [devices, 2], made once."""
-        return self._arrays[stop, save]

@@ -3,7 +3,6 @@
 The seal is a SHA-256 of all the rest. It tells damage, and changes by hand, from what was written; it is no signature.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.errors import ConfigError, printable
-from jaxmnt.storage import read
+from jaxmnt.storage import json_digest, read
 
 FORMAT = "jaxmnt-tokens"
 VERSION = 3
@@ -39,7 +38,7 @@ class _OddError(Exception):
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with its seal."""
-    return manifest | {"seal": _digest(manifest)}
+    return manifest | {"seal": json_digest(manifest)}
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
@@ -47,7 +46,7 @@ def content_digest(manifest: dict[str, Any]) -> str:
 
     As it was in version 2: data that a later version prepares from the same input is what earlier runs have read.
     """
-    return _digest({name: value for name, value in manifest.items() if name != "seal"} | {"version": UNSEALED})
+    return json_digest({name: value for name, value in manifest.items() if name != "seal"} | {"version": UNSEALED})
 
 
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
@@ -76,17 +75,13 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         _check_shape(manifest)
     except _OddError as error:
         raise ConfigError(f"{key}: {path} is damaged: {error}; {again}") from None
-    if version != UNSEALED and manifest["seal"] != _digest({k: v for k, v in manifest.items() if k != "seal"}):
+    if version != UNSEALED and manifest["seal"] != json_digest({k: v for k, v in manifest.items() if k != "seal"}):
         raise ConfigError(f"{key}: {path} is damaged: its seal does not fit what it says; {again}")
     return dict(manifest)
 
 
 def how_to_prepare() -> str:
     return "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
-
-
-def _digest(tree: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _no_number(name: str) -> float:

@@ -17,7 +17,7 @@ from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.storage import StoragePath, publish, read
+from jaxmnt.storage import StoragePath, json_digest, publish, read
 
 FOLDER = "tokenizer"
 MANIFEST = "manifest.json"
@@ -86,7 +86,7 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
         if found.text is not None:
             publish(folder / TOKENIZER_FILE, found.text)
         record = _record(found)
-        publish(folder / MANIFEST, json.dumps(record | {"seal": _digest(record)}, indent=1, sort_keys=True) + "\n")
+        publish(folder / MANIFEST, json.dumps(record | {"seal": json_digest(record)}, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         if isinstance(error, UserError):
             raise
@@ -103,7 +103,7 @@ def kept(home: StoragePath) -> RunTokenizer | None:
     try:
         record = json.loads(read(path).decode())
         seal = record.pop("seal")
-        if seal != _digest(record):
+        if seal != json_digest(record):
             raise damaged
         if (record["format"], record["version"]) != (FORMAT, VERSION):
             raise ConfigError(f"{path} is of version {record['version']}, this jaxmnt reads {VERSION}; use a newer one")
@@ -162,7 +162,3 @@ def _record(found: RunTokenizer) -> dict[str, Any]:
         "vocab_size": found.vocab_size,
         "file": None if found.text is None else hashlib.sha256(found.text.encode()).hexdigest(),
     }
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -12,13 +12,12 @@ import re
 import secrets
 import socket
 import stat
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, remark
 
 RUN_KEY, FILE = "JAXMNT_RUN_KEY", "run.key"
 RUN_KEY_BYTES = 32
@@ -118,13 +117,7 @@ def _keep_to_the_owner(path: Path, mode: int) -> None:
             return
     except OSError:  # another's file, or a file system without modes
         pass
-    say(f"note: others may read the run's key, {path}: chmod 600 it")
-
-
-def say(text: str) -> None:
-    """A line for people. A terminal that is gone is no reason to fail."""
-    with suppress(OSError, ValueError):
-        print(f"jaxmnt: {text}", file=sys.stderr, flush=True)
+    remark(f"note: others may read the run's key, {path}: chmod 600 it")
 
 
 # Process 0's side.

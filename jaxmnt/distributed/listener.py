@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jaxmnt.distributed import authentication
+from jaxmnt.errors import remark
 
 _PROOF_SECONDS = 10.0
 _STRANGERS_AT_MOST = 64
@@ -182,7 +183,7 @@ class Listener:
         self.drop(connection)
         if first:
             self._told.add(address)
-            authentication.say(f"note: {address} came without the run's key; is run.dir shared?")
+            remark(f"note: {address} came without the run's key; is run.dir shared?")
 
 
 def _received(connection: socket.socket) -> bytes | None:

@@ -13,7 +13,6 @@ import socket
 import time
 
 from jaxmnt.distributed import addresses, authentication
-from jaxmnt.distributed.authentication import say
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import parse
 from jaxmnt.distributed.listener import Listener
@@ -26,7 +25,7 @@ from jaxmnt.distributed.rendezvous_server import (
     StopReason,
 )
 from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines, remark
 
 _LONGEST_LINE = 2**16
 _RETRY_SECONDS, _RETRY_REFUSED_SECONDS = 0.1, 1.0
@@ -99,14 +98,14 @@ def _listen(
     finally:
         listener.close(keeping={peer.connection for peer in peers.values()})
     if listener.account:
-        say(f"note: all processes are here; {listener.account} and were refused")
+        remark(f"note: all processes are here; {listener.account} and were refused")
     return peers
 
 
 def _open_port(identity: Identity) -> socket.socket:
     host, note = addresses.listening_address(identity)
     if note:
-        say(f"note: {note}")
+        remark(f"note: {note}")
     port = identity.address[1]
     dual = host == "" and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
@@ -174,7 +173,7 @@ class _Client:
         now = time.monotonic()
         if self._refused_since is None:
             self._refused_since = now
-            say(f"note: process 0 at {self._identity.coordinator} has another key than this process: trying again")
+            remark(f"note: process 0 at {self._identity.coordinator} has another key than this process: trying again")
         if now - self._refused_since > _REFUSED_SECONDS:
             raise addresses.refused(self._identity)
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.distributed import authentication
-from jaxmnt.distributed.authentication import say
 from jaxmnt.distributed.identity import Identity, is_loopback
 from jaxmnt.distributed.json_socket import parse
 from jaxmnt.distributed.listener import Listener
 from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, shortened
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, remark, shortened
 
 LONGEST_TROUBLE = 1000
 LOOK_SECONDS = 0.2
@@ -69,7 +68,7 @@ class RendezvousServer:
                 return wrong or self._incomplete(timeout)
             if now >= news and not wrong:
                 news = now + _NEWS_SECONDS
-                say(f"{self._missing('still to come')} {self._present()}")
+                remark(f"{self._missing('still to come')} {self._present()}")
             for connection, line in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
                 if line is not None and not self._listener.knows(connection):
                     continue  # it was dropped for what it said before

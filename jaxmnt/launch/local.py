@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
+from jaxmnt import early_signals
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.identity import VARIABLES
@@ -24,7 +25,7 @@ from jaxmnt.errors import ConfigError, ExitCode, printable, remark
 from jaxmnt.launch.ledger import events_since, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
-from jaxmnt.run.preemption import ASKING, WARNING, Handler
+from jaxmnt.run.preemption import Handler
 from jaxmnt.telemetry.events import last_commit
 
 _GRACE_SECONDS = 10.0
@@ -101,7 +102,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
 def _heard_to_the_end(handler: Handler) -> Iterator[None]:
     """As `on_stop_signals`, but afterwards they are ignored. Python brings back the defaults when it ends, and one more
     signal would then take the exit code's place; what is ignored stays so."""
-    heard = [number for number in (*ASKING, WARNING) if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in early_signals.HEARD if signal.getsignal(number) != signal.SIG_IGN]
     for number in heard:
         signal.signal(number, handler)
     try:

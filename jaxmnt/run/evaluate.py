@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmnt.data.batches import EvaluationData
-from jaxmnt.data.feed import ControlFlags, process_rows, to_devices
+from jaxmnt.data.feed import process_rows, to_devices
 from jaxmnt.data.sources import Sources
 from jaxmnt.training.compile import Program
+from jaxmnt.training.spec import ControlFlags
 
 
 class Sums(NamedTuple):

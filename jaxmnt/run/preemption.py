@@ -40,7 +40,7 @@ _SAME_SECONDS = 1.0
 @contextmanager
 def on_stop_signals(handler: Handler) -> Iterator[None]:
     """While entered, `handler` gets the signals that ask a program to stop; those ignored (as by nohup) stay so."""
-    heard = [number for number in (*ASKING, WARNING) if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in early_signals.HEARD if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield

@@ -11,7 +11,7 @@ import jax
 
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData, training_rows
-from jaxmnt.data.feed import ControlFlags, Feed, process_rows
+from jaxmnt.data.feed import Feed, process_rows
 from jaxmnt.data.run_tokenizer import keep, of_data
 from jaxmnt.data.sources import Sources, fit_to_data, open_sources, stage
 from jaxmnt.data.store import PreparedData
@@ -36,6 +36,7 @@ from jaxmnt.telemetry.events import Events, event_file, repair
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
 from jaxmnt.training.compile import Program, build_spec, compile_program
+from jaxmnt.training.spec import ControlFlags
 
 _A_DAY_SECONDS = 86400.0
 _READY_SECONDS = 12 * 3600.0

@@ -1,11 +1,14 @@
 """Everything static that the steps are built from."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
@@ -87,3 +90,24 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Ke
             "set auto or xla"
         )
     return dtype, best if wanted == "auto" else wanted
+
+
+class ControlFlags:
+    """Whether this process asks to stop and to save, as an array that travels with a batch: the step adds up all flags.
+
+    So all processes learn of them in the metrics of the same step, and act after the same step. There are flags for
+    each device, because two processes may share a batch shard.
+    """
+
+    def __init__(self, sharding: NamedSharding):
+        devices = sharding.mesh.size
+
+        def flags(*control: bool) -> jax.Array:
+            whole = np.tile(np.array(control, np.int32), (devices, 1))
+            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+        self._arrays = {control: flags(*control) for control in itertools.product((False, True), repeat=2)}
+
+    def array(self, *, stop: bool = False, save: bool = False) -> jax.Array:
+        """int32 [devices, 2], made once."""
+        return self._arrays[stop, save]
