@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     if not 1 <= options.max_document_mib <= _MOST_MIB:
         raise ConfigError(f"--max-document-mib: {options.max_document_mib} is out of range; give 1 to {_MOST_MIB}")
     if options.workers < 1:
-        raise ConfigError(f"--workers: {options.workers} is no number of processes; give 1 or more")
+        raise ConfigError(f"--workers: {options.workers} is not a number of processes; give 1 or more")
 
     from jaxmnt.data.preparation import Selection, build
     from jaxmnt.telemetry.progress import count, duration, size, status_line
@@ -183,7 +183,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-document-mib", type=int, default=64, metavar="N", help="largest record, line or cell, in MiB (64)")
     add("--long-documents", choices=("error", "split", "skip"), default="error", help="larger ones (error)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
-    add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8; they are no error then")
+    add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8; they are then not an error")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)")
     return parser.parse_args(arguments)
 

@@ -35,7 +35,7 @@ class UnreachableError(OSError, UserError):
         self.exit_code = ExitCode.FAILURE if number == errno.EIO else ExitCode.CONFIG
 
     def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}; mend that and try again"
+        return f"{self.filename}: {self.strerror}; fix that and try again"
 
 
 @dataclass(frozen=True, order=True)
@@ -188,7 +188,7 @@ def read(path: StoragePath) -> bytes:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is no file", str(path))
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is not a file", str(path))
     try:
         with os.fdopen(descriptor, "rb") as file:
             return file.read()

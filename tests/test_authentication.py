@@ -369,7 +369,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch, coordinator
 
 
 def test_a_name_that_is_none_is_an_error_of_the_network():
-    with pytest.raises(OSError, match="no name of a host"):
+    with pytest.raises(OSError, match="not the name of a host"):
         addresses.resolved("a..b")
 
 

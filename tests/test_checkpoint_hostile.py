@@ -393,7 +393,7 @@ def test_a_pipe_is_no_file(root, name, capsys):
     for command in (["list", str(root.parent)], ["verify", f"{root.parent}@15"]):
         code, said = ran(capsys, *command)
         assert code in (0, 1, 2) and "Traceback" not in said
-    with pytest.raises(OSError, match=f"it is no file: '{path}'"):
+    with pytest.raises(OSError, match=f"it is not a file: '{path}'"):
         storage.read(path)
 
 

@@ -203,7 +203,7 @@ def test_text_that_older_yaml_takes_for_something_else_is_text(tmp_path):
         (["--lr=3e-4"], "settings have no dashes: write optimizer.learning_rate=3e-4"),
         (["--batch-size", "3"], "settings have no dashes: write data.global_batch_size=VALUE"),
         (["--nonsense"], "unrecognized arguments: --nonsense; python -m jaxmnt.train --help shows what it takes"),
-        (["other.yaml"], "'other.yaml' is no setting; name a config file by --config other.yaml"),
+        (["other.yaml"], "'other.yaml' is not a setting; name a config file by --config other.yaml"),
         (["--devices", "x"], "argument --devices: invalid int value: 'x'"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_folder_that_is_no_drills_is_not_touched(tiny_file, tmp_path):
     (tmp_path / "drill").mkdir()
     (tmp_path / "drill" / "thesis.txt").write_text("all of it")
     result, out = drill(tiny_file, tmp_path, timeout=60)
-    assert result.returncode == 2 and "is no drill's; choose another" in out
+    assert result.returncode == 2 and "is not a drill's; choose another" in out
     assert (tmp_path / "drill" / "thesis.txt").exists()
 
 

@@ -223,5 +223,5 @@ def test_hosts_written_out_and_short_are_the_same(numbers, width):
 def test_numbers_a_host():
     assert counts_in("2(x3),1") == [2, 2, 2, 1] and counts_in("4") == [4]
     for text in ("", "2(x", "x", "2(3)"):
-        with pytest.raises(ValueError, match="no list of numbers"):
+        with pytest.raises(ValueError, match="not a list of numbers"):
             counts_in(text)

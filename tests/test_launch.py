@@ -163,9 +163,9 @@ def test_the_script_hears_of_a_failure(asked, tmp_path, monkeypatch, kind, host,
         ),
         (["launch.nodes=2", "mesh.fsdp=5"], "fsdp=5 does not divide 16 devices"),
         (["launch.environment={HF_TOKEN: x}"], "HF_TOKEN looks like a secret"),
-        (["launch.environment={1A: x}"], "is no name of a variable"),
+        (["launch.environment={1A: x}"], "is not the name of a variable"),
         (["launch.mounts=[data]"], "is not FOLDER:/PATH/IN/CONTAINER"),
-        (["slurm.options=['x']"], "is no option such as"),
+        (["slurm.options=['x']"], "is not an option such as"),
         (["launch.nodes=0"], "launch.nodes"),
         (["launch.hours=0.05"], "launch.hours: 0.05 are less than launch.warning_seconds (300)"),
     ],
@@ -228,7 +228,7 @@ def test_the_command_prints_or_says_what_is_missing(tiny_file, tmp_path):
     for where, tool in (("slurm", "sbatch"), ("gke", "kubectl")):
         more = ON_GKE if where == "gke" else []
         refused = command("jaxmnt.launch", where, *arguments, *more, PATH=str(tmp_path / "empty"))
-        assert refused.returncode == 2 and f"{tool}: there is no such command here" in refused.stderr
+        assert refused.returncode == 2 and f"{tool}: this command is not installed here" in refused.stderr
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 16, 64])

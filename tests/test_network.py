@@ -99,7 +99,7 @@ def test_a_blocked_port(lab, on_all):
 def test_a_coordinator_that_is_another_host(lab, on_all):
     ended = on_all("preflight", "--wait", "4", coordinator="h1")
     assert [code for code, _ in ended] == [3, 4, 4], ended
-    assert f"h1 is {lab.address(1)}, which is no address of h0, where process 0 is" in ended[0][1]
+    assert f"h1 is {lab.address(1)}, which is not an address of h0, where process 0 is" in ended[0][1]
 
 
 def test_a_coordinators_name_that_means_oneself(lab, on_all):

@@ -358,7 +358,7 @@ def test_dtypes_of_the_state():
         ({"mesh": {"pipeline": 2}, "pipeline": {"chunks": 2}}, 2, ["pipeline.chunks", "1f1b", "one chunk"]),
         ({"mesh": {"model": 8}, "model": {"num_heads": 4}}, 8, ["model.num_heads", "4", "mesh.model 8"]),
         ({"mesh": {"model": 8}, "data": {"sequence_length": 12}}, 8, ["data.sequence_length", "12", "mesh.model 8"]),
-        ({"mesh": {"fsdp": 2, "rules": {"embed": ["fdsp"]}}}, 2, ["mesh.rules.embed", "'fdsp'", "no mesh axis"]),
+        ({"mesh": {"fsdp": 2, "rules": {"embed": ["fdsp"]}}}, 2, ["mesh.rules.embed", "'fdsp'", "not a mesh axis"]),
         ({"mesh": {"fsdp": 2, "rules": {"embed": ["model"]}}}, 2, ["mesh.rules.embed", "cannot be split over model"]),
         ({"mesh": {"fsdp": 2, "rules": {"embd": ["fsdp"]}}}, 2, ["mesh.rules", "'embd'", "embed"]),
         ({"mesh": {"fsdp": 2, "rules": {"embed": []}}}, 2, ["mesh.fsdp", "100%", "stay whole", "layers.mlp"]),

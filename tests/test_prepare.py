@@ -300,7 +300,7 @@ def test_chat_uses_the_tokenizers_own_markup(texts, tmp_path):
         (b'{"text": "cut', r"lines\.jsonl:151: not valid JSON"),
         (b'{"text": "\xff"}', r"lines\.jsonl:151: not valid UTF-8 at byte 10"),
         (b'{"body": "x"}', r"lines\.jsonl:151: has no field text; its fields: body \(--text-field"),
-        (b'{"text": 5}', r"lines\.jsonl:151: text is no text"),
+        (b'{"text": 5}', r"lines\.jsonl:151: text is not text"),
         (b"[1]", r"lines\.jsonl:151: a record must be an object"),
     ],
 )
@@ -344,7 +344,7 @@ def test_odd_text_files(tmp_path):
             {},
             r"t\.npy is a token array; give --vocab-size \(and --end-id",
         ),
-        (lambda p: (p / "t.bin").write_bytes(b"abc"), {"vocab_size": 50}, r"t\.bin is no token array"),
+        (lambda p: (p / "t.bin").write_bytes(b"abc"), {"vocab_size": 50}, r"t\.bin is not a token array"),
         (lambda p: (p / "t.parquet").write_bytes(b"no"), {}, r"t\.parquet cannot be read as Parquet"),
         (lambda p: (p / "t.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-9]), {}, r"is damaged after"),
         (
@@ -358,8 +358,8 @@ def test_odd_text_files(tmp_path):
             r"--end-token: bytes have an end of document of their",
         ),
         (lambda p: (p / "t").write_text("a"), {"reading": Reading(chat=True)}, r"--chat: .*in/t holds no records"),
-        (lambda p: np.savez((p / "t.npy").open("wb"), a=[1]), {"vocab_size": 50}, r"t\.npy is no token array"),
-        (lambda p: (p / "t.npy").write_bytes(b""), {"vocab_size": 50}, r"t\.npy is no token array"),
+        (lambda p: np.savez((p / "t.npy").open("wb"), a=[1]), {"vocab_size": 50}, r"t\.npy is not a token array"),
+        (lambda p: (p / "t.npy").write_bytes(b""), {"vocab_size": 50}, r"t\.npy is not a token array"),
         (lambda p: (p / "t.jsonl").write_text(""), {"train_tokenizer": 400}, r"has no text to train on"),
         (
             lambda p: [np.save(p / "t.npy", np.arange(3)), (p / "t").write_text("a")],
@@ -584,4 +584,4 @@ def test_prepare_command(texts, tmp_path):
     nothing = command("jaxmnt.prepare", "--input", str(texts), "--output", str(tmp_path / "o2"), "--suffix", ".md")
     assert nothing.returncode == 2 and "no file ending in .md" in nothing.stderr
     wrong = command("jaxmnt.prepare", "--input", str(texts), "--output", str(texts))
-    assert wrong.returncode == 2 and "is no prepared data" in wrong.stderr
+    assert wrong.returncode == 2 and "is not prepared data" in wrong.stderr

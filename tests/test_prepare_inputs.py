@@ -259,7 +259,7 @@ def test_text_in_pieces_is_the_text(piece, size):
     ("line", "message"),
     [
         (b'{"body": "x"}', "has no field text"),
-        (b'{"text": 5}', "text is no text"),
+        (b'{"text": 5}', "text is not text"),
         (b'["text"]', "it lacks '{' where"),
         (b'{"text": "cut', "not valid JSON or UTF-8"),
         (b'{"text": "\xff\xff"}', "not valid JSON or UTF-8"),
@@ -463,7 +463,7 @@ def test_an_end_that_is_a_token_of_the_text_is_noticed(tmp_path, capsys):
     for wrong in (-1, 65):
         with pytest.raises(ConfigError, match=rf"--end-id: {wrong} is not one of the vocabulary's ids, which are 0 to"):
             command(*given, tmp_path / "o", "--end-id", wrong)
-    with pytest.raises(ConfigError, match=r"--vocab-size: -1 is no size"):
+    with pytest.raises(ConfigError, match=r"--vocab-size: -1 is not the size"):
         command("--input", tmp_path / "t.bin", "--vocab-size", -1, "--output", tmp_path / "o")
 
 
@@ -702,7 +702,7 @@ HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': "
 def test_an_odd_header_of_an_array_is_told_in_a_line(tmp_path, header):
     raw = header.encode() + b"\n"
     (tmp_path / "t.npy").write_bytes(b"\x93NUMPY\x01\0" + len(raw).to_bytes(2, "little") + raw + b"\0" * 64)
-    with pytest.raises(ConfigError, match=r"t\.npy is no token array: ") as caught:
+    with pytest.raises(ConfigError, match=r"t\.npy is not a token array: ") as caught:
         prepare(tmp_path / "t.npy", tmp_path / "out", tokenizer=None, vocab_size=10)
     assert str(caught.value).isprintable()
 
@@ -722,7 +722,7 @@ def test_a_parquet_column_that_is_no_text_is_refused(tmp_path):
         ([2**62], pyarrow.timestamp("us")), ([1], pyarrow.int64()), ([["a"]], pyarrow.list_(pyarrow.string())),
     )):  # fmt: skip
         path = write_column(tmp_path / f"{number}.parquet", pyarrow.array(values, kind))
-        with pytest.raises(ConfigError, match=r"its column text holds .*, which is no text; --text-field names"):
+        with pytest.raises(ConfigError, match=r"its column text holds .*, which is not text; --text-field names"):
             prepare(path, tmp_path / f"out{number}", skip_bad=True)
 
 

@@ -357,7 +357,9 @@ def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd)
 
 
 def test_a_coordinator_that_is_another_machine_is_refused():
-    with pytest.raises(PreflightError, match=r"cluster.coordinator: 192.0.2.77 is 192.0.2.77, which is no address of"):
+    with pytest.raises(
+        PreflightError, match=r"cluster.coordinator: 192.0.2.77 is 192.0.2.77, which is not an address of"
+    ):
         join(Identity(0, 2, "192.0.2.77:1234"), FACTS, 1.0, KEY)
 
 

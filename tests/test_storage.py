@@ -143,7 +143,7 @@ def test_no_credentials_are_said_in_words(tiny, address, monkeypatch):
 
 
 def test_a_run_directory_is_no_address(tiny):
-    with pytest.raises(ConfigError, match=r"run\.dir: gs://bucket/a is no folder.*checkpoint\.dir"):
+    with pytest.raises(ConfigError, match=r"run\.dir: gs://bucket/a must be a folder.*checkpoint\.dir"):
         tiny("run.dir=gs://bucket/a")
 
 

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         if isinstance(error, UserError):
             raise
         where = printable(str(error.filename or options.command))
-        raise UserError(f"{where}: {error.strerror or error}; mend the access and try again") from error
+        raise UserError(f"{where}: {error.strerror or error}; fix the access and try again") from error
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def _list(options: argparse.Namespace) -> int:
 
     root = checkpoint_root_of(options.run) / FOLDER
     if not root.is_dir():
-        raise ConfigError(f"{options.run} is no run directory with checkpoints; check the path")
+        raise ConfigError(f"{options.run} is not a run directory with checkpoints; check the path")
     run, rows = run_id(root.parent), []
     for step, path in step_directories(root):
         try:

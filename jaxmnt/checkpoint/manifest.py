@@ -200,5 +200,5 @@ class _Record(_Strict):
         for name in files:
             path = PurePosixPath(name)
             if "\0" in name or name != str(path) or {"/", ".", ".."} & {*path.parts, name}:
-                raise ValueError(f"{name!r} is no file of a checkpoint")
+                raise ValueError(f"{name!r} is not a file of a checkpoint")
         return files

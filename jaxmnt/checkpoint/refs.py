@@ -71,7 +71,7 @@ def checkpoint_root_of(run: str) -> StoragePath:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *NO_YAML, KeyError, TypeError):
             elsewhere = None  # no run's config, or damaged: what is there, counts
         except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; mend the access") from error
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; fix the access") from error
         if elsewhere and isinstance(elsewhere, str):
             there = start / elsewhere if start and "://" not in elsewhere else None
             return _of_the_same_run(directory, there if there and there.is_dir() else storage_path(elsewhere))

@@ -110,7 +110,7 @@ class Launch(Section):
     def _fit_to_print(self) -> Self:
         for name, value in self.environment.items():
             if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"launch.environment: {name!r} is no name of a variable; correct it")
+                raise ValueError(f"launch.environment: {name!r} is not the name of a variable; correct it")
             if is_secret_name(name) or holds_a_secret(value):
                 raise ValueError(
                     f"launch.environment: {name} looks like a secret, and scripts and manifests are readable; "
@@ -142,7 +142,7 @@ class Slurm(Section):
         for name in ("options", "srun_options"):
             for option in getattr(self, name):
                 if not option.startswith("-"):
-                    raise ValueError(f"slurm.{name}: {option!r} is no option such as --mail-type=END; correct it")
+                    raise ValueError(f"slurm.{name}: {option!r} is not an option such as --mail-type=END; correct it")
         return self
 
 

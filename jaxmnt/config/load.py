@@ -251,9 +251,9 @@ def _no_setting(overrides: list[str], number: int) -> str:
     given, before = overrides[number], overrides[number - 1] if number else ""
     shown = shortened(repr(given))
     if given.endswith((".yaml", ".yml")):
-        return f"argument {shown} is no setting; name a config file by --config {given}"
+        return f"argument {shown} is not a setting; name a config file by --config {given}"
     if colon := re.fullmatch(r"([a-z]\w*(?:\.\w+)+):(.*)", given, re.DOTALL):
-        return f"argument {shown} is no setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
+        return f"argument {shown} is not a setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
     first = number - 1 if before and (given.startswith("=") or before.endswith("=")) else number
     pieces: list[str] = []
     for piece in overrides[first : first + 3]:
@@ -264,9 +264,9 @@ def _no_setting(overrides: list[str], number: int) -> str:
             text, better = " ".join(pieces), f"{whole[1]}={whole[2].strip()}"
             return f"argument {shortened(repr(text))}: a setting has no spaces around its =; write {better}"
     if re.fullmatch(r"[a-z]\w*(\.\w+)+", given) and len(pieces) > 1:
-        return f"argument {shortened(repr(' '.join(pieces[:2])))} is no setting; write {given}={pieces[1]}"
+        return f"argument {shortened(repr(' '.join(pieces[:2])))} is not a setting; write {given}={pieces[1]}"
     return (
-        f"argument {shown} is no setting; write key.sub=value, such as train.steps=100, with quotes around it "
+        f"argument {shown} is not a setting; write key.sub=value, such as train.steps=100, with quotes around it "
         "if there are spaces in it"
     )
 

@@ -294,7 +294,7 @@ class Config(Section):
     def _complete(self) -> Self:
         if self.run.dir and "://" in self.run.dir:
             raise ValueError(
-                f"run.dir: {self.run.dir} is no folder, and its files grow by lines; give checkpoint.dir the address"
+                f"run.dir: {self.run.dir} must be a folder, since files in it grow; set checkpoint.dir to the address"
             )
         if self.checkpoint.dir and (trouble := wrong_with_path(self.checkpoint.dir)):
             raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
@@ -317,7 +317,7 @@ def _check_data(data: Data) -> None:
         raise ValueError(f"data.{given[1]}: data.{given[0]} is given, too; keep one of them")
     for name in data.sources:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"data.sources: {name!r} is no name; use letters, digits, - and _")
+            raise ValueError(f"data.sources: {name!r} is not a name; use letters, digits, - and _")
     if data.weight_changes and not data.sources:
         raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
     weights, step = {name: source.weight for name, source in data.sources.items()}, 0
@@ -331,7 +331,7 @@ def _check_data(data: Data) -> None:
                     f"data.weight_changes: no source is named {unknown[0]}; {nearest(unknown[0], sorted(weights))}"
                 )
             if any(not 0 <= weight < float("inf") for weight in change.weights.values()):
-                raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; mend them")
+                raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; fix them")
             weights |= change.weights
         if weights and not sum(weights.values()) > 0:
             raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
@@ -391,7 +391,7 @@ def _complete_mesh(mesh: Mesh) -> Mesh:
     sizes = mesh.sizes()
     for axis, size in sizes.items():
         if size is not None and size != -1 and size < 1:
-            raise ValueError(f"mesh.{axis}: {size} is no size; give a positive number, or -1 for the rest")
+            raise ValueError(f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for the rest")
         if axis not in WORKING_AXES and size != 1:
             raise ValueError(
                 f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "

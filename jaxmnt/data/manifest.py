@@ -57,7 +57,7 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         manifest = json.loads(read(path).decode(), parse_constant=_no_number)
     except FileNotFoundError:
         raise ConfigError(
-            f"{key}: {directory} has no {MANIFEST}, so it is no prepared data or was not finished; {how_to_prepare()}"
+            f"{key}: {directory} has no {MANIFEST}, so it is not prepared data, or was not finished; {how_to_prepare()}"
         ) from None
     except RecursionError:
         raise ConfigError(f"{key}: {path} is damaged (it is nested too deeply); {again}") from None
@@ -141,7 +141,7 @@ def _check_split(split: Any, name: str, learn_mask: bool) -> None:
     _whole(documents, f"documents of {name}")
     _whole(tokens, f"tokens of {name}")
     if not isinstance(shards, list):
-        raise _OddError(f"shards of {name} is no list")
+        raise _OddError(f"shards of {name} is not a list")
     sums, kinds = [0, 0], ("tokens", "documents", "origins", *(("learn",) if learn_mask else ()))
     for number, shard in enumerate(shards):
         where = f"shard {number} of {name}"

@@ -90,7 +90,7 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
     except OSError as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; mend that") from error
+        raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; fix that") from error
 
 
 def kept(home: StoragePath) -> RunTokenizer | None:
@@ -123,7 +123,7 @@ def kept(home: StoragePath) -> RunTokenizer | None:
     except OSError as error:
         if isinstance(error, UserError):
             raise
-        raise ConfigError(f"{path.parent} cannot be read: {error.strerror}; mend the access") from error
+        raise ConfigError(f"{path.parent} cannot be read: {error.strerror}; fix the access") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise damaged from error
     return found

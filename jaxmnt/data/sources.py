@@ -237,7 +237,7 @@ def _reading(path: str | Path) -> Iterator[None]:
         raise UnreadableError(str(error)) from error
     except OSError as error:
         raise UnreadableError(
-            f"data.path: {error.filename or path} cannot be read ({error.strerror or error}); mend the access"
+            f"data.path: {error.filename or path} cannot be read ({error.strerror or error}); fix the access"
         ) from error
 
 

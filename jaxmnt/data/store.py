@@ -277,7 +277,7 @@ class PreparedData:
         path = self.path / split / f"{kind}-{shard['name']}.npy"
         try:
             if path.exists() and not path.is_file():
-                raise OSError(errno.EINVAL, "it is no file")
+                raise OSError(errno.EINVAL, "it is not a file")
             array = np.lib.format.open_memmap(path, mode="r")
             size = path.stat().st_size
         except Exception as error:  # on a damaged header NumPy raises what it likes

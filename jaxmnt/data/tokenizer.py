@@ -81,7 +81,7 @@ class HuggingFace:
             # The library raises nothing narrower, and where it panics, in Rust, not even an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise ConfigError(f"--tokenizer: {path} is no tokenizer.json: {printable(str(error)[:200])}") from error
+            raise ConfigError(f"--tokenizer: {path} is not a tokenizer.json: {printable(str(error)[:200])}") from error
         for tokenizer in (self._plain, self._markup):
             tokenizer.no_truncation()
             tokenizer.no_padding()

@@ -22,7 +22,7 @@ def resolved(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # such as a name with two dots in a row
-        raise OSError(None, "it is no name of a host") from error
+        raise OSError(None, "it is not the name of a host") from error
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
@@ -57,7 +57,7 @@ def check_own(identity: Identity, timeout: float) -> None:
             return
         if time.monotonic() >= deadline:
             raise PreflightError(
-                f"cluster.coordinator: {host} is {', '.join(addresses)}, which is no address of "
+                f"cluster.coordinator: {host} is {', '.join(addresses)}, which is not an address of "
                 f"{socket.gethostname()}, where process 0 is; give the address of process 0's host"
             )
         time.sleep(_LOOK_SECONDS)

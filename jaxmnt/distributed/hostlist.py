@@ -22,12 +22,12 @@ def hosts_in(text: str) -> list[str]:
     for part in _split(text):
         pieces = re.split(r"(\[[^\[\]]*\])", part)
         if any(bracket in piece for piece in pieces[::2] for bracket in "[]") or not part:
-            raise ValueError(f"{shortened(text)!r} is no list of hosts")
+            raise ValueError(f"{shortened(text)!r} is not a list of hosts")
         choices: list[_Numbers | list[str]] = [
             _Numbers(piece[1:-1]) if piece.startswith("[") else [piece] for piece in pieces
         ]
         if len(names) + math.prod(map(len, choices)) > _NAMES_AT_MOST:
-            raise ValueError(f"{shortened(text)!r} is no list of hosts: it has more than {_NAMES_AT_MOST}")
+            raise ValueError(f"{shortened(text)!r} is not a list of hosts: it has more than {_NAMES_AT_MOST}")
         names += ["".join(chosen) for chosen in product(*choices)]
     return names
 
@@ -38,7 +38,7 @@ def counts_in(text: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
         if not found or len(counts) + int(found[2] or 1) > _NAMES_AT_MOST:
-            raise ValueError(f"{shortened(text)!r} is no list of numbers such as 2(x3),1")
+            raise ValueError(f"{shortened(text)!r} is not a list of numbers such as 2(x3),1")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -64,7 +64,7 @@ class _Numbers:
             found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
             first, last = (found[1], found[2] or found[1]) if found else ("", "")
             if not found or max(len(first), len(last)) > _WIDTH_AT_MOST or int(last) < int(first):
-                raise ValueError(f"[{shortened(text)}] is no range of numbers")
+                raise ValueError(f"[{shortened(text)}] is not a range of numbers")
             self._ranges.append((range(int(first), int(last) + 1), len(first)))
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _whole(text: str) -> int:

@@ -70,7 +70,7 @@ def _prefix(start: str) -> list[str]:
     try:
         return shlex.split(start)
     except ValueError as error:
-        raise ConfigError(f"--start: {start!r} cannot be taken apart: {error}; mend the quotes") from error
+        raise ConfigError(f"--start: {start!r} cannot be taken apart: {error}; fix the quotes") from error
 
 
 def _possible(faults: list[Fault], prefix: list[str], *, named: bool) -> list[Fault]:
@@ -93,7 +93,7 @@ def _fresh(folder: Path) -> Path:
     """An empty folder. One that an earlier drill has left is emptied; anything else is not touched."""
     if folder.exists():
         if not (folder / _MARK).exists():
-            raise ConfigError(f"--dir: {folder} is there and is no drill's; choose another")
+            raise ConfigError(f"--dir: {folder} exists and is not a drill's; choose another")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / _MARK).write_text("made by jaxmnt.drill, and removed by it\n", encoding="utf-8")

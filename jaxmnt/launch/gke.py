@@ -262,7 +262,7 @@ def _kubectl(what: str, *arguments: str, text: str = "") -> str:
     try:
         done = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True)
     except FileNotFoundError:
-        raise ConfigError("kubectl: there is no such command here; see --dry-run, or install it") from None
+        raise ConfigError("kubectl: this command is not installed here; see --dry-run, or install it") from None
     if done.returncode != 0:
         raise UserError(f"kubectl refused {what}: {done.stderr.strip()}")
     return done.stdout.strip()

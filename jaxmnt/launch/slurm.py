@@ -146,7 +146,9 @@ def submit(wanted: Job) -> str:
             ["sbatch", "--parsable"], input=render(wanted), env=_environment(), capture_output=True, text=True
         )
     except FileNotFoundError:
-        raise ConfigError("sbatch: there is no such command here; submit from a login node, or see --dry-run") from None
+        raise ConfigError(
+            "sbatch: this command is not installed here; submit from a login node, or see --dry-run"
+        ) from None
     if done.returncode != 0:
         raise UserError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")
     number = done.stdout.strip().partition(";")[0]

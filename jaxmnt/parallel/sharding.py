@@ -176,11 +176,11 @@ def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
     for axis, names in config.mesh.rules.items():
         if axis not in OVERRIDES:
             raise ConfigError(
-                f"mesh.rules: {axis!r} is no logical axis whose place can be changed; those are {', '.join(OVERRIDES)}"
+                f"mesh.rules: {axis!r} is not a logical axis that can be changed; those are {', '.join(OVERRIDES)}"
             )
         for name in names:
             if name not in AXES:
-                raise ConfigError(f"mesh.rules.{axis}: {name!r} is no mesh axis; the axes are {', '.join(AXES)}")
+                raise ConfigError(f"mesh.rules.{axis}: {name!r} is not a mesh axis; the axes are {', '.join(AXES)}")
             if name not in OVERRIDES[axis]:
                 raise ConfigError(
                     f"mesh.rules.{axis}: {axis} cannot be split over {name}; "

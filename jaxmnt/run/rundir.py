@@ -169,9 +169,9 @@ def read_config(directory: Path) -> Config:
     try:
         return parse_config(yaml.safe_load(read(path).decode()), str(path))
     except FileNotFoundError:
-        raise ConfigError(f"{directory} is no run directory: it has no config.yaml") from None
+        raise ConfigError(f"{directory} is not a run directory: it has no config.yaml") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; mend the access") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; fix the access") from error
     except NO_YAML as error:
         raise ConfigError(f"{path} is damaged ({_line(error)}); restore it or start a new run.dir") from error
 
@@ -229,9 +229,9 @@ def _in_words(error: OSError, config: Config) -> UserError:
         if where.startswith(str(directory)):
             return kind(
                 f"{key}: {directory} cannot be used: {error.strerror or error} ({where}); "
-                f"mend that, or choose another {key}"
+                f"fix that, or choose another {key}"
             )
-    return kind(f"{where or 'a file'} cannot be used: {error.strerror or error}; mend that and try again")
+    return kind(f"{where or 'a file'} cannot be used: {error.strerror or error}; fix that and try again")
 
 
 def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], consent: Consent) -> ResumePoint:

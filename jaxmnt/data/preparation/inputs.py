@@ -181,7 +181,7 @@ def open_tokens(file: Input, dtype: str) -> np.ndarray:
         else:
             array = np.memmap(file.path, np.dtype(dtype), "r") if file.size else np.zeros(0, dtype)
     except Exception as error:  # on a damaged header NumPy raises what it likes
-        raise ConfigError(f"--input: {file.shown} is no token array: {printable(str(error)[:200])}") from error
+        raise ConfigError(f"--input: {file.shown} is not a token array: {printable(str(error)[:200])}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
             f"--input: {file.shown} holds {array.ndim}-dimensional {array.dtype}; "

@@ -53,7 +53,7 @@ def text_in_pieces(
         if not scanner.found(b","):
             raise BadRecordError(f"has no field {printable(field)} (--text-field names another)")
     if not scanner.found(b'"'):
-        raise BadRecordError(f"{printable(field)} is no text")
+        raise BadRecordError(f"{printable(field)} is not text")
     gathered: list[str] = []
     taken = 0
     for raw in scanner.string():

@@ -141,7 +141,7 @@ def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
         if kind is not None and not _is_text(kind):
             raise ConfigError(
                 f"--input: {file.shown}: its column {printable(reading.text_field)} holds {printable(str(kind)[:80])}, "
-                "which is no text; --text-field names another"
+                "which is not text; --text-field names another"
             )
         return wanted
     lacking = KNOWN if reading.chat else printable(reading.text_field)

@@ -69,7 +69,7 @@ def check_output(output: Path, work: Path) -> None:
     if not output.exists():
         return
     if not output.is_dir() or (not work.is_dir() and any(output.iterdir())):
-        raise ConfigError(f"--output: {output} exists already and is no prepared data; choose another folder")
+        raise ConfigError(f"--output: {output} exists already and is not prepared data; choose another folder")
     if work.is_dir():
         _check_work(output, work)
 
@@ -84,7 +84,7 @@ def remove_work(output: Path, work: Path) -> None:
 
 def _check_work(output: Path, work: Path) -> None:
     """Raises `ConfigError` unless this is what we have left there; a person may have a folder of that name."""
-    advice = "so it is no unfinished preparation; choose another folder"
+    advice = "so it is not an unfinished preparation; choose another folder"
     # In this order, since another process may be at work: the plan is written before anything else but the lock.
     beside = sorted(path.name for path in output.iterdir() if path.name != work.name)
     names = sorted(path.name for path in work.iterdir())

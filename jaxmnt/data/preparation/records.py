@@ -200,5 +200,5 @@ def _text_of(record: Any, reading: Reading, report: Report) -> str:
             report.replaced += 1
             return text.decode("utf-8", errors="replace")
     if not isinstance(text, str):
-        raise BadRecordError(f"{printable(field)} is no text")
+        raise BadRecordError(f"{printable(field)} is not text")
     return text

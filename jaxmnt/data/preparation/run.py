@@ -253,7 +253,9 @@ def _job(inputs: list[Input], output: Path, work: Path, settings: Settings, toke
         assert settings.vocab_size is not None
         vocab = settings.vocab_size
     if not 2 <= vocab <= LARGEST_VOCABULARY:
-        raise ConfigError(f"--vocab-size: {vocab} is no size of a vocabulary; give one from 2 to {LARGEST_VOCABULARY}")
+        raise ConfigError(
+            f"--vocab-size: {vocab} is not the size of a vocabulary; give one from 2 to {LARGEST_VOCABULARY}"
+        )
     if end is not None and not 0 <= end < vocab:
         raise ConfigError(f"--end-id: {end} is not one of the vocabulary's ids, which are 0 to {vocab - 1}")
     assert settings.eval_fraction is not None
