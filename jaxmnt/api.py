@@ -1,4 +1,4 @@
-"""What scripts and notebooks can rely on: `jaxmnt.load_config`, `jaxmnt.train` and `jaxmnt.load_run`.
+"""What scripts and notebooks can rely on: `jaxmnt.load_config`, `jaxmnt.train`, `jaxmnt.load_run`, `jaxmnt.load_rows`.
 
 Everything else may change from one version to the next. docs/api.ipynb shows all of it at work.
 """
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 
@@ -15,9 +16,9 @@ from jaxmnt.checkpoint.refs import find, started_in, tokenizer_of
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
-from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.batches import RowSource, TrainingData
 from jaxmnt.data.run_tokenizer import RunTokenizer
-from jaxmnt.data.sources import open_sources
+from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.training.compile import inference_spec
@@ -90,6 +91,24 @@ class Run:
     def decode(self, ids: Any) -> str:
         """The text of ids."""
         return self._tokenizer.open().decode(np.asarray(ids))
+
+
+def load_rows(config: Config, *, process: int = 0, processes: int = 1) -> grain.MapDataset:
+    """The rows that a run of this config trains on, in its order, for a Grain pipeline of your own.
+
+    Shuffled, packed and mixed as the run reads them: item *i* of `process` is a dict of arrays [L], and the processes
+    take equal shares of each global batch, in order. The length is that of the whole run. Raises `ConfigError` for data
+    that cannot be read, and for processes that do not divide the batch.
+    """
+    batch = config.data.global_batch_size
+    if processes < 1 or batch % processes or not 0 <= process < processes:
+        raise ConfigError(
+            f"load_rows: process {process} of {processes} cannot take an equal share of {batch} rows; give a number of "
+            "processes that divides data.global_batch_size, and a process below it"
+        )
+    data, share = open_sources(config.data), batch // processes
+    rows = range(process * share, (process + 1) * share)
+    return grain.MapDataset.source(RowSource(TrainingData(fit_to_data(config, data), data), rows, config.train.steps))
 
 
 def load_run(

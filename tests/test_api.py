@@ -11,6 +11,8 @@ import pytest
 from conftest import metrics
 
 import jaxmnt
+from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "api.ipynb"
@@ -90,6 +92,29 @@ def test_what_is_no_run_and_no_step(run, tmp_path):
         jaxmnt.load_run(tmp_path)
     with pytest.raises(ConfigError, match="step 21 is not one of this run's"):
         run.batch(21)
+
+
+@pytest.mark.parametrize("rows", ["windows", "packed"])
+def test_rows_for_a_grain_pipeline(tiny, rows):
+    """Two processes' rows, in batches by Grain, are the global batches of the run."""
+    config = tiny(f"data.rows={rows}")
+    data = open_sources(config.data)
+    expected = TrainingData(config, data)
+    parts = [jaxmnt.load_rows(config, process=process, processes=2) for process in range(2)]
+    half = config.data.global_batch_size // 2
+    assert [len(part) for part in parts] == [half * config.train.steps] * 2
+    read = [list(part.slice(slice(0, 3 * half)).batch(half).to_iter_dataset()) for part in parts]
+    for step in range(3):
+        whole = expected.batch(step, np.arange(2 * half))
+        for field, values in whole.items():
+            np.testing.assert_array_equal(values, np.concatenate([part[step][field] for part in read]))
+    late = parts[1][7 * half]  # any item at any time
+    np.testing.assert_array_equal(late["tokens"], expected.batch(7, [half])["tokens"][0])
+
+
+def test_rows_that_cannot_be_shared_out(tiny):
+    with pytest.raises(ConfigError, match="process 0 of 3 cannot take an equal share of 16 rows"):
+        jaxmnt.load_rows(tiny(), processes=3)
 
 
 def test_train_is_a_function_and_a_module(tiny):

@@ -7,7 +7,7 @@ Row r of step s is row number s · G + r of the run. `order.py` says which sourc
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import grain
 import numpy as np
@@ -90,6 +90,27 @@ def training_rows(
     iterator = _read_ahead(dataset, prefetch, threads)
     grain.experimental.set_next_index(iterator, start_step)
     return iterator
+
+
+class RowSource:
+    """Single rows of a run, some of each global batch, as a Grain random-access source.
+
+    Item *i* is row `rows[i % R]` of the batch of step `i // R` (0 is the first), R being how many rows are taken, as a
+    dict of arrays [L]: tokens, targets, weights, segments, positions. Read twice it is the same.
+    """
+
+    def __init__(self, data: TrainingData, rows: Sequence[int], steps: int):
+        self._data, self._rows, self._steps = data, np.asarray(rows, np.int64), steps
+
+    def __len__(self) -> int:
+        return self._steps * len(self._rows)
+
+    def __getitem__(self, index: SupportsIndex) -> Rows:
+        step, place = divmod(index.__index__(), len(self._rows))
+        return {field: values[0] for field, values in self._data.batch(step, self._rows[place : place + 1]).items()}
+
+    def __repr__(self) -> str:
+        return f"RowSource({len(self._rows)} rows of each of {self._steps} steps)"
 
 
 class EvaluationData:
