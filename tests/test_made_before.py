@@ -24,7 +24,8 @@ MADE = Path(__file__).with_name("made_at_8c7c812")
 def folder(tmp_path) -> Path:
     """Where the job was submitted: its config, its script, and its run after step 10 of 20."""
     with tarfile.open(MADE / "run.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # newer than Python 3.11.2
+        archive.extractall(tmp_path, **safely)
     (tmp_path / "config.yaml").write_text((MADE / "config.yaml").read_text())
     (tmp_path / "job.sh").write_text((MADE / "job.sh").read_text().replace("@folder@", str(tmp_path)))
     return tmp_path

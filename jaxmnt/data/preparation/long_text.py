@@ -22,14 +22,15 @@ _LONGEST_UNIT = 12
 
 _UNITS = re.compile(
     rb"""(?: [^"\\\x80-\xff]++
-    | (?:[\xc2-\xdf][\x80-\xbf])++ | (?:[\xe0-\xef][\x80-\xbf]{2})++ | (?:[\xf0-\xf4][\x80-\xbf]{3})++
+    | (?:[\xc2-\xdf][\x80-\xbf])+ | (?:[\xe0-\xef][\x80-\xbf]{2})+ | (?:[\xf0-\xf4][\x80-\xbf]{3})+
     | \\["\\/bfnrt]
     | \\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}
     | \\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}
-    )*+""",
+    )*""",
     re.VERBOSE,
 )
-"""What can be decoded by itself: whole characters and whole escapes."""
+"""What can be decoded by itself: whole characters and whole escapes. No group is possessive: before Python 3.11.5 such
+a group may take a part of an alternative that does not match (python/cpython#106052)."""
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _REPLACEMENT = "\ufffd".encode()
