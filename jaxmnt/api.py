@@ -12,7 +12,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxmnt.checkpoint.refs import find, started_in, tokenizer_of
+from jaxmnt.checkpoint.refs import find, folders_started_in, tokenizer_of
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
@@ -118,7 +118,7 @@ def load_run(
     mesh: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Run:
-    """The newest whole checkpoint of a run, or the one of `step`, from a run directory or a gs:// address.
+    """The newest valid checkpoint of a run, or the one of `step`, from a run directory or a gs:// address.
 
     `mesh` names axes and their sizes, such as {"fsdp": 4, "model": 2}, on as many of `devices` (default: this
     process's) as it needs; without it the run is on one device. It has no pipeline, whatever mesh has trained the run.
@@ -138,6 +138,5 @@ def load_run(
     spec = inference_spec(config, tokenizer.vocab_size, sizes, chosen)
     abstract = {"params": canonical_abstract(spec, abstract_state(spec))["params"]}
     params = restore(checkpoint, abstract, Identity()).state["params"]
-    assert config.run.dir is not None
-    folder = started_in(Path(directory), config.run.dir) or Path.cwd()
+    folder = next(iter(folders_started_in(text, checkpoint, config)), Path.cwd())
     return Run(config, checkpoint.step, params, spec, tokenizer, folder)

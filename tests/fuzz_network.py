@@ -53,29 +53,29 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
         from jaxmnt.distributed.rendezvous_server import RendezvousServer
 
         raw = (folder / name).read_bytes()
-        door = Listener(socket.create_server(("127.0.0.1", 0)), _KEY, 3)
-        desk = RendezvousServer(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), door)
+        listener = Listener(socket.create_server(("127.0.0.1", 0)), _KEY, 3)
+        server = RendezvousServer(Identity(0, 3, "127.0.0.1:1"), dict(_OWN_HELLO), listener)
         over = threading.Event()
         caller = threading.Thread(
-            target=_call, args=(door._server.getsockname(), _KEY if proven else None, raw, over), daemon=True
+            target=_call, args=(listener._server.getsockname(), _KEY if proven else None, raw, over), daemon=True
         )
         caller.start()
         outcome, rounds = None, 0
         try:
             while outcome is None and rounds < 2:
-                heard = door.wait(0.01)
+                heard = listener.wait(0.01)
                 rounds += not heard and over.is_set()
                 for connection, line in heard:
-                    outcome = outcome or desk._hear(connection, line)
-            said = f"{desk._missing('still to come')} {desk._present()} {door.account}"
+                    outcome = outcome or server._hear(connection, line)
+            said = f"{server._missing('still to come')} {server._present()} {listener.account}"
             assert said.isprintable() and len(said) < 20_000, "what is told of those present"
-            outcome = outcome or desk._unreachable()
-            peers = desk.peers()
+            outcome = outcome or server._unreachable()
+            peers = server.peers()
             assert all(type(process) is int and isinstance(peer.host, str) for process, peer in peers.items())
             over.set()
-            desk.answer(outcome)
+            server.answer(outcome)
         finally:
-            door.close()
+            listener.close()
             over.set()
             caller.join(2)
         if outcome is not None:

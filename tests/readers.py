@@ -487,14 +487,15 @@ def _readers() -> list[Reader]:
           for file, fits in (("manifest.json", _same_or_none), ("tokenizer.json", same))),
         Reader("folder of compiled programs", "nothing", "compiled", "text", _compile_cache, same),
         Reader("run.key", "records", "run/run.key", "text", _key, same),
-        *(Reader(f"roll call: {name}", "words", name, form, greeted(name), _any, names=_GREETING_NAMES, **network)
+        *(Reader(f"rendezvous: {name}", "words", name, form, greeted(name), _any, names=_GREETING_NAMES, **network)
           for name, form in (("greeting", "json"), ("trouble", "json"), ("stopping", "lines"))),
-        Reader("roll call: a stranger", "words", "greeting", "json", greeted("greeting", proven=False), same,
+        Reader("rendezvous: a stranger", "words", "greeting", "json", greeted("greeting", proven=False), same,
                must_go_on=True, **network),
-        Reader("roll call: answer", "words", "answer", "json", answered("answer"), _any, names=("process",), **network),
+        Reader("rendezvous: answer", "words", "answer", "json", answered("answer"), _any, names=("process",),
+               **network),
         # Its words are the message, whatever they are.
-        Reader("roll call: refusal", "words", "refusal", "json", answered("refusal"), _any, names=("",), **network),
-        Reader("roll call: a stranger's answer", "words", "refusal", "json", answered("refusal", proven=False), _any,
+        Reader("rendezvous: refusal", "words", "refusal", "json", answered("refusal"), _any, names=("",), **network),
+        Reader("rendezvous: a stranger's answer", "words", "refusal", "json", answered("refusal", proven=False), _any,
                names=("process",), **network),
         *(Reader(f"heartbeat of process {to}: {name}", "words", name, "lines", told(name, to), is_fate, must_go_on=True,
                  **network)

@@ -26,7 +26,7 @@ HELLO = {"process": 1, "processes": 3, "host": "h", "facts": FACTS}
 
 
 class Roll:
-    """A roll call in threads: `come` starts a process, `outcome` waits for what becomes of it."""
+    """A rendezvous in threads: `come` starts a process, `outcome` waits for what becomes of it."""
 
     def __init__(self, processes=3):
         with socket.create_server(("127.0.0.1", 0)) as server:

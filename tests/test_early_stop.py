@@ -74,7 +74,7 @@ def test_a_signal_while_python_imports_is_a_wish_to_stop(started, tiny_file, tmp
 
 @pytest.mark.alone
 @pytest.mark.parametrize("asked", [0, 1])
-def test_a_signal_in_the_roll_call_ends_the_start_for_all_who_are_here(started, tiny_file, tmp_path, asked):
+def test_a_signal_in_the_rendezvous_ends_the_start_for_all_who_are_here(started, tiny_file, tmp_path, asked):
     """Process 2 of 3 does not come. Nobody waits for it any longer, and nobody calls it a failure."""
     roll = Roll(processes=3)
     settings = [f"cluster.coordinator={roll.address}", "cluster.processes=3", "cluster.start_timeout_seconds=100"]
@@ -106,7 +106,7 @@ def is_connected(port):
 
 
 class Noted(ExitHandler):
-    """Notes the exit_reason, and lets the thread go no further."""
+    """Notes the reason, and lets the thread go no further."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +270,7 @@ def test_what_ends_a_process_before_it_has_met_the_others_is_noted(tiny):
     assert (event["code"], event["at_fault"], event["why"]) == (1, 0, "ImportError: no such module")
 
 
-def test_leaving_gives_the_roll_call_time_to_tell_the_others(monkeypatch):
+def test_leaving_gives_the_rendezvous_time_to_tell_the_others(monkeypatch):
     """What that raises ends the process then, and not the thread that heard the signal."""
     monkeypatch.setattr(termination, "_TELLING_SECONDS", 0.2)
     for raises in (True, False):

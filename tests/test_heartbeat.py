@@ -25,7 +25,7 @@ COUNT = 3
 
 
 class Noted(ExitHandler):
-    """Notes the exit_reason, and lets the thread go no further."""
+    """Notes the reason, and lets the thread go no further."""
 
     def __init__(self):
         super().__init__()
@@ -187,8 +187,8 @@ def test_those_who_hear_of_an_early_stop_stop_as_well(cluster, asked):
     assert not made.exit_handlers[asked].exit_reasons, "it ends by itself"
 
 
-def test_a_stop_that_comes_as_the_roll_call_ends_is_heard_by_the_lifeline(cluster):
-    """Process 0 has ended the roll call, and process 1 is still in it when it is asked to stop."""
+def test_a_stop_that_comes_as_the_rendezvous_ends_is_heard_by_the_heartbeat(cluster):
+    """Process 0 has ended the rendezvous, and process 1 is still in it when it is asked to stop."""
     made = cluster()
     caller = rendezvous._Client(Identity(1, COUNT, "localhost:1"), {}, b"", lambda: "SIGTERM")
     with pytest.raises(StoppedError, match=r"\(SIGTERM\)"):

@@ -255,7 +255,7 @@ def test_an_error_of_all_processes_names_one_and_keeps_its_code(tiny_file):
     assert "15 rows do not divide among 2 batch shards" in result.stderr
 
 
-# The roll call, without JAX.
+# The rendezvous, without JAX.
 
 FACTS = {"jaxmnt version": "1", "config digest": "abc"}
 KEY = bytes(range(32))
@@ -285,7 +285,7 @@ def address():
 
 
 def roll(address, ids, processes=3, timeout=2.0, facts=None, trouble=None, delay=None):
-    """Holds a roll call of the given ids in threads; the outcome of each."""
+    """Holds a rendezvous of the given ids in threads; the outcome of each."""
     outcomes: list = [None] * len(ids)
 
     def one(position, number):
@@ -412,7 +412,7 @@ def test_a_process_of_an_older_version_is_named_by_it(address):
 
 
 def test_strangers_are_ignored(address):
-    """A port scanner or a web browser does not disturb the roll call."""
+    """A port scanner or a web browser does not disturb the rendezvous."""
     host, port = address.split(":")
 
     def stranger():

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jaxmnt.checkpoint.commit import Committed, newest_valid, open_checkpoint, step_directories, step_of
 from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
 from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
@@ -67,7 +68,7 @@ def checkpoint_root_of(run: str) -> StoragePath:
     if isinstance(directory, Path):
         try:
             config = yaml.safe_load(read(directory / "config.yaml").decode())
-            elsewhere, start = config["checkpoint"]["dir"], started_in(directory, config["run"]["dir"])
+            elsewhere, start = config["checkpoint"]["dir"], _started_in(directory, config["run"]["dir"])
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *NO_YAML, KeyError, TypeError):
             elsewhere = None  # no run's config, or damaged: what is there, counts
         except OSError as error:
@@ -137,15 +138,27 @@ def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
 
     Raises `ConfigError` if neither is there.
     """
-    run, at, step = text.rpartition("@")
-    homes = [storage_path(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
     config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    return of_run(_roots_of(text, checkpoint), config.data, folders_started_in(text, checkpoint, config))
+
+
+def folders_started_in(text: str, checkpoint: Committed, config: Config) -> list[Path]:
+    """The folders that a checkpoint's run, which `text` names, may have been started in: from there paths of its config
+    count. Empty if nothing tells.
+    """
     assert config.run.dir is not None
-    folders = [started_in(home, config.run.dir) for home in homes if isinstance(home, Path)]
-    return of_run(homes, config.data, [folder for folder in folders if folder is not None])
+    roots = [root for root in _roots_of(text, checkpoint) if isinstance(root, Path)]
+    found = [_started_in(root, config.run.dir) for root in roots]
+    return [folder for folder in found if folder is not None]
 
 
-def started_in(directory: Path, configured: str) -> Path | None:
+def _roots_of(text: str, checkpoint: Committed) -> list[StoragePath]:
+    """Where the checkpoint's run may be: where `text` says, and where the checkpoint is."""
+    run, at, step = text.rpartition("@")
+    return [storage_path(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
+
+
+def _started_in(directory: Path, configured: str) -> Path | None:
     """The folder that a run was started in, from which the paths of its config count: the one in which its directory
     is what `run.dir` says. None if that does not tell.
     """

@@ -18,7 +18,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import like, named
 from jaxmnt.checkpoint.reader import Reader
-from jaxmnt.distributed.coordination import broadcast, gather
+from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError
 
@@ -62,7 +62,7 @@ def restore(
     except UserError as error:
         trouble = error
     read_seconds = time.perf_counter() - started  # not the waiting for slower processes
-    _agree(f"{where}: read", trouble, identity)
+    _raise_together(f"{where}: read", trouble, identity)
     started = time.perf_counter()
     if verify:
         _verify(where, checkpoint.manifest, arrays, identity)
@@ -153,15 +153,14 @@ def differing(where: str, manifest: Manifest, arrays: dict[str, jax.Array], iden
 
     `where` is the same in all processes, and new.
     """
-    shares = start_digests(arrays).wait()
-    told = gather(f"{where}: digests", digest.encode(shares), identity)
-    wrong = None
-    if told is not None:
-        found = digest.decode(sorted(arrays), told)
-        wrong = json.dumps(
-            [name for name in sorted(arrays) if manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)]
-        )
-    return [str(name) for name in json.loads(broadcast(f"{where}: differing", wrong, identity, _SECONDS))]
+
+    def wrong_by(shares: list[str]) -> str:
+        found = digest.decode(sorted(arrays), shares)
+        different = lambda name: manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)
+        return json.dumps([name for name in sorted(arrays) if different(name)])
+
+    share = digest.encode(start_digests(arrays).wait())
+    return [str(name) for name in json.loads(agree(f"{where}: digests", share, wrong_by, identity, _SECONDS))]
 
 
 def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> None:
@@ -171,14 +170,10 @@ def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identi
         raise DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
 
 
-def _agree(name: str, trouble: UserError | None, identity: Identity) -> None:
+def _raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:
     """Raises the trouble of the first process that has any, in all of them; without ending the run."""
     kind = "" if trouble is None else "damaged" if isinstance(trouble, DamagedError) else "other"
-    told = gather(name, f"{kind} {trouble}" if trouble else "", identity, _SECONDS)
-    verdict = None
-    if told is not None:
-        verdict = next((text for text in told if text), "")
-    verdict = broadcast(f"{name}: agreed", verdict, identity, _SECONDS)
-    if verdict:
+    first = lambda told: next((text for text in told if text), "")
+    if verdict := agree(name, f"{kind} {trouble}" if trouble else "", first, identity, _SECONDS):
         kind, _, text = verdict.partition(" ")
         raise (DamagedError if kind == "damaged" else UserError)(text)

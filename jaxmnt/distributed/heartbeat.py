@@ -1,6 +1,6 @@
 """What the processes of a run hear of each other: who failed, who went away, who is silent, and where each one is.
 
-Every process keeps the connection to process 0 that the roll call has opened. A process that is about to fail says why;
+Every process keeps its connection to process 0 from the rendezvous. A process that is about to fail says why;
 one that is killed says it by its connection, which its kernel closes; one that is stopped or cut off no longer says
 every second where it is. Process 0 tells all, and each ends with a message that names the process at fault. So nobody
 waits for JAX's heartbeat, whose end is an abort without a name.

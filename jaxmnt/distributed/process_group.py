@@ -37,13 +37,13 @@ def joined(
 ) -> Iterator[Heartbeat]:
     """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
 
-    Holds the roll call first, whose errors are those of `rendezvous.join`. `find_data` returns the digest of the data;
+    Joins the rendezvous first, whose errors are those of `rendezvous.join`. `find_data` returns the digest of the data;
     if it raises a `UserError`, every process hears of it. `early_exit` is told how the others hear of a request to
     stop early. Afterwards the heartbeat ends this process when another fails; what is raised here is told to the
     others, and all leave together when nothing is. A single process has nobody to join and gets a heartbeat without
     connections.
     """
-    cluster = config.cluster
+    cluster, early_exit = config.cluster, early_exit or EarlyExit(identity, exit_handler)
     silence, patience = cluster.silence_timeout_seconds, 0.9 * cluster.heartbeat_timeout_seconds
     if identity.alone:
         if identity.local_devices is not None:
@@ -51,8 +51,7 @@ def joined(
 
             jax.config.update("jax_cuda_visible_devices", ",".join(map(str, identity.local_devices)))
         heartbeat = Heartbeat(identity, {}, exit_handler, silence, patience)
-        if early_exit is not None:
-            early_exit.fail = heartbeat.fail_now
+        early_exit.fail = heartbeat.fail_now
         with telling(heartbeat):
             yield heartbeat
         return
@@ -65,7 +64,6 @@ def joined(
         digest = find_data()
     except UserError as error:
         trouble = error
-    early_exit = early_exit or EarlyExit(identity, exit_handler)
     with _native_output_to(log):
         with early_exit.during_rendezvous():
             facts, limit = _facts(config, digest), cluster.start_timeout_seconds

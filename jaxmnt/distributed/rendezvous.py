@@ -1,4 +1,4 @@
-"""A roll call over TCP before JAX starts, so that whoever is missing, doubled or misplaced gets a name.
+"""The rendezvous: processes meet over TCP before JAX starts, so that one that is missing or misplaced gets a name.
 
 `jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens
 on the coordinator's own port, each other process shows that it has the run's key and says who it is in one line of
@@ -206,7 +206,7 @@ class _Client:
         while not line.endswith(b"\n"):
             if (reason := self._stop_reason()) is not None:
                 error = stopped(reason, self._identity)
-                # In the heartbeat's words as well: process 0 may have ended the roll call just now.
+                # In the heartbeat's words as well: process 0 may have ended the rendezvous just now.
                 told = {"stopping": reason, "kind": "stopped", "why": str(error)}
                 with contextlib.suppress(OSError):
                     connection.sendall(json.dumps(told).encode() + b"\n")

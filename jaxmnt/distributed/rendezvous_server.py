@@ -1,4 +1,4 @@
-"""What process 0 notes in the roll call: who is here, what is wrong with whom, and what everyone is told."""
+"""What process 0 notes in the rendezvous: who is here, what is wrong with whom, and what everyone is told."""
 
 import contextlib
 import json

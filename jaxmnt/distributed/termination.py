@@ -56,7 +56,7 @@ class ExitHandler:
         self._hooks.remove(act)
 
     def exit_now(self, exit_reason: ExitReason) -> NoReturn:
-        """Ends the process. Its exit code is the exit_reason's."""
+        """Ends the process. Its exit code is the reason's."""
         self._begin()
         self._exit(exit_reason, exit_reason.code, told=False)
 
@@ -115,7 +115,7 @@ def code_for_peers(code: int) -> ExitCode:
 
 
 ABANDONED = "start_abandoned"
-"""The event, and the kind of exit_reason."""
+"""The event, and the kind of reason."""
 STOPPED, PEERS = "stopped", "peers"
 _A_DAY_SECONDS = 24 * 3600.0
 _TELLING_SECONDS = 3.0
@@ -173,21 +173,21 @@ class EarlyExit:
         self.fail: Callable[[str], NoReturn] | None = None
         """Tells them of a failure, and ends the process."""
         self._reason: str | None = None
-        self._roll_call_is_over = threading.Event()
-        self._roll_call_is_over.set()
+        self._rendezvous_is_over = threading.Event()
+        self._rendezvous_is_over.set()
         self._failed = False
 
     @contextmanager
     def during_rendezvous(self) -> Iterator[None]:
-        """Inside, the roll call is held: it looks for the request to stop, and tells the others itself."""
-        self._roll_call_is_over.clear()
+        """Inside is the rendezvous: it looks for the request to stop, and tells the others itself."""
+        self._rendezvous_is_over.clear()
         try:
             yield
         except BaseException:
             self._failed = True
             raise
         finally:
-            self._roll_call_is_over.set()
+            self._rendezvous_is_over.set()
 
     def stop_reason(self) -> str | None:
         """What has asked this process to stop, if anything has."""
@@ -202,10 +202,10 @@ class EarlyExit:
     def now(self, reason: str) -> None:
         """Because of this. Called in a thread, while the main thread may be in anything.
 
-        Does not return, unless the main thread ends the process itself, as it does after a roll call that failed.
+        Does not return, unless the main thread ends the process itself, as it does after a rendezvous that failed.
         """
         self._reason = reason
-        self._roll_call_is_over.wait(_TELLING_SECONDS)
+        self._rendezvous_is_over.wait(_TELLING_SECONDS)
         if self._failed:
             return
         exit_reason = exit_reason_of(stopped(reason, self._identity))

@@ -10,7 +10,7 @@ from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.launch.job import Job, checked, environment, filled, key_needed
 
 _REQUEUES = 1000
-_AFTER_THE_ROLL_CALL_SECONDS = 60
+_AFTER_THE_RENDEZVOUS_SECONDS = 60
 _SINFO_SECONDS = 10
 _OF_ANOTHER_JOB = ("SLURM_", "SBATCH_", "SRUN_")
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
@@ -41,7 +41,7 @@ def render(wanted: Job) -> str:
         spare_nodes=str(launch.spare_nodes),
         restarts=str(launch.restarts),
         requeues=str(_REQUEUES),
-        wait=str(wait_seconds + _AFTER_THE_ROLL_CALL_SECONDS),
+        wait=str(wait_seconds + _AFTER_THE_RENDEZVOUS_SECONDS),
         limit=_limit(wanted),
         srun_options=srun,
     )

@@ -90,7 +90,7 @@ def _all_rows(config: Config, identity: Identity, heartbeat: "Heartbeat", option
 
 
 def _meeting_rows(identity: Identity, where: str) -> list[Row]:
-    """What the roll call has found to be well."""
+    """What the rendezvous has found to be well."""
     if identity.process_id != 0 or identity.alone:
         return []
     found = {

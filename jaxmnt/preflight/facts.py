@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmnt.distributed.coordination import broadcast, gather
+from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import environment_digest, machine_id
 from jaxmnt.distributed.termination import is_connection_error
@@ -85,8 +85,7 @@ def thorough() -> Facts:
 
 def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     """The facts of all processes, in order, in each of them."""
-    said = gather(name, json.dumps(facts), identity)
-    return _told_apart(json.loads(broadcast(name, None if said is None else f"[{','.join(said)}]", identity)))
+    return _told_apart([json.loads(text) for text in all_gather(name, json.dumps(facts), identity)])
 
 
 def _told_apart(all_facts: list[Facts]) -> list[Facts]:

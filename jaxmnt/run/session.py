@@ -134,6 +134,7 @@ class Session:
             build_spec(self.config, self.data.vocab_size, self._devices, self._host_of)
             report.already_finished(self.status, self.config, self.start)
             return
+        use_compile_cache(self.config.run.compile_cache, self.directory)
         self.clock.lap("data")
         opened()
         self.events = self._begin_events()
@@ -203,7 +204,6 @@ class Session:
     def build_program(self) -> None:
         """Compiles the steps, all processes together."""
         limit = self.config.watchdog.compile_seconds
-        use_compile_cache(self.config.run.compile_cache, self.directory)
         with self.watchdog.during("compiling", limit):
             self.program = compile_program(self.config, self.data.vocab_size, self._devices, self._host_of)
             # Or those who found it in a cache would count the others' compiling as their own first step.

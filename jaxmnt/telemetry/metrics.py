@@ -54,7 +54,7 @@ Finished = Callable[[int, float, dict[str, Any]], None]
 class TrainLog:
     """Takes each step's metrics as device arrays and reads them when the next step has been dispatched.
 
-    Only process 0 writes and shows; all processes read, because wishes are agreed on through the metrics.
+    Only process 0 writes and shows; all processes read, because stops and saves are agreed on through the metrics.
     """
 
     def __init__(

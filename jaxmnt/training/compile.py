@@ -224,7 +224,7 @@ def _check_levers(config: Config, placement: Placement) -> None:
 
 
 def _abstract_batch(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of training, and of evaluation: the control travel with both."""
+    """Of training, and of evaluation: the control flags travel with both."""
     data, place = spec.config.data, spec.placement.sharding
     shape = (data.global_batch_size, data.sequence_length)
     batch = {

@@ -102,11 +102,11 @@ class ControlFlags:
     def __init__(self, sharding: NamedSharding):
         devices = sharding.mesh.size
 
-        def flags(*control: bool) -> jax.Array:
-            whole = np.tile(np.array(control, np.int32), (devices, 1))
+        def flags(*asked: bool) -> jax.Array:
+            whole = np.tile(np.array(asked, np.int32), (devices, 1))
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-        self._arrays = {control: flags(*control) for control in itertools.product((False, True), repeat=2)}
+        self._arrays = {asked: flags(*asked) for asked in itertools.product((False, True), repeat=2)}
 
     def array(self, *, stop: bool = False, save: bool = False) -> jax.Array:
         """int32 [devices, 2], made once."""
