@@ -82,7 +82,7 @@ class Run:
         there = lambda path: None if path is None else str(self._folder / path)
         sources = {name: one.model_copy(update={"path": there(one.path)}) for name, one in data.sources.items()}
         found = data.model_copy(update={"path": there(data.path), "sources": sources})
-        return TrainingData(self.config, open_sources(found))
+        return TrainingData(self.config, open_sources(found, there(self.config.run.dir)))
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, int32 [L]. Raises `ConfigError` for a run that has no tokenizer."""
@@ -106,7 +106,7 @@ def load_rows(config: Config, *, process: int = 0, processes: int = 1) -> grain.
             f"load_rows: process {process} of {processes} cannot take an equal share of {batch} rows; give a number of "
             "processes that divides data.global_batch_size, and a process below it"
         )
-    data, share = open_sources(config.data), batch // processes
+    data, share = open_sources(config.data, config.run.dir), batch // processes
     rows = range(process * share, (process + 1) * share)
     return grain.MapDataset.source(RowSource(TrainingData(fit_to_data(config, data), data), rows, config.train.steps))
 

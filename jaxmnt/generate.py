@@ -70,7 +70,7 @@ def _tokenizer(
     options: argparse.Namespace, checkpoint: "Committed", config: "Config"
 ) -> "tuple[Tokenizer, int, int | None]":
     """What turns text into the run's tokens and back, how many ids the model knows, and the end of a document's."""
-    from jaxmnt.data.run_tokenizer import NAMELESS
+    from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer, load
 
     known = _known(options, checkpoint)

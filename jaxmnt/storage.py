@@ -226,10 +226,15 @@ def publish(path: StoragePath, text: str) -> None:
     """Writes a file whole or not at all."""
     if isinstance(path, Address):
         return path.write_text(text)
+    publish_bytes(path, text.encode())
+
+
+def publish_bytes(path: Path, content: bytes) -> None:
+    """Like `publish`."""
     temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that kills leave no more than one
     temporary.unlink(missing_ok=True)
-    with temporary.open("x", encoding="utf-8") as file:  # a new one, so never through a link
-        file.write(text)
+    with temporary.open("xb") as file:  # a new one, so never through a link
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

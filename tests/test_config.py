@@ -133,7 +133,10 @@ def test_changes_are_classified(tmp_path):
 
 
 def test_every_key_is_documented_and_in_the_schema():
-    schema, named = json.loads(json_schema()), {"data.sources.NAME": "Source"}
+    schema, named = (
+        json.loads(json_schema()),
+        {"data.sources.NAME": "Source", "data.grain": "Grain", "data.sources.NAME.grain": "Grain"},
+    )
     for key, field in sorted_fields().items():
         assert field.description and field.description.endswith("."), key
         section, _, name = key.rpartition(".")

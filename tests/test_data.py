@@ -10,7 +10,7 @@ from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
 from jaxmnt.data.order import BLOCK, Order, Phase, block_shares, permute
 from jaxmnt.data.rows import Packed, Windows, plan_rows
 from jaxmnt.data.sources import Sources
-from jaxmnt.data.store import TokenStream
+from jaxmnt.data.store import StoredTokens
 from jaxmnt.errors import ConfigError
 
 END = 0
@@ -29,7 +29,7 @@ class InMemory:
         shards = [stream[first : first + shard] for first in range(0, len(stream), shard)]
         masks = [(array % 2).astype(np.uint8) for array in shards] if learn else None
         self.documents = documents
-        self._stream = TokenStream(shards, lambda: self.starts, END, masks)
+        self._stream = StoredTokens(shards, lambda: self.starts, END, masks)
 
     def stream(self, split):
         return self._stream

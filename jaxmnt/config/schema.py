@@ -86,8 +86,24 @@ class Train(Section):
     stop_after: int | None = key(None, "Stop with a checkpoint and exit code 75 after this step.", ge=1)
 
 
+class Grain(Section):
+    train: str | None = key(
+        None, "Instead of path: dotted path of a grain.MapDataset, or of a function without arguments that makes it."
+    )
+    eval: str | None = key(None, "The same, of what is held out.")
+    elements: Literal["documents", "rows"] = key("documents", "What an element is.")
+    vocab_size: int | None = key(
+        None, "How many token ids there are; default as in the prepared data of other sources.", ge=2
+    )
+    end_of_document: int | None = key(
+        None, "Id that ends each document, added where it is missing; default as in the prepared data, else none.",
+        ge=0,
+    )  # fmt: skip
+
+
 class Source(Section):
     path: str | None = key(None, "Prepared data of this source: a directory written by jaxmnt.prepare.")
+    grain: Grain = Grain()
     weight: float = key(1.0, "Its share of the rows, relative to the others' weights.", resume="maths", ge=0, lt=1e9)
     on_end: Literal["repeat", "stop"] | None = key(None, "As data.on_end, for this source.", resume="maths")
 
@@ -106,6 +122,7 @@ class Skip(Section):
 
 class Data(Section):
     path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.")
+    grain: Grain = Grain()
     sources: dict[str, Source] = key({}, "Instead of path: several sources by name, each with path and weight.")
     weight_changes: list[WeightChange] = key([], "Other weights from given steps on.", resume="maths")
     synthetic: int | None = key(
@@ -315,9 +332,12 @@ def _check_data(data: Data) -> None:
     given = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
     if len(given) > 1:
         raise ValueError(f"data.{given[1]}: data.{given[0]} is given, too; keep one of them")
-    for name in data.sources:
+    _check_grain("data.grain", data.grain, next((f"data.{name}" for name in given), None))
+    for name, source in data.sources.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ValueError(f"data.sources: {name!r} is not a name; use letters, digits, - and _")
+        where = f"data.sources.{name}"
+        _check_grain(f"{where}.grain", source.grain, f"{where}.path" if source.path is not None else None)
     if data.weight_changes and not data.sources:
         raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
     weights, step = {name: source.weight for name, source in data.sources.items()}, 0
@@ -335,6 +355,24 @@ def _check_data(data: Data) -> None:
             weights |= change.weights
         if weights and not sum(weights.values()) > 0:
             raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
+
+
+def _check_grain(where: str, grain: Grain, beside: str | None) -> None:
+    """`beside` is the other source of data that is given in the same place."""
+    if grain == Grain():
+        return
+    if beside is not None:
+        raise ValueError(f"{where}: {beside} is given, too; keep one of them")
+    if grain.train is None:
+        raise ValueError(f"{where}.train: not set; give the dotted path of a grain.MapDataset, as package.module.name")
+    for name, path in (("train", grain.train), ("eval", grain.eval)):
+        if path is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+            raise ValueError(f"{where}.{name}: {path!r} is not a dotted path such as package.module.name; correct it")
+    end, ids = grain.end_of_document, grain.vocab_size
+    if end is not None and ids is not None and end >= ids:
+        raise ValueError(
+            f"{where}.end_of_document: {end} must be below {where}.vocab_size ({ids}); correct one of them"
+        )
 
 
 def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:

@@ -11,6 +11,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.config.load import apply_overrides, load_config, parse_config
     from jaxmnt.data import inspection
     from jaxmnt.data.batches import TrainingData
+    from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.sources import open_sources
     from jaxmnt.data.store import PreparedData
     from jaxmnt.data.tokenizer import make_tokenizer
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> int:
     else:
         given = [f"data.path={options.path}"] if options.path else []
         config = load_config(options.config, [*given, *options.overrides])
-    sources = open_sources(config.data)
+    sources = open_sources(config.data, config.run.dir)
     if options.verify:
         with status_line() as status:
             for part in sources.parts.values():
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(f"{name}: {number} is out of range; give 1 or more, as metrics.jsonl counts")
     tokenizer = (
         None
-        if sources.tokenizer["name"] in ("none", "synthetic")
+        if sources.tokenizer["name"] in (NAMELESS, "synthetic")
         else make_tokenizer(sources.tokenizer, sources.folder)
     )
     limit = options.rows or (config.data.global_batch_size if options.batch else 3)

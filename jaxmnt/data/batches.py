@@ -13,6 +13,7 @@ import grain
 import numpy as np
 
 from jaxmnt.config.schema import Config, Data
+from jaxmnt.data.grain_source import GivenRows, GrainData
 from jaxmnt.data.order import BLOCK, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import Packed, RowReader, Rows, make_reader
 from jaxmnt.data.sources import Sources, on_end, phases
@@ -132,10 +133,14 @@ def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
 
 
 def _reader(part: Any, split: str, settings: Any) -> RowReader:
+    if isinstance(part, GrainData):
+        return part.reader(split, settings)
     return make_reader(part.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
 
 
 def _index_bytes(reader: Any) -> int:
+    if isinstance(reader, GivenRows):
+        return 0
     if isinstance(reader, Packed):
         return reader.plan.nbytes + reader.stream.document_starts.nbytes
     return reader.stream.document_starts.nbytes if reader.document_mask else 0

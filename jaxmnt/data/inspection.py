@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.grain_source import GivenRows, GrainData
 from jaxmnt.data.order import block_shares
 from jaxmnt.data.rows import Packed, batch_digest, row_digests
 from jaxmnt.data.sources import Sources, on_end, phases
@@ -54,6 +55,8 @@ def mixture_table(config: Config, training: TrainingData) -> list[str]:
 def lengths(sources: Sources) -> Iterator[str]:
     """How long the documents of each source are, with their ends, as percentiles and a histogram."""
     for name, part in sources.parts.items():
+        if isinstance(part, GrainData) and part.holds_rows:
+            continue
         stream = part.stream("train")
         sizes = np.diff(np.append(stream.document_starts, stream.tokens))
         percentiles = np.percentile(sizes, _PERCENTILES).astype(int).tolist()
@@ -76,13 +79,18 @@ def batch(
     for row in everyone[:limit]:
         name = training.names[int(located.source[row])]
         reader, number = training.readers[name], int(located.row[row])
-        kind = "packed" if isinstance(reader, Packed) else "window"
+        kind = "packed" if isinstance(reader, Packed) else "row" if isinstance(reader, GivenRows) else "window"
         targets = int((tokens["weights"][row] > 0).sum())
         yield (
             f"row {row}: {name}, {kind} {number:,} of epoch {located.epoch[row] + 1}, "
             f"{targets} targets of {config.data.sequence_length}"
         )
-        yield from _documents_of_row(sources.parts[name], reader, number, tokenizer)
+        part = sources.parts[name]
+        if isinstance(reader, GivenRows):
+            origin, text = part.origin("train", number), _decoded(tokenizer, tokens["targets"][row])
+            yield f"  {printable(origin.file)}:{origin.record}{text}"
+        else:
+            yield from _documents_of_row(part, reader, number, tokenizer)
     if limit < len(everyone):
         yield f"({len(everyone) - limit} more rows; --rows shows more)"
 
@@ -98,11 +106,14 @@ def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | N
         first = int(piece[0] - reader.stream.document_starts[document])
         values = np.empty(len(piece), np.int64)
         reader.stream.read(int(piece[0]), values)
-        text = "" if tokenizer is None else f"  {_shorten(tokenizer.decode(values))}"
         yield (
             f"  {place:>6}  {len(piece):>6} tokens from {first:,} of document {document:,}"
-            f"  {printable(origin.file)}:{origin.record}{text}"
+            f"  {printable(origin.file)}:{origin.record}{_decoded(tokenizer, values)}"
         )
+
+
+def _decoded(tokenizer: Tokenizer | None, tokens: np.ndarray) -> str:
+    return "" if tokenizer is None else f"  {_shorten(tokenizer.decode(tokens))}"
 
 
 def _shorten(text: str, width: int = 60) -> str:

@@ -29,7 +29,10 @@ LARGEST_VOCABULARY = 2**31
 _TOKENS_AT_MOST = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHARD = re.compile(r"[0-9]{5,12}-[0-9]{2,12}", re.ASCII)
-_TOKENIZERS = ("bytes", "huggingface", "none")
+NAMELESS = "none"
+"""The tokenizer of token arrays that nobody has named one for."""
+
+_TOKENIZERS = ("bytes", "huggingface", NAMELESS)
 
 
 class _OddError(Exception):

@@ -24,9 +24,6 @@ MANIFEST = "manifest.json"
 FORMAT = "jaxmnt-tokenizer"
 VERSION = 1
 
-NAMELESS = "none"
-"""What data calls the tokenizer of token arrays."""
-
 
 @dataclass(frozen=True)
 class RunTokenizer:

@@ -15,10 +15,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxmnt.config.schema import Config, Data
+from jaxmnt.config.schema import Config, Data, Source
+from jaxmnt.data.grain_source import GrainData, open_grain
 from jaxmnt.data.manifest import MANIFEST
 from jaxmnt.data.order import Phase
-from jaxmnt.data.store import Origin, PreparedData, TokenStream, open_prepared
+from jaxmnt.data.store import Origin, PreparedData, StoredTokens, TokenStream, open_prepared
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
 
 _TOKENS = {"train": 2**22, "eval": 2**14}
@@ -71,7 +72,7 @@ def _stream(vocab_size: int, split: str) -> TokenStream:
     ends = np.flatnonzero(generator.random(len(tokens)) < 1 / _DOCUMENT)
     tokens[ends] = tokens[-1] = vocab_size - 1
     starts = np.concatenate([[0], ends[ends < len(tokens) - 1] + 1]).astype(np.int64)
-    return TokenStream([tokens], lambda: starts, vocab_size - 1)
+    return StoredTokens([tokens], lambda: starts, vocab_size - 1)
 
 
 _PIECE = 2**22
@@ -149,6 +150,8 @@ def _read(reading: BinaryIO, source: Path) -> bytes:
         raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error
 
 
+Part = PreparedData | SyntheticData | GrainData
+
 ONLY = "data"
 """The name of the source when there is one without a name."""
 
@@ -157,7 +160,7 @@ ONLY = "data"
 class Sources:
     """Prepared data by name, in the order of the names."""
 
-    parts: dict[str, PreparedData | SyntheticData]
+    parts: dict[str, Part]
 
     @property
     def vocab_size(self) -> int:
@@ -175,8 +178,8 @@ class Sources:
 
     @property
     def folder(self) -> Path:
-        """Where the tokenizer lies."""
-        return Path(self._first.path)
+        """Where the tokenizer lies, if it lies anywhere."""
+        return next((part.path for part in self.parts.values() if isinstance(part, PreparedData)), Path())
 
     @property
     def digests(self) -> dict[str, str]:
@@ -200,29 +203,33 @@ class Sources:
         )
 
     @property
-    def _first(self) -> PreparedData | SyntheticData:
+    def _first(self) -> Part:
         return next(iter(self.parts.values()))
 
 
-def open_sources(settings: Data) -> Sources:
-    """Opens what `data` names. Raises `ConfigError` for data that is missing, damaged or of different vocabularies."""
+def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
+    """Opens what `data` names. Raises `ConfigError` for data that is missing, damaged or of different vocabularies.
+
+    What had to be read of datasets of Grain to open them is kept in `run_dir`, if that is given.
+    """
     if settings.synthetic is not None:
         return Sources({ONLY: SyntheticData(settings.synthetic)})
-    if settings.sources:
-        parts = {
-            name: _open(settings.sources[name].path, f"data.sources.{name}.path") for name in sorted(settings.sources)
-        }
-    else:
-        parts = {ONLY: _open(settings.path, "data.path")}
-    sources = Sources(dict(parts))
-    for name, part in parts.items():
+    named: dict[str, Data | Source] = {ONLY: settings} if not settings.sources else dict(settings.sources)
+    keys = {name: "data" if not settings.sources else f"data.sources.{name}" for name in sorted(named)}
+    parts: dict[str, Part] = {
+        name: _open(named[name].path, f"{key}.path") for name, key in keys.items() if named[name].grain.train is None
+    }
+    like, folder = next(iter(parts.values()), None), None if run_dir is None else Path(run_dir)
+    for name in [name for name in keys if name not in parts]:
+        parts[name] = open_grain(named[name].grain, f"{keys[name]}.grain", like, folder)
+    sources = Sources({name: parts[name] for name in keys})
+    for name, part in sources.parts.items():
         if (part.vocab_size, part.tokenizer) != (sources.vocab_size, sources.tokenizer):
-            first = next(iter(parts))
             raise ConfigError(
-                f"data.sources: {first} and {name} were prepared with different tokenizers; "
+                f"data.sources: {next(iter(sources.parts))} and {name} were prepared with different tokenizers; "
                 "prepare all sources with the same one"
             )
-    for part in parts.values():
+    for part in sources.parts.values():
         with _reading(part.path):
             part.check()
     return sources

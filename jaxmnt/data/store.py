@@ -21,6 +21,7 @@ import errno
 import functools
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,57 @@ class Origin(NamedTuple):
     """Line, row or document of the file, from 1."""
 
 
-class TokenStream:
-    """Random access to one split as a single stream of tokens. Thread-safe: reading keeps no state."""
+class TokenStream(ABC):
+    """Random access to one split as a single stream of tokens. Thread-safe."""
+
+    tokens: int
+    """How many there are."""
+    has_learn_mask: bool
+
+    def __init__(self, document_starts: Callable[[], np.ndarray], end_of_document: int | None):
+        self._document_starts = document_starts
+        self.end_of_document = end_of_document
+
+    @property
+    def filler(self) -> int:
+        """What stands before a document, and where nothing is: its end, or just any id where documents have none."""
+        return self.end_of_document or 0
+
+    @functools.cached_property
+    def document_starts(self) -> np.ndarray:
+        """Offset in the stream of each document's first token; int64, loaded when first asked for."""
+        return self._document_starts()
+
+    def documents(self, offsets: np.ndarray) -> np.ndarray:
+        """The number of the document that each offset lies in."""
+        return np.searchsorted(self.document_starts, offsets, side="right") - 1
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copies tokens from offset `start` on into `out`; there must be as many."""
+        self.read_all(np.array([start], np.int64), [out])
+
+    @abstractmethod
+    def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
+        """Like `read`, of many stretches."""
+
+    @abstractmethod
+    def read_all_learn(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
+        """Like `read_all`, of the mask of targets: 0 where a token is none. Only if there is a mask."""
+
+    def holds_ids(self, tokens: np.ndarray) -> bool:
+        """Whether int32 tokens that were read are all of the vocabulary: one comparison of their maximum."""
+        return True
+
+    def refuse(self, offsets: np.ndarray) -> NoReturn:
+        """Raises `ConfigError` with the first of these tokens, of which one is not of the vocabulary."""
+        raise AssertionError("all of them are")
+
+    def check_learn(self, weights: np.ndarray) -> None:  # noqa: B027 (not every stream has to look)
+        """Raises `ConfigError` if weights that were read of the mask are not all 0 or 1."""
+
+
+class StoredTokens(TokenStream):
+    """A stream that lies in arrays. Reading keeps no state."""
 
     def __init__(
         self,
@@ -67,49 +117,25 @@ class TokenStream:
         # Plain views: a memmap's own indexing is slow.
         self._tokens = [np.asarray(array) for array in tokens]
         self._learn = None if learn is None else [np.asarray(array) for array in learn]
-        self._document_starts = document_starts
-        self.end_of_document = end_of_document
+        super().__init__(document_starts, end_of_document)
         self._vocab_size, self._folder, self._names = vocab_size, folder, names
         self._bounds = np.array(self._offsets, np.int64)
-        self.tokens = self._offsets[-1]
-
-    @property
-    def filler(self) -> int:
-        """What stands before a document, and where nothing is: its end, or just any id where documents have none."""
-        return self.end_of_document or 0
-
-    @functools.cached_property
-    def document_starts(self) -> np.ndarray:
-        """Offset in the stream of each document's first token; int64, loaded when first asked for."""
-        return self._document_starts()
-
-    @property
-    def has_learn_mask(self) -> bool:
-        return self._learn is not None
+        self.tokens, self.has_learn_mask = self._offsets[-1], learn is not None
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copies tokens from offset `start` on into `out`; there must be as many."""
         self._copy(self._tokens, start, out)
 
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        """Like `read`, of many stretches."""
         self._copy_all(self._tokens, starts, outs)
 
     def read_all_learn(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        """Like `read_all`, of the mask of targets: 0 where a token is none. Only if there is a mask."""
         assert self._learn is not None
         self._copy_all(self._learn, starts, outs)
 
-    def documents(self, offsets: np.ndarray) -> np.ndarray:
-        """The number of the document that each offset lies in."""
-        return np.searchsorted(self.document_starts, offsets, side="right") - 1
-
     def holds_ids(self, tokens: np.ndarray) -> bool:
-        """Whether int32 tokens that were read are all of the vocabulary: one comparison of their maximum."""
         return self._vocab_size is None or not tokens.size or int(tokens.view(np.uint32).max()) < self._vocab_size
 
     def refuse(self, offsets: np.ndarray) -> NoReturn:
-        """Raises `ConfigError` with the first of these tokens, of which one is not of the vocabulary."""
         assert self._vocab_size is not None
         for offset in np.unique(offsets[(offsets >= 0) & (offsets < self.tokens)]).tolist():
             shard = bisect_right(self._offsets, offset) - 1
@@ -122,7 +148,6 @@ class TokenStream:
         raise AssertionError("all of them are")
 
     def check_learn(self, weights: np.ndarray) -> None:
-        """Raises `ConfigError` if weights that were read of the mask are not all 0 or 1."""
         if weights.max(initial=0) > 1:
             raise ConfigError(f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {_AGAIN}")
 
@@ -190,7 +215,7 @@ class PreparedData:
         shards = self.manifest["splits"][split]["shards"]
         tokens = [self._load(split, "tokens", shard, "tokens") for shard in shards]
         learn = [self._load(split, "learn", shard, "tokens") for shard in shards] if self._has_learn else None
-        return TokenStream(
+        return StoredTokens(
             tokens,
             lambda: self._document_starts(split),
             self.manifest["tokenizer"]["end_of_document"],

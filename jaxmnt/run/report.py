@@ -7,6 +7,7 @@ from jaxmnt.checkpoint.refs import FOLDER
 from jaxmnt.config.describe import MEANING
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import UserError
@@ -53,8 +54,9 @@ def data(status: StatusLine, config: Config, sources: Sources, training: Trainin
             f"knowing nothing costs {math.log(part.vocab_size):.3f} nats a token{known}"
         )
         rows = training.readers[name].rows
+        kind = "rows" if isinstance(part, GrainData) and part.holds_rows else settings.rows
         status.line(
-            f"rows    {label}{count(rows)} {settings.rows} of {settings.sequence_length} tokens, "
+            f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
             f"fill {training.fill()[name]:.3f}"
         )
 

@@ -12,6 +12,7 @@ import jax
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData, training_rows
 from jaxmnt.data.feed import Feed, process_rows
+from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.run_tokenizer import keep, of_data
 from jaxmnt.data.sources import Sources, fit_to_data, open_sources, stage
 from jaxmnt.data.store import PreparedData
@@ -196,7 +197,7 @@ class Session:
 
     def read_data(self) -> None:
         """Opens the data, and fits the config to its vocabulary."""
-        self.data = ready_data(self.config, self.identity, self.status)
+        self.data = ready_data(self.config, self.identity, self.status, writes=self.writes and bool(self.locks))
         self.config = fit_to_data(self.config, self.data)
         self.training_data = TrainingData(self.config, self.data)
         self.hosts = host_names(self.identity)
@@ -241,19 +242,23 @@ class Session:
             self.events.write("config_change", **change._asdict())
 
 
-def ready_data(config: Config, identity: Identity, status: StatusLine) -> Sources:
+def ready_data(config: Config, identity: Identity, status: StatusLine, *, writes: bool) -> Sources:
     """The data that the config names, checked and copied to this host where the config asks for it.
 
-    Raises `ConfigError` for data that is missing, damaged or does not fit together.
+    With `writes` the run directory gets what has to be found out once for a run. Raises `ConfigError` for data that is
+    missing, damaged or does not fit together.
     """
     settings = config.data
     with nothing_wrong_with_the_config(config):
-        data = open_sources(config.data)
-    if not settings.verify and settings.stage_dir is None:
+        data = open_sources(config.data, config.run.dir)
+    datasets = [part for part in data.parts.values() if isinstance(part, GrainData)]
+    if not settings.verify and settings.stage_dir is None and not datasets:
         return data
     trouble = None
     try:
         with nothing_wrong_with_the_config(config):
+            for dataset in datasets if writes else []:
+                dataset.make_index(lambda name: status.update(f"data    indexing {name}"))
             if settings.stage_dir is not None:
                 data = _staged(data, Path(settings.stage_dir), status)
             if settings.verify:
@@ -262,6 +267,8 @@ def ready_data(config: Config, identity: Identity, status: StatusLine) -> Source
     except UserError as error:
         trouble = error
     barrier_or_raise("the data is ready on every host", trouble, identity, _READY_SECONDS)
+    for dataset in datasets:
+        dataset.load_index()
     return data
 
 

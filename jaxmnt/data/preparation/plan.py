@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxmnt import storage
-from jaxmnt.data.manifest import FORMAT, MANIFEST, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
+from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
 from jaxmnt.data.preparation.inputs import Input, Part, Settings, is_unchanged
 from jaxmnt.data.preparation.part import (
     Job,
@@ -248,7 +248,7 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
     manifest = {
         "format": FORMAT,
         "version": VERSION,
-        "tokenizer": {"name": "none", "end_of_document": job.end_of_document}
+        "tokenizer": {"name": NAMELESS, "end_of_document": job.end_of_document}
         if tokenizer is None
         else tokenizer.description,
         "vocab_size": job.vocab_size,
