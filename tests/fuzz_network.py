@@ -65,8 +65,8 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
             while outcome is None and rounds < 2:
                 heard = listener.wait(0.01)
                 rounds += not heard and over.is_set()
-                for connection, line in heard:
-                    outcome = outcome or server._hear(connection, line)
+                for connection, message in heard:
+                    outcome = outcome or server._hear(connection, message)
             said = f"{server._missing('still to come')} {server._present()} {listener.account}"
             assert said.isprintable() and len(said) < 20_000, "what is told of those present"
             outcome = outcome or server._unreachable()
@@ -159,6 +159,7 @@ def told(name: str, process: int) -> Callable[[Path], Any]:
 
     def read(folder: Path) -> Any:
         from jaxmnt.distributed.heartbeat import Heartbeat
+        from jaxmnt.distributed.json_socket import JsonSocket
         from jaxmnt.distributed.rendezvous import Peer
         from jaxmnt.distributed.termination import ExitHandler
 
@@ -168,11 +169,12 @@ def told(name: str, process: int) -> Callable[[Path], Any]:
 
         other = 1 - process
         with _heard((folder / name).read_bytes()) as (here, _):
-            heartbeat = Heartbeat(Identity(process, 3, "n1:1"), {other: Peer("n2", here)}, Noted(), 30.0, 60.0)
-            wire = heartbeat._wires[other]
-            heartbeat._selector.register(wire, selectors.EVENT_READ, other)
+            heartbeat = Heartbeat(
+                Identity(process, 3, "n1:1"), {other: Peer("n2", JsonSocket(here))}, Noted(), 30.0, 60.0
+            )
+            heartbeat._selector.register(heartbeat._connections[other], selectors.EVENT_READ, other)
             try:
-                while other in heartbeat._wires and heartbeat._selector.select(1):
+                while other in heartbeat._connections and heartbeat._selector.select(1):
                     heartbeat._hear(other)
                 str(heartbeat._positions[other])
                 return "heard"

@@ -1,6 +1,7 @@
 """The processes hear of each other's failures: heartbeats over real connections, in threads of one process."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from jaxmnt.config.schema import Watchdog as Limits
 from jaxmnt.distributed import rendezvous
 from jaxmnt.distributed.heartbeat import STARTING, Heartbeat, Position, account_of
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.json_socket import Wire
+from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.process_group import telling
 from jaxmnt.distributed.rendezvous import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError, exit_reason_of
@@ -45,12 +46,12 @@ class Cluster:
         pairs = {process: socket.socketpair() for process in range(1, COUNT)}
         self.exit_handlers = [Noted() for _ in range(COUNT)]
         identity = lambda process: Identity(process, COUNT, "localhost:1")
-        first = {process: Peer(f"host{process}", pair[0]) for process, pair in pairs.items()}
+        first = {process: Peer(f"host{process}", JsonSocket(pair[0])) for process, pair in pairs.items()}
         make = lambda process, peers: Heartbeat(
             identity(process), peers, self.exit_handlers[process], silence, patience
         )
         self.heartbeats = [make(0, first)]
-        self.heartbeats += [make(process, {0: Peer("host0", pair[1])}) for process, pair in pairs.items()]
+        self.heartbeats += [make(process, {0: Peer("host0", JsonSocket(pair[1]))}) for process, pair in pairs.items()]
         self.sockets = {process: pair[1] for process, pair in pairs.items()}
 
     def start(self, *but):
@@ -124,8 +125,8 @@ def test_what_jax_says_of_a_lost_peer_ends_with_the_name_of_who_is_gone(cluster,
 
 def test_process_0_is_missed_by_all(cluster):
     made = cluster().start(0)
-    for wire in made.heartbeats[0]._wires.values():
-        wire.close()
+    for connection in made.heartbeats[0]._connections.values():
+        connection.close()
     for heard in made.exit_reasons(1, 2):
         assert heard.process == 0 and "process 0 of 3 on host0 went away without a word" in heard.why
 
@@ -192,7 +193,7 @@ def test_a_stop_that_comes_as_the_rendezvous_ends_is_heard_by_the_heartbeat(clus
     made = cluster()
     caller = rendezvous._Client(Identity(1, COUNT, "localhost:1"), {}, b"", lambda: "SIGTERM")
     with pytest.raises(StoppedError, match=r"\(SIGTERM\)"):
-        caller._line(made.sockets[1], time.monotonic() + 5)
+        caller._outcome(JsonSocket(made.sockets[1]), time.monotonic() + 5)
     made.start(1)
     for heard in made.exit_reasons(0, 2):
         assert (heard.kind, heard.code, heard.process) == ("start_abandoned", 75, 1)
@@ -231,18 +232,36 @@ def test_accounts():
     assert suspect == 2 and text.startswith("No answer from p2. p1: starting")
 
 
-def test_a_wire_takes_lines_apart_and_knows_the_end():
+def test_a_json_socket_takes_lines_apart_and_knows_the_end():
     one, other = socket.socketpair()
-    wire = Wire(other)
+    connection = JsonSocket(other)
+    assert connection.receive() == []
     one.sendall(b'{"kind": "a"}\n{"kind"')
-    assert wire.receive() == [{"kind": "a"}]
-    one.sendall(b': "b"}\n')
-    assert wire.receive() == [{"kind": "b"}]
+    assert connection.receive() == [{"kind": "a"}]
+    one.sendall(b': "b"}\n{"kind": "c"}\n{"kind": "d"}\n')
+    assert connection.receive_one(1) == {"kind": "b"} and connection.has_messages
+    assert connection.receive() == [{"kind": "c"}, {"kind": "d"}] and not connection.is_over()
     one.sendall(b"GET / HTTP/1.1\n")
-    assert wire.receive() is None
+    with pytest.raises(ValueError):
+        connection.receive()
     one.close()
-    assert wire.receive() is None and not wire.send({"kind": "beat"})
-    wire.close()
+    assert connection.is_over()
+    with pytest.raises(ConnectionError):
+        connection.receive()
+    with pytest.raises(ConnectionError):
+        connection.send({"kind": "beat"})
+    connection.close()
+
+
+def test_what_comes_with_the_end_of_the_rendezvous_is_heard(cluster):
+    """Process 0's first words may arrive together with its answer."""
+    made = cluster()
+    answer, words = {"error": None}, {"kind": "failed", "why": "boom", "code": 1}
+    made.sockets[1].sendall("".join(json.dumps(line) + "\n" for line in (answer, words)).encode())
+    assert made.heartbeats[0]._connections[1].receive_one(1) == answer
+    made.start(1)
+    (heard,) = made.exit_reasons(0)
+    assert heard.process == 1 and "failed: boom" in heard.why
 
 
 # The watchdog.

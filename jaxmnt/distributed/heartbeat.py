@@ -6,6 +6,7 @@ every second where it is. Process 0 tells all, and each ends with a message that
 waits for JAX's heartbeat, whose end is an abort without a name.
 """
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -15,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.json_socket import Wire
 from jaxmnt.distributed.rendezvous_server import Peer
 from jaxmnt.distributed.termination import (
     ABANDONED,
@@ -65,7 +65,7 @@ class Heartbeat:
     ):
         """A process is missed after `silence` seconds without a word; after `patience` until it has settled."""
         self._identity = identity
-        self._wires = {process: Wire(peer.connection) for process, peer in sorted(peers.items())}
+        self._connections = {process: peer.connection for process, peer in sorted(peers.items())}
         self._hosts = {identity.process_id: socket.gethostname()} | {i: peer.host for i, peer in peers.items()}
         self._positions = dict.fromkeys(peers, STARTING)
         self._unheard = dict.fromkeys(peers, 0)
@@ -89,11 +89,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._listen, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        if not self._wires:
+        if not self._connections:
             return
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
-        for process, wire in self._wires.items():
-            self._selector.register(wire, selectors.EVENT_READ, process)
+        for process, connection in self._connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, process)
         self._thread.start()
 
     @property
@@ -152,11 +152,14 @@ class Heartbeat:
 
     def _listen(self) -> None:
         beat = time.monotonic()
+        for process, connection in tuple(self._connections.items()):
+            if connection.has_messages:  # they have come with the end of the rendezvous
+                self._hear(process)
         while not self._leaving:
             for event, _ in self._selector.select(max(0.0, beat + _BEAT_SECONDS - time.monotonic())):
                 if event.data is None:
                     self._alarm.recv(16)
-                elif event.data in self._wires:
+                elif event.data in self._connections:
                     self._hear(event.data)
             self._attend_to_own()
             if time.monotonic() >= beat + _BEAT_SECONDS:
@@ -184,7 +187,7 @@ class Heartbeat:
     def _beat(self) -> None:
         position = self.position()
         self._broadcast({"kind": "beat", "position": asdict(position)})
-        for process in tuple(self._wires):
+        for process in tuple(self._connections):
             # Counted, not timed: a machine that was suspended does not blame the others for its own absence.
             self._unheard[process] += 1
             limit = self._silence if position.settled else self._patience
@@ -196,10 +199,8 @@ class Heartbeat:
 
     def _hear(self, process: int) -> None:
         """What one peer has to say."""
-        wire = self._wires[process]
-        messages = wire.receive()
+        messages = self._received(process)
         if messages is None:
-            self._drop(process)
             self._lost(process, "went away without a word: killed, its host lost, or it called exit")
             return
         self._unheard[process] = 0
@@ -217,7 +218,7 @@ class Heartbeat:
 
     def _obey(self, process: int, message: dict[str, Any], exit_reason: ExitReason | None, code: ExitCode) -> None:
         kind, why = message["kind"], printable_lines(str(message.get("why")))
-        if kind == "bye" and process in self._wires:
+        if kind == "bye" and process in self._connections:
             self._drop(process)
         elif kind == "failed":
             self._tell_all(self._exit_reason("peer_lost", f"failed: {why}", code, process))
@@ -233,7 +234,7 @@ class Heartbeat:
             self._tell_all(self._exit_reason("peer_lost", why, ExitCode.PEER, 0))
         elif kind == "here" and self._inquiry is not None:
             self._inquiry.answered.add(process)
-            if self._inquiry.answered >= set(self._wires):
+            if self._inquiry.answered >= set(self._connections):
                 self._conclude()
         elif exit_reason is not None:
             self._end(exit_reason)
@@ -262,7 +263,7 @@ class Heartbeat:
     def _conclude(self) -> None:
         assert self._inquiry is not None
         positions = self._positions | {0: self.position()}
-        silent = sorted(set(self._wires) - self._inquiry.answered)
+        silent = sorted(set(self._connections) - self._inquiry.answered)
         account, suspect = account_of(positions, silent, self._label)
         self._tell_all(self._exit_reason("hang", f"{self._inquiry.why}. {account}", ExitCode.PEER, suspect))
 
@@ -276,10 +277,10 @@ class Heartbeat:
                 told |= {"kind": "peer_lost", "why": self._blame(exit_reason.process, f"failed: {exit_reason.why}")}
             self._broadcast({"kind": "verdict", "exit_reason": told})
             until = time.monotonic() + _GOING_LAST_SECONDS
-            while self._wires and time.monotonic() < until:
+            while self._connections and time.monotonic() < until:
                 for event, _ in self._selector.select(0.05):
-                    if event.data in self._wires and self._wires[event.data].receive() is None:
-                        self._drop(event.data)
+                    if event.data in self._connections:
+                        self._received(event.data)
         self._end(exit_reason)
 
     def _end(self, exit_reason: ExitReason) -> None:
@@ -287,13 +288,22 @@ class Heartbeat:
             self.exit_handler.exit_now(exit_reason)
 
     def _broadcast(self, message: dict[str, Any]) -> None:
-        for wire in self._wires.values():
-            wire.send(message)  # one who cannot hear it is found by his silence
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # one who cannot hear it is found by his silence
+                connection.send(message)
+
+    def _received(self, process: int) -> list[dict[str, Any]] | None:
+        """What a peer has said; None, and it is dropped, if it is gone or says what no process says."""
+        try:
+            return self._connections[process].receive()
+        except (OSError, ValueError):
+            self._drop(process)
+            return None
 
     def _drop(self, process: int) -> None:
-        wire = self._wires.pop(process)
-        self._selector.unregister(wire)
-        wire.close()
+        connection = self._connections.pop(process)
+        self._selector.unregister(connection)
+        connection.close()
 
     def _exit_reason(self, kind: str, why: str, code: int, process: int | None = None) -> ExitReason:
         if kind == "failed":

@@ -38,38 +38,68 @@ def _finite(text: str) -> float:
     return number
 
 
-class Wire:
-    """One end of a connection. A peer that cannot take what is sent within a second counts as gone."""
+class JsonSocket:
+    """One end of a connection that carries objects as lines.
+
+    It goes from the rendezvous to the heartbeat as a whole, with what has arrived. For one thread at a time.
+    """
 
     def __init__(self, connection: socket.socket):
-        connection.settimeout(_SEND_SECONDS)
-        self._connection = connection
+        self.connection = connection
         self._received = b""
+        self._messages: list[dict[str, Any]] = []
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self.connection.fileno()
 
-    def send(self, message: dict[str, Any]) -> bool:
-        """Whether it went out."""
+    def send(self, message: dict[str, Any], seconds: float = _SEND_SECONDS) -> None:
+        """Raises `OSError` if the peer is gone, or cannot take it within so many seconds."""
+        self.connection.settimeout(seconds)
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """What arrives within so many seconds, or has arrived before; perhaps nothing.
+
+        Raises `OSError` if the peer is gone, and `ValueError` if it says what no process says.
+        """
+        if not self._messages:
+            self._read(seconds)
+        messages, self._messages = self._messages, []
+        return messages
+
+    def receive_one(self, seconds: float) -> dict[str, Any] | None:
+        """The first message of `receive`, if there is one. The rest is left for later."""
+        messages = self.receive(seconds)
+        self._messages = messages[1:]
+        return messages[0] if messages else None
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is something to receive of which a selector does not know."""
+        return bool(self._messages)
+
+    def is_over(self) -> bool:
+        """Whether the peer has closed it, and all that it said has been read."""
+        self.connection.settimeout(0.0)
         try:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
             return False
-        return True
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """What has arrived, when the selector says that something has; None if the peer is gone."""
-        try:
-            chunk = self._connection.recv(2**16)
         except OSError:
-            chunk = b""
-        *lines, self._received = (self._received + chunk).split(b"\n")
-        if not chunk or len(self._received) > _LONGEST_LINE:
-            return None
-        try:
-            return [parse(line) for line in lines]
-        except ValueError:
-            return None
+            return True
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
+
+    def _read(self, seconds: float) -> None:
+        self.connection.settimeout(seconds)
+        try:
+            chunk = self.connection.recv(2**16)
+        except (BlockingIOError, TimeoutError):
+            return
+        if not chunk:
+            raise ConnectionResetError("it closed the connection without an answer")
+        *lines, self._received = (self._received + chunk).split(b"\n")
+        if len(self._received) > _LONGEST_LINE:
+            raise ValueError("a line without an end")
+        self._messages = [parse(line) for line in lines]

@@ -7,14 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from jaxmnt.distributed import authentication
+from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.errors import remark
 
 _PROOF_SECONDS = 10.0
 _STRANGERS_AT_MOST = 64
 """Connections at a time that have not shown the key, beyond one of each process."""
-_LONGEST_LINE = 2**14
+_CHUNK = 2**14
 _ADDRESSES_TOLD, _ADDRESSES_COUNTED = 8, 1000
 _LOOK_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -36,8 +38,8 @@ class _Stranger:
     received: bytes = b""
 
 
-Said = list[tuple[socket.socket, bytes | None]]
-"""Lines of those who have the key; None for one who has hung up, or says too much."""
+Said = list[tuple[JsonSocket, dict[str, Any] | None]]
+"""Messages of those who have the key; None for one who has hung up, or says what no process says."""
 
 
 class Listener:
@@ -51,8 +53,8 @@ class Listener:
         self._selector.register(server, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, _Stranger] = {}
         """In order of coming."""
-        self._received: dict[socket.socket, bytes] = {}
-        """What each of those who have the key has sent that is not yet a line."""
+        self._known: dict[JsonSocket, None] = {}
+        """The connections of those who have shown the key, in order."""
         self._look_again = 0.0
         self.refused: Counter[str] = Counter()
         """Connections without the key, by address."""
@@ -64,36 +66,35 @@ class Listener:
         """What is said meanwhile. Returns early as soon as something happens."""
         said: Said = []
         for event, _ in self._selector.select(max(0.0, min(seconds, _LOOK_SECONDS))):
-            connection = event.fileobj
-            assert isinstance(connection, socket.socket)
-            if connection is self._server:
+            if event.fileobj is self._server:
                 self._accept()
-            elif connection in self._strangers:
-                self._examine(connection, self._strangers[connection])
-            elif connection in self._received:  # else it was dropped a moment ago
-                said += self._hear(connection)
+            elif event.fileobj in self._strangers:
+                self._examine(event.fileobj, self._strangers[event.fileobj])
+            elif event.fileobj in self._known:  # else it was dropped a moment ago
+                said += self._hear(event.fileobj)
         self._drop_the_slow(time.monotonic())
         return said
 
-    def known(self) -> list[socket.socket]:
+    def known(self) -> list[JsonSocket]:
         """The connections of those who have shown the key."""
-        return list(self._received)
+        return list(self._known)
 
-    def knows(self, connection: socket.socket) -> bool:
+    def knows(self, connection: JsonSocket) -> bool:
         """Whether this is the connection of one who has shown the key, and is still here."""
-        return connection in self._received
+        return connection in self._known
 
-    def drop(self, connection: socket.socket) -> None:
-        """If it is still here: of several lines that came at once the first may have been reason enough."""
-        if self._strangers.pop(connection, None) is None and self._received.pop(connection, None) is None:
-            return
-        self._selector.unregister(connection)
-        connection.close()
+    def drop(self, connection: JsonSocket) -> None:
+        """If it is still here: of several messages that came at once the first may have been reason enough."""
+        if connection in self._known:
+            del self._known[connection]
+            self._forget(connection)
 
-    def close(self, keeping: Collection[socket.socket] = ()) -> None:
+    def close(self, keeping: Collection[JsonSocket] = ()) -> None:
         """Closes the port and all connections but these."""
-        for connection in {*self._strangers, *self._received}.difference(keeping):
-            connection.close()
+        for stranger in self._strangers:
+            stranger.close()
+        for known in self._known.keys() - set(keeping):
+            known.close()
         self._selector.close()
         self._server.close()
 
@@ -152,9 +153,12 @@ class Listener:
         answer = authentication.answer_to(self._key, stranger.nonce, stranger.received)
         if answer is not None:
             del self._strangers[connection]
-            self._received[connection] = b""
+            known = JsonSocket(connection)
+            self._selector.unregister(connection)
+            self._selector.register(known, selectors.EVENT_READ)
+            self._known[known] = None
             if not _sent(connection, answer):
-                self.drop(connection)
+                self.drop(known)
             return
         if authentication.is_proof(stranger.received):
             _sent(connection, authentication.REFUSAL)
@@ -162,16 +166,16 @@ class Listener:
                 self.with_another_key.append(stranger.address)
         self._refuse(connection, silent=not stranger.received)
 
-    def _hear(self, connection: socket.socket) -> Said:
-        chunk = _received(connection)
-        if chunk is None:
-            return []
-        received = self._received[connection] + chunk
-        if not chunk or len(received) > _LONGEST_LINE:
+    def _hear(self, connection: JsonSocket) -> Said:
+        try:
+            return [(connection, message) for message in connection.receive()]
+        except (OSError, ValueError):
             self.drop(connection)
             return [(connection, None)]
-        *lines, self._received[connection] = received.split(b"\n")
-        return [(connection, line) for line in lines]
+
+    def _forget(self, connection: socket.socket | JsonSocket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
 
     def _refuse(self, connection: socket.socket, *, silent: bool = False) -> None:
         """Those who connect and hang up without a word, as health checks do, are only counted."""
@@ -180,7 +184,8 @@ class Listener:
             address = "other addresses"
         first = address not in self._told and not silent and len(self._told) < _ADDRESSES_TOLD
         self.refused[address] += 1
-        self.drop(connection)
+        del self._strangers[connection]
+        self._forget(connection)
         if first:
             self._told.add(address)
             remark(f"note: {address} came without the run's key; is run.dir shared?")
@@ -189,7 +194,7 @@ class Listener:
 def _received(connection: socket.socket) -> bytes | None:
     """What has arrived; None if nothing has, nothing if the other end is gone."""
     try:
-        return connection.recv(_LONGEST_LINE)
+        return connection.recv(_CHUNK)
     except BlockingIOError:
         return None
     except OSError:

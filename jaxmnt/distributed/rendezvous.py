@@ -7,14 +7,14 @@ The connections stay open: a `Heartbeat` goes on with them.
 """
 
 import contextlib
-import json
 import resource
 import socket
 import time
+from typing import Any
 
 from jaxmnt.distributed import addresses, authentication
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.json_socket import parse
+from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.listener import Listener
 from jaxmnt.distributed.rendezvous_server import (
     LONGEST_TROUBLE,
@@ -27,7 +27,6 @@ from jaxmnt.distributed.rendezvous_server import (
 from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines, remark
 
-_LONGEST_LINE = 2**16
 _RETRY_SECONDS, _RETRY_REFUSED_SECONDS = 0.1, 1.0
 _PROOF_SECONDS, _LEAST_SECONDS = 10.0, 1.0
 """How long process 0 may take to show the key, also when time is almost up."""
@@ -179,12 +178,13 @@ class _Client:
 
     def _ask(self, connect_seconds: float, answer_seconds: float) -> Peer:
         """One try. Raises `OSError`, or `ValueError` and its like for a stranger."""
-        connection = socket.create_connection(self._identity.address, timeout=max(0.1, connect_seconds))
+        raw = socket.create_connection(self._identity.address, timeout=max(0.1, connect_seconds))
+        connection = JsonSocket(raw)
         try:
-            authentication.prove(connection, self._key, min(_PROOF_SECONDS, max(_LEAST_SECONDS, connect_seconds)))
+            authentication.prove(raw, self._key, min(_PROOF_SECONDS, max(_LEAST_SECONDS, connect_seconds)))
             self._met, self._refused_since = True, None
-            connection.sendall(json.dumps(self._hello | {"time": time.time()}).encode() + b"\n")
-            outcome = parse(self._line(connection, time.monotonic() + answer_seconds))
+            connection.send(self._hello | {"time": time.time()}, _PROOF_SECONDS)
+            outcome = self._outcome(connection, time.monotonic() + answer_seconds)
             heard = time.time()
             error, code, at_fault = outcome["error"], int(outcome["code"]), outcome.get("at_fault")
             clock = (-float(outcome["heard_after"]), heard - float(outcome["time"]))
@@ -199,30 +199,18 @@ class _Client:
             raise told.blaming(processes=[] if at_fault is None else [int(at_fault)])
         return peer
 
-    def _line(self, connection: socket.socket, deadline: float) -> bytes:
-        """One line and nothing of what may follow it. Process 0 hears it if this process is asked to stop meanwhile."""
-        line = b""
-        connection.settimeout(LOOK_SECONDS)
-        while not line.endswith(b"\n"):
+    def _outcome(self, connection: JsonSocket, deadline: float) -> dict[str, Any]:
+        """What process 0 answers. It hears of it if this process is asked to stop meanwhile."""
+        while time.monotonic() < deadline:
             if (reason := self._stop_reason()) is not None:
                 error = stopped(reason, self._identity)
                 # In the heartbeat's words as well: process 0 may have ended the rendezvous just now.
-                told = {"stopping": reason, "kind": "stopped", "why": str(error)}
                 with contextlib.suppress(OSError):
-                    connection.sendall(json.dumps(told).encode() + b"\n")
+                    connection.send({"stopping": reason, "kind": "stopped", "why": str(error)})
                 raise error
-            if time.monotonic() > deadline:
-                raise TimeoutError("no outcome in time")
-            try:
-                byte = connection.recv(1)
-            except TimeoutError:
-                continue
-            if not byte:
-                raise ConnectionResetError("it closed the connection without an answer")
-            line += byte
-            if len(line) > _LONGEST_LINE:
-                raise ValueError("a line without an end")
-        return line
+            if (outcome := connection.receive_one(LOOK_SECONDS)) is not None:
+                return outcome
+        raise TimeoutError("no outcome in time")
 
 
 def _told(code: int, text: str, *, absent: bool) -> UserError:

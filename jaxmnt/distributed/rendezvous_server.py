@@ -1,7 +1,6 @@
 """What process 0 notes in the rendezvous: who is here, what is wrong with whom, and what everyone is told."""
 
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 from jaxmnt.distributed import authentication
 from jaxmnt.distributed.identity import Identity, is_loopback
-from jaxmnt.distributed.json_socket import parse
+from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.listener import Listener
 from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, remark, shortened
@@ -21,6 +20,7 @@ LOOK_SECONDS = 0.2
 _FIRST_NEWS_SECONDS, _NEWS_SECONDS = 5.0, 15.0
 """When, and how often, process 0 says for whom it waits."""
 
+_CLOSING_SECONDS = 5.0
 _TELLING_SECONDS = 5.0
 """How long process 0, when something is wrong, waits for the others to tell them."""
 
@@ -38,7 +38,7 @@ class Peer:
     """Another process that took part, and the open connection to it."""
 
     host: str
-    connection: socket.socket
+    connection: JsonSocket
     clock: tuple[float, float] = (0.0, 0.0)
     """Between which bounds, in seconds, this process's clock is ahead of process 0's. Zero for process 0's peers."""
 
@@ -49,10 +49,10 @@ class RendezvousServer:
     def __init__(self, identity: Identity, own: Hello, listener: Listener):
         self._identity, self._listener = identity, listener
         self._hello: dict[int, Hello] = {0: own}
-        self._connection_of: dict[int, socket.socket] = {}
+        self._connection_of: dict[int, JsonSocket] = {}
         self._went: set[int] = set()
         """Processes that were here once."""
-        self._heard_after: dict[socket.socket, float] = {}
+        self._heard_after: dict[JsonSocket, float] = {}
         """Seconds from a hello's time, by its sender's clock, until it was heard, by ours."""
 
     def collect(self, deadline: float, timeout: float, stop_reason: StopReason) -> UserError | None:
@@ -69,10 +69,10 @@ class RendezvousServer:
             if now >= news and not wrong:
                 news = now + _NEWS_SECONDS
                 remark(f"{self._missing('still to come')} {self._present()}")
-            for connection, line in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
-                if line is not None and not self._listener.knows(connection):
+            for connection, message in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
+                if message is not None and not self._listener.knows(connection):
                     continue  # it was dropped for what it said before
-                error = self._hear(connection, line)
+                error = self._hear(connection, message)
                 if isinstance(error, StoppedError):
                     return wrong or error
                 if error is not None and wrong is None:
@@ -90,13 +90,12 @@ class RendezvousServer:
         }
         for connection in self._listener.known():
             with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
-                connection.settimeout(5)
                 times = {"time": time.time(), "heard_after": self._heard_after.get(connection, 0.0)}
-                connection.sendall(json.dumps(body | times).encode() + b"\n")
+                connection.send(body | times, _CLOSING_SECONDS)
         if outcome is not None:
             for connection in self._connection_of.values():
-                with contextlib.suppress(OSError):
-                    connection.recv(1)
+                with contextlib.suppress(OSError, ValueError):
+                    connection.receive(_CLOSING_SECONDS)
 
     def peers(self) -> dict[int, Peer]:
         """All others, in order."""
@@ -105,18 +104,18 @@ class RendezvousServer:
             for process, connection in sorted(self._connection_of.items())
         }
 
-    def _hear(self, connection: socket.socket, line: bytes | None) -> UserError | None:
+    def _hear(self, connection: JsonSocket, message: dict[str, Any] | None) -> UserError | None:
         """Notes what one with the key has said: who he is, or that he was asked to stop. Or that he has hung up."""
         process = next((process for process, known in self._connection_of.items() if known is connection), None)
-        if line is None:
+        if message is None:
             if process is not None:
                 self._went.add(process)
                 del self._connection_of[process], self._hello[process]
             return None
         try:
             if process is None:
-                return self._admit(_hello_of(line), connection)
-            reason = shortened(str(parse(line)["stopping"]))
+                return self._admit(_hello_of(message), connection)
+            reason = shortened(str(message["stopping"]))
         except (ValueError, KeyError, TypeError):  # of another version: what it says is no word of this one
             self._hear(connection, None)
             self._listener.drop(connection)
@@ -126,7 +125,7 @@ class RendezvousServer:
             f"process {process} of {count} on {host} was asked to stop before the first step ({reason})"
         ).blaming(processes=[process])
 
-    def _admit(self, hello: Hello, connection: socket.socket) -> UserError | None:
+    def _admit(self, hello: Hello, connection: JsonSocket) -> UserError | None:
         """Notes one hello, or says what is wrong with it."""
         own, process, host = self._hello[0], hello["process"], hello["host"]
         if hello["processes"] != self._identity.processes:
@@ -134,7 +133,7 @@ class RendezvousServer:
                 f"cluster.processes: process {process} on {host} was told {hello['processes']} processes, "
                 f"process 0 on {own['host']} {self._identity.processes}; give all the same number"
             )
-        if process in self._connection_of and _hung_up(self._connection_of[process]):
+        if process in self._connection_of and self._connection_of[process].is_over():
             gone = self._connection_of[process]
             self._hear(gone, None)
             self._listener.drop(gone)
@@ -171,7 +170,9 @@ class RendezvousServer:
 
     def _unreachable(self) -> UserError | None:
         """Libraries tell each other the address of the own host's name: between hosts it must be a real one."""
-        elsewhere = [connection for connection in self._connection_of.values() if _from_another_host(connection)]
+        elsewhere = [
+            connection for connection in self._connection_of.values() if _from_another_host(connection.connection)
+        ]
         for process, hello in sorted(self._hello.items()):
             if elsewhere and hello["loopback"]:
                 return PreflightError(
@@ -209,9 +210,8 @@ class RendezvousServer:
         return f"(here: {hosts})"
 
 
-def _hello_of(line: bytes) -> Hello:
+def _hello_of(said: dict[str, Any]) -> Hello:
     """What one says of himself. Raises `ValueError`, `KeyError` or `TypeError` if that makes no sense."""
-    said = parse(line)
     process, processes, facts, trouble = said["process"], said["processes"], said["facts"], said.get("trouble")
     if type(process) is not int or type(processes) is not int or not isinstance(facts, dict):
         raise TypeError("no hello")
@@ -247,12 +247,3 @@ def _from_another_host(connection: socket.socket) -> bool:
         return here != there and not (is_loopback(here) and is_loopback(there))
     except OSError:  # it has just been closed
         return False
-
-
-def _hung_up(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
