@@ -155,6 +155,11 @@ def is_there(path: StoragePath) -> bool:
     return is_link(path) or path.exists()
 
 
+def first_free(path: StoragePath, suffixes: Iterable[str]) -> StoragePath:
+    """The path with the first of these suffixes under which nothing is."""
+    return next(free for suffix in suffixes if not is_there(free := path.with_name(f"{path.name}{suffix}")))
+
+
 def files(path: StoragePath) -> dict[str, int]:
     """Bytes of all files below it, by relative name, in order; empty if it is not there. Links are not followed."""
     if isinstance(path, Path):

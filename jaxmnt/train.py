@@ -108,7 +108,7 @@ def train(
     from jaxmnt.distributed.process_group import telling
     from jaxmnt.run.changes import nothing_wrong_with_the_config
     from jaxmnt.run.loop import conclude, train_steps
-    from jaxmnt.run.rundir import Consent
+    from jaxmnt.run.resume import Consent
     from jaxmnt.run.session import Session
 
     with (

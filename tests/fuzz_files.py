@@ -31,7 +31,8 @@ def start_run(folder: Path) -> Any:
     """As far as a run comes before it takes devices."""
     from jaxmnt.data.sources import open_sources
     from jaxmnt.run.lock import RunLock
-    from jaxmnt.run.rundir import open_run, run_directories
+    from jaxmnt.run.resume import open_run
+    from jaxmnt.run.rundir import run_directories
 
     config = config_of(folder)
     with contextlib.ExitStack() as held:

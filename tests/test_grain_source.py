@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import jaxmnt
 from jaxmnt.config.load import apply_overrides, parse_config
+from jaxmnt.data import elements as elements_module
 from jaxmnt.data import grain_source
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.grain_source import DocumentStream, Elements
+from jaxmnt.data.elements import DocumentStream, Elements, measured
 from jaxmnt.data.rows import batch_digest, make_reader, row_digests
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import StoredTokens
@@ -108,7 +109,7 @@ def test_rows_of_documents_are_those_of_stored_ones(lengths, end, weighted, kind
         for number, one in enumerate(raw)
     ]
     dataset = Elements(_Given(elements), "data.grain.train", "memory.dataset", "documents", 100)
-    index = grain_source._measured(dataset, end, weighted, lambda text: None)
+    index = measured(dataset, end, weighted, lambda text: None)
     ours = DocumentStream(dataset, index, end, weighted)
 
     kept = [one for one in raw if len(one["tokens"])]
@@ -127,16 +128,16 @@ def test_rows_of_documents_are_those_of_stored_ones(lengths, end, weighted, kind
 
 def test_an_end_that_is_there_is_not_added():
     elements = Elements(_Given([{"tokens": [1, 2, 9]}, {"tokens": [3]}]), "key", "path", "documents", 10)
-    stream = DocumentStream(elements, grain_source._measured(elements, 9, False, lambda text: None), 9, False)
+    stream = DocumentStream(elements, measured(elements, 9, False, lambda text: None), 9, False)
     out = np.empty(5, np.int32)
     stream.read(0, out)
     assert out.tolist() == [1, 2, 9, 3, 9]
 
 
 def test_few_documents_are_held(monkeypatch):
-    monkeypatch.setattr(grain_source, "_CACHED_TOKENS", 50)
+    monkeypatch.setattr(elements_module, "_CACHED_TOKENS", 50)
     elements = Elements(_Given([{"tokens": np.full(20, n)} for n in range(9)]), "key", "path", "documents", 10)
-    stream = DocumentStream(elements, grain_source._measured(elements, None, False, lambda text: None), None, False)
+    stream = DocumentStream(elements, measured(elements, None, False, lambda text: None), None, False)
     out = np.empty(180, np.int32)
     stream.read(0, out)
     assert out.tolist() == np.repeat(np.arange(9), 20).tolist() and len(stream._recent._held) == 2
@@ -230,8 +231,7 @@ def test_a_run_goes_on_only_with_the_same(asked, module):
 def test_an_index_is_read_again_and_damage_is_made_good(asked, monkeypatch):
     config = asked()
     read = []
-    measured = grain_source._measured
-    monkeypatch.setattr(grain_source, "_measured", lambda *given: read.append(given) or measured(*given))
+    monkeypatch.setattr(grain_source, "measured", lambda *given: read.append(given) or measured(*given))
     opened = lambda: open_sources(config.data, config.run.dir).parts["data"]
     opened().make_index(lambda text: None)
     file = next((Path(config.run.dir) / "data_index").iterdir())
@@ -340,7 +340,7 @@ def test_a_document_that_changes_later_is_refused(change):
     """One that the samples at the start did not show."""
     held = _Given([{"tokens": np.arange(20)} for _ in range(40)])
     elements = Elements(held, "data.grain.train", "users.documents", "documents", 99)
-    stream = DocumentStream(elements, grain_source._measured(elements, None, False, lambda text: None), None, False)
+    stream = DocumentStream(elements, measured(elements, None, False, lambda text: None), None, False)
     tokens = change(np.arange(20))
     held.elements[17] = None if tokens is None else {"tokens": tokens}
     with pytest.raises(ConfigError, match=r"element 17 of users\.documents is not what it was when the run indexed"):

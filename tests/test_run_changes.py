@@ -23,7 +23,8 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh
 from jaxmnt.run.changes import to_be_accepted
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.rundir import Consent, ResumePoint, open_run, plain_config, run_directories, write_config
+from jaxmnt.run.resume import Consent, ResumePoint, open_run
+from jaxmnt.run.rundir import plain_config, run_directories, write_config
 from jaxmnt.train import train
 
 

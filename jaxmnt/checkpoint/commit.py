@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import re
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def newest_valid(root: StoragePath, run: str | None = None) -> Committed | None:
 
 def quarantine(path: StoragePath) -> StoragePath:
     """Renames a step so that its number is free. Nothing is ever deleted for being damaged."""
-    aside = _free_name(path.with_name(f"{path.name}.damaged"))
+    aside = storage.first_free(path, (".damaged" if number == 1 else f".damaged.{number}" for number in count(1)))
     storage.move(path, aside)
     return aside
 
@@ -261,11 +262,3 @@ def _files(path: StoragePath) -> dict[str, list[Any]]:
 def _sha256(path: StoragePath, names: list[str]) -> dict[str, str]:
     contents = storage.read_all(path, sorted(names))
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def _free_name(path: StoragePath) -> StoragePath:
-    candidate, number = path, 1
-    while storage.is_there(candidate):
-        number += 1
-        candidate = path.with_name(f"{path.name}.{number}")
-    return candidate

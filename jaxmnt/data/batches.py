@@ -13,7 +13,8 @@ import grain
 import numpy as np
 
 from jaxmnt.config.schema import Config, Data
-from jaxmnt.data.grain_source import GivenRows, GrainData
+from jaxmnt.data.elements import GivenRows
+from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import BLOCK, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import Packed, RowReader, Rows, make_reader
 from jaxmnt.data.sources import Sources, on_end, phases

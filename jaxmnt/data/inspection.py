@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.grain_source import GivenRows, GrainData
+from jaxmnt.data.elements import GivenRows
+from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import block_shares
 from jaxmnt.data.rows import Packed, batch_digest, row_digests
 from jaxmnt.data.sources import Sources, on_end, phases

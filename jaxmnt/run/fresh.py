@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 from jaxmnt import storage
@@ -93,7 +94,4 @@ def _keep_leading_there(path: StoragePath) -> None:
 
 
 def _free(where: StoragePath) -> StoragePath:
-    number = 1
-    while storage.is_there(where / f"aside-{number}"):
-        number += 1
-    return where / f"aside-{number}"
+    return storage.first_free(where / "aside", (f"-{number}" for number in count(1)))

@@ -12,7 +12,8 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
-from jaxmnt.run.rundir import ResumePoint, checkpoint_root
+from jaxmnt.run.resume import ResumePoint
+from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.saves import Saves
 from jaxmnt.telemetry.events import Events, repair
 from jaxmnt.telemetry.metrics import Finished, TrainLog, flops_per_token, peak_flops

@@ -20,7 +20,8 @@ from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import UserError
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.rundir import ResumePoint, checkpoint_root, plain_config
+from jaxmnt.run.resume import ResumePoint
+from jaxmnt.run.rundir import checkpoint_root, plain_config
 from jaxmnt.storage import is_link
 from jaxmnt.telemetry.events import Events, history
 from jaxmnt.telemetry.progress import StatusLine

@@ -29,8 +29,8 @@ from jaxmnt.run.failed_start import note_exit_reason
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.preemption import StopRequest, stop_request
 from jaxmnt.run.replicas import Replicas
-from jaxmnt.run.resume import starting_state
-from jaxmnt.run.rundir import Consent, ResumePoint, open_run, run_directories, write_config
+from jaxmnt.run.resume import Consent, ResumePoint, open_run, starting_state
+from jaxmnt.run.rundir import run_directories, write_config
 from jaxmnt.run.saves import Saves
 from jaxmnt.run.watchdog import Watchdog
 from jaxmnt.telemetry.events import Events, event_file, repair
