@@ -25,7 +25,7 @@ MESHES = (
     {"data": 2, "pipeline": 8, "model": 8},
 )
 TABLE = (
-    "model", "mesh", "peak, GiB", "state / ideal", "sends a step, GiB", "… between hosts", "over the least",
+    "model", "mesh", "peak memory, GiB", "state / ideal", "sent a step, GiB", "sent between hosts, GiB", "sent / minimum",
     "asynchronous", "idle",
 )  # fmt: skip
 

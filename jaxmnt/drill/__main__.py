@@ -138,7 +138,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dir", help="folder for the drill, which all hosts share; default RUN.DIR.drill")
     parser.add_argument(
         "--start", default="", metavar="COMMAND",
-        help="what starts the processes elsewhere, such as 'srun --ntasks {processes} --kill-on-bad-exit=1'",
+        help="what starts the processes elsewhere, such as 'srun --nodes={processes} --ntasks={processes} --overlap'",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the table as JSON, and all else to stderr")
     parser.add_argument("--keep", action="store_true", help="keep the folder also if all went well")
