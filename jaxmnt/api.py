@@ -53,8 +53,8 @@ class Run:
         tokens_BL, sizes = np.asarray(tokens), self._spec.placement.sizes
         if tokens_BL.ndim != 2 or tokens_BL.dtype.kind not in "iu":
             raise ValueError(f"tokens must be integers [rows, length], not {tokens_BL.dtype} {list(tokens_BL.shape)}")
-        if tokens_BL.size and not 0 <= tokens_BL.min() <= tokens_BL.max() < self._spec.real_vocab:
-            raise ValueError(f"tokens must be ids from 0 to {self._spec.real_vocab - 1}")
+        if tokens_BL.size and not 0 <= tokens_BL.min() <= tokens_BL.max() < self._spec.data_vocab_size:
+            raise ValueError(f"tokens must be ids from 0 to {self._spec.data_vocab_size - 1}")
         for length, shards, what in (
             (tokens_BL.shape[0], self._spec.placement.batch_shards, "rows"),
             (tokens_BL.shape[1], sizes["model"], "tokens of a row"),

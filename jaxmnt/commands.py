@@ -25,7 +25,7 @@ CHECKS: dict[ExitCode, str] = {
 }
 """How a command can end in which all processes of a run meet."""
 
-RUN: dict[ExitCode, str] = {**CHECKS, ExitCode.STOPPED: "stopped early, nothing is lost: run me again"}
+RUN: dict[ExitCode, str] = {**CHECKS, ExitCode.STOPPED: "stopped early, nothing is lost: run the same command again"}
 """How a command can end that runs a config in one or several processes."""
 
 _NARROWEST = 40
@@ -64,7 +64,9 @@ class Parser(argparse.ArgumentParser):
 
     def add_settings(self) -> None:
         """Lets the command take key=value arguments, as `overrides`."""
-        self.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
+        self.add_argument(
+            "overrides", nargs="*", metavar="key=value", help=("settings that override those of the file")
+        )
         self._takes_settings = True
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:

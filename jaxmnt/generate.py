@@ -88,8 +88,8 @@ def _tokenizer(
         return tokenizer, known.vocab_size, known.end_of_document
     if options.tokenizer is None:
         raise ConfigError(
-            "--tokenizer: the run was trained on token arrays, and nobody said what made them; give bytes, or the path "
-            "of the tokenizer.json that did"
+            "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
+            "path of the tokenizer.json that made them"
         )
     if known is None:
         return _named_for_unknown(options.tokenizer, config)
@@ -132,7 +132,9 @@ def _encoded(prompt: str, tokenizer: "Tokenizer", vocab_size: int, end: int | No
     ids = [] if end is None else [end]
     ids += tokenizer.encode_batch([text])[0].tolist()
     if not ids:
-        raise ConfigError("--prompt: missing; nothing ends a document in this run's data, so there is no start of one")
+        raise ConfigError(
+            "--prompt: missing; this run's data has no end-of-document id that could start a sample: give some text"
+        )
     if max(ids) >= vocab_size:
         raise ConfigError(
             f"--tokenizer: it makes id {max(ids)} of the prompt, and the run has ids below {vocab_size}; "

@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
                 lambda what, done, total: rate.show(status, what, done, total),
             )
     except KeyboardInterrupt:
-        print(f"interrupted: give the same command again to go on with {options.output}")
+        print(f"interrupted: run the same command again to go on with {options.output}")
         return ExitCode.STOPPED
     for split in ("train", "eval"):
         print(f"{split:5}  {summary.documents[split]:,} documents, {count(summary.tokens[split])} tokens")
@@ -75,8 +75,8 @@ def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[st
         )
         if summary.array_median < _SHORT_DOCUMENT:
             yield (
-                f"warning: such short documents look as if {summary.end_id} were a token of the text; "
-                "leave --end-id out if nothing separates documents: then each file is one"
+                f"warning: documents this short suggest that {summary.end_id} is an ordinary token of the text; "
+                "leave --end-id out if no id separates documents: then each file is one document"
             )
     if summary.whole_arrays:
         yield f"token arrays: {summary.whole_arrays}, each one document, because no --end-id was given"
@@ -101,7 +101,7 @@ def _left_out(summary: "Summary") -> Iterator[str]:
     for remark in summary.remarks[:5]:
         yield f"  {remark}"
     if summary.broken:
-        yield f"of {summary.broken} of the records left out the beginning is kept: they broke while they were split"
+        yield f"beginnings kept of records left out: {summary.broken} (an error was found only while they were split)"
     if summary.split:
         yield f"split {summary.split} documents that are too long"
     if summary.replaced:
@@ -140,7 +140,7 @@ def _settings(options: argparse.Namespace) -> "Settings":
 
     trained, own_ids = options.train_tokenizer, options.vocab_size is not None
     if trained is not None and options.tokenizer is not None:
-        raise ConfigError("--train-tokenizer: --tokenizer is given, too; keep one of them")
+        raise ConfigError("--train-tokenizer: --tokenizer is also given; remove one of them")
     reading = Reading(
         text_field=options.text_field,
         chat=options.chat,

@@ -60,12 +60,12 @@ def meet_and_train(
     from jaxmnt.distributed.termination import EarlyExit
     from jaxmnt.preflight.compare import check_hosts
     from jaxmnt.run.changes import digest_of_data
-    from jaxmnt.run.failed_start import StartNotes
+    from jaxmnt.run.failed_start import FailedStartRecorder
     from jaxmnt.run.preemption import stop_request
 
     early_exit = EarlyExit(identity, exit_handler)
     with ExitStack() as held:
-        notes = held.enter_context(StartNotes(config, identity, exit_handler))
+        notes = held.enter_context(FailedStartRecorder(config, identity, exit_handler))
         if options.replay is not None:
             notes.over()  # the events are those of the run, not of who takes its steps again
         stop = held.enter_context(
@@ -102,11 +102,12 @@ def train(
 ) -> int:
     """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code.
 
-    A run goes on with another maths only if it shall `accept_changes`; with `fresh` it is set aside for a new one.
+    `accept_changes` lets a run go on although its config now gives other numbers; `fresh` sets the run that is there
+    aside and begins a new one.
     `opened` is called when the run is about to have events of its own.
     """
     from jaxmnt.distributed.process_group import telling
-    from jaxmnt.run.changes import nothing_wrong_with_the_config
+    from jaxmnt.run.changes import unreadable_is_retryable
     from jaxmnt.run.loop import conclude, train_steps
     from jaxmnt.run.resume import Consent
     from jaxmnt.run.session import Session
@@ -114,7 +115,7 @@ def train(
     with (
         Session(config, identity, devices, heartbeat, clock, stop) as run,
         telling(run.heartbeat),
-        nothing_wrong_with_the_config(config),
+        unreadable_is_retryable(config),
     ):
         run.open(Consent(accept_changes, fresh), opened)
         if run.finished:
@@ -145,7 +146,7 @@ class _Callable(ModuleType):
         """Trains in this process, on all its devices, and returns an exit code: 0 finished, 75 stopped early.
 
         Goes on with the run in `run.dir` if there is one; the arguments are those of the command. Raises `ConfigError`
-        for what cannot be, and other `UserError`s for what goes wrong.
+        for a config that cannot work, and other `UserError`s for what goes wrong.
         """
         return train(config, accept_changes=accept_changes, fresh=fresh)
 

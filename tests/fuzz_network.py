@@ -67,7 +67,7 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
                 rounds += not heard and over.is_set()
                 for connection, message in heard:
                     outcome = outcome or server._hear(connection, message)
-            said = f"{server._missing('still to come')} {server._present()} {listener.account}"
+            said = f"{server._missing('not connected yet')} {server._present()} {listener.account}"
             assert said.isprintable() and len(said) < 20_000, "what is told of those present"
             outcome = outcome or server._unreachable()
             peers = server.peers()
@@ -189,7 +189,7 @@ def told(name: str, process: int) -> Callable[[Path], Any]:
                 }
             finally:
                 heartbeat._selector.close()
-                heartbeat._alarm.close(), heartbeat._bell.close()
+                heartbeat._wakeup_read.close(), heartbeat._wakeup_write.close()
 
     return read
 

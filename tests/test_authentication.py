@@ -122,8 +122,9 @@ def test_whoever_comes_without_the_key_is_counted_named_and_ends_nothing(roll, c
     start.come(1).come(2)
     assert [start.outcome(process) for process in range(3)] == ["here"] * 3
     told = capfd.readouterr().err
-    assert told.count("jaxmnt: note: 127.0.0.1 came without the run's key; is run.dir shared?") == 1
-    assert f"all processes are here; 127.0.0.1 came without the run's key ({len(ATTACKS)} connections)" in told
+    assert told.count("jaxmnt: note: 127.0.0.1 connected without the run's key; is run.dir shared?") == 1
+    account = f"127.0.0.1 connected without the run's key ({len(ATTACKS)} connections)"
+    assert f"all processes are connected; others were refused: {account}" in told
     assert KEY.hex() not in told
 
 
@@ -214,7 +215,7 @@ def test_more_idle_connections_than_process_0_may_have_files(roll):
             out, err = process.communicate(timeout=20)
             peer.connection.close()
         assert process.returncode == 0 and out == "[1]\n", err
-        assert len(err.splitlines()) == 2 and "came without the run's key (10" in err, "told once, and how many"
+        assert len(err.splitlines()) == 2 and "connected without the run's key (10" in err, "told once, and how many"
     finally:
         process.kill()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -249,7 +250,7 @@ VERDICT = json.dumps({"error": "go away", "code": 2, "host": "h", "time": 0.0, "
 )
 def test_nobody_stands_in_for_process_0(answer):
     """Without the key he cannot end a start with exit code 2: a verdict, any proof, the caller's own proof."""
-    with in_the_place_of_process_0(answer) as address, pytest.raises(PeerError, match="has not the run's key"):
+    with in_the_place_of_process_0(answer) as address, pytest.raises(PeerError, match="does not have the run's key"):
         join(Identity(1, 2, address), FACTS, 0.5, KEY)
 
 
@@ -257,11 +258,11 @@ def test_keys_that_differ_are_told_as_that_on_both_sides(roll, monkeypatch, capf
     """As a run directory that is not shared is: exit code 3."""
     monkeypatch.setattr(rendezvous, "_REFUSED_SECONDS", 0.2)
     start = roll(processes=2).come(0, timeout=2.5).come(1, key=ANOTHER)
-    advice = "share run.dir among all hosts, or set JAXMNT_RUN_KEY to the same in all processes"
+    advice = "share run.dir among all hosts, or set JAXMNT_RUN_KEY to the same value in every process"
     refused, waited = start.outcome(1), start.outcome(0)
-    assert isinstance(refused, PreflightError) and "has another key than" in str(refused) and advice in str(refused)
+    assert isinstance(refused, PreflightError) and "have different run keys" in str(refused) and advice in str(refused)
     assert refused.hosts == [socket.gethostname()]
-    assert isinstance(waited, PreflightError) and "127.0.0.1 came without the run's key" in str(waited)
+    assert isinstance(waited, PreflightError) and "127.0.0.1 connected without the run's key" in str(waited)
     assert advice in str(waited) and waited.processes == [1]
     told = capfd.readouterr().err + str(refused) + str(waited)
     assert KEY.hex() not in told and ANOTHER.hex() not in told

@@ -15,7 +15,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data import feed
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import to_devices
-from jaxmnt.data.order import Order, Phase, Skipped
+from jaxmnt.data.order import MixturePhase, Order, Skipped
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.plan.hlo import collectives
@@ -121,7 +121,7 @@ def test_a_bad_step_is_told_with_its_rows(tiny, monkeypatch, capsys):
     assert [(event["step"], event["rows"], event["bad"]) for event in told] == [
         (4, [48, 63], "the loss"), (9, [128, 143], "the loss"),
     ]  # fmt: skip
-    assert "step 9: the loss of rows 128 to 143 is not finite" in capsys.readouterr().out
+    assert "step 9: the loss is not finite (rows 128 to 143)" in capsys.readouterr().out
     assert [loss is None for loss in losses(config.run.dir)] == [step in (4, 9) for step in range(1, 13)]
     assert metrics(config.run.dir)[-1]["bad_steps"] == 2
 
@@ -130,8 +130,9 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_a_diagnosis(tiny, monkeypa
     poisoned(monkeypatch, 3, 5, 6, 7, 8)
     config = tiny("train.steps=12", "train.max_bad_steps=2")
     words = (
-        r"3 steps in a row, to step 7, had the loss infinite or no number \(the last good step was 4, its loss [\d.]+; "
-        r"their rows are 64 to 111\); .* add \{from_row: 64, rows: 48\} to data.skip, branching off before step 5 "
+        r"3 steps in a row, up to step 7: the loss was infinite or NaN \(the last good step was 4, its loss [\d.]+; "
+        r"the rows of these steps are 64 to 111\); .* add \{from_row: 64, rows: 48\} to data.skip, branching off "
+        r"before step 5 "
     )
     with pytest.raises(UserError, match=words):
         train(config, devices=jax.devices()[:1])
@@ -156,7 +157,7 @@ def test_skipping_leaves_the_others_in_order(found):
 @given(ranges, st.sampled_from([3, 8, 16]))
 def test_a_batch_with_a_skip_list_is_rows_of_the_batches_without(found, size):
     """Over a mixture whose weights change, so that a batch can lie on both sides of the change."""
-    phases = [Phase(0, (3.0, 1.0)), Phase(10, (1.0, 1.0))]
+    phases = [MixturePhase(0, (3.0, 1.0)), MixturePhase(10, (1.0, 1.0))]
     make = lambda skip: Order({"a": 70, "b": 90}, phases, seed=3, shuffle=True, global_rows=size, skip=skip)
     order = make([(first, first + count) for first, count in found])
     plain = make([])
@@ -177,7 +178,7 @@ def test_a_run_passes_over_rows_and_says_so(tiny, capsys):
     assert told == [(4, 16, [64, 79]), (6, 5, [96, 116])]
     assert "step 4 passes over 16 rows" in capsys.readouterr().out
     for change in ("data.skip=[{from_row: 48, rows: 16}]", "data.skip=[]"):
-        with pytest.raises(ConfigError, match=r"data\.skip: at step 8 of .* all rows before 149 are trained on"):
+        with pytest.raises(ConfigError, match=r"data\.skip: at step 8 of .* all rows before 149 have been trained on"):
             train(tiny(change, "train.steps=12"), devices=jax.devices()[:1])
     more = "data.skip=[{from_row: 48, rows: 16}, {from_row: 100, rows: 5}, {from_row: 149, rows: 3}]"
     assert train(tiny(more, "train.steps=12"), devices=jax.devices()[:1]) == 0

@@ -36,7 +36,7 @@ from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.run import compile_cache, lock
-from jaxmnt.run.saves import Saves
+from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.storage import json_digest
 from jaxmnt.telemetry.events import history
 from jaxmnt.train import train
@@ -136,7 +136,7 @@ EXAMPLE = Manifest("run", 5, {"params/w": Array((2, 3), "float32", "0" * 16)}, {
 def test_every_bit_of_a_manifest_counts(tmp_path):
     manifest.write(tmp_path, EXAMPLE, {"file": [1, None]})
     assert manifest.read(tmp_path) == (EXAMPLE, {"file": [1, None]})
-    path = tmp_path / manifest.FILE
+    path = tmp_path / manifest.MANIFEST_FILE
     original = path.read_bytes()
     for position in range(len(original)):
         damaged = bytearray(original)
@@ -152,10 +152,10 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
 def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
     record = {"format": 3, "whatever": "a later version writes"}
     record["seal"] = json_digest(record)
-    (tmp_path / manifest.FILE).write_text(json.dumps(record))
+    (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps(record))
     with pytest.raises(OtherFormatError, match=r"format version 3, this jaxmnt .* reads 2; use a newer jaxmnt"):
         manifest.read(tmp_path)
-    (tmp_path / manifest.FILE).write_text(json.dumps({"format": 1, "notes": {}, "files": {}}))
+    (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps({"format": 1, "notes": {}, "files": {}}))
     with pytest.raises(OtherFormatError, match="use the older jaxmnt"):
         manifest.read(tmp_path)
     assert OtherFormatError.exit_code == ExitCode.CONFIG
@@ -210,13 +210,13 @@ def test_history_counts_attempts_without_an_end(tmp_path):
 
 
 def test_the_clock():
-    never = retention.Clock(None, 100.0, 0.0)
+    never = retention.SaveTimer(None, 100.0, 0.0)
     assert not never.due(1e9)
-    timed = retention.Clock(2.0, 100.0, 0.0)
+    timed = retention.SaveTimer(2.0, 100.0, 0.0)
     assert not timed.due(119.0) and timed.due(120.0)
     timed.began(120.0)
     assert not timed.due(230.0)
-    auto = retention.Clock("auto", 36000.0, 0.0)
+    auto = retention.SaveTimer("auto", 36000.0, 0.0)
     assert auto.due(0.0), "the first save tells what one costs"
     auto.began(0.0)
     auto.cost(0.5, 20.0)
@@ -254,7 +254,7 @@ def describe(step: int, run: str = "run"):
     return lambda arrays: Manifest(run, step, arrays, {}, 0, {}, None, [])
 
 
-def save(root: Path, step: int, state: dict, **options) -> saver.Saved:
+def save(root: Path, step: int, state: dict, **options) -> saver.SaveResult:
     one = saver.Saver(root, Checkpoint(**options), retention.need(1 << 16, 3, 1), ALONE)
     one.save(step, state, describe(step))
     saved = one.result(wait=True)
@@ -293,7 +293,7 @@ def test_parts_can_be_restored_alone_and_added_later(saved):
     abstract = abstract_state(mesh_of(1, 2))
     params = restore(commit.open_checkpoint(root / "1"), {"params": abstract["params"]}, ALONE).state
     assert same_bits(params, {"params": states[1]["params"]})
-    with pytest.raises(ConfigError, match="is of another model: it has no ema/w"):
+    with pytest.raises(ConfigError, match="is from another model: it lacks ema/w"):
         restore(commit.open_checkpoint(root / "1"), {"ema": {"w": abstract["params"]["w"]}}, ALONE)
 
 
@@ -504,7 +504,7 @@ def test_a_job_whose_lock_was_taken_stops(tmp_path, quick_lock):
         ours.acquire()
         (tmp_path / "lock.json").write_text(lock._describe_me())
         deadline = time.monotonic() + 10
-        with pytest.raises(UserError, match="another job has taken over"):
+        with pytest.raises(UserError, match="another job has taken the lock of"):
             while time.monotonic() < deadline:
                 ours.check()
                 time.sleep(0.02)
@@ -524,7 +524,7 @@ def test_a_job_that_has_lost_its_lock_commits_nothing(tiny, tmp_path, monkeypatc
         (tmp_path / "run" / "lock.json").write_text(others)
 
     monkeypatch.setattr(reader.Reader, "open_all", lose)
-    with pytest.raises(UserError, match=r"another job has taken over .*run, process"):
+    with pytest.raises(UserError, match=r"another job has taken the lock of .*run, process"):
         train(tiny(), devices=one_device())
     root = tmp_path / "run" / "checkpoints"
     assert [step for step, _ in commit.step_directories(root)] == [5], "the next save was not begun"
@@ -538,7 +538,7 @@ def test_a_lock_that_is_gone_is_lost(tmp_path, quick_lock):
         ours.confirm()
         (tmp_path / "run.json").touch()
         (tmp_path / "lock.json").unlink()
-        with pytest.raises(UserError, match=r"another job has taken over .* and left it"):
+        with pytest.raises(UserError, match=r"another job has taken the lock of .* and has released it"):
             ours.confirm()
 
 
@@ -550,7 +550,7 @@ def test_a_lock_in_a_directory_that_is_away_for_a_moment_is_kept(tmp_path, quick
         ours.acquire()
         run.rename(tmp_path / "away")
         run.mkdir()
-        with pytest.raises(UserError, match=r"run has nothing of this run for the moment: is it mounted\?"):
+        with pytest.raises(UserError, match=r"run has no files of this run now; check that it is mounted"):
             ours.confirm()
         shutil.rmtree(run)
         (tmp_path / "away").rename(run)
@@ -618,7 +618,7 @@ def test_what_was_cut_off_is_removed_and_what_was_lost_is_kept(tiny, finished):
     root = Path(tiny().run.dir) / "checkpoints"
     shutil.copytree(finished, root.parent)
     for step in (10, 15, 20):
-        (root / str(step) / manifest.FILE).unlink()
+        (root / str(step) / manifest.MANIFEST_FILE).unlink()
     (root / "15.unfinished").write_text("being written\n")
     (root / "12.unfinished").write_text("being removed\n")
     cut_off, damaged = commit.clear_up(root, None)
@@ -705,8 +705,8 @@ def test_a_file_that_may_not_grow_is_reported_in_words(tiny, finished, capfd):
 @pytest.fixture
 def prompt_saves(monkeypatch):
     """Each save is waited for, so that the next can be due however few steps there are."""
-    poll = Saves.poll
-    monkeypatch.setattr(Saves, "poll", lambda saves, wait=True: poll(saves, wait=True))
+    poll = CheckpointManager.poll
+    monkeypatch.setattr(CheckpointManager, "poll", lambda saves, wait=True: poll(saves, wait=True))
 
 
 def test_saves_by_the_clock(tiny, prompt_saves):
@@ -788,7 +788,7 @@ def test_another_runs_checkpoint_is_not_taken_for_ones_own(tiny, finished, capsy
 def test_a_newer_format_stops_the_run_and_is_left_alone(tiny, finished):
     config = tiny()
     shutil.copytree(finished, config.run.dir)
-    path = Path(config.run.dir) / "checkpoints" / "20" / manifest.FILE
+    path = Path(config.run.dir) / "checkpoints" / "20" / manifest.MANIFEST_FILE
     record = json.loads(path.read_text()) | {"format": 3}
     record.pop("seal")
     path.write_text(json.dumps(record | {"seal": json_digest(record)}))
@@ -829,7 +829,7 @@ def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_pat
     assert states == ["whole", "not whole", "whole"]
     assert checkpoint_command(["verify", str(tmp_path / "run")]) == 1
     assert "checkpoints/15: NOT WHOLE: it has no commit marker" in capsys.readouterr().out
-    (tmp_path / "run" / "checkpoints" / "15" / manifest.FILE).unlink()
+    (tmp_path / "run" / "checkpoints" / "15" / manifest.MANIFEST_FILE).unlink()
     (tmp_path / "run" / "checkpoints" / "15.unfinished").write_text("being removed\n")
     assert checkpoint_command(["list", str(tmp_path / "run")]) == 0
     assert "\n15    being removed" in capsys.readouterr().out

@@ -144,7 +144,7 @@ def test_a_damaged_link_is_renamed_itself(root):
     (there / "params" / "data").unlink()
     (root / "10.damaged").symlink_to("nowhere")
     (root / "5.unfinished").write_text("being removed\n")
-    (archived(root, 5) / manifest.FILE).unlink()
+    (archived(root, 5) / manifest.MANIFEST_FILE).unlink()
     before = snapshot(root.parents[1] / "archive")
     _, damaged = commit.clear_up(root, "run")
     assert snapshot(root.parents[1] / "archive") == before
@@ -167,7 +167,7 @@ def test_an_archive_that_is_away_does_not_send_the_run_back(tiny, whole_run):
     there = archived(root, 20)
     there.rename(there.with_name("away"))
     before = snapshot(Path(config.run.dir))
-    with pytest.raises(UserError, match=r"checkpoints/20 is a link to what is not there; mount or make that") as caught:
+    with pytest.raises(UserError, match=r"checkpoints/20 is a broken link; mount or restore its target") as caught:
         opened(config)
     assert caught.value.exit_code == ExitCode.FAILURE and snapshot(Path(config.run.dir)) == before
     there.with_name("away").rename(there)
@@ -179,7 +179,7 @@ def test_a_scratch_disk_that_is_away_does_not_send_the_run_back(tiny, whole_run,
     shutil.copytree(whole_run.run.dir, config.run.dir)
     scratch = on_scratch(Path(config.run.dir) / "checkpoints").resolve()
     scratch.rename(tmp_path / "away")
-    with pytest.raises(UserError, match=r"checkpoints is a link to a folder that is not there") as caught:
+    with pytest.raises(UserError, match=r"checkpoints is a link to a folder that does not exist") as caught:
         opened(config)
     assert caught.value.exit_code == ExitCode.FAILURE and not scratch.exists()
 
@@ -192,7 +192,9 @@ def test_checkpoints_that_are_gone_do_not_send_the_run_back(tiny, whole_run, how
     (run / "checkpoints").rename(run.parent / "away")
     if how == "an empty mount":
         (run / "checkpoints").mkdir()
-    with pytest.raises(UserError, match=r"checkpoints has no checkpoint, and .* committed one of step 20") as caught:
+    with pytest.raises(
+        UserError, match=r"checkpoints has no checkpoint, although .* committed one of step 20"
+    ) as caught:
         opened(config)
     assert caught.value.exit_code == ExitCode.FAILURE and len(losses(run)) == 20
     assert opened(config, fresh=True).step == 0 and len(losses(run / "aside-1")) == 20
@@ -237,7 +239,7 @@ def test_loops_of_links_inside_a_checkpoint(root, loop, capsys):
         for name in ("a", "b"):
             (step / "params" / name).symlink_to("..")
     else:
-        name = commit.ORBAX_MARKER if loop == "marker" else manifest.FILE
+        name = commit.ORBAX_MARKER if loop == "marker" else manifest.MANIFEST_FILE
         (step / name).unlink()
         (step / name).symlink_to(name)
     harmless, started = "folder" in loop, time.monotonic()
@@ -265,7 +267,7 @@ def test_only_ascii_digits_are_steps(root, tiny, capsys):
     assert commit.clear_up(root, "run") == ([], []) and snapshot(root) == before
     inject.damage_newest(root.parent)
     changed = {name for name, held in snapshot(root).items() if before[name] != held}
-    assert changed == {f"15/{manifest.FILE}"}, "its largest file"
+    assert changed == {f"15/{manifest.MANIFEST_FILE}"}, "its largest file"
     for step in ("²", "٣", "007"):
         with pytest.raises(ConfigError, match=r"run: .* neither a run directory nor a checkpoint"):
             locate(f"{root.parent}@{step}", "run")
@@ -345,10 +347,10 @@ FORGERIES = {
 
 def forge(path: Path, change) -> None:
     """Changes what a manifest says, and seals it again."""
-    record = json.loads((path / manifest.FILE).read_text())
+    record = json.loads((path / manifest.MANIFEST_FILE).read_text())
     record.pop("seal")
     change(record)
-    (path / manifest.FILE).write_text(json.dumps(record | {"seal": json_digest(record)}))
+    (path / manifest.MANIFEST_FILE).write_text(json.dumps(record | {"seal": json_digest(record)}))
 
 
 def ran(capsys, *arguments: str) -> tuple[int, str]:
@@ -376,15 +378,15 @@ def test_forged_manifests_are_told_in_a_line(root, forgery, capsys, tmp_path):
 
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"", b"3", b"null", b"\0" * 4096])
 def test_what_is_no_manifest_at_all(root, raw):
-    (root / "15" / manifest.FILE).write_bytes(raw)
+    (root / "15" / manifest.MANIFEST_FILE).write_bytes(raw)
     assert commit.why_not_valid(root / "15") == "its jaxmnt.json is damaged"
-    (root / "15" / manifest.FILE).unlink()
-    (root / "15" / manifest.FILE).mkdir()
+    (root / "15" / manifest.MANIFEST_FILE).unlink()
+    (root / "15" / manifest.MANIFEST_FILE).mkdir()
     assert "its file" in (commit.why_not_valid(root / "15") or "")
 
 
 @pytest.mark.parametrize(
-    "name", [manifest.FILE, "../../run.json", "../../config.yaml", "../15.unfinished", "params/data"]
+    "name", [manifest.MANIFEST_FILE, "../../run.json", "../../config.yaml", "../15.unfinished", "params/data"]
 )
 def test_a_pipe_is_no_file(root, name, capsys):
     """Reading one would never end."""
@@ -460,12 +462,14 @@ def test_a_wrong_digit_in_the_id_moves_nothing(tiny, whole_run):
     before = snapshot(Path(config.run.dir))
     with pytest.raises(ConfigError) as caught:
         opened(config)
-    assert f"says that this is run {wrong}" in str(caught.value) and f"is of run {known['run']}" in str(caught.value)
+    assert f"says that this is run {wrong}" in str(caught.value) and f"belongs to run {known['run']}" in str(
+        caught.value
+    )
     assert "nothing was moved" in str(caught.value) and snapshot(Path(config.run.dir)) == before
     path.write_text(json.dumps(known | {"lineage": [{"run": "x", "step": 3, "path": "y"}]}))
     start = opened(config)
     assert start.step == 20 and start.lineage == []
-    assert any("told of other ancestors than checkpoint 20" in remark for remark in start.remarks)
+    assert any("and checkpoint 20 name different parent runs" in remark for remark in start.remarks)
 
 
 # -- locks
@@ -615,7 +619,7 @@ def test_a_folder_of_checkpoints_that_is_away_is_not_begun_anew(tiny, tmp_path):
     assert train(config, devices=one_device()) == ExitCode.STOPPED
     shutil.move(tmp_path / "mount", tmp_path / "away")
     later = tiny(f"checkpoint.dir={tmp_path / 'mount' / 'a'}")
-    with pytest.raises(UserError, match=r"checkpoint\.dir: .*mount/a has nothing of run .* say --fresh") as caught:
+    with pytest.raises(UserError, match=r"checkpoint\.dir: .*mount/a has no files of run .* pass --fresh") as caught:
         opened(later)
     assert caught.value.exit_code == ExitCode.FAILURE and not (tmp_path / "mount").exists()
     shutil.move(tmp_path / "away", tmp_path / "mount")

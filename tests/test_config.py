@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import command
 
-from jaxmnt.config.describe import changes, json_schema, sorted_fields
+from jaxmnt.config.describe import changes, fields_by_key, json_schema
 from jaxmnt.config.load import dump_config, load_config, parse_config
 from jaxmnt.errors import ConfigError
 
@@ -58,7 +58,7 @@ def test_empty_sections_mean_defaults(tmp_path):
         ("run:\n  dir:\n", None, ["a.yaml:2: run.dir: is empty; name a folder, or leave it out for runs/a"]),
         ("", "run.dir=", ["command line: run.dir: is empty"]),
         ("", "run.dir=''", ["command line: run.dir: is empty"]),
-        ("run:\n  max_minutes: 2\n", None, ["a.yaml:2", "run.max_minutes", "run.stop_margin_seconds (120)", "raise"]),
+        ("run:\n  max_minutes: 2\n", None, ["a.yaml:2", "run.max_minutes", "run.stop_margin_seconds (120 s)", "raise"]),
         ("train: {steps: 1}\ntrain: {steps: 2}\n", None, ["a.yaml:2", "twice"]),
         ("train: [\n", None, ["not valid YAML"]),
         ("- 1\n", None, ["mapping"]),
@@ -137,7 +137,7 @@ def test_every_key_is_documented_and_in_the_schema():
         json.loads(json_schema()),
         {"data.sources.NAME": "Source", "data.grain": "Grain", "data.sources.NAME.grain": "Grain"},
     )
-    for key, field in sorted_fields().items():
+    for key, field in fields_by_key().items():
         assert field.description and field.description.endswith("."), key
         section, _, name = key.rpartition(".")
         if section:
@@ -155,7 +155,7 @@ def test_help_shows_every_key_without_jax():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    for key in sorted_fields():
+    for key in fields_by_key():
         assert key in result.stdout
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
-from jaxmnt.data.order import BLOCK, Order, Phase, block_shares, permute
+from jaxmnt.data.order import BLOCK, MixturePhase, Order, block_shares, permute
 from jaxmnt.data.rows import Packed, Windows, plan_rows
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.store import StoredTokens
@@ -111,7 +111,11 @@ def test_every_epoch_of_every_source_visits_each_row_once(seed, shuffle, sources
     rows = {name: rows[name] for name in "abc"[:sources]}
     weights = (5.0, 1.0, 3.0)[:sources], (1.0, 1.0, 7.0)[:sources]
     order = Order(
-        rows, [Phase(0, weights[0]), Phase(change, weights[1])], seed=seed, shuffle=shuffle, global_rows=batch
+        rows,
+        [MixturePhase(0, weights[0]), MixturePhase(change, weights[1])],
+        seed=seed,
+        shuffle=shuffle,
+        global_rows=batch,
     )
     steps = 2500 // batch
     found = [order.locate(step, range(batch)) for step in range(steps)]
@@ -136,7 +140,7 @@ def test_shares_are_exact_in_every_block_and_even_within(weights, seed):
     exact = np.array(weights) / np.sum(weights) * BLOCK
     assert shares.sum() == BLOCK and (np.abs(shares - exact) < 1 + 1e-6).all()
     names = [f"{number:02d}" for number in range(len(weights))]
-    order = Order(dict.fromkeys(names, 7), [Phase(0, tuple(weights))], seed=seed, shuffle=True, global_rows=100)
+    order = Order(dict.fromkeys(names, 7), [MixturePhase(0, tuple(weights))], seed=seed, shuffle=True, global_rows=100)
     for first in (0, 30):
         source = np.concatenate([order.locate(first + step, range(100)).source for step in range(10)])
         assert (np.bincount(source, minlength=len(weights)) == shares).all()
@@ -163,8 +167,8 @@ def test_permute_never_changes_and_looks_random():
 
 
 def test_adding_a_source_leaves_the_order_within_the_others():
-    alone = Order({"b": 50}, [Phase(0, (1.0,))], seed=3, shuffle=True, global_rows=10)
-    both = Order({"a": 20, "b": 50}, [Phase(0, (1.0, 1.0))], seed=3, shuffle=True, global_rows=10)
+    alone = Order({"b": 50}, [MixturePhase(0, (1.0,))], seed=3, shuffle=True, global_rows=10)
+    both = Order({"a": 20, "b": 50}, [MixturePhase(0, (1.0, 1.0))], seed=3, shuffle=True, global_rows=10)
     rows = [np.concatenate([one.locate(step, range(10)).row for step in range(20)]) for one in (alone, both)]
     source = np.concatenate([both.locate(step, range(10)).source for step in range(20)])
     assert (rows[1][source == 1][:50] == rows[0][:50]).all()

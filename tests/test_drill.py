@@ -101,5 +101,5 @@ def test_a_folder_that_is_no_drills_is_not_touched(tiny_file, tmp_path):
 def test_faults_by_name():
     assert len(chosen(None)) == len(FAULTS)
     assert [fault.name for fault in chosen("exit 0, kill in a step")] == ["kill in a step", "exit 0"]
-    with pytest.raises(ConfigError, match="there is no"):
+    with pytest.raises(ConfigError, match="unknown fault"):
         chosen("rain")

@@ -19,7 +19,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyExit, ExitHandler, refuse_to_wait_for_ever
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.run import preemption
-from jaxmnt.run.failed_start import StartNotes
+from jaxmnt.run.failed_start import FailedStartRecorder
 from jaxmnt.run.preemption import StopRequest, end_of_allocation, stop_request
 
 SLOW_IMPORT = """
@@ -195,7 +195,7 @@ def test_those_who_never_appeared_and_those_who_went_away_are_told_apart():
     for number in (0, 2):
         outcome = start.outcome(number)
         assert isinstance(outcome, PeerError) and not isinstance(outcome, AbsentError)
-        assert "process 1 had arrived and went away" in str(outcome) and list(outcome.processes) == [1]
+        assert "process 1 had connected and then disconnected" in str(outcome) and list(outcome.processes) == [1]
 
 
 def test_a_process_0_that_never_answered_is_the_same_case(monkeypatch):
@@ -232,20 +232,22 @@ VAIN = [peers(NOW - DAY - 600 + 1800 * number) for number in range(49)]
     ],
 )
 def test_waiting_in_vain_has_an_end(records, for_ever):
-    error = AbsentError("process 1 of 2 did not arrive").blaming(processes=[1])
+    error = AbsentError("process 1 of 2 did not connect").blaming(processes=[1])
     if not for_ever:
         refuse_to_wait_for_ever(records, error, NOW)
         return
-    with pytest.raises(ConfigError, match=r"process 1 of 2 did not arrive; since .* no start of this run has met all"):
+    with pytest.raises(
+        ConfigError, match=r"process 1 of 2 did not connect; since .* no start of this run has connected all"
+    ):
         refuse_to_wait_for_ever(records, error, NOW)
 
 
 def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
     """And each of the waits before it with 75."""
     config = tiny()
-    error = AbsentError("process 1 of 2 did not arrive").blaming(processes=[1])
+    error = AbsentError("process 1 of 2 did not connect").blaming(processes=[1])
     exit_handler = Noted()
-    with pytest.raises(SystemExit), StartNotes(config, Identity(0, 2, "h:1"), exit_handler):
+    with pytest.raises(SystemExit), FailedStartRecorder(config, Identity(0, 2, "h:1"), exit_handler):
         raise error
     (exit_reason,) = exit_handler.exit_reasons
     assert (exit_reason.kind, exit_reason.code, exit_reason.reason, exit_reason.process) == (ABANDONED, 75, "peers", 1)
@@ -254,8 +256,8 @@ def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
     records = [record | {"time": record["time"] - NOW + time.time()} for record in VAIN]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     with (
-        pytest.raises(ConfigError, match="no start of this run has met all"),
-        StartNotes(config, Identity(0, 2, "h:1"), Noted()),
+        pytest.raises(ConfigError, match="no start of this run has connected all"),
+        FailedStartRecorder(config, Identity(0, 2, "h:1"), Noted()),
     ):
         raise error
     assert events(config.run.dir, "start_failed")[0]["code"] == 2
@@ -264,7 +266,7 @@ def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
 def test_what_ends_a_process_before_it_has_met_the_others_is_noted(tiny):
     """Those who wait for it leave with 75: a launcher has to see that this start failed."""
     config = tiny()
-    with pytest.raises(ImportError), StartNotes(config, Identity(0, 2, "h:1"), Noted()):
+    with pytest.raises(ImportError), FailedStartRecorder(config, Identity(0, 2, "h:1"), Noted()):
         raise ImportError("no such module")
     (event,) = events(config.run.dir, "failed")
     assert (event["code"], event["at_fault"], event["why"]) == (1, 0, "ImportError: no such module")

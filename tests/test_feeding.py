@@ -147,7 +147,9 @@ def test_other_sources_are_named(mixture, tmp_path, reference, change, message):
 def test_other_weights_go_through_and_are_named(mixture, tmp_path, reference, capsys):
     path = mixture(tmp_path, "train.steps=11", "data.sources.other.weight=2.0")
     shutil.copytree(reference, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"another maths would follow: data\.sources\.other\.weight \(1\.0 → 2\.0\)"):
+    with pytest.raises(
+        ConfigError, match=r"these changes alter its maths: data\.sources\.other\.weight \(1\.0 → 2\.0\)"
+    ):
         train(parse(path), devices=jax.devices()[:1])
     assert train(parse(path), devices=jax.devices()[:1], accept_changes=True) == ExitCode.FINISHED
     assert "changed data.sources.other.weight: 1.0 → 2.0 (changes the maths)" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def asked(monkeypatch):
     found = []
 
     def sample(setting, params, prompt, length, temperature, seed):
-        found.append((prompt.tolist(), length, setting.real_vocab))
+        found.append((prompt.tolist(), length, setting.data_vocab_size))
         return np.frombuffer(b"xyz", np.uint8).astype(np.int32)
 
     monkeypatch.setattr("jaxmnt.training.inference.sample", sample)
@@ -81,7 +81,7 @@ def test_a_run_from_before_it_kept_a_tokenizer_works_through_its_data(project, m
     for home in (run(moved), moved / "kept" / "a"):
         shutil.rmtree(home / "tokenizer")
     with pytest.raises(
-        ConfigError, match=r"--tokenizer: not given, and the run does not tell: data\.path: there is no"
+        ConfigError, match=r"--tokenizer: not given, and the run does not tell: data\.path: data is not a directory"
     ):
         generate.main(["--run", str(run(moved))])
     assert generate.main(["--run", str(run(moved)), "--tokenizer", "bytes"]) == ExitCode.FINISHED
@@ -135,7 +135,9 @@ def token_arrays(folder: Path, end: int | None) -> None:
 
 def test_a_run_on_token_arrays_says_what_to_give_and_takes_it(moved, asked, capsys, tmp_path):
     token_arrays(moved, end=11)
-    with pytest.raises(ConfigError, match=r"token arrays.*give bytes, or the path of the tokenizer\.json that did"):
+    with pytest.raises(
+        ConfigError, match=r"token arrays.*give bytes, or the path of the tokenizer\.json that made them"
+    ):
         generate.main(["--run", str(run(moved)), "--prompt", "ab"])
     assert generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", "bytes"]) == ExitCode.FINISHED
     assert asked[-1][0] == [11, 97, 98] and capsys.readouterr().out == "abxyz\n"
@@ -143,7 +145,7 @@ def test_a_run_on_token_arrays_says_what_to_give_and_takes_it(moved, asked, caps
     generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", str(letters)])
     assert asked[-1][0] == [11, 0, 1]
     assert "has 12 ids, the run's tokens 257: it may not be theirs" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="there is no file nowhere"):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
         generate.main(["--run", str(run(moved)), "--tokenizer", "nowhere"])
 
 

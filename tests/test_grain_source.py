@@ -19,7 +19,7 @@ from jaxmnt.data import grain_source
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.elements import DocumentStream, Elements, measured
 from jaxmnt.data.rows import batch_digest, make_reader, row_digests
-from jaxmnt.data.sources import open_sources
+from jaxmnt.data.sources import Sources, open_sources
 from jaxmnt.data.store import StoredTokens
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.train import train
@@ -168,7 +168,7 @@ def test_held_out_rows_are_filled_up(asked, module):
     config = asked(train=f"{asked().data.grain.train.partition('.')[0]}.rows", elements="rows")
     part = open_sources(config.data).parts["data"]
     assert (part.tokens("train"), part.documents("train"), part.tokens("eval")) == (6400, 200, 0)
-    reader = part.reader("train", config.data)
+    reader = TrainingData(config, Sources({"data": part})).readers["data"]
     read = reader.read([199, 200])
     assert read["weights"].sum(axis=1).tolist() == [16, 0] and read["targets"][1].max() == 0
 
@@ -313,7 +313,7 @@ BAD = """
         ("chance", "documents", "element 0 of .*chance differs when it is read twice; make the dataset deterministic"),
         ("grows", "documents", "has 40 elements, and 41 when it is made again"),
         ("missing", "documents", "cannot be made: AttributeError: .* has no attribute 'missing'; it must be"),
-        ("unreadable", "documents", "cannot be made: FileNotFoundError.*; fix the access"),
+        ("unreadable", "documents", "cannot be made: FileNotFoundError.*; check that it is mounted and readable"),
     ],
 )
 def test_what_cannot_be_a_source(asked, module, name, kind, words):
@@ -363,10 +363,10 @@ def test_reading_that_fails_later_may_be_tried_again(asked):
         ({"grain": {"train": "words"}}, "data.grain.train: 'words' is not a dotted path such as package.module.name"),
         ({"grain": {"train": "a.b:c"}}, "is not a dotted path"),
         ({"grain": {"eval": "a.b"}}, r"data\.grain\.train: not set"),
-        ({"grain": {"train": "a.b"}, "path": "x"}, r"data\.grain: data\.path is given, too"),
+        ({"grain": {"train": "a.b"}, "path": "x"}, r"data\.grain: data\.path is also set"),
         (
             {"sources": {"one": {"grain": {"train": "a.b"}, "path": "x"}}},
-            r"one\.grain: data\.sources\.one\.path is given",
+            r"one\.grain: data\.sources\.one\.path is also set",
         ),
         ({"grain": {"train": "a.b", "vocab_size": 9, "end_of_document": 9}}, "must be below"),
     ],

@@ -19,7 +19,7 @@ from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.process_group import telling
 from jaxmnt.distributed.rendezvous import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError, exit_reason_of
-from jaxmnt.run.failed_start import StartNotes
+from jaxmnt.run.failed_start import FailedStartRecorder
 from jaxmnt.run.watchdog import Watchdog
 
 COUNT = 3
@@ -105,7 +105,7 @@ def test_one_who_goes_without_a_word_is_missed_at_once(cluster, culprit):
     made.sockets[culprit].close()
     others = [process for process in range(COUNT) if process != culprit]
     for heard in made.exit_reasons(*others):
-        assert heard.process == culprit and "went away without a word" in heard.why and heard.code == 4
+        assert heard.process == culprit and "disconnected without a message" in heard.why and heard.code == 4
 
 
 @pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
@@ -120,7 +120,7 @@ def test_what_jax_says_of_a_lost_peer_ends_with_the_name_of_who_is_gone(cluster,
     threading.Thread(target=step, daemon=True).start()
     threading.Timer(0.5, made.sockets[1].close).start()
     for heard in made.exit_reasons(0, 2):
-        assert heard.kind == "peer_lost" and heard.process == 1 and "went away without a word" in heard.why
+        assert heard.kind == "peer_lost" and heard.process == 1 and "disconnected without a message" in heard.why
 
 
 def test_process_0_is_missed_by_all(cluster):
@@ -128,7 +128,7 @@ def test_process_0_is_missed_by_all(cluster):
     for connection in made.heartbeats[0]._connections.values():
         connection.close()
     for heard in made.exit_reasons(1, 2):
-        assert heard.process == 0 and "process 0 of 3 on host0 went away without a word" in heard.why
+        assert heard.process == 0 and "process 0 of 3 on host0 disconnected without a message" in heard.why
 
 
 def test_silence_counts_less_before_the_first_step(cluster):
@@ -143,7 +143,7 @@ def test_silence_counts_less_before_the_first_step(cluster):
     settled.set()
     for heard in made.exit_reasons(0, 1):
         assert heard.process == 2 and "has been silent for 4 s" in heard.why
-    assert "last known starting" in made.exit_handlers[0].exit_reasons[0].why
+    assert "last seen starting" in made.exit_handlers[0].exit_reasons[0].why
 
 
 def test_a_halt_is_told_with_everyones_place(cluster):
@@ -335,7 +335,7 @@ def test_the_watchdog_can_be_turned_off(watchdog):
 def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
     """From then on the run has its own events, and a wrong config is nobody's fault."""
     config, exit_handler = tiny(), Acting()
-    with StartNotes(config, Identity(), exit_handler) as notes:
+    with FailedStartRecorder(config, Identity(), exit_handler) as notes:
         if has_opened:
             notes.over()
         exit_handler.act(ExitReason("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))

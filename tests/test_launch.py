@@ -130,7 +130,7 @@ def test_what_a_refusal_advises_is_handed_on_and_done_once(tiny_file, tmp_path, 
     assert not fresh.done_before(begun, seen[0] | {RUN_KEY: "of another job"})
     without = environment | {"WITHOUT": f"env -u {RUN_KEY}", "SLURM_RESTART_COUNT": "0"}
     done = subprocess.run(["bash", str(script)], env=without, capture_output=True, text=True, timeout=30)
-    assert "--fresh: there is no JAXMNT_RUN_KEY here" in done.stderr and len(out.read_text().splitlines()) == 4
+    assert "--fresh: JAXMNT_RUN_KEY is not set" in done.stderr and len(out.read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_script_hears_of_a_failure(asked, tmp_path, monkeypatch, kind, host,
         (["launch.mounts=[data]"], "is not FOLDER:/PATH/IN/CONTAINER"),
         (["slurm.options=['x']"], "is not an option such as"),
         (["launch.nodes=0"], "launch.nodes"),
-        (["launch.hours=0.05"], "launch.hours: 0.05 are less than launch.warning_seconds (300)"),
+        (["launch.hours=0.05"], "launch.hours: 0.05 hours must be longer than launch.warning_seconds (300 s)"),
     ],
 )
 def test_what_cannot_be_launched(asked, settings, words):
@@ -341,7 +341,7 @@ def test_what_kubernetes_could_not_run(asked, settings, sweep, words):
 
 
 def test_a_container_sees_the_run(asked):
-    with pytest.raises(ConfigError, match=r"launch\.mounts: run\.dir, .* is not in the container under the same name"):
+    with pytest.raises(ConfigError, match=r"launch\.mounts: run\.dir, .* must have the same path in the container"):
         slurm.render(asked("launch.image=x", "launch.mounts=['/elsewhere:/elsewhere']"))
 
 
@@ -407,14 +407,14 @@ def test_a_start_that_is_told_twice_is_noted_once(ledger):
 
 
 def test_a_host_that_fails_its_check_or_does_not_come_is_blamed(ledger):
-    event(ledger, "start_failed", 0, why="processes 1 of 2 did not arrive", at_fault=1, at_fault_host=None)
+    event(ledger, "start_failed", 0, why="processes 1 of 2 did not connect", at_fault=1, at_fault_host=None)
     assert ended(ledger, 4)[0] == "again" and ledger.bad_nodes(time.time())[0].node == "n2"
 
 
 def test_process_0_is_believed(ledger):
     """Who cannot reach process 0 blames it, and process 0 those who did not come."""
     event(ledger, "start_failed", 1, why="process 0 did not answer", at_fault=0, at_fault_host=None)
-    event(ledger, "start_failed", 0, why="process 1 of 2 did not arrive", at_fault=1, at_fault_host=None)
+    event(ledger, "start_failed", 0, why="process 1 of 2 did not connect", at_fault=1, at_fault_host=None)
     ended(ledger, 4)
     assert [bad.node for bad in ledger.bad_nodes(time.time())] == ["n2"]
 

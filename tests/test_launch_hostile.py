@@ -378,7 +378,7 @@ def test_restarts_that_wait_are_not_counted():
     restarts = Restarts(2, [2, 4])
     answers = [restarts.after(75, 4, 0, waited=True) for _ in range(9)]
     assert [one.processes for one in answers] == [4, *8 * [2]] and answers[-1].wait_seconds == 60.0
-    assert restarts.after(1, 2, 0).why == "restart 1 of 2 in 1 s, from the checkpoint of step 0"
+    assert restarts.after(1, 2, 0).why == "restart 1 of 2 in 1 s, from step 0"
     assert Restarts(0).after(75, 4, 0, waited=True).processes is None, "whoever started us has to"
 
 

@@ -149,7 +149,7 @@ def test_what_a_refusal_advises_reaches_the_pods(tiny_file, tmp_path):
     done = start(**{RUN_KEY: "ab"})
     assert done.stdout.split()[-2:] == flags, done.stderr
     refused = start()
-    assert refused.returncode == 2 and "--fresh: there is no JAXMNT_RUN_KEY here" in refused.stderr
+    assert refused.returncode == 2 and "--fresh: JAXMNT_RUN_KEY is not set" in refused.stderr
     assert refused.stdout == ""
 
 

@@ -87,7 +87,7 @@ def test_nvlinks_are_counted():
     ("check", "odd", "verdict", "words"),
     [
         ("device kind", {"kind": "A100"}, "failed", "A100, elsewhere H100"),
-        ("devices a process", {"devices": 7}, "failed", "7, elsewhere 8"),
+        ("devices per process", {"devices": 7}, "failed", "7, elsewhere 8"),
         ("clocks", {"clock": [4.9, 5.1]}, "failed", "4.9 s ahead of the others"),
         ("clocks", {"clock": [-9.0, -3.0]}, "failed", "3.0 s behind the others"),
         ("python", {"python": "3.12.1"}, "warning", "3.12.1, elsewhere 3.11.7"),
@@ -96,12 +96,12 @@ def test_nvlinks_are_counted():
         ("host memory", {"memory": {"all": 900 * GIB, "free": GIB}}, "warning", "1 GiB of 900 GiB are available"),
         ("shared memory", {"shm": 64 << 20}, "warning", "64 MiB are free in /dev/shm"),
         ("network interface", {"nccl": {"NCCL_SOCKET_IFNAME": "ib0"}}, "failed", "NCCL_SOCKET_IFNAME=ib0 is none"),
-        ("network interface", {"nics": [card("lo", 0, "127.0.0.1")]}, "warning", "it would be lo, which reaches no"),
+        ("network interface", {"nics": [card("lo", 0, "127.0.0.1")]}, "warning", "NCCL would use lo, which reaches no"),
         (
             "network interface",
             {"nics": [card("eth0", 1000), card("eth1", 100_000)]},
             "warning",
-            "it would be eth0 with 1 Gbit/s, and eth1 has 100 Gbit/s",
+            "NCCL would use eth0 with 1 Gbit/s, and eth1 has 100 Gbit/s",
         ),
         ("network speed", {"nics": [card("eth0", 10_000)]}, "warning", "10 Gbit/s, elsewhere 100 Gbit/s"),
         ("fabric", {"fabric": [port(state="DOWN")]}, "failed", "its state is DOWN"),

@@ -368,7 +368,7 @@ def test_odd_text_files(tmp_path):
         ),
         (lambda p: (p / "t.jsonl").write_text("[" * 100_000), {}, r"t\.jsonl:1: not valid JSON"),
         (lambda p: (p / "t").write_text(""), {}, r"nothing was found for training"),
-        (lambda p: (p / "t").write_text("a"), {"tokenizer": "none.json"}, r"--tokenizer: there is no file none\.json"),
+        (lambda p: (p / "t").write_text("a"), {"tokenizer": "none.json"}, r"--tokenizer: none\.json does not exist"),
         (lambda p: (p / "t").write_text("a"), {"train_tokenizer": 100}, r"--train-tokenizer: 100 leaves no room"),
     ],
 )
@@ -454,7 +454,7 @@ def test_the_output_may_lie_in_the_input_and_inputs_may_overlap(texts, tmp_path)
 
 
 def test_a_mistake_before_the_first_part_can_be_mended(texts, tmp_path):
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         prepare(texts, tmp_path / "out", tokenizer="nowhere.json")
     prepare(texts, tmp_path / "out")
 

@@ -315,7 +315,7 @@ def test_all_present(address):
 def test_missing_processes_are_named_to_everyone(address):
     for outcome in roll(address, [0, 2], processes=4, timeout=1.0):
         assert isinstance(outcome, PeerError)
-        assert "processes 1, 3 of 4 did not arrive within 1 s" in str(outcome)
+        assert "processes 1, 3 of 4 did not connect within 1 s" in str(outcome)
 
 
 def test_no_process_0(address):
@@ -327,12 +327,12 @@ def test_no_process_0(address):
     ("ids", "processes", "facts", "words"),
     [
         ([0, 1, 1], 3, {}, "1 was given twice"),
-        ([0, 1], [3, 4], {}, "process 1 on .* was told 4 processes, process 0 on .* 3"),
+        ([0, 1], [3, 4], {}, "4 in process 1 on .*, but 3 in process 0 on .*"),
         (
             [0, 1],
             3,
             {1: {"config digest": "xyz"}},
-            "config digest of process 1 on .* is xyz, of process 0 .* abc",
+            "config digest differs: xyz in process 1 on .*, abc in process 0",
         ),
         ([0, 5], 3, {}, "5 on .* is out of range for 3"),
     ],
@@ -346,14 +346,14 @@ def test_misplaced_processes_are_named(address, ids, processes, facts, words):
 
 def test_another_software_is_a_matter_of_the_host(address):
     for outcome in roll(address, [0, 1], 2, facts={1: {"jaxmnt version": "2"}}):
-        assert isinstance(outcome, PreflightError) and "jaxmnt version of process 1 on" in str(outcome)
+        assert isinstance(outcome, PreflightError) and "jaxmnt version differs: " in str(outcome)
 
 
 def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous_server, "_FIRST_NEWS_SECONDS", 0.2)
     monkeypatch.setattr(rendezvous_server, "_NEWS_SECONDS", 0.2)
     roll(address, [0, 2], processes=4, timeout=2.0)
-    assert "jaxmnt: processes 1, 3 of 4 still to come (here: 0 on" in capfd.readouterr().err
+    assert "jaxmnt: processes 1, 3 of 4 not connected yet (connected: 0 on" in capfd.readouterr().err
 
 
 def test_a_coordinator_that_is_another_machine_is_refused():
@@ -364,7 +364,7 @@ def test_a_coordinator_that_is_another_machine_is_refused():
 
 
 def test_a_name_that_nobody_knows():
-    with pytest.raises(PreflightError, match=r"finds no address of nowhere.invalid"):
+    with pytest.raises(PreflightError, match=r"cannot resolve nowhere.invalid"):
         join(Identity(1, 2, "nowhere.invalid:1234"), FACTS, 0.5, KEY)
 
 
@@ -408,7 +408,7 @@ def test_a_process_of_an_older_version_is_named_by_it(address):
     thread.start()
     (outcome,) = roll(address, [0], 2, facts={0: {"jaxmnt version": "0.1"}}, timeout=10)
     thread.join()
-    assert "jaxmnt version of process 1 on h is 0.0" in str(outcome)
+    assert "jaxmnt version differs: 0.0 in process 1 on h" in str(outcome)
 
 
 def test_strangers_are_ignored(address):
@@ -487,7 +487,7 @@ def test_a_process_that_never_comes_is_no_failure(tiny_file, tmp_path, address):
     )  # fmt: skip
     assert result.returncode == 75
     last = result.stderr.splitlines()[-1]
-    assert "process 0 of 3 on" in last and "processes 1, 2 of 3 did not arrive within 1 s" in last
+    assert "process 0 of 3 on" in last and "processes 1, 2 of 3 did not connect within 1 s" in last
     assert "Traceback" not in result.stderr
     (event,) = events(tmp_path / "run", "start_abandoned")
     assert [event[name] for name in ("reason", "asked_by", "code", "at_fault", "at_fault_host")] == [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmnt.training.schedule import Work, build_schedule, layer_slots
+from jaxmnt.training.pipeline_schedule import Work, build_schedule, layer_slots
 
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 24)

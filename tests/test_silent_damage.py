@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_found_with_the_device_and_the_host(tiny, monkeypatch, 
     config = tiny(*mesh, "train.compare_replicas_every=4", "checkpoint.every_steps=2")
     count = 8 if len(odd) == 1 and len(mesh) == 2 else 4
     with pytest.raises(
-        UserError, match=r"after step 6 .* differ .* They were the same after step 4, and nothing was saved since"
+        UserError, match=r"after step 6 .* differ .* They were equal after step 4, and nothing has been saved since"
     ):
         train(config, devices=jax.devices()[:count])
     (told,) = events(config.run.dir, "replicas_differ")

@@ -139,7 +139,7 @@ def test_a_run_that_a_process_is_lost_for_goes_on_with_fewer(sabotaged, tmp_path
     out, err = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, err
     assert "process 3 failed with exit code 1" in err
-    assert "restart 1 of 5 in 1 s, from the checkpoint of step 0" in err
+    assert "restart 1 of 5 in 1 s, from step 0" in err
     assert "restart 2 of 5 in 2 s with 2 processes instead of 4" in err
     assert "[0] mesh    data 2" in out and len(losses(tmp_path / "run")) == 8
 

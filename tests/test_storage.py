@@ -12,7 +12,7 @@ from gcs_server import TOKEN, Faults, Server
 from jaxmnt import storage
 from jaxmnt.checkpoint import commit
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
-from jaxmnt.checkpoint.manifest import FILE, Manifest
+from jaxmnt.checkpoint.manifest import MANIFEST_FILE, Manifest
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.run import fresh, lock
 from jaxmnt.storage import storage_path
@@ -76,7 +76,7 @@ def test_only_one_can_make_a_file_and_nobody_removes_anothers(somewhere):
 
 def test_a_removal_that_was_cut_off_is_finished(address):
     path = storage_path(address) / "checkpoints" / "5"
-    for name in ("params/d/x", commit.ORBAX_MARKER, FILE):
+    for name in ("params/d/x", commit.ORBAX_MARKER, MANIFEST_FILE):
         storage.publish(path / name, "x")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(storage, "remove", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -198,7 +198,7 @@ def test_damage_in_a_bucket_is_set_aside(tiny, cloud, address, capsys):
     shown = capsys.readouterr().out
     assert f"removed {address}/checkpoints/17, which was cut off while it was being written" in shown
     assert "checkpoint 15 is not used" in shown or "WARNING checkpoint 15 is damaged" in shown
-    assert f"{root}/15.damaged/{FILE}" in bucket
+    assert f"{root}/15.damaged/{MANIFEST_FILE}" in bucket
     assert [found.step for found in commit.valid_checkpoints(storage_path(f"{address}/checkpoints"))] == [10, 15, 20]
 
 

@@ -29,15 +29,17 @@ def main(arguments: list[str]) -> int:
         if isinstance(error, UserError):
             raise
         where = printable(str(error.filename or options.command))
-        raise UserError(f"{where}: {error.strerror or error}; fix the access and try again") from error
+        raise UserError(
+            f"{where}: {error.strerror or error}; check that it is mounted and readable and try again"
+        ) from error
 
 
 def _list(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import open_checkpoint, out_of_reach, step_directories, unfinished
     from jaxmnt.checkpoint.manifest import DamagedError
-    from jaxmnt.checkpoint.refs import FOLDER, checkpoint_root_of, run_id
+    from jaxmnt.checkpoint.refs import CHECKPOINTS, checkpoint_root_of, run_id
 
-    root = checkpoint_root_of(options.run) / FOLDER
+    root = checkpoint_root_of(options.run) / CHECKPOINTS
     if not root.is_dir():
         raise ConfigError(f"{options.run} is not a run directory with checkpoints; check the path")
     run, rows = run_id(root.parent), []
@@ -69,10 +71,10 @@ def _verify(options: argparse.Namespace) -> int:
     from jaxmnt.checkpoint.commit import step_directories, unfinished
     from jaxmnt.checkpoint.export import verify
     from jaxmnt.checkpoint.manifest import DamagedError
-    from jaxmnt.checkpoint.refs import FOLDER, checkpoint_root_of, locate, run_id
+    from jaxmnt.checkpoint.refs import CHECKPOINTS, checkpoint_root_of, locate, run_id
 
     path = locate(options.checkpoint, "checkpoint")
-    root = path.parent if path else checkpoint_root_of(options.checkpoint) / FOLDER
+    root = path.parent if path else checkpoint_root_of(options.checkpoint) / CHECKPOINTS
     run = run_id(root.parent)
     paths = [path] if path else [path for _, path in step_directories(root)]
     if not paths:

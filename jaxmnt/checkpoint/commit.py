@@ -2,7 +2,7 @@
 
 Orbax publishes a step by renaming its directory, and its reader trusts the name alone. A step counts here when Orbax's
 marker and our sealed manifest are in it, and every file is there in its full size, small ones (all that describes the
-arrays) with their SHA-256. That the arrays are what they were, their digests say: `inspection.py`, `restore.py`.
+arrays) with their SHA-256. Whether the arrays are intact is checked by their digests (`restore.py`).
 
 While a step is being written or removed a note lies beside it, N.unfinished. So what was cut off is told from what was
 lost: the former is removed at the next occasion, the latter set aside.
@@ -190,7 +190,7 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
             continue
         try:
             storage.create(_note(path), "being removed\n")
-            (path / manifests.FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
+            (path / manifests.MANIFEST_FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
             storage.remove(path)
             if not _note(path).is_dir():  # a person's folder
                 _note(path).unlink(missing_ok=True)
@@ -202,7 +202,7 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
 
 def unfinished(path: StoragePath) -> str | None:
     """What is being done with a step, or was when its job ended, in words; None for one that is committed."""
-    if (path / manifests.FILE).exists() or not _note(path).is_file():
+    if (path / manifests.MANIFEST_FILE).exists() or not _note(path).is_file():
         return None
     try:
         return printable(storage.read(_note(path)).decode(errors="replace").strip()) or "being begun"
@@ -240,7 +240,7 @@ def _remove_noted(path: StoragePath, *, keep_note: bool) -> list[str]:
         committed, present = True, {}  # whatever it is, it is not what the note tells of
     else:
         present = storage.files(path)  # which raises what keeps it from looking: nothing is removed on a guess
-        committed = manifests.FILE in present
+        committed = manifests.MANIFEST_FILE in present
     doing = unfinished(path)
     if not committed and (not isinstance(path, Path) or path.is_dir()):
         storage.remove(path)

@@ -17,7 +17,7 @@ from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import StoragePath, json_digest, publish
 from jaxmnt.storage import read as read_file
 
-FILE = "jaxmnt.json"
+MANIFEST_FILE = "jaxmnt.json"
 FORMAT_VERSION = 2
 
 
@@ -86,7 +86,7 @@ def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]
     """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
     record = {"format": FORMAT_VERSION, "manifest": to_plain(manifest), "files": files}
     record["seal"] = json_digest(record)
-    publish(directory / FILE, json.dumps(record, indent=1, sort_keys=True))
+    publish(directory / MANIFEST_FILE, json.dumps(record, indent=1, sort_keys=True))
 
 
 def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
@@ -95,13 +95,13 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     Raises `DamagedError` if it is not there or not as it was written, and `OtherFormatError`.
     """
     try:
-        record = json.loads(read_file(directory / FILE).decode())
+        record = json.loads(read_file(directory / MANIFEST_FILE).decode())
     except FileNotFoundError:
-        raise DamagedError(f"it has no commit marker {FILE}") from None
+        raise DamagedError(f"it has no commit marker {MANIFEST_FILE}") from None
     except (ValueError, RecursionError):
-        raise DamagedError(f"its {FILE} is damaged") from None
+        raise DamagedError(f"its {MANIFEST_FILE} is damaged") from None
     if not isinstance(record, dict):
-        raise DamagedError(f"its {FILE} is damaged")
+        raise DamagedError(f"its {MANIFEST_FILE} is damaged")
     version, seal = record.get("format"), record.pop("seal", None)
     sealed = seal == json_digest(record)
     # The first version had no seal; every later one has this seal.
@@ -112,15 +112,17 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
             f"{'use a newer' if newer else 'use the older'} jaxmnt, or choose another directory"
         )
     if not sealed or version != FORMAT_VERSION:
-        raise DamagedError(f"its {FILE} is damaged: its seal does not fit what it says")
+        raise DamagedError(f"its {MANIFEST_FILE} is damaged: its seal does not fit what it says")
     try:
         _Record.model_validate(record)
     except ValidationError as error:
-        raise DamagedError(f"its {FILE} is damaged: {wrong_with(error)}") from None
+        raise DamagedError(f"its {MANIFEST_FILE} is damaged: {wrong_with(error)}") from None
     manifest = from_plain(record["manifest"])
     for name, array in record["manifest"]["arrays"].items():
         if manifest.bound_digest(name) != array["digest"]:
-            raise DamagedError(f"its {FILE} is damaged: the digest of {name} is not of this array, step and run")
+            raise DamagedError(
+                f"its {MANIFEST_FILE} is damaged: the digest of {name} is not of this array, step and run"
+            )
     return manifest, record["files"]
 
 

@@ -132,5 +132,8 @@ def _explained(name: str, error: Exception) -> UserError:
     system = _SYSTEM_ERROR.search(str(error))
     away = system is not None and int(system[1]) not in NO_FILE
     if away or any(sign in summary for sign in _NOT_ITS_CONTENT) or isinstance(error, PermissionError):
-        return UserError(f"array {name} of a checkpoint cannot be reached: {summary}; fix the access and try again")
+        return UserError(
+            f"array {name} of a checkpoint cannot be reached: {summary}; check that it is mounted and "
+            "readable and try again"
+        )
     return DamagedError(f"array {name} cannot be read: {summary}")

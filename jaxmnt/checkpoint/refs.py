@@ -9,16 +9,16 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxmnt.checkpoint.commit import Committed, newest_valid, open_checkpoint, step_directories, step_of
-from jaxmnt.checkpoint.manifest import FILE, DamagedError, Parent, wrong_with
+from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, wrong_with
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
-FOLDER = "checkpoints"
+CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
-NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 """What reading YAML from a file that holds something else may raise."""
 
 
@@ -29,7 +29,7 @@ def find(text: str, argument: str) -> Committed:
     """
     path = locate(text, argument)
     if path is None:
-        root = checkpoint_root_of(text) / FOLDER
+        root = checkpoint_root_of(text) / CHECKPOINTS
         newest = newest_valid(root)
         if newest is None:
             raise ConfigError(f"{argument}: {root} has no whole checkpoint; name another run")
@@ -45,17 +45,17 @@ def locate(text: str, argument: str) -> StoragePath | None:
     run, at, named_step = text.rpartition("@")
     step = step_of(named_step)
     if at and step is not None:
-        root = checkpoint_root_of(run) / FOLDER
+        root = checkpoint_root_of(run) / CHECKPOINTS
         path = root / str(step)
         if not path.is_dir():
             known = ", ".join(str(number) for number, _ in step_directories(root)) or "none"
             raise ConfigError(f"{argument}: {root} has no checkpoint of step {step}; there are: {known}")
         return path
     named = storage_path(text)
-    if (named / FILE).exists():
+    if (named / MANIFEST_FILE).exists():
         return named
     where = checkpoint_root_of(text)
-    if not (where / FOLDER).is_dir():
+    if not (where / CHECKPOINTS).is_dir():
         if (where / RUN_FILE).exists():
             raise ConfigError(f"{argument}: {where} has no checkpoint yet; train until there is one")
         raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path")
@@ -69,10 +69,12 @@ def checkpoint_root_of(run: str) -> StoragePath:
         try:
             config = yaml.safe_load(read(directory / "config.yaml").decode())
             elsewhere, start = config["checkpoint"]["dir"], _started_in(directory, config["run"]["dir"])
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *NO_YAML, KeyError, TypeError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *YAML_ERRORS, KeyError, TypeError):
             elsewhere = None  # no run's config, or damaged: what is there, counts
         except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; fix the access") from error
+            raise ConfigError(
+                f"{error.filename} cannot be read: {error.strerror}; check that it is mounted and readable"
+            ) from error
         if elsewhere and isinstance(elsewhere, str):
             there = start / elsewhere if start and "://" not in elsewhere else None
             return _of_the_same_run(directory, there if there and there.is_dir() else storage_path(elsewhere))
@@ -130,7 +132,7 @@ def read_run(directory: StoragePath) -> RunFile | None:
         why = wrong_with(error)
     except (ValueError, RecursionError) as error:
         why = str(error)
-    raise ConfigError(f"{path} is damaged ({why}); remove it, and the run is known by its newest checkpoint")
+    raise ConfigError(f"{path} is damaged ({why}); remove it: the run is then identified by its newest checkpoint")
 
 
 def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:

@@ -59,7 +59,7 @@ def seconds_between_failures(
 
 
 @dataclass
-class Clock:
+class SaveTimer:
     """Says when the next save is due by time. Told of monotonic seconds, so that no clock set back delays a save."""
 
     minutes: float | Literal["auto"] | None

@@ -52,7 +52,7 @@ logging.getLogger("absl").addFilter(_NotOrbax())
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """How a save went."""
 
     step: int
@@ -83,7 +83,7 @@ class Saver:
         self._identity = identity
         self._confirm = confirm
         self._thread: threading.Thread | None = None
-        self._saved: Saved | None = None
+        self._saved: SaveResult | None = None
         self._lost: BaseException | None = None
         self._not_removed: str | None = None
         self._stray: Any = None
@@ -106,7 +106,7 @@ class Saver:
         refusal = broadcast("a save may begin", self._prepare(step), self._identity)
         if refusal:
             blocked = time.perf_counter() - started
-            self._saved = Saved(step, refusal, None, blocked, 0)
+            self._saved = SaveResult(step, refusal, None, blocked, 0)
             return blocked
         arrays = named(state)
         round = Vote("a save", self._identity, _SECONDS)
@@ -128,7 +128,7 @@ class Saver:
                     self._stray = response
                 failure = round.conclude(lambda answers: self._commit(step, describe(_described(shapes, answers))))
                 size = sum(Array(*described, "").bytes for described in shapes.values())
-                self._saved = Saved(step, failure, self._not_removed, time.perf_counter() - started, size)
+                self._saved = SaveResult(step, failure, self._not_removed, time.perf_counter() - started, size)
             except BaseException as error:  # handed to the main thread, which raises it
                 self._lost = error
 
@@ -136,7 +136,7 @@ class Saver:
         self._thread.start()
         return blocked
 
-    def result(self, *, wait: bool = False) -> Saved | None:
+    def result(self, *, wait: bool = False) -> SaveResult | None:
         """How the last save went, once; None while it is under way or when there was none.
 
         Raises `PeerError` if another process was lost over it.

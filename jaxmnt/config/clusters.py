@@ -102,7 +102,7 @@ class Launch(Section):
     image: str | None = key(None, "Container image that has jaxmnt in it.")
     mounts: list[str] = key([], "Folders in the container: HOST:CONTAINER; on GKE volume claims, CLAIM:CONTAINER.")
     settings: Literal["auto", "none"] = key(
-        "auto", "XLA and NCCL settings for several GPU hosts (docs/cluster.md); what environment says counts more."
+        "auto", "XLA and NCCL settings for several GPU hosts (docs/cluster.md); launch.environment takes precedence."
     )
     cost_per_gpu_hour: float | None = key(None, "What an hour of a GPU costs, for the estimate.", ge=0)
 
@@ -118,8 +118,9 @@ class Launch(Section):
                 )
         if self.hours is not None and 3600 * self.hours <= self.warning_seconds:
             raise ValueError(
-                f"launch.hours: {self.hours:g} are less than launch.warning_seconds ({self.warning_seconds}), and the "
-                "run would be stopped at once; raise one or lower the other"
+                f"launch.hours: {self.hours:g} hours must be longer than launch.warning_seconds "
+                f"({self.warning_seconds} s), or the run is stopped at once; raise launch.hours or lower "
+                "launch.warning_seconds"
             )
         for mount in self.mounts:
             if not re.fullmatch(r"[^:]+:/[^:]*", mount):
@@ -134,7 +135,9 @@ class Slurm(Section):
     reservation: str | None = key(None, "Reservation (--reservation).")
     constraint: str | None = key(None, "Features that nodes must have (--constraint).")
     switches: str | None = key(None, "Leaf switches at most, and how long to wait for them: 1@12:00:00 (--switches).")
-    options: list[str] = key([], "Any other options of sbatch, such as --mail-type=END. They count more than ours.")
+    options: list[str] = key(
+        [], "Any other options of sbatch, such as --mail-type=END. They take precedence over ours."
+    )
     srun_options: list[str] = key([], "Any other options of srun.")
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ def help_text() -> str:
     """Every key with what it takes, its default and its line of explanation, for a terminal to wrap."""
     return "\n".join(
         f"  {name}  {takes(field.annotation, field.metadata)}; {_default(field)}\n      {field.description}"
-        for name, field in sorted_fields().items()
+        for name, field in fields_by_key().items()
     )
 
 
@@ -39,7 +39,7 @@ def json_schema() -> str:
     return json.dumps(Config.model_json_schema(), indent=2) + "\n"
 
 
-def sorted_fields() -> dict[str, FieldInfo]:
+def fields_by_key() -> dict[str, FieldInfo]:
     """Dotted key → field, in the order of the schema; NAME stands for any name in a mapping."""
     fields: dict[str, FieldInfo] = {}
 

@@ -161,7 +161,7 @@ def explain(error: ValidationError, sources: Mapping[str, str], name: str) -> st
     problems = error.errors()
     dotted, text = _problem(problems[0], sources)
     different = {_problem(problem, sources) for problem in problems}
-    more = f" ({len(different) - 1} more problems follow)" if len(different) > 1 else ""
+    more = f" (the first of {len(different)} problems)" if len(different) > 1 else ""
     where = source_of(dotted, sources) or name
     return printable(": ".join(part for part in (where, dotted, text) if part) + more)
 

@@ -45,9 +45,9 @@ class Run(Section):
     def _time_for_a_step(self) -> Self:
         if self.max_minutes is not None and 60 * self.max_minutes <= self.stop_margin_seconds:
             raise ValueError(
-                f"run.max_minutes: {self.max_minutes:g} are not more than run.stop_margin_seconds "
-                f"({self.stop_margin_seconds:g}), and each start would stop before its first step; raise one or lower "
-                "the other"
+                f"run.max_minutes: {self.max_minutes:g} minutes must be longer than run.stop_margin_seconds "
+                f"({self.stop_margin_seconds:g} s), or each start stops before its first step; raise "
+                "run.max_minutes or lower run.stop_margin_seconds"
             )
         return self
 
@@ -55,7 +55,7 @@ class Run(Section):
 class Train(Section):
     steps: int = key(1000, "Optimizer steps of the whole run; schedules follow it.", resume="maths", ge=1)
     microbatch_size: int | None = key(
-        None, "Rows a batch shard holds in one pass; default all of them, without accumulation.", ge=1
+        None, "Rows of a batch shard in one microbatch; default all of them, without accumulation.", ge=1
     )
     precision: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Compute precision; auto is bfloat16 on GPU and float32 on CPU. Parameters are float32.",
@@ -75,12 +75,14 @@ class Train(Section):
     layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
     z_loss: float = key(0.0, "Weight of the squared log-partition penalty on the logits.", resume="maths", ge=0)
-    eval_every: int = key(0, "Evaluate after every so many steps; 0 is at the end only.", ge=0)
+    eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", ge=0)
     max_bad_steps: int = key(
-        10, "Steps in a row whose loss or gradient may be infinite or no number; they change nothing.", ge=0
+        10,
+        "Steps in a row that may have an infinite or NaN loss or gradient before the run ends; they change nothing.",
+        ge=0,
     )
     compare_replicas_every: int = key(
-        0, "Compare what replicas hold after every so many steps, to find devices that compute wrongly; 0 is never.",
+        0, "Steps between comparisons of the replicas, to find devices that compute wrongly; 0: never.",
         ge=0,
     )  # fmt: skip
     stop_after: int | None = key(None, "Stop with a checkpoint and exit code 75 after this step.", ge=1)
@@ -109,13 +111,15 @@ class Source(Section):
 
 
 class WeightChange(Section):
-    from_step: int = key(..., "Steps done when the weights change, were no rows passed over.", resume="maths", ge=1)
+    from_step: int = key(
+        ..., "Steps after which the weights change, counted as if no rows were skipped.", resume="maths", ge=1
+    )
     weights: dict[str, float] = key(..., "New weights by source; sources left out keep theirs.", resume="maths")
 
 
 class Skip(Section):
     from_row: int = key(
-        ..., "First row to pass over, by its number: steps before it times global_batch_size.", ge=0, lt=2**53
+        ..., "First row to skip, by its number: steps before it times global_batch_size.", ge=0, lt=2**53
     )
     rows: int = key(..., "How many rows.", ge=1, lt=2**53)
 
@@ -128,9 +132,9 @@ class Data(Section):
     synthetic: int | None = key(
         None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
     )
-    skip: list[Skip] = key([], "Rows of the run to pass over; those after them move up.", resume="maths")
-    global_batch_size: int = key(64, "Rows a step over all hosts.", resume="breaks", ge=1)
-    sequence_length: int = key(1024, "Tokens a row.", resume="breaks", ge=2)
+    skip: list[Skip] = key([], "Rows of the run to skip; those after them move up.", resume="maths")
+    global_batch_size: int = key(64, "Rows per step, over all hosts.", resume="breaks", ge=1)
+    sequence_length: int = key(1024, "Tokens per row.", resume="breaks", ge=2)
     rows: Literal["windows", "packed"] = key(
         "windows", "A row is a window of the text, or holds whole documents that do not see each other.",
         resume="breaks",
@@ -141,7 +145,7 @@ class Data(Section):
         "repeat", "After an epoch begin the next, or refuse a run that would need more.", resume="maths"
     )
     verify: bool = key(False, "Compare every file of the data with its digest at the start.")
-    stage_dir: str | None = key(None, "Copy the data to this local folder once a host, and read it there.")
+    stage_dir: str | None = key(None, "Copy the data to this local folder once per host, and read it there.")
     prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
     read_threads: int = key(2, "Threads that read ahead; 0 reads when a batch is wanted.", ge=0)
     log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
@@ -196,7 +200,7 @@ class Checkpoint(Section):
     dir: str | None = key(
         None, "Where checkpoints are, the run's id and its lock: a folder or gs://BUCKET/PATH; default run.dir."
     )
-    every_steps: int = key(500, "Save after every so many steps, and at the end; 0 is at the end only.", ge=0)
+    every_steps: int = key(500, "Steps between saves, besides the one at the end; 0: only at the end.", ge=0)
     every_minutes: Minutes | Literal["auto"] | None = key(
         None, "Save also when so many minutes have passed; auto weighs a save's cost against failures (Young–Daly)."
     )
@@ -204,7 +208,7 @@ class Checkpoint(Section):
         None, "For auto: the whole run's mean; default what the run has seen, else published failures of GPUs.", gt=0
     )
     keep: int = key(3, "Newest checkpoints to keep.", ge=2)
-    keep_every_steps: int = key(0, "Keep also those of every so many steps; 0 is none.", ge=0)
+    keep_every_steps: int = key(0, "Also keep checkpoints whose step is a multiple of this; 0: none.", ge=0)
     keep_best: int = key(0, "Keep also so many with the lowest held-out loss, of those that were evaluated.", ge=0)
     verify: bool = key(True, "Compare what is restored with the digests taken when it was saved.")
     read: Literal["auto", "each", "spread"] = key(
@@ -223,7 +227,7 @@ class Mesh(Section):
     model: int = key(1, "Tensor and sequence parallelism: ways to split heads, MLP, vocabulary and, between, length.")
     zero: Literal[1, 2, 3] = key(
         3, "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
-        "each pass (2) or once a step (1).",
+        "each microbatch (2) or once a step (1).",
     )  # fmt: skip
     allow_split_hosts: bool = key(False, "Allow the model axis to span hosts.")
     rules: dict[str, list[str]] = key({}, "Other mesh axes for a logical axis, such as embed: [data, fsdp].")
@@ -248,7 +252,9 @@ class Watchdog(Section):
     compile_seconds: float | None = key(7200.0, "Compiling.", gt=0)
     restore_seconds: float | None = key(3600.0, "Restoring a checkpoint, and waiting for data at the start.", gt=0)
     evaluate_seconds: float | None = key(900.0, "A batch of an evaluation.", gt=0)
-    save_seconds: float | None = key(3600.0, "What of a save blocks training, and the last one altogether.", gt=0)
+    save_seconds: float | None = key(
+        3600.0, "The part of a save that blocks training, and the whole of the last save.", gt=0
+    )
 
 
 class Cluster(Section):
@@ -266,7 +272,8 @@ class Cluster(Section):
         30.0, "A process that says nothing for so long is given up, once it has finished a step.", ge=5
     )
     heartbeat_timeout_seconds: int = key(
-        100, "JAX's own limit for a silent process, which aborts the others; in this time ours is 90 % before a step.",
+        100, ("JAX's own limit for a silent process, at which JAX aborts the others. Before the first step, ours "
+             "is 90 % of it."),
         ge=2,
     )  # fmt: skip
 
@@ -282,7 +289,8 @@ class Cluster(Section):
 
 
 class Config(Section):
-    """The whole config. Cross-key rules that need no device are checked here; the rest in the plan."""
+    """The whole config. Cross-key rules that need no device are checked here; the rest in
+    `training.compile.build_spec`."""
 
     seed: int = key(0, "Seed of initialisation, data order and dropout.", resume="breaks", ge=0, lt=2**31)
     run: Run = Run()
@@ -316,7 +324,7 @@ class Config(Section):
         if self.checkpoint.dir and (trouble := wrong_with_path(self.checkpoint.dir)):
             raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
         if self.run.init_from and self.run.fork_from:
-            raise ValueError("run.init_from: run.fork_from is given, too; keep one of them")
+            raise ValueError("run.init_from: run.fork_from is also set; remove one of them")
         warmup, steps = self.optimizer.warmup_steps, self.train.steps
         if warmup >= steps:
             raise ValueError(
@@ -331,7 +339,7 @@ def _check_data(data: Data) -> None:
     """The rules over several keys of `data`."""
     given = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
     if len(given) > 1:
-        raise ValueError(f"data.{given[1]}: data.{given[0]} is given, too; keep one of them")
+        raise ValueError(f"data.{given[1]}: data.{given[0]} is also set; remove one of them")
     _check_grain("data.grain", data.grain, next((f"data.{name}" for name in given), None))
     for name, source in data.sources.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -362,7 +370,7 @@ def _check_grain(where: str, grain: Grain, beside: str | None) -> None:
     if grain == Grain():
         return
     if beside is not None:
-        raise ValueError(f"{where}: {beside} is given, too; keep one of them")
+        raise ValueError(f"{where}: {beside} is also set; remove one of them")
     if grain.train is None:
         raise ValueError(f"{where}.train: not set; give the dotted path of a grain.MapDataset, as package.module.name")
     for name, path in (("train", grain.train), ("eval", grain.eval)):

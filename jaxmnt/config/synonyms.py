@@ -12,7 +12,7 @@ class Meant(NamedTuple):
     """How it differs from what was typed, if it does."""
 
 
-_PASSES = "rows of a batch shard in one pass; the passes follow from it"
+_MICROBATCHES = "rows of a batch shard in one microbatch; their number follows from it"
 
 _NAMES: dict[Meant, str] = {
     Meant("seed"): "random_seed rng_seed prng_seed",
@@ -28,7 +28,7 @@ _NAMES: dict[Meant, str] = {
     Meant("train.steps", "an epoch is the data's tokens / (data.global_batch_size × data.sequence_length) steps"): (
         "epochs num_epochs n_epochs max_epochs num_train_epochs max_tokens total_tokens train_tokens"
     ),
-    Meant("train.microbatch_size", _PASSES): (
+    Meant("train.microbatch_size", _MICROBATCHES): (
         "micro_batch_size micro_batch microbatch microbatch_rows mbs device_batch_size per_device_batch_size "
         "per_device_train_batch_size train_micro_batch_size_per_gpu local_batch_size gradient_accumulation_steps "
         "gradient_accumulation grad_accum grad_accum_steps grad_accumulation_steps accumulation_steps accum_steps "

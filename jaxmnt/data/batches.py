@@ -16,7 +16,7 @@ from jaxmnt.config.schema import Config, Data
 from jaxmnt.data.elements import GivenRows
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import BLOCK, Located, Order, block_shares, check_shares
-from jaxmnt.data.rows import Packed, RowReader, Rows, make_reader
+from jaxmnt.data.rows import RowReader, Rows, make_reader
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.errors import ConfigError
 
@@ -58,11 +58,11 @@ class TrainingData:
     @property
     def index_bytes(self) -> int:
         """Host memory that plans and document boundaries take, in bytes."""
-        return sum(_index_bytes(reader) for reader in self.readers.values())
+        return sum(reader.index_bytes for reader in self.readers.values())
 
     def fill(self) -> dict[str, float]:
         """The share of places that hold a token, of each source."""
-        return {name: reader.fill if isinstance(reader, Packed) else 1.0 for name, reader in self.readers.items()}
+        return {name: reader.fill for name, reader in self.readers.items()}
 
     def _merge(self, located: Located) -> Rows:
         merged: Rows = {}
@@ -134,17 +134,9 @@ def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
 
 
 def _reader(part: Any, split: str, settings: Any) -> RowReader:
-    if isinstance(part, GrainData):
-        return part.reader(split, settings)
+    if isinstance(part, GrainData) and part.holds_rows:
+        return GivenRows(part.elements[split], settings)
     return make_reader(part.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
-
-
-def _index_bytes(reader: Any) -> int:
-    if isinstance(reader, GivenRows):
-        return 0
-    if isinstance(reader, Packed):
-        return reader.plan.nbytes + reader.stream.document_starts.nbytes
-    return reader.stream.document_starts.nbytes if reader.document_mask else 0
 
 
 def _check_rows_exist(sources: Sources, rows: dict[str, int], length: int) -> None:

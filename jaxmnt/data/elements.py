@@ -57,7 +57,9 @@ class Elements:
         try:
             raw = self.dataset[number]
         except OSError as error:
-            raise UserError(f"{self._name(number)} cannot be read: {summary(error)}; fix the access") from error
+            raise UserError(
+                f"{self._name(number)} cannot be read: {summary(error)}; check that it is mounted and readable"
+            ) from error
         except Exception as error:  # it is the user's own code that runs
             raise self.refusal(number, f"cannot be made: {printable(summary(error))}; correct the dataset") from error
         rows = self.kind == "rows"
@@ -154,6 +156,8 @@ CHANGED = (
 class GivenRows:
     """Rows as a dataset gives them."""
 
+    fill, index_bytes = 1.0, 0
+
     def __init__(self, elements: Elements, settings: Data):
         self._elements, self._length, self._apart = elements, settings.sequence_length, settings.keeps_documents_apart
         self.rows = self.all_rows = len(elements)
@@ -218,7 +222,9 @@ def document_of(elements: Elements, number: int, end: int | None, weighted: bool
     if found is None:
         return None
     if "weights" in found and not weighted:
-        raise elements.refusal(number, "has weights, and the others that were sampled have none; give all of them some")
+        raise elements.refusal(
+            number, "has weights, but the sampled elements have none; give weights to all elements or to none"
+        )
     tokens, weights = found["tokens"], found.get("weights", np.ones(len(found["tokens"]), np.float32))
     if end is not None and tokens[-1] != end:
         tokens, weights = np.append(tokens, np.int32(end)), np.append(weights, weights[-1])

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxmnt.config.schema import Data, Grain
-from jaxmnt.data.elements import CHANGED, DocumentStream, Element, Elements, GivenRows, measured
+from jaxmnt.config.schema import Grain
+from jaxmnt.data.elements import CHANGED, DocumentStream, Element, Elements, measured
 from jaxmnt.data.manifest import NAMELESS, SPLITS
-from jaxmnt.data.rows import RowReader, make_reader
 from jaxmnt.data.store import Origin, TokenStream
 from jaxmnt.errors import ConfigError, UnreadableError, UserError, printable, summary
 from jaxmnt.storage import publish_bytes
@@ -81,12 +80,6 @@ class GrainData:
     def origin(self, split: str, document: int) -> Origin:
         number = document if self.holds_rows else int(np.flatnonzero(self.index(split)[:, 0])[document])
         return Origin(self.elements[split].path, number + 1)
-
-    def reader(self, split: str, settings: Data) -> RowReader:
-        """Rows of a split."""
-        if self.holds_rows:
-            return GivenRows(self.elements[split], settings)
-        return make_reader(self.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
 
     def stream(self, split: str) -> TokenStream:
         assert not self.holds_rows
@@ -162,7 +155,10 @@ def open_grain(settings: Grain, key: str, like: Any = None, run_dir: Path | None
                 digest.update(f"{name} {len(array)}".encode() + array.astype(array.dtype.newbyteorder("<")).tobytes())
     known = [element for found in samples.values() for element in found if element is not None]
     if not known:
-        raise ConfigError(f"{key}.train: {settings.train} has no document in its first elements; give one that has")
+        raise ConfigError(
+            f"{key}.train: none of the sampled elements of {settings.train} is a document; give a "
+            "dataset that has documents"
+        )
     weighted = any("weights" in element for element in known)
     folder = None if run_dir is None else run_dir / INDEX_FOLDER
     return GrainData(elements, tokenizer, weighted, len(known[0]["tokens"]), digest.hexdigest(), folder)
@@ -195,7 +191,9 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
         if callable(found) and not isinstance(found, grain.MapDataset):
             found = found()
     except OSError as error:
-        raise UnreadableError(f"{key}: {path} cannot be made: {printable(summary(error))}; fix the access") from error
+        raise UnreadableError(
+            f"{key}: {path} cannot be made: {printable(summary(error))}; check that it is mounted and readable"
+        ) from error
     except Exception as error:  # it is the user's own code that runs
         raise ConfigError(
             f"{key}: {path} cannot be made: {printable(summary(error))}; it must be a grain.MapDataset, or a function "
@@ -238,7 +236,10 @@ def _sampled(first: Elements, again: Elements) -> list[Element | None]:
         if not _equal(element, other):
             raise first.refusal(
                 number,
-                "differs when it is read twice; make the dataset deterministic: seed() it, and use no other chance",
+                (
+                    "differs when it is read twice; make the dataset deterministic: seed() it, and use no other "
+                    "randomness"
+                ),
             )
         found.append(element)
     return found

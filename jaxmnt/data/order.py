@@ -25,7 +25,7 @@ _ROUNDS = 6
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Phase(NamedTuple):
+class MixturePhase(NamedTuple):
     """From this step on (0 is the first), these weights, in the order of the sources."""
 
     from_step: int
@@ -46,7 +46,7 @@ class Order:
     def __init__(
         self,
         rows: Mapping[str, int],
-        phases: Sequence[Phase],
+        phases: Sequence[MixturePhase],
         *,
         seed: int,
         shuffle: bool,
@@ -180,7 +180,7 @@ def block_shares(weights: Sequence[float]) -> np.ndarray:
     return shares
 
 
-def check_shares(names: Sequence[str], phases: Sequence[Phase]) -> None:
+def check_shares(names: Sequence[str], phases: Sequence[MixturePhase]) -> None:
     """Raises `ConfigError` for a weight that is so small that its source would never be read."""
     for phase in phases:
         for name, weight, share in zip(names, phase.weights, block_shares(phase.weights).tolist(), strict=True):

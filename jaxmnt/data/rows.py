@@ -152,6 +152,14 @@ class RowReader(Protocol):
     all_rows: int
     """Rows in which every token is a target once, the last perhaps not full; evaluation uses these."""
 
+    @property
+    def fill(self) -> float:
+        """The share of places that hold a token."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Host memory that plans and document boundaries take, in bytes."""
+
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         """The rows of these numbers; one past the end is a row without targets."""
 
@@ -161,6 +169,8 @@ class RowReader(Protocol):
 
 class Windows:
     """The stream cut every L targets."""
+
+    fill = 1.0
 
     def __init__(self, stream: TokenStream, length: int, document_mask: bool):
         self.stream = stream
@@ -203,6 +213,10 @@ class Windows:
             unknown = opens if self.document_mask else (starts == 0)[:, None] & (self._positions == 0)
             result["weights"] = np.where(unknown, np.float32(0), result["weights"])
         return result
+
+    @property
+    def index_bytes(self) -> int:
+        return self.stream.document_starts.nbytes if self.document_mask else 0
 
     def offsets(self, row: int) -> np.ndarray:
         offsets = row * self.length + np.arange(self.length)
@@ -251,8 +265,11 @@ class Packed:
 
     @property
     def fill(self) -> float:
-        """The share of places that hold a token."""
         return self.plan.fill(self.length)
+
+    @property
+    def index_bytes(self) -> int:
+        return self.plan.nbytes + self.stream.document_starts.nbytes
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         wanted = np.asarray(rows, np.int64)

@@ -120,7 +120,9 @@ def kept(home: StoragePath) -> RunTokenizer | None:
     except OSError as error:
         if isinstance(error, UserError):
             raise
-        raise ConfigError(f"{path.parent} cannot be read: {error.strerror}; fix the access") from error
+        raise ConfigError(
+            f"{path.parent} cannot be read: {error.strerror}; check that it is mounted and readable"
+        ) from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise damaged from error
     return found

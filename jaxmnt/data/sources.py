@@ -18,7 +18,7 @@ import numpy as np
 from jaxmnt.config.schema import Config, Data, Source
 from jaxmnt.data.grain_source import GrainData, open_grain
 from jaxmnt.data.manifest import MANIFEST
-from jaxmnt.data.order import Phase
+from jaxmnt.data.order import MixturePhase
 from jaxmnt.data.store import Origin, PreparedData, StoredTokens, TokenStream, open_prepared
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
 
@@ -158,7 +158,7 @@ ONLY = "data"
 
 @dataclass(frozen=True)
 class Sources:
-    """Prepared data by name, in the order of the names."""
+    """The opened sources by name, in the order of the names."""
 
     parts: dict[str, Part]
 
@@ -244,18 +244,19 @@ def _reading(path: str | Path) -> Iterator[None]:
         raise UnreadableError(str(error)) from error
     except OSError as error:
         raise UnreadableError(
-            f"data.path: {error.filename or path} cannot be read ({error.strerror or error}); fix the access"
+            f"data.path: {error.filename or path} cannot be read ({error.strerror or error}); check that it is "
+            "mounted and readable"
         ) from error
 
 
-def phases(settings: Data) -> list[Phase]:
+def phases(settings: Data) -> list[MixturePhase]:
     """The weights of the sources, in the order of their names, and when they change."""
     names = sorted(settings.sources) or [ONLY]
     weights = {name: settings.sources[name].weight if settings.sources else 1.0 for name in names}
-    found = [Phase(0, tuple(weights.values()))]
+    found = [MixturePhase(0, tuple(weights.values()))]
     for change in settings.weight_changes:
         weights = {name: change.weights.get(name, weights[name]) for name in names}
-        found.append(Phase(change.from_step, tuple(weights.values())))
+        found.append(MixturePhase(change.from_step, tuple(weights.values())))
     return found
 
 

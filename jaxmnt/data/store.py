@@ -332,7 +332,7 @@ def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ConfigError(f"{key}: there is no directory {path}; {how_to_prepare()}")
+        raise ConfigError(f"{key}: {path} is not a directory; {how_to_prepare()}")
     return PreparedData(directory, read_manifest(directory, key))
 
 

@@ -76,7 +76,7 @@ class HuggingFace:
             text = read(path).decode()
             self._plain, self._markup = library.Tokenizer.from_str(text), library.Tokenizer.from_str(text)
         except OSError as error:
-            raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}; check its permissions") from error
         except BaseException as error:
             # The library raises nothing narrower, and where it panics, in Rust, not even an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -208,7 +208,7 @@ def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True
         return Bytes()
     path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
     if not path.exists():
-        raise ConfigError(f"--tokenizer: there is no file {given}; give bytes, or the path of a tokenizer.json")
+        raise ConfigError(f"--tokenizer: {given} does not exist; give bytes, or the path of a tokenizer.json")
     return HuggingFace(path, end_token, for_text=for_text)
 
 

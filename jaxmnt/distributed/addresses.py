@@ -6,7 +6,7 @@ import os
 import socket
 import time
 
-from jaxmnt.distributed.authentication import FILE, RUN_KEY
+from jaxmnt.distributed.authentication import KEY_FILE, RUN_KEY
 from jaxmnt.distributed.identity import Identity, is_loopback
 from jaxmnt.distributed.local_gpus import gpus_here
 from jaxmnt.distributed.termination import AbsentError
@@ -94,9 +94,9 @@ def refused(identity: Identity) -> UserError:
     """Why process 0, which answers, will not have this process."""
     here = socket.gethostname()
     return PreflightError(
-        f"process 0 at {identity.coordinator} has another key than {here}: share run.dir among all hosts, or set "
-        f"{RUN_KEY} to the same in all processes (it counts more than run.dir/{FILE}); if another run has that port, "
-        "choose another"
+        f"process 0 at {identity.coordinator} and {here} have different run keys: share run.dir among all hosts, "
+        f"or set {RUN_KEY} to the same value in every process (it takes precedence over run.dir/{KEY_FILE}); if "
+        "another run uses that port, choose another port"
     ).blaming(hosts=[here])
 
 
@@ -111,9 +111,11 @@ def unanswered(identity: Identity, reason: str, timeout: float, *, met: bool) ->
     try:
         addresses = resolved(host)
     except OSError as error:
-        text = f"{what}: {here} finds no address of {host} ({error.strerror or error})"
+        text = f"{what}: {here} cannot resolve {host} ({error.strerror or error})"
         if os.environ.get(_IN_A_POD):
-            return kind(f"{text}, as long as its pod is not there").blaming(processes=[0])
+            return kind(
+                f"{text}; the name resolves once the pod of process 0 exists: check that it was created"
+            ).blaming(processes=[0])
         return PreflightError(f"{text}; correct cluster.coordinator, or the names on {here}").blaming(hosts=[here])
     if is_loopback(host):
         return kind(
@@ -122,7 +124,7 @@ def unanswered(identity: Identity, reason: str, timeout: float, *, met: bool) ->
         ).blaming(processes=[0])
     if all_loopback(addresses):
         return PreflightError(
-            f"{what} ({reason}): {here} takes {host} for {addresses[0]}, a loopback address, which is {here} itself; "
+            f"{what} ({reason}): {here} resolves {host} to {addresses[0]}, a loopback address of {here} itself; "
             f"correct /etc/hosts on {here}, or cluster.coordinator"
         ).blaming(hosts=[here])
     return kind(

@@ -1,6 +1,6 @@
 """Who may take part: the key of the run, and how the two ends of a connection show each other that they have it.
 
-Process 0 greets with a number that it makes up; who has connected answers with a number of his own and the HMAC of
+Process 0 greets with a number that it makes up; who has connected answers with a number of its own and the HMAC of
 both; process 0 answers with another HMAC of both. So the key itself is never sent, an answer that was overheard fits no
 other connection, and none can be sent back to where it came from. All of it has a fixed length, and nothing else is
 read from a connection before.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jaxmnt.errors import ConfigError, remark
 
-RUN_KEY, FILE = "JAXMNT_RUN_KEY", "run.key"
+RUN_KEY, KEY_FILE = "JAXMNT_RUN_KEY", "run.key"
 RUN_KEY_BYTES = 32
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
 _APPEARS_SECONDS = 5.0
@@ -56,7 +56,7 @@ def run_key(run_dir: Path, environment: Mapping[str, str] | None = None) -> byte
         )
     if given:
         return bytes.fromhex(given)
-    path = run_dir / FILE
+    path = run_dir / KEY_FILE
     try:
         if not path.is_symlink() and not path.exists():
             _make(path)
@@ -71,7 +71,7 @@ def run_key(run_dir: Path, environment: Mapping[str, str] | None = None) -> byte
 def _make(path: Path) -> None:
     """Whole or not at all, and the first one counts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text, temporary = f"{secrets.token_hex(32)}\n", path.with_name(f".{FILE}.{secrets.token_hex(8)}")
+    text, temporary = f"{secrets.token_hex(32)}\n", path.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
     _write(temporary, text)
     try:
         os.link(temporary, path)
@@ -132,7 +132,7 @@ def greeting(nonce: bytes) -> bytes:
 
 
 def is_proof(said: bytes) -> bool:
-    """Whether this has the form of one: who says it is a process of some run, and no other program."""
+    """Whether this has the form of one: if so, it comes from a process of a run, this one or another."""
     return re.fullmatch(rb"[0-9a-f]{128}\n", said) is not None
 
 
@@ -173,7 +173,7 @@ def prove(connection: socket.socket, key: bytes, seconds: float) -> None:
     if reply == REFUSAL:
         raise RefusedError
     if not hmac.compare_digest(reply, _proof(key, b"process 0", nonce, own) + b"\n"):
-        raise StrangerError("what answers on that port has not the run's key")
+        raise StrangerError("what answers on that port does not have the run's key")
 
 
 def _proof(key: bytes, who: bytes, nonce: bytes, theirs: bytes) -> bytes:

@@ -89,7 +89,7 @@ def broadcast(name: str, value: str | None, identity: Identity, seconds: float =
     try:
         return str(client.blocking_key_value_get(key, int(seconds * 1000)))
     except Exception as error:
-        raise PeerError(f"process 0 did not say '{name}' within {seconds:g} s: {error}") from error
+        raise PeerError(f"process 0 did not answer at '{name}' within {seconds:g} s: {error}") from error
 
 
 def gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[str] | None:
@@ -109,7 +109,7 @@ def gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_S
         try:
             values.append(str(client.blocking_key_value_get(f"{key}/{process:06d}", left)))
         except Exception as error:
-            raise PeerError(f"process {process} did not say '{name}' within {seconds:g} s: {error}") from error
+            raise PeerError(f"process {process} did not answer at '{name}' within {seconds:g} s: {error}") from error
     client.key_value_delete(f"{key}/")
     return values
 

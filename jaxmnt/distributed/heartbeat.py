@@ -29,7 +29,7 @@ from jaxmnt.errors import ExitCode, code_of, printable_lines, summary
 
 _BEAT_SECONDS = 1.0
 _ANSWER_SECONDS = 3.0
-"""For everyone to say where he is when somebody has come to a halt."""
+"""For all to say where they are when one has come to a halt."""
 _VERDICT_SECONDS = 10.0
 """How long a process that has come to a halt waits for process 0's account."""
 _GOING_LAST_SECONDS = 1.0
@@ -84,14 +84,14 @@ class Heartbeat:
         self._noted = False
         self._leaving = False
         self._told = threading.Event()
-        self._alarm, self._bell = socket.socketpair()
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._listen, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         if not self._connections:
             return
-        self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        self._selector.register(self._wakeup_read, selectors.EVENT_READ, None)
         for process, connection in self._connections.items():
             self._selector.register(connection, selectors.EVENT_READ, process)
         self._thread.start()
@@ -114,7 +114,7 @@ class Heartbeat:
         if self._own is None:
             self._own = self.exit_handler.exit_reason = exit_reason
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._bell.send(b"!")
+            self._wakeup_write.send(b"!")
             self._told.wait(_MISSED_SECONDS)
         return self._own
 
@@ -130,14 +130,14 @@ class Heartbeat:
         """This process does not get any further: all are asked where they are, and the run ends."""
         if self._thread.is_alive():
             self._halted = why
-            self._bell.send(b"!")
+            self._wakeup_write.send(b"!")
             time.sleep(_VERDICT_SECONDS)  # the verdict ends this process
         self._note_stacks_once()
         self.exit_handler.exit_now(self._exit_reason("hang", f"{why}: {self.position()}", ExitCode.PEER))
 
     def miss(self) -> None:
-        """A peer seems to be gone. Returns after a few seconds in which nobody was found to be: else this process ends
-        meanwhile, with the name of who was."""
+        """A peer seems to be gone. Waits a few seconds: if the heartbeat finds out who, it ends this process with that
+        name; else this returns."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             time.sleep(_MISSED_SECONDS)
 
@@ -145,7 +145,7 @@ class Heartbeat:
         """Says good-bye: what becomes of the connections does not matter any more."""
         self._leaving = True
         if self._thread.is_alive():
-            self._bell.send(b"!")
+            self._wakeup_write.send(b"!")
             self._thread.join(_MISSED_SECONDS)
 
     # In the thread.
@@ -158,7 +158,7 @@ class Heartbeat:
         while not self._leaving:
             for event, _ in self._selector.select(max(0.0, beat + _BEAT_SECONDS - time.monotonic())):
                 if event.data is None:
-                    self._alarm.recv(16)
+                    self._wakeup_read.recv(16)
                 elif event.data in self._connections:
                     self._hear(event.data)
             self._attend_to_own()
@@ -192,8 +192,10 @@ class Heartbeat:
             self._unheard[process] += 1
             limit = self._silence if position.settled else self._patience
             if self._unheard[process] * _BEAT_SECONDS > limit:
-                where = f", last known {self._positions[process]}" if self._identity.process_id == 0 else ""
-                self._lost(process, f"has been silent for {limit:g} s: stopped, or cut off{where}")
+                where = f", last seen {self._positions[process]}" if self._identity.process_id == 0 else ""
+                self._lost(
+                    process, f"has been silent for {limit:g} s: it is stopped, or cut off from the network{where}"
+                )
         if self._inquiry is not None and time.monotonic() > self._inquiry.until:
             self._conclude()
 
@@ -201,7 +203,7 @@ class Heartbeat:
         """What one peer has to say."""
         messages = self._received(process)
         if messages is None:
-            self._lost(process, "went away without a word: killed, its host lost, or it called exit")
+            self._lost(process, "disconnected without a message: it was killed, its host was lost, or it called exit")
             return
         self._unheard[process] = 0
         for message in messages:
@@ -210,7 +212,9 @@ class Heartbeat:
                 exit_reason = _exit_reason_from(message["exit_reason"]) if message["kind"] == "verdict" else None
                 code = ExitCode(message.get("code", ExitCode.PEER))
             except (ValueError, KeyError, TypeError):
-                self._lost(process, "said what no process of this version says")
+                self._lost(
+                    process, "sent a message that this version does not know; run the same jaxmnt in every process"
+                )
                 return
             if told is not None:
                 self._positions[process] = told
@@ -230,7 +234,7 @@ class Heartbeat:
             self._broadcast({"kind": "here", "position": asdict(self.position())})
             self._note_stacks_once()
         elif kind == "gave_up":
-            why = f"was given up by {self._label(process)}: {why}"
+            why = f"was declared lost by {self._label(process)}: {why}"
             self._tell_all(self._exit_reason("peer_lost", why, ExitCode.PEER, 0))
         elif kind == "here" and self._inquiry is not None:
             self._inquiry.answered.add(process)
@@ -289,7 +293,7 @@ class Heartbeat:
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for connection in self._connections.values():
-            with contextlib.suppress(OSError):  # one who cannot hear it is found by his silence
+            with contextlib.suppress(OSError):  # one that cannot hear it is found by its silence
                 connection.send(message)
 
     def _received(self, process: int) -> list[dict[str, Any]] | None:
@@ -335,7 +339,7 @@ def _exit_reason_from(record: dict[str, Any]) -> ExitReason:
 
 @dataclass
 class _Inquiry:
-    """Process 0 waits for everyone to say where he is."""
+    """Process 0 waits for all to say where they are."""
 
     why: str
     until: float

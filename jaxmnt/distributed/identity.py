@@ -138,13 +138,16 @@ def _refuse_what_is_incomplete(chosen: str, explicit: Claim, heard: list[Claim],
         if claim.trouble:
             raise ConfigError(claim.trouble)
     if chosen in LAUNCHERS and not heard:
-        raise ConfigError(f"cluster.launcher: {chosen}, but no variable of it is set; start with it, or say auto")
+        raise ConfigError(
+            f"cluster.launcher: {chosen} is set, but none of its environment variables are; start "
+            f"with {chosen}, or set auto"
+        )
     claim = next((_over(explicit, one) for one in heard if one.process_id is not None), explicit)
     whose = f" ({shown(claim.used)})" if claim.used else ""
     if claim.processes is None and (claim.coordinator or claim.process_id is not None):
         raise ConfigError(
-            "cluster.processes: missing, though a coordinator or process id is given"
-            f"{whose}; set it or {VARIABLES['processes']} (1 for a run of its own)"
+            f"cluster.processes: missing, although a coordinator or process id is set{whose}; set it or "
+            f"{VARIABLES['processes']} (1 for a single-process run)"
         )
     if claim.processes is not None and claim.process_id is None:
         raise ConfigError(
@@ -165,9 +168,9 @@ def _refuse_contradictions(said: list[Claim]) -> None:
             one, other = getattr(known[0], name), getattr(claim, name)
             if one != other:
                 raise ConfigError(
-                    f"cluster.{name}: {known[0].launcher} says {_with_source(one, known[0])}, {claim.launcher} says "
-                    f"{_with_source(other, claim)}; unset what is left over, or choose with cluster.launcher="
-                    f"{known[0].launcher} or {claim.launcher}"
+                    f"cluster.{name}: {known[0].launcher} says {_with_source(one, known[0])}, {claim.launcher} "
+                    f"says {_with_source(other, claim)}; unset the stale variables, or choose with "
+                    f"cluster.launcher={known[0].launcher} or {claim.launcher}"
                 )
 
 

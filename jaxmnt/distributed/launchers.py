@@ -113,8 +113,8 @@ def _outside_srun(environment: Environment) -> Claim:
     return Claim(
         "slurm",
         used=used,
-        trouble=f"this is Slurm job {used['SLURM_JOB_ID']} of {asked} tasks or nodes, but no task of srun; "
-        "start with srun, or with cluster.launcher=explicit a run of its own",
+        trouble=f"this process is in Slurm job {used['SLURM_JOB_ID']} with {asked} tasks or nodes, but srun did "
+        "not start it; start it with srun, or set cluster.launcher=explicit for a single-process run",
     )
 
 

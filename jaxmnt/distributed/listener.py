@@ -1,4 +1,4 @@
-"""Process 0's open port. Who connects has to show in time that he has the run's key, before a line of his is read."""
+"""Process 0's open port. Who connects must show in time that it has the run's key, before any line from it is read."""
 
 import errno
 import selectors
@@ -29,7 +29,7 @@ _GONE_ALREADY = (
 
 
 @dataclass
-class _Stranger:
+class _Unauthenticated:
     """One who has connected, and has not shown the key yet."""
 
     address: str
@@ -51,7 +51,7 @@ class Listener:
         self._strangers_at_most = processes + _STRANGERS_AT_MOST
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._strangers: dict[socket.socket, _Unauthenticated] = {}
         """In order of coming."""
         self._known: dict[JsonSocket, None] = {}
         """The connections of those who have shown the key, in order."""
@@ -106,7 +106,10 @@ class Listener:
         addresses = list(self.refused)[:_ADDRESSES_TOLD]
         more = f" and {len(self.refused) - len(addresses)} more" if len(self.refused) > len(addresses) else ""
         count = self.refused.total()
-        return f"{', '.join(addresses)}{more} came without the run's key ({count} connection{'s' if count > 1 else ''})"
+        return (
+            f"{', '.join(addresses)}{more} connected without the run's key ({count} "
+            f"connection{'s' if count > 1 else ''})"
+        )
 
     def _accept(self) -> None:
         try:
@@ -120,7 +123,7 @@ class Listener:
             return
         if len(self._strangers) >= self._strangers_at_most:
             self._drop_a_stranger()
-        stranger = _Stranger(str(end[0]).removeprefix("::ffff:"), time.monotonic(), authentication.new_nonce())
+        stranger = _Unauthenticated(str(end[0]).removeprefix("::ffff:"), time.monotonic(), authentication.new_nonce())
         connection.setblocking(False)
         self._strangers[connection] = stranger
         self._selector.register(connection, selectors.EVENT_READ)
@@ -128,7 +131,8 @@ class Listener:
             self._refuse(connection, silent=True)
 
     def _drop_a_stranger(self) -> bool:
-        """The oldest of the address that has the most, so that one who connects again and again displaces himself."""
+        """The oldest of the address that has the most, so that one that connects again and again displaces only
+        itself."""
         if not self._strangers:
             return False
         crowd = Counter(stranger.address for stranger in self._strangers.values()).most_common(1)[0][0]
@@ -142,8 +146,8 @@ class Listener:
         for connection in [one for one, it in self._strangers.items() if now - it.since > _PROOF_SECONDS]:
             self._refuse(connection)
 
-    def _examine(self, connection: socket.socket, stranger: _Stranger) -> None:
-        """Whether he has the key, once he has said enough. He must wait for the answer before he says more."""
+    def _examine(self, connection: socket.socket, stranger: _Unauthenticated) -> None:
+        """Whether it has the key, once it has said enough. It must wait for the answer before it says more."""
         chunk = _received(connection)
         if chunk is None:
             return
@@ -188,7 +192,7 @@ class Listener:
         self._forget(connection)
         if first:
             self._told.add(address)
-            remark(f"note: {address} came without the run's key; is run.dir shared?")
+            remark(f"note: {address} connected without the run's key; is run.dir shared?")
 
 
 def _received(connection: socket.socket) -> bytes | None:

@@ -41,8 +41,9 @@ def visible_gpus(environment: Mapping[str, str], here: int) -> list[str]:
 def own_gpus(neighbours: Neighbours, environment: Mapping[str, str], here: int) -> tuple[int, ...] | None:
     """This process's share of the GPUs it sees, by their places among those; None is all of them.
 
-    Who has been given its own sees so few that there are enough for all to see others, where the launcher says how
-    many there are; else one. Raises `ConfigError` if they cannot be shared out.
+    A process keeps all GPUs that it sees if the launcher has given each its own: if what it sees times the processes is
+    no more than the launcher's count, or, without a count, if it sees one and the host has one for each. Raises
+    `ConfigError` if they cannot be shared out.
     """
     names, count = visible_gpus(environment, here), neighbours.processes
     seen = len(names)
@@ -52,7 +53,8 @@ def own_gpus(neighbours: Neighbours, environment: Mapping[str, str], here: int) 
     share, left = divmod(seen, count)
     if left or share == 0:
         raise ConfigError(
-            f"cluster.local_devices: {count} processes on this host see the same {seen} GPU{'s' if seen > 1 else ''}, "
-            "which cannot be shared out evenly; start one a host or one a GPU, or give each its list"
+            f"cluster.local_devices: {count} processes on this host see the same {seen} "
+            f"GPU{'s' if seen > 1 else ''}, which cannot be divided evenly among them; start one process per host "
+            "or one per GPU, or set cluster.local_devices in each process"
         )
     return tuple(range(neighbours.rank * share, (neighbours.rank + 1) * share))

@@ -32,14 +32,14 @@ def joined(
     identity: Identity,
     config: Config,
     exit_handler: ExitHandler,
-    find_data: Callable[[], str],
+    digest_of_data: Callable[[], str],
     early_exit: EarlyExit | None = None,
 ) -> Iterator[Heartbeat]:
     """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
 
-    Joins the rendezvous first, whose errors are those of `rendezvous.join`. `find_data` returns the digest of the data;
-    if it raises a `UserError`, every process hears of it. `early_exit` is told how the others hear of a request to
-    stop early. Afterwards the heartbeat ends this process when another fails; what is raised here is told to the
+    Joins the rendezvous first, whose errors are those of `rendezvous.join`. `digest_of_data` returns the digest of the
+    data; if it raises a `UserError`, every process hears of it. `early_exit` is told how the others hear of a request
+    to stop early. Afterwards the heartbeat ends this process when another fails; what is raised here is told to the
     others, and all leave together when nothing is. A single process has nobody to join and gets a heartbeat without
     connections.
     """
@@ -61,7 +61,7 @@ def joined(
     try:
         log = str(_native_log(Path(config.run.dir), identity))
         key = authentication.run_key(Path(config.run.dir))
-        digest = find_data()
+        digest = digest_of_data()
     except UserError as error:
         trouble = error
     with _native_output_to(log):

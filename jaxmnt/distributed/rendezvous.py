@@ -97,7 +97,7 @@ def _listen(
     finally:
         listener.close(keeping={peer.connection for peer in peers.values()})
     if listener.account:
-        remark(f"note: all processes are here; {listener.account} and were refused")
+        remark(f"note: all processes are connected; others were refused: {listener.account}")
     return peers
 
 

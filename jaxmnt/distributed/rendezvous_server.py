@@ -68,7 +68,7 @@ class RendezvousServer:
                 return wrong or self._incomplete(timeout)
             if now >= news and not wrong:
                 news = now + _NEWS_SECONDS
-                remark(f"{self._missing('still to come')} {self._present()}")
+                remark(f"{self._missing('not connected yet')} {self._present()}")
             for connection, message in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
                 if message is not None and not self._listener.knows(connection):
                     continue  # it was dropped for what it said before
@@ -105,7 +105,7 @@ class RendezvousServer:
         }
 
     def _hear(self, connection: JsonSocket, message: dict[str, Any] | None) -> UserError | None:
-        """Notes what one with the key has said: who he is, or that he was asked to stop. Or that he has hung up."""
+        """Notes what one with the key has said: who it is, or that it was asked to stop. Or that it has hung up."""
         process = next((process for process, known in self._connection_of.items() if known is connection), None)
         if message is None:
             if process is not None:
@@ -130,8 +130,8 @@ class RendezvousServer:
         own, process, host = self._hello[0], hello["process"], hello["host"]
         if hello["processes"] != self._identity.processes:
             return ConfigError(
-                f"cluster.processes: process {process} on {host} was told {hello['processes']} processes, "
-                f"process 0 on {own['host']} {self._identity.processes}; give all the same number"
+                f"cluster.processes: {hello['processes']} in process {process} on {host}, but "
+                f"{self._identity.processes} in process 0 on {own['host']}; set the same number in every process"
             )
         if process in self._connection_of and self._connection_of[process].is_over():
             gone = self._connection_of[process]
@@ -144,7 +144,10 @@ class RendezvousServer:
             )
         if not 0 < process < self._identity.processes:
             count = self._identity.processes
-            return ConfigError(f"cluster.process_id: {process} on {host} is out of range for {count} processes")
+            return ConfigError(
+                f"cluster.process_id: {process} on {host} is out of range for {count} processes; "
+                f"set it from 1 to {count - 1}"
+            )
         self._hello[process] = hello
         self._connection_of[process] = connection
         self._heard_after[connection] = time.time() - hello["time"]
@@ -163,8 +166,8 @@ class RendezvousServer:
             if ours != theirs:
                 kind = ConfigError if name in CONFIG_FACTS else PreflightError
                 return kind(
-                    f"{name} of process {process} on {host} is {shortened(str(theirs))}, of process 0 on {own['host']} "
-                    f"{ours}; start every process with the same software, config and data"
+                    f"{name} differs: {shortened(str(theirs))} in process {process} on {host}, {ours} in process 0 "
+                    f"on {own['host']}; start every process with the same software, config and data"
                 ).blaming(hosts=[host])
         return None
 
@@ -176,24 +179,26 @@ class RendezvousServer:
         for process, hello in sorted(self._hello.items()):
             if elsewhere and hello["loopback"]:
                 return PreflightError(
-                    f"process {process}: {hello['host']} takes its own name for a loopback address, which the others "
-                    f"cannot reach; give {hello['host']} its real address in /etc/hosts there"
+                    f"process {process}: {hello['host']} resolves its own name to a loopback address, which other "
+                    f"hosts cannot reach; set its real address in /etc/hosts on {hello['host']}"
                 ).blaming(hosts=[hello["host"]])
         return None
 
     def _incomplete(self, timeout: float) -> UserError:
         """Time is up. Those who have never appeared may come to another start."""
         missing = [one for one in range(self._identity.processes) if one not in self._hello]
-        text = f"{self._missing('did not arrive')} within {timeout:g} s {self._present()}"
+        text = f"{self._missing('did not connect')} within {timeout:g} s {self._present()}"
         if self._listener.with_another_key:
             return PreflightError(
-                f"{text}, and {self._listener.account}: share run.dir among all hosts, or set {authentication.RUN_KEY} "
-                f"to the same in all processes (it counts more than run.dir/{authentication.FILE})"
+                f"{text}, and {self._listener.account}: share run.dir among all hosts, or set "
+                f"{authentication.RUN_KEY} to the same value in every process (it takes precedence over "
+                f"run.dir/{authentication.KEY_FILE})"
             ).blaming(processes=missing)
         text += f"; {self._listener.account}" if self._listener.account else ""
         if gone := self._went.intersection(missing):
             return PeerError(
-                f"{text}; process {', '.join(map(str, sorted(gone)[:20]))} had arrived and went away: see why it ended"
+                f"{text}; process{'es' if len(gone) > 1 else ''} {', '.join(map(str, sorted(gone)[:20]))} had "
+                "connected and then disconnected: see the log there for the reason"
             ).blaming(processes=sorted(gone))
         return AbsentError(
             f"{text}; check that they were started and can reach the coordinator"
@@ -207,11 +212,11 @@ class RendezvousServer:
 
     def _present(self) -> str:
         hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hello.items())[:8])
-        return f"(here: {hosts})"
+        return f"(connected: {hosts})"
 
 
 def _hello_of(said: dict[str, Any]) -> Hello:
-    """What one says of himself. Raises `ValueError`, `KeyError` or `TypeError` if that makes no sense."""
+    """What a process says of itself. Raises `ValueError`, `KeyError` or `TypeError` if that makes no sense."""
     process, processes, facts, trouble = said["process"], said["processes"], said["facts"], said.get("trouble")
     if type(process) is not int or type(processes) is not int or not isinstance(facts, dict):
         raise TypeError("no hello")

@@ -229,8 +229,9 @@ def refuse_to_wait_for_ever(records: Sequence[dict[str, Any]], error: AbsentErro
             last = at
     if since is not None and now - since >= _A_DAY_SECONDS >= now - last:
         raise ConfigError(
-            f"{error}; since {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))} no start of this run has met all "
-            "of its processes: see why their hosts do not come, or ask for fewer, then start it again"
+            f"{error}; since {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))} no start of this run has "
+            "connected all of its processes: find out why they do not start, or set fewer processes, then start "
+            "it again"
         ).blaming(processes=error.processes)
 
 

@@ -14,7 +14,7 @@ from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Checkpoint, Config, Mesh
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ConfigError, ExitCode, UserError
-from jaxmnt.telemetry.events import event_files, read_lines
+from jaxmnt.telemetry.events import METRICS, event_files, read_lines
 
 EVERY = 4
 """Steps from checkpoint to checkpoint."""
@@ -162,7 +162,7 @@ class Drill:
         if code is None:
             raise UserError(f"the drill's {name} hangs: nothing ended it; its output is {log}")
         ended = time.time()
-        lines = read_lines(run_dir / "metrics.jsonl")
+        lines = read_lines(run_dir / METRICS)
         new = [line for line in lines if line["time"] >= began and "step" in line]
         events = {
             int(path.stem): [event for event in read_lines(path) if event["time"] >= began]

@@ -72,7 +72,7 @@ def chosen(names: str | None) -> list[Fault]:
     wanted = list(known) if names is None else [name.strip() for name in names.split(",")]
     for name in wanted:
         if name not in known:
-            raise ConfigError(f"--faults: there is no {name!r}; {nearest(name, list(known))}")
+            raise ConfigError(f"--faults: unknown fault {name!r}; {nearest(name, list(known))}")
     return [fault for fault in FAULTS if fault.name in wanted]
 
 

@@ -9,7 +9,7 @@ from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.drill.course import Attempt, Drill
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ExitCode
-from jaxmnt.telemetry.events import read_lines
+from jaxmnt.telemetry.events import METRICS, read_lines
 
 _CODES = {"preempted": (ExitCode.STOPPED,), "hang": (ExitCode.PEER,)}
 """With which exit codes a start may end over a fault; others by the process that failed, or for another."""
@@ -48,7 +48,7 @@ class Finding:
 
 def findings(drill: Drill, undisturbed: Path) -> list[Finding]:
     """One for each fault of a drill that is over."""
-    expected = {line["step"]: line["loss"] for line in read_lines(undisturbed / "metrics.jsonl") if _is_step(line)}
+    expected = {line["step"]: line["loss"] for line in read_lines(undisturbed / METRICS) if _is_step(line)}
     found = []
     for attempt, following in zip(drill.attempts, [*drill.attempts[1:], None], strict=True):
         for fault in attempt.faults:

@@ -154,12 +154,14 @@ class FaultInjector:
 
     def _fill_disk(self, fault: Fault) -> None:
         """Lets no file of this process grow, until a save has failed over it."""
-        from jaxmnt.run.saves import Saves
+        from jaxmnt.run.saves import CheckpointManager
 
         self._note(fault)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, most))
-        _before(Saves, "_report_failure", lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+        _before(
+            CheckpointManager, "_report_failure", lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        )
 
 
 def damage_newest(run_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 What `launch local` starts: MODULE, as `python -m MODULE …` would, and a thread that asks it to stop when the launcher
 is gone. PIPE is the reading end of a pipe whose writing end only the launcher has: the kernel closes that, whatever
-ends the launcher. LOG gets what would have gone through it from then on.
+ends the launcher. From then on, what would have gone to the launcher goes to LOG.
 """
 
 import os

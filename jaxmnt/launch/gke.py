@@ -210,7 +210,7 @@ _RESOURCE = "jobsets.jobset.x-k8s.io"
 
 
 def create(jobset: Manifest, belongings: list[Manifest], *, resume: bool) -> str:
-    """Creates the JobSet, suspended, then what belongs to it, and lets it go if it is to `resume`. What kubectl says.
+    """Creates the JobSet, suspended, then what belongs to it, and unsuspends it with `resume`. What kubectl says.
 
     Raises `UserError` if something is refused; then nothing of it is left.
     """

@@ -71,9 +71,9 @@ def after(
 
 
 def _after_a_stop(events: list[dict[str, Any]], newest: int) -> tuple[str, str]:
-    """The same, when the start has left with what it had. Every process notes that, but why only those know that were
-    asked; process 0's word counts first. Of train.stop_after there is only the end, since nobody asked. Where nobody
-    could note anything, 75 alone says: run me again."""
+    """What follows a start that stopped early. Every process notes the stop, but only those that were asked note why;
+    process 0's word counts first. Of train.stop_after there is only the end, since nobody asked. Where nobody could
+    note anything, 75 alone says: run me again."""
     unfinished = [event for event in events if event["kind"] == "end" and not event["finished"]]
     stops = [event for event in events if event["kind"] in ("preempted", ABANDONED)]
     asked = [event for event in stops if event.get("asked_by")]
@@ -88,8 +88,8 @@ def _after_a_stop(events: list[dict[str, Any]], newest: int) -> tuple[str, str]:
 def _after_waiting(
     earlier: list[dict[str, Any]], this: dict[str, Any], restarts: int, spare_nodes: int | None
 ) -> tuple[str, str]:
-    """The same, when processes never appeared: without their node, or in another allocation. For how long that may go
-    on the processes know, who end with 2 at last."""
+    """The same, when processes never appeared: without their node, or in another allocation. The processes limit this
+    themselves: after a day they end with 2."""
     blamed = this["blamed"]
     if blamed and spare_nodes != 0 and this["start"] < restarts and not _tried_twice(earlier, this):
         return "again", f"{blamed} did not come; without it if there is another"

@@ -27,7 +27,7 @@ _GPU_HOSTS = {
 }
 
 
-def checked(setup: list[str]) -> list[str]:
+def ending_on_failure(setup: list[str]) -> list[str]:
     """Lines of the shell that end it when one of the given ones fails."""
     return [f"eval {shlex.quote(line)} || exit 1" for line in setup]
 
@@ -38,8 +38,8 @@ def key_needed(flags: list[str]) -> list[str]:
     if "--fresh" not in flags:
         return []
     text = (
-        f"jaxmnt: --fresh: there is no {RUN_KEY} here, by which a restart knows that the run was begun anew; "
-        "hand it to the processes (docs/cluster.md), or launch without --fresh"
+        f"jaxmnt: --fresh: {RUN_KEY} is not set, so a restart could not tell that --fresh was done before; pass it "
+        "to the processes (docs/cluster.md), or launch without --fresh"
     )
     return [f'[ -n "${RUN_KEY}" ] || {{ echo {shlex.quote(text)} >&2; exit {int(ExitCode.CONFIG)}; }}']
 

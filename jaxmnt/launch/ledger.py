@@ -127,7 +127,8 @@ def events_since(run_dir: Path, began: float) -> list[dict[str, Any]]:
 
 
 def waited_in_vain(events: Iterable[dict[str, Any]]) -> bool:
-    """Whether a start came to nothing because processes never appeared. What was said later is of its end."""
+    """Whether a start came to nothing because processes never appeared. The first such event decides: later ones come
+    from its end."""
     for event in events:
         if event["kind"] == ABANDONED and event.get("reason") == PEERS:
             return True
@@ -146,7 +147,7 @@ def _fits(record: object, needed: _Shape, optional: _Shape) -> bool:
 
 
 def _is(value: object, kinds: tuple[type, ...]) -> bool:
-    """Types as in JSON, where a boolean is no number; numbers are finite, and have a place in a float."""
+    """Types as in JSON, where a boolean is no number; numbers are finite, and below 2**62."""
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, (int, float)) and not (isinstance(value, float) and not math.isfinite(value)):

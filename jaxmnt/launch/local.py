@@ -79,7 +79,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
     """
     outlive_output()
     log_dir = _log_dir(local)
-    with _Crew(local, log_dir) as crew, _heard_to_the_end(crew.hear):
+    with _LocalProcesses(local, log_dir) as crew, _heard_to_the_end(crew.hear):
         while True:
             began = time.time()
             outcome = crew.run(processes)
@@ -119,7 +119,7 @@ def _asked_within(seconds: float, asked: list[int]) -> bool:
     return bool(asked)
 
 
-class _Crew:
+class _LocalProcesses:
     """The processes of a run, one start of them after the other."""
 
     def __init__(self, local: Local, log_dir: Path):
@@ -129,7 +129,7 @@ class _Crew:
         self.asked: list[int] = []
         """The signals that came."""
 
-    def __enter__(self) -> "_Crew":
+    def __enter__(self) -> "_LocalProcesses":
         # Only we have the writing end: when we are gone, however that comes, our children read its end.
         self._pipe, self._life = os.pipe()
         return self
@@ -283,7 +283,7 @@ def _watch(children: list[_Child], asked: Sequence[int] = ()) -> _Child | None:
 
 
 def _ended_well(code: int | None, asked: Sequence[int]) -> bool:
-    """None is a process that still runs. One that the signal ended which we have handed on had not yet begun to listen,
+    """None is a process that still runs. A process that was ended by a signal we handed on had no handler for it yet,
     and nothing to lose."""
     return code in (None, ExitCode.FINISHED, ExitCode.STOPPED) or -code in asked
 

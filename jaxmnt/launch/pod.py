@@ -10,7 +10,7 @@ import yaml
 
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.distributed.launchers import DEFAULT_PORT
-from jaxmnt.launch.job import Job, checked, environment, filled, key_needed
+from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
 
 Manifest = dict[str, Any]
 
@@ -112,7 +112,7 @@ def _script(wanted: Job) -> str:
     launch = wanted.config.launch
     template = files("jaxmnt.launch").joinpath("templates/pod.sh").read_text(encoding="utf-8")
     command = [launch.python, "-m", "jaxmnt.train", "--config", f"{CONFIG_FOLDER}/{CONFIG_FILE}", *wanted.flags]
-    setup = "\n".join(f"    {line}" for line in [*checked(launch.setup), *key_needed(wanted.flags)] or [":"])
+    setup = "\n".join(f"    {line}" for line in [*ending_on_failure(launch.setup), *key_needed(wanted.flags)] or [":"])
     return filled(template, setup=setup, command=shlex.join(command))
 
 

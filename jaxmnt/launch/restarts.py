@@ -61,7 +61,7 @@ class Restarts:
         fewer = [count for count in self._counts if count < processes]
         chosen = fewer[-1] if times > 1 and fewer else processes
         how = f" with {chosen} processes instead of {processes}" if chosen != processes else ""
-        return Verdict(chosen, wait, f"{what} in {wait:g} s{how}, from the checkpoint of step {newest}")
+        return Verdict(chosen, wait, f"{what} in {wait:g} s{how}, from step {newest}")
 
 
 def fitting_counts(elastic: str | None, processes: int, devices: int | None, config: Config) -> list[int]:

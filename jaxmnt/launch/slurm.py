@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.launch.job import Job, checked, environment, filled, key_needed
+from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
 
 _REQUEUES = 1000
 _AFTER_THE_RENDEZVOUS_SECONDS = 60
@@ -21,7 +21,7 @@ def render(wanted: Job) -> str:
     config, launch = wanted.config, wanted.config.launch
     template = files("jaxmnt.launch").joinpath("templates/slurm.sh").read_text(encoding="utf-8")
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(config).items()]
-    setup = [*checked(launch.setup), *lines, *key_needed(wanted.flags)] or [":"]
+    setup = [*ending_on_failure(launch.setup), *lines, *key_needed(wanted.flags)] or [":"]
     srun = "".join(f" {shlex.quote(option)}" for option in config.slurm.srun_options)
     wait_seconds = round(wanted.start_timeout_seconds(config.cluster.start_timeout_seconds))
     waits = [f"cluster.start_timeout_seconds={wait_seconds}"] if launch.wait_minutes is not None else []
@@ -116,7 +116,7 @@ def _container(wanted: Job) -> list[str]:
     for what, path in (("run.dir", wanted.run_dir), ("the config", wanted.frozen_file)):
         if not any(path.is_relative_to(folder) for folder in inside):
             raise ConfigError(
-                f"launch.mounts: {what}, {path}, is not in the container under the same name; add such as "
+                f"launch.mounts: {what}, {path}, must have the same path in the container; add a mount, such as "
                 f"{path.parent}:{path.parent}"
             )
     mounts = [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []

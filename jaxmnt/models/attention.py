@@ -68,8 +68,8 @@ class Attention(nnx.Module):
 class KVHeads:
     """Which key/value heads a device computes, where they do not divide among the devices of `model`.
 
-    Then the weights of all are at hand (see `placement.rules.place`), and each device takes those that its query heads
-    need: as few as it can.
+    Then the weights of all are at hand (see `parallel.sharding.build_placement`), and each device takes those that its
+    query heads need: as few as it can.
     """
 
     def __init__(self, heads: int, kv_heads: int, placement: Placement):

@@ -7,8 +7,8 @@ Between layers each device of the `model` axis has a piece of the length (sequen
 arXiv:2205.05198); attention and MLP gather it, compute with their share of the heads or of the width, and scatter the
 sum. F, H and G are a device's own.
 
-Weights arrive whole over the axes that are gathered and in the compute dtype (`placement.collectives.unshard`); norm
-scales in float32. Each parameter carries its logical axes as metadata (`axes=`), see `placement.rules`.
+Weights arrive whole over the axes that are gathered and in the compute dtype (`parallel.collectives.unshard`); norm
+scales in float32. Each parameter carries its logical axes as metadata (`axes=`), see `parallel.sharding.RULES`.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""Sizes of mesh axes, and into how many passes they cut a batch. Without JAX: launchers need it where there is none."""
+"""Sizes of mesh axes, and into how many microbatches they cut a batch. Without JAX: launchers need it where there is
+none."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
 
 
 def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
-    """How many passes, or microbatches, make up the global batch, from `train.microbatch_size` and the batch shards.
+    """How many microbatches make up the global batch, from `train.microbatch_size` and the batch shards.
 
     Raises `ConfigError`, naming global batch sizes that do fit, when the global batch does not divide.
     """
@@ -44,7 +45,7 @@ def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
     if rows % (shards * size):
         below, above = rows - rows % (shards * size), rows + -rows % (shards * size)
         fitting = f"{below} or {above}" if below else str(above)
-        each = f", {size} of them a pass (train.microbatch_size)" if size > 1 else ""
+        each = f", {size} of them per microbatch (train.microbatch_size)" if size > 1 else ""
         split = " × ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES)
         raise ConfigError(
             f"data.global_batch_size: {rows} rows do not divide among {shards} batch shards (mesh {split}){each}; "

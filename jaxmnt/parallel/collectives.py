@@ -54,7 +54,7 @@ def reshard(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.d
 def reduce_gradients(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.dtype) -> Any:
     """Sums local gradients over every mesh axis that their parameters are replicated over.
 
-    Called once a step, after all accumulation passes.
+    Called once a step, after all microbatches.
     """
 
     def one(gradient: jax.Array, names: Axes) -> jax.Array:

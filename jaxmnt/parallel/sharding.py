@@ -139,10 +139,6 @@ class Placement:
     def sharding(self, axes: Axes) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
 
-    def shardings(self, axes_tree: Any) -> Any:
-        """`sharding` for each leaf of a tree of axes."""
-        return jax.tree.map(self.sharding, axes_tree, is_leaf=is_axes)
-
 
 def build_placement(config: Config, mesh: jax.sharding.Mesh) -> Placement:
     """The placement for a config: the table with the config's overrides and with what its sizes ask for.

@@ -35,8 +35,8 @@ def least(spec: StepSpec) -> Least:
     """What the scheme needs, by kind of collective and mesh axis. Left out is what is small: single numbers, norm
     scales and the loss's sums over the vocabulary, which `small` bounds."""
     config, placement = spec.config, spec.placement
-    passes, stages, shares = spec.num_microbatches, placement.stages, placement.sizes
-    work = passes * spec.schedule.chunks
+    microbatches, stages, shares = spec.num_microbatches, placement.stages, placement.sizes
+    work = microbatches * spec.schedule.chunks
     found: Least = defaultdict(float)
 
     compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, config.mesh.zero
@@ -46,7 +46,7 @@ def least(spec: StepSpec) -> Least:
         if gathered is not None:
             over, num_shards = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
             uses = 2 if names[0] == "layers" else 1
-            gathers, scatters = passes * uses if zero == 3 else 1, 1 if zero == 1 else passes
+            gathers, scatters = microbatches * uses if zero == 3 else 1, 1 if zero == 1 else microbatches
             found["all-gather", over] += gathers * stored * (num_shards - 1) * compute
             found["reduce-scatter", over] += scatters * stored * (num_shards - 1) * reduce
         if "data" in placement.replicated_axes(names):
@@ -59,13 +59,13 @@ def least(spec: StepSpec) -> Least:
         gathers, scatters = SEQUENCE_COLLECTIVES.get(config.train.remat, SEQUENCE_COLLECTIVES["full"])
         depth = len(spec.layer_slots[0]) // spec.schedule.chunks
         # Of the ends: the embedding's sum and its gradient, the head's input and its gradient.
-        found["all-gather", "model"] += (work * depth * gathers + 2 * passes) * whole * part
-        found["reduce-scatter", "model"] += (work * depth * scatters + 2 * passes) * whole * part
+        found["all-gather", "model"] += (work * depth * gathers + 2 * microbatches) * whole * part
+        found["reduce-scatter", "model"] += (work * depth * scatters + 2 * microbatches) * whole * part
     if stages > 1:
         boundary = whole / shares["model"]
         found["collective-permute", "pipeline"] += 2 * spec.schedule.ticks * boundary
         # The ends are split over all stages: embedding, its gradient, the head's input, its gradient.
-        found["all-reduce", "pipeline"] += 4 * passes * 2 * boundary * (1 - 1 / stages)
+        found["all-reduce", "pipeline"] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
     return dict(found)
 
 

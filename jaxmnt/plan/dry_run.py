@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--devices", type=int, metavar="N", help="plan for N virtual CPU devices (default: the mesh's)")
     group.add_argument("--target", metavar="CHIP", help=f"plan for this GPU: {', '.join(CHIPS)}")
     group.add_argument("--hosts", type=int, metavar="N", help="hosts of the target (default: what the mesh needs)")
-    group.add_argument("--devices-per-host", type=int, metavar="N", help=f"GPUs a host ({DEVICES_PER_HOST})")
+    group.add_argument("--devices-per-host", type=int, metavar="N", help=f"GPUs per host ({DEVICES_PER_HOST})")
     group.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 

@@ -90,7 +90,7 @@ def _parameters(report: Report) -> list[str]:
 
 def _memory(report: Report) -> list[str]:
     memory = report["memory"]
-    rows: Rows = [("memory a device", "")]
+    rows: Rows = [("memory per device", "")]
     rows += [(name, size(memory[name])) for name in ("params", "optimizer", "temporary", "peak")]
     if memory["limit"]:
         share = memory["peak"] / memory["limit"]
@@ -100,7 +100,7 @@ def _memory(report: Report) -> list[str]:
 
 
 def _collectives(report: Report) -> list[str]:
-    rows: Rows = [("collective", "over", "dtype", "times", "a device sends", "between", "asynchronous")]
+    rows: Rows = [("collective", "over", "dtype", "times", "sent per device", "between", "asynchronous")]
     for entry in report["collectives"]:
         rows.append(
             (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.errors import ConfigError
 
 if TYPE_CHECKING:
     import jax
@@ -61,9 +61,7 @@ CHIPS = {
 def find_chip(name: str) -> Chip:
     """Raises `ConfigError` with the known chips."""
     if name not in CHIPS:
-        raise ConfigError(
-            f"--target: no chip is known as {name!r}; {nearest(name, list(CHIPS))} (known: {', '.join(CHIPS)})"
-        )
+        raise ConfigError(f"--target: unknown GPU {name!r}; choose one of {', '.join(CHIPS)}")
     return CHIPS[name]
 
 

@@ -29,7 +29,7 @@ def quick_rows(all_facts: Sequence[Facts]) -> list[Row]:
     return [
         *_alike(all_facts, "device kind", lambda facts: facts["kind"], failed, "a mesh needs devices of one kind"),
         *_alike(
-            all_facts, "devices a process", lambda facts: facts["devices"], failed,
+            all_facts, "devices per process", lambda facts: facts["devices"], failed,
             "see what the launcher gave each task, and CUDA_VISIBLE_DEVICES",
         ),
         *_clocks(all_facts),
@@ -42,7 +42,13 @@ def thorough_rows(all_facts: Sequence[Facts]) -> list[Row]:
         *_alike(all_facts, "python", lambda facts: facts["python"], warning, "start all from one image"),
         *_alike(all_facts, "packages", lambda facts: facts["environment"], warning, "start all from one image"),
         *_images(all_facts),
-        *_alike(all_facts, "cores", lambda facts: facts["cores"], warning, "hosts of one kind keep step"),
+        *_alike(
+            all_facts,
+            "cores",
+            lambda facts: facts["cores"],
+            warning,
+            "use hosts of one kind, or the slowest sets the pace",
+        ),
         *_memory(all_facts),
         *_nics(all_facts),
         *_fabric(all_facts),
@@ -128,11 +134,11 @@ def _nics(all_facts: Sequence[Facts]) -> list[Row]:
                 failed("network interface", facts["host"], f"NCCL_SOCKET_IFNAME={wanted} is none there", advice)
             )
         elif len(_hosts(all_facts)) > 1 and (chosen is None or not chosen.for_runs):
-            found = f"it would be {chosen.name if chosen else 'none'}, which reaches no other host"
+            found = f"NCCL would use {chosen.name if chosen else 'no interface'}, which reaches no other host"
             advice = f"set NCCL_SOCKET_IFNAME={best.name}" if best else "give the host a network"
             rows.append(warning("network interface", facts["host"], found, advice))
         elif chosen and best and chosen.megabits and best.megabits > 2 * chosen.megabits:
-            found = f"it would be {chosen.name} with {_rate(chosen)}, and {best.name} has {_rate(best)}"
+            found = f"NCCL would use {chosen.name} with {_rate(chosen)}, and {best.name} has {_rate(best)}"
             rows.append(warning("network interface", facts["host"], found, f"set NCCL_SOCKET_IFNAME={best.name}"))
     speeds = [facts | {"speed": _speed(taken[facts["host"]])} for facts in _hosts(all_facts)]
     name = next((card.name for card in taken.values() if card), "none")

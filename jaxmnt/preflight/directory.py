@@ -64,7 +64,7 @@ def _judged(directory: Path, hosts: Sequence[str], troubles: dict[int, str], loc
             seen.add(hosts[process])
             rows.append(failed(_CHECK, hosts[process], f"{directory}: {trouble}", _ADVICE))
     if not rows and sum(locked) != 1:
-        found = f"{directory}: {sum(locked)} processes could make the same new file"
+        found = f"{directory}: {sum(locked)} processes created the same new file, where exactly 1 must succeed"
         rows.append(failed(_CHECK, "all hosts", found, "use a file system with atomic creation (NFS 4, Lustre, …)"))
     where = hosts[0] if len(set(hosts)) == 1 else f"all {len(set(hosts))} hosts"
     return rows or [good(_CHECK, where, f"{directory}: shared by all" if len(hosts) > 1 else f"{directory}: writable")]

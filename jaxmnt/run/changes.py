@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.checkpoint.commit import Committed, step_directories
-from jaxmnt.checkpoint.refs import FOLDER
+from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.config.describe import PLANNED, Change, maths
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
@@ -26,7 +26,7 @@ def has_trained(config: Config) -> bool:
     directory = Path(config.run.dir or "")
     for where in [directory, *([storage_path(config.checkpoint.dir)] if config.checkpoint.dir else [])]:
         with suppress(OSError):
-            if step_directories(where / FOLDER):
+            if step_directories(where / CHECKPOINTS):
                 return True
     with suppress(OSError):
         return any(event["kind"] == "started" for event in records(event_file(directory, 0)))
@@ -34,7 +34,7 @@ def has_trained(config: Config) -> bool:
 
 
 @contextmanager
-def nothing_wrong_with_the_config(config: Config) -> Iterator[None]:
+def unreadable_is_retryable(config: Config) -> Iterator[None]:
     """Inside, what cannot be read ends a run that has trained with exit code 1, which is tried again, instead of 2."""
     try:
         yield
@@ -42,7 +42,7 @@ def nothing_wrong_with_the_config(config: Config) -> Iterator[None]:
         unreadable = isinstance(error, UnreadableError) or isinstance(error.__cause__, OSError)
         if not unreadable or not has_trained(config):
             raise
-        text = f"{error} (this run has read it before: once it is there again, so can the run be started)"
+        text = f"{error} (this run has read it before; once it is available again, start the run again)"
         raise UserError(text).blaming(hosts=error.hosts, processes=error.processes) from error
 
 
@@ -74,8 +74,8 @@ def refusal(config: Config, data: Sources, checkpoint: Committed, different: lis
         return words
     if checkpoint.step > config.train.steps:
         return (
-            f"train.steps: {config.train.steps} is less than step {checkpoint.step}, where {config.run.dir} stands; "
-            "raise it or choose another run.dir"
+            f"train.steps: {config.train.steps} is below step {checkpoint.step}, which {config.run.dir} has "
+            "already reached; raise it or choose another run.dir"
         )
     return None
 
@@ -98,9 +98,9 @@ def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> 
     """A refusal to go on with these changes."""
     run = config.run.dir
     return (
-        f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and another maths would follow: "
-        f"{_listed(asked)}; undo that, or go on with --accept-changes; another run is trained with another run.dir=, "
-        f"a branch of this one with run.fork_from={run}@{checkpoint.step} besides"
+        f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and these changes alter its maths: "
+        f"{_listed(asked)}; undo them, or pass --accept-changes to continue with them; for a new run set another "
+        f"run.dir, and to branch off here set run.fork_from={run}@{checkpoint.step} as well"
     )
 
 
@@ -132,7 +132,8 @@ def stop_refusal(config: Config, checkpoint: Committed, where: str) -> str | Non
     if stop is None or stop > checkpoint.step:
         return None
     return (
-        f"train.stop_after: {stop} is not past step {checkpoint.step}, where {where} stands; raise it or leave it out"
+        f"train.stop_after: {stop} must be above {checkpoint.step}, the step that {where} has already reached; "
+        "raise it or leave it out"
     )
 
 
@@ -143,9 +144,9 @@ def skip_refusal(config: Config, checkpoint: Committed) -> str | None:
     if before.below(reached) == now.below(reached):
         return None
     return (
-        f"data.skip: at step {checkpoint.manifest.step} of {checkpoint.path} all rows before {reached} are trained on "
-        "or passed over, and that cannot be changed any more; name later rows, or branch off at an earlier checkpoint "
-        "with run.fork_from"
+        f"data.skip: at step {checkpoint.manifest.step} of {checkpoint.path} all rows before {reached} have been "
+        "trained on or skipped, so data.skip can no longer change them; list later rows only, or branch off from "
+        "an earlier checkpoint with run.fork_from"
     )
 
 
@@ -182,5 +183,5 @@ def _reached(config: Config, checkpoint: Committed) -> int:
 
 def digest_of_data(config: Config) -> str:
     """Of all that `data` names, opened."""
-    with nothing_wrong_with_the_config(config):
+    with unreadable_is_retryable(config):
         return open_sources(config.data).digest

@@ -1,12 +1,11 @@
 """The folder of compiled programs. What is in it is executed, so nobody else may write to it."""
 
 import os
-import sys
 from pathlib import Path
 
 import jax
 
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, remark
 
 _OTHERS_MAY_WRITE = 0o022
 _FOLDER = "compiled"
@@ -33,7 +32,7 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
         raise ConfigError(f"{key}: {path} cannot be used: {error.strerror}; choose another folder") from error
     if status.st_mode & _OTHERS_MAY_WRITE or status.st_uid not in (os.getuid(), 0):
         if not folder and ours:
-            print(f"jaxmnt: note: compiled programs are not kept: others can write to {path}", file=sys.stderr)
+            remark(f"note: compiled programs are not kept: others can write to {path}")
             return
         raise ConfigError(
             f"{key}: others can write to {path}, and what is in it is executed; "

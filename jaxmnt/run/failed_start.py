@@ -24,11 +24,11 @@ _ABOUT_THE_START = (ExitCode.CONFIG, ExitCode.PREFLIGHT)
 """With these a start ends by an error of ours. Where that names a host, it is noted as a failed start."""
 
 
-class StartNotes:
+class FailedStartRecorder:
     """Writes an event about an error inside that names hosts or processes, and about this process's end.
 
     Used as a context manager. A start that is abandoned ends the process here, with the code that says that nothing is
-    lost. From when the run has events of its own, and the start is `over`, all that is its own matter.
+    lost. After `run_opened()` the run notes its own end, and this notes only errors that name a host or a process.
     """
 
     def __init__(self, config: Config, identity: Identity, exit_handler: ExitHandler):

@@ -7,20 +7,21 @@ from pathlib import Path
 
 from jaxmnt import storage
 from jaxmnt.checkpoint.commit import step_of
-from jaxmnt.checkpoint.refs import FOLDER, RUN_FILE, RunFile
+from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, RunFile
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.run.changes import ACCEPTED
 from jaxmnt.storage import StoragePath
+from jaxmnt.telemetry.events import METRICS
 
 _OWN = (
-    "metrics.jsonl",
-    "metrics.jsonl.damaged",
+    METRICS,
+    f"{METRICS}.damaged",
     "events",
     "hangs",
     "tokenizer",
     "config.yaml",
     ACCEPTED,
-    FOLDER,
+    CHECKPOINTS,
     RUN_FILE,
 )
 """What a run keeps in its directory, in the order in which it is set aside: with run.json there, it is the run's.
@@ -59,7 +60,7 @@ def set_aside(places: list[StoragePath]) -> list[str]:
         aside.mkdir()
         for name in present:
             path, target = where / name, aside / name
-            if name == FOLDER and isinstance(path, Path) and isinstance(target, Path) and path.is_dir():
+            if name == CHECKPOINTS and isinstance(path, Path) and isinstance(target, Path) and path.is_dir():
                 _move_checkpoints(path, target)
             else:
                 _keep_leading_there(path)

@@ -79,8 +79,11 @@ class RunLock:
     def check(self) -> None:
         """Raises `UserError` if another job is known to have taken the lock, as it may when this one was suspended."""
         if self._lost:
-            who = f", {_who(self._holder)}" if self._holder else " and left it"
-            raise UserError(f"another job has taken over {self._directory}{who}; this one stops")
+            who = f", {_who(self._holder)}" if self._holder else " and has released it"
+            raise UserError(
+                f"another job has taken the lock of {self._directory}{who}; this job stops: start only "
+                "one job per run directory"
+            )
 
     def confirm(self) -> None:
         """Looks whether the lock is still this job's, then checks: before something that no other job may do, too."""
@@ -88,7 +91,7 @@ class RunLock:
             self._look()
         self.check()
         if self._away:
-            raise UserError(f"{self._directory} has nothing of this run for the moment: is it mounted?")
+            raise UserError(f"{self._directory} has no files of this run now; check that it is mounted")
 
     def _look(self) -> None:
         """Notes if the lock is not this job's any more. One that is gone was another job's last."""

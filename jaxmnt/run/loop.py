@@ -5,7 +5,7 @@ import time
 from jaxmnt.distributed.coordination import barrier, broadcast
 from jaxmnt.run import report
 from jaxmnt.run.session import Session
-from jaxmnt.telemetry.events import peak_host_bytes, records
+from jaxmnt.telemetry.events import METRICS, peak_host_bytes, records
 
 
 def train_steps(run: Session) -> None:
@@ -85,6 +85,6 @@ def was_not_evaluated(run: Session) -> bool:
         return False
     told = None
     if run.identity.process_id == 0:
-        lines = records(run.directory / "metrics.jsonl")
+        lines = records(run.directory / METRICS)
         told = str(not any(line["kind"] == "eval" and line["step"] == run.step for line in lines))
     return broadcast("an evaluation to make up for", told, run.identity) == str(True)

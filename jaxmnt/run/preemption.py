@@ -28,7 +28,7 @@ Handler = Callable[[int, FrameType | None], Any]
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WARNING = signal.SIGUSR1
 """What a scheduler sends ahead of the end (Slurm: --signal=USR1@SECONDS). What follows it is a first signal."""
-FILE = "STOP"
+STOP_FILE = "STOP"
 
 _LATEST = 2**40
 """No clock shows more seconds."""
@@ -69,7 +69,7 @@ class StopRequest:
         """
         self.reason: str | None = None
         """What asked for it, in a word; None if nothing did."""
-        self._file = None if run_dir is None else run_dir / FILE
+        self._file = None if run_dir is None else run_dir / STOP_FILE
         self._at_once = at_once
         self._ends_at = ends_at
         self._early = early
@@ -93,7 +93,7 @@ class StopRequest:
         """The run is over, and nothing more to be asked of it. Removes the file that asked for it: else the next start
         would stop as well."""
         self._over = True
-        if self._file is not None and self.reason == FILE:
+        if self._file is not None and self.reason == STOP_FILE:
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:
@@ -103,7 +103,7 @@ class StopRequest:
         ear, bell = socket.socketpair()
         bell.setblocking(False)
         ear.settimeout(_LOOK_SECONDS)
-        self._ear, self._bell = ear, bell
+        self._wakeup_read, self._wakeup_write = ear, bell
         self._scope.callback(early_signals.release)
         # First, so that there is no moment in which a signal is neither remembered nor heard.
         before = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
@@ -117,16 +117,16 @@ class StopRequest:
         self._scope.close()
         self._end.set()
         with contextlib.suppress(OSError):
-            self._bell.send(b"\0")
+            self._wakeup_write.send(b"\0")
         self._thread.join(_LOOK_SECONDS)
         if not self._thread.is_alive():  # else it is in a file system that hangs
-            self._ear.close()
-            self._bell.close()
+            self._wakeup_read.close()
+            self._wakeup_write.close()
 
     def _listen(self) -> None:
         while not self._end.is_set():
             with contextlib.suppress(TimeoutError):
-                for number in self._ear.recv(64):
+                for number in self._wakeup_read.recv(64):
                     self._hear(number)
             if not self.wanted:
                 with contextlib.suppress(OSError):  # a file system that is away asks for nothing
@@ -149,7 +149,7 @@ class StopRequest:
     def _look(self) -> None:
         """For what asks without a signal."""
         if self._file is not None and self._file.exists():
-            self._want(FILE)
+            self._want(STOP_FILE)
         elif self._ends_at is not None and time.time() >= self._ends_at:
             self._want("the allocation ends")
 
@@ -161,7 +161,7 @@ class StopRequest:
             early = self._early
             what = "nothing to save before the first step: stopping"
             if early is None:
-                what = "saving a checkpoint after this step, then stopping (by a second signal: at once)"
+                what = "saving a checkpoint after this step, then stopping (a second signal stops at once)"
             with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us from saving
                 print(f"\n{reason}: {what}", file=sys.stderr, flush=True)
             if early is not None:

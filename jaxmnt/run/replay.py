@@ -9,7 +9,7 @@ import jax
 from jaxmnt.checkpoint.commit import open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.names import named
-from jaxmnt.checkpoint.refs import FOLDER, locate
+from jaxmnt.checkpoint.refs import CHECKPOINTS, locate
 from jaxmnt.checkpoint.restore import differing, restore
 from jaxmnt.config.describe import changes
 from jaxmnt.config.load import parse_config
@@ -19,7 +19,7 @@ from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.resume import completed, wanted_of
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.session import Session
-from jaxmnt.telemetry.events import records
+from jaxmnt.telemetry.events import METRICS, records
 from jaxmnt.telemetry.progress import StatusLine
 
 _COMPARED = ("loss", "grad_norm", "tokens")
@@ -55,15 +55,15 @@ def replay(run: Session, first: int, last: int) -> int:
     for step in range(first + 1, last + 1):
         batch, _ = run.batches.take()
         run.state, metrics = program.step(run.state, batch | {"control": run.control.array()})
-        found = {name: jax.device_get(metrics[name]).item() for name in ("loss", "grad_norm", "tokens")}
+        found = {name: jax.device_get(metrics[name]).item() for name in _COMPARED}
         tokens += found["tokens"]
         same &= _compare(run.status, step, found | {"tokens": tokens}, expected.get(step))
     same &= _compare_state(run, last)
     if not same:
         changed = f"; changed since are {', '.join(change.key for change in different)}" if different else ""
         run.status.line(
-            "Last digits also differ on another mesh, other devices or versions, with other memory settings, and where "
-            f"the config was changed meanwhile (see config.yaml and the events){changed}. If nothing of this is so, a "
+            "Last digits may also differ on another mesh, with other devices, versions or memory settings, or "
+            f"after a change of the config (see config.yaml and the events){changed}. If none of these applies, a "
             "device computes wrongly."
         )
     return ExitCode.FINISHED if same else ExitCode.FAILURE
@@ -74,7 +74,7 @@ def _steps_of(run: Session, first: int, last: int) -> dict[int, dict[str, Any]]:
 
     Raises `ConfigError` if the last of these steps was not taken yet.
     """
-    path, told = run.directory / "metrics.jsonl", None
+    path, told = run.directory / METRICS, None
     if run.identity.process_id == 0:
         newest, found = 0, {}
         for line in records(path):
@@ -104,7 +104,7 @@ def _compare(status: StatusLine, step: int, found: dict[str, float], expected: d
 
 def _compare_state(run: Session, last: int) -> bool:
     """With the checkpoint of the last step, if it is there. Whether it is the same, or not there."""
-    path = checkpoint_root(run.config) / FOLDER / str(last)
+    path = checkpoint_root(run.config) / CHECKPOINTS / str(last)
     try:
         manifest = open_checkpoint(path).manifest
     except (DamagedError, OSError):

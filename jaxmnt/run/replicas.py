@@ -74,10 +74,11 @@ class Replicas:
         )
         before = ""
         if self._equal is not None:
-            before = f". They were the same after step {self._equal}, and nothing was saved since"
+            before = f". They were equal after step {self._equal}, and nothing has been saved since"
         raise UserError(
-            f"after step {step} {len(apart)} arrays, such as {min(apart)}, differ between devices that should hold the "
-            f"same: {who}; leave out what computes wrongly there{before}"
+            f"after step {step} {len(apart)} array{'s' if len(apart) > 1 else ''}, such as {min(apart)}, differ "
+            f"between devices that must hold the same: {who}; exclude the faulty hardware and start the run "
+            f"again{before}"
         )
 
     def _start(self, step: int, state: Any) -> None:

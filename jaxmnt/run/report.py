@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jaxmnt.checkpoint.refs import FOLDER
+from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.config.describe import MEANING
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
@@ -14,8 +14,8 @@ from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
 from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.rundir import checkpoint_root
-from jaxmnt.run.saves import Saves
-from jaxmnt.telemetry.events import Events, repair
+from jaxmnt.run.saves import CheckpointManager
+from jaxmnt.telemetry.events import METRICS, Events, repair
 from jaxmnt.telemetry.metrics import Finished, TrainLog, flops_per_token, peak_flops
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 from jaxmnt.training.compile import Program
@@ -48,11 +48,11 @@ def data(status: StatusLine, config: Config, sources: Sources, training: Trainin
     for name, part in sources.parts.items():
         label = "" if len(sources.parts) == 1 else f"{name}: "
         frequencies = part.unigram_nats("eval") or part.unigram_nats("train")
-        known = "" if frequencies is None else f", knowing frequencies {frequencies:.3f}"
+        known = "" if frequencies is None else f", unigram {frequencies:.3f}"
         status.line(
-            f"data    {label}{part.path}: {count(part.tokens('train'))} tokens, {count(part.tokens('eval'))} held out "
-            f"({part.tokenizer['name']}, {part.vocab_size} ids); "
-            f"knowing nothing costs {math.log(part.vocab_size):.3f} nats a token{known}"
+            f"data    {label}{part.path}: {count(part.tokens('train'))} tokens, {count(part.tokens('eval'))} held "
+            f"out ({part.tokenizer['name']}, {part.vocab_size} ids); baseline loss in nats per token: uniform "
+            f"{math.log(part.vocab_size):.3f}{known}"
         )
         rows = training.readers[name].rows
         kind = "rows" if isinstance(part, GrainData) and part.holds_rows else settings.rows
@@ -90,14 +90,15 @@ def program(status: StatusLine, program: Program) -> None:
     status.line(f"mesh    {mesh}: {total} {device.device_kind} device{'s' if total > 1 else ''}")
     status.line(
         f"model   {count(spec.definition.parameter_count)} parameters, {spec.dtype.name} compute, "
-        f"{spec.kernel} attention, {spec.num_microbatches} pass{'es' if spec.num_microbatches > 1 else ''} a step"
+        f"{spec.kernel} attention, "
+        f"{spec.num_microbatches} microbatch{'es' if spec.num_microbatches > 1 else ''} per step"
     )
     for note in notes(spec):
         status.line(f"note    {note}")
     limit = f" of {size(memory.limit)}" if memory.limit else ""
     status.line(
-        f"memory  a device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, "
-        f"temporary {size(memory.temporary)}, peak {size(memory.peak)}{limit}"
+        f"memory  per device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, temporary "
+        f"{size(memory.temporary)}, peak {size(memory.peak)}{limit}"
     )
     status.line(f"compile {program.compile_seconds:.1f} s")
 
@@ -117,7 +118,7 @@ def train_log(
     `finished` is called with each step when it is finished.
     """
     if writer:
-        repair(start.directory / "metrics.jsonl", last_step=start.step)
+        repair(start.directory / METRICS, last_step=start.step)
     spec = program.spec
     device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, spec.dtype)
     return TrainLog(
@@ -134,7 +135,13 @@ def train_log(
 
 
 def end(
-    status: StatusLine, config: Config, start: ResumePoint, log: TrainLog, saves: Saves, step: int, seconds: float
+    status: StatusLine,
+    config: Config,
+    start: ResumePoint,
+    log: TrainLog,
+    saves: CheckpointManager,
+    step: int,
+    seconds: float,
 ) -> None:
     """Where everything is, and what to do next."""
     directory = start.directory
@@ -142,7 +149,7 @@ def end(
     status.line(f"{done} in {duration(seconds)}, {count(log.tokens)} tokens in all")
     status.line(
         f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, "
-        f"checkpoints {checkpoint_root(config) / FOLDER}"
+        f"checkpoints {checkpoint_root(config) / CHECKPOINTS}"
     )
     saved = f"{saves.count} checkpoint{'' if saves.count == 1 else 's'}"
     status.line(f"saved   {saved}, for which training waited {saves.blocked_seconds:.1f} s")
@@ -175,7 +182,9 @@ class BadStepMonitor:
         bad = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
         if self._writer:
             self._events.write("bad_step", step=step, rows=[first, last], bad=bad, in_a_row=in_a_row)
-            self._status.line(f"WARNING step {step}: {bad} of rows {first} to {last} is not finite; it changes nothing")
+            self._status.line(
+                f"WARNING step {step}: {bad} is not finite (rows {first} to {last}); the model is left unchanged"
+            )
         if in_a_row > self._most:
             raise UserError(self._diagnosis(step, in_a_row, bad))
 
@@ -199,8 +208,9 @@ class BadStepMonitor:
         if self._good is not None:
             good = f"the last good step was {self._good[0]}, its loss {self._good[1]:.4f}"
         return (
-            f"{in_a_row} steps in a row, to step {step}, had {bad} infinite or no number ({good}; their rows are "
-            f"{first} to {last}); if it is the rows, add {{from_row: {first}, rows: {last + 1 - first}}} to data.skip, "
-            f"branching off before step {step - in_a_row + 1} with run.fork_from if there is a later checkpoint; if it "
-            "is not, lower optimizer.learning_rate and go on from an earlier checkpoint"
+            f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({good}; the rows of these "
+            f"steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "
+            f"{last + 1 - first}}} to data.skip, branching off before step {step - in_a_row + 1} with "
+            "run.fork_from if there is a later checkpoint; otherwise lower optimizer.learning_rate and continue "
+            "from an earlier checkpoint"
         )

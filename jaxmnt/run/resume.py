@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed, clear_up, newest_valid, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
-from jaxmnt.checkpoint.refs import FOLDER, RUN_FILE, RunFile, find
+from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, RunFile, find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
@@ -26,24 +26,24 @@ from jaxmnt.run.changes import (
     has_trained,
     not_accepted,
     note_accepted,
-    nothing_wrong_with_the_config,
     numbering,
     read_accepted,
     refusal,
     skip_refusal,
     stop_refusal,
     to_be_accepted,
+    unreadable_is_retryable,
 )
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.rundir import (
+    check_checkpoints_reachable,
+    check_earlier_checkpoint_dir,
+    check_no_newer_link,
+    check_nothing_committed,
+    check_run_id,
     checkpoint_root,
     is_same_place,
     known_run,
-    refuse_a_contradiction,
-    refuse_to_forget,
-    refuse_to_go_back,
-    refuse_to_lose,
-    refuse_what_is_away,
     run_directories,
 )
 from jaxmnt.storage import publish, storage_path
@@ -115,12 +115,12 @@ def open_run(
     def decide() -> ResumePoint:
         begin_anew = consent.fresh and not fresh.done_before(known_run(config), os.environ)
         if not begin_anew:
-            refuse_what_is_away(config, directory)
+            check_checkpoints_reachable(config, directory)
         for where in run_directories(config):
             where.mkdir(parents=True, exist_ok=True)
         remarks = [remark for lock in locks if (remark := lock.acquire(tell))]
         if begin_anew:
-            _refuse_to_set_aside(config, _begin(config, data, directory, None))
+            _check_source_stays(config, _begin(config, data, directory, None))
             remarks += fresh.set_aside(run_directories(config))
         elif consent.fresh:
             remarks.append("--fresh was done at an earlier start of this job, which goes on now")
@@ -154,7 +154,7 @@ def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, ident
     told = None
     if identity.process_id == 0:
         try:
-            with nothing_wrong_with_the_config(config):
+            with unreadable_is_retryable(config):
                 told = json.dumps({"start": _to_plain(decide())})
         except (UserError, OSError) as error:
             trouble = _in_words(error, config) if isinstance(error, OSError) else error
@@ -178,17 +178,17 @@ def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, ident
     return _from_plain(plain)
 
 
-_MAY_PASS = (
+_TRANSIENT = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH
 )  # fmt: skip
-"""What a server of files is the reason for that does not answer, or has thrown a client out."""
+"""Errors of a file server that does not answer or has dropped this client: they may pass."""
 
 
 def _in_words(error: OSError, config: Config) -> UserError:
-    """Whose fault it is. A server that does not answer may do so on the next attempt, and what a run has used before
-    may be there again; all else has to be mended."""
+    """A `UserError`, which is tried again, if it may pass: the server does not answer, or this run has used the path
+    before. Else a `ConfigError`."""
     where = str(error.filename or "")
-    kind = UserError if error.errno in _MAY_PASS or has_trained(config) else ConfigError
+    kind = UserError if error.errno in _TRANSIENT or has_trained(config) else ConfigError
     for key, directory in zip(("run.dir", "checkpoint.dir"), run_directories(config), strict=False):
         if where.startswith(str(directory)):
             return kind(
@@ -199,14 +199,14 @@ def _in_words(error: OSError, config: Config) -> UserError:
 
 
 def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], consent: Consent) -> ResumePoint:
-    root = checkpoint_root(config) / FOLDER
+    root = checkpoint_root(config) / CHECKPOINTS
     known = known_run(config)
     checkpoint = newest_valid(root, None if known is None else known.run)
     if known is not None:
         if checkpoint is None:
-            refuse_a_contradiction(root, known)
-        refuse_to_forget(config, directory, known.run, 0 if checkpoint is None else checkpoint.step)
-    refuse_to_go_back(root, 0 if checkpoint is None else checkpoint.step)
+            check_run_id(root, known)
+        check_earlier_checkpoint_dir(config, directory, known.run, 0 if checkpoint is None else checkpoint.step)
+    check_no_newer_link(root, 0 if checkpoint is None else checkpoint.step)
     told, damaged = clear_up(root, None if known is None else known.run)
     remarks = remarks + told + damaged
     if checkpoint is not None:
@@ -214,12 +214,12 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], 
     elif root.is_dir() and any(".damaged" in path.name for path in root.iterdir()):
         raise ConfigError(
             f"run.dir: no whole checkpoint is left in {root}, only damaged ones "
-            f"({'; '.join(remarks) or 'set aside before'}); to train again from step 0 say --fresh, which sets all of "
-            "this run aside, or choose other directories"
+            f"({'; '.join(remarks) or 'set aside before'}); to train again from step 0, pass --fresh, which sets "
+            "the whole run aside, or choose other directories"
         )
     else:
         if known is not None:
-            refuse_to_lose(root, directory)
+            check_nothing_committed(root, directory)
         start = _begin(config, data, directory, known)
     for where in run_directories(config):
         if not (where / RUN_FILE).exists():
@@ -255,13 +255,13 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
     return ResumePoint(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
 
 
-def _refuse_to_set_aside(config: Config, begun: ResumePoint) -> None:
+def _check_source_stays(config: Config, begun: ResumePoint) -> None:
     """Raises `ConfigError` if the run that --fresh would begin starts from a checkpoint that it would set aside."""
     source = begun.checkpoint
     if source is None:
         return
     for where in run_directories(config):
-        if is_same_place(source.path.parent, where / FOLDER):
+        if is_same_place(source.path.parent, where / CHECKPOINTS):
             raise ConfigError(
                 f"run.{begun.kind}_from: {source.path} is of the run that --fresh sets aside; give another run.dir "
                 "instead of --fresh"
@@ -282,7 +282,9 @@ def _resume(
     if checkpoint.step < config.train.steps:
         note_accepted(run_directories(config), config, asked)
     if known is not None and known.parents != manifest.lineage:
-        remarks.append(f"{RUN_FILE} told of other ancestors than checkpoint {checkpoint.step}, which is believed")
+        remarks.append(
+            f"{RUN_FILE} and checkpoint {checkpoint.step} name different parent runs; those of the checkpoint count"
+        )
     return ResumePoint(directory, manifest.run, manifest.lineage, checkpoint, "own", different, remarks)
 
 

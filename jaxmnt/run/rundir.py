@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from jaxmnt.checkpoint.commit import newest_valid, out_of_reach
-from jaxmnt.checkpoint.refs import FOLDER, NO_YAML, RUN_FILE, RunFile, read_run
+from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, YAML_ERRORS, RunFile, read_run
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.errors import ConfigError, UserError, printable
@@ -50,8 +50,10 @@ def read_config(directory: Path) -> Config:
     except FileNotFoundError:
         raise ConfigError(f"{directory} is not a run directory: it has no config.yaml") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; fix the access") from error
-    except NO_YAML as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror or error}; check that it is mounted and readable"
+        ) from error
+    except YAML_ERRORS as error:
         raise ConfigError(f"{path} is damaged ({_line(error)}); restore it or start a new run.dir") from error
 
 
@@ -73,12 +75,14 @@ def known_run(config: Config) -> RunFile | None:
     return found[0][1] if found else None
 
 
-def refuse_what_is_away(config: Config, directory: Path) -> None:
+def check_checkpoints_reachable(config: Config, directory: Path) -> None:
     """Raises `UserError` if the run's checkpoints lie where nothing is now, as where a mount is away."""
-    root, elsewhere = checkpoint_root(config) / FOLDER, run_directories(config)[1:]
+    root, elsewhere = checkpoint_root(config) / CHECKPOINTS, run_directories(config)[1:]
     if is_link(root) and not root.is_dir():
         kind = UserError if has_trained(config) else ConfigError
-        raise kind(f"run.dir: {root} is a link to a folder that is not there; mount or make that, and try again")
+        raise kind(
+            f"run.dir: {root} is a link to a folder that does not exist; mount or create that folder, then try again"
+        )
     known = read_run(directory) if elsewhere else None
     if known is None or any(read_run(where) for where in elsewhere) or not has_trained(config):
         return
@@ -89,44 +93,45 @@ def refuse_what_is_away(config: Config, directory: Path) -> None:
         and is_same_place(storage_path(earlier.checkpoint.dir), elsewhere[0])
     ):
         raise UserError(
-            f"checkpoint.dir: {elsewhere[0]} has nothing of run {printable(known.run)}, which has trained with it; "
-            "if it is away for the moment, try again; to begin at step 0 say --fresh"
+            f"checkpoint.dir: {elsewhere[0]} has no files of run {printable(known.run)}, which has used it before; "
+            "check that it is mounted and try again; to begin at step 0, pass --fresh"
         )
 
 
-def refuse_a_contradiction(root: StoragePath, known: RunFile) -> None:
+def check_run_id(root: StoragePath, known: RunFile) -> None:
     """Raises `ConfigError` if there are whole checkpoints, and all of another run than run.json says: one is wrong."""
     other = newest_valid(root)
     if other is not None:
         theirs = printable(other.manifest.run)
         raise ConfigError(
-            f"run.dir: {RUN_FILE} says that this is run {printable(known.run)}, and no whole checkpoint in {root} is: "
-            f"the newest, of step {other.step}, is of run {theirs}; nothing was moved; if these are the run's, put "
-            f"{theirs} into {RUN_FILE}, else take them away, or choose another run.dir"
+            f"run.dir: {RUN_FILE} says that this is run {printable(known.run)}, but no whole checkpoint in {root} "
+            f"belongs to it: the newest, of step {other.step}, belongs to run {theirs}; nothing was moved; if the "
+            f"checkpoints are right, write {theirs} into {RUN_FILE}; otherwise move them elsewhere, or choose "
+            "another run.dir"
         )
 
 
-def refuse_to_go_back(root: StoragePath, step: int) -> None:
+def check_no_newer_link(root: StoragePath, step: int) -> None:
     """Raises `UserError` if a later checkpoint than that of `step` is a link to where nothing is now."""
     away = [path for later, path in out_of_reach(root) if later > step]
     if away:
         raise UserError(
-            f"run.dir: checkpoint {away[-1]} is a link to what is not there; mount or make that, or remove the link to "
-            f"go on from step {step}"
+            f"run.dir: checkpoint {away[-1]} is a broken link; mount or restore its target, or remove the link to "
+            f"continue from step {step}"
         )
 
 
-def refuse_to_lose(root: StoragePath, directory: Path) -> None:
+def check_nothing_committed(root: StoragePath, directory: Path) -> None:
     """Raises `UserError` if checkpoints were there once: whoever begins at step 0 then, loses what has been trained."""
     step = last_commit(directory)
     if step:
         raise UserError(
-            f"run.dir: {root} has no checkpoint, and this run committed one of step {step} there; if they are away for "
-            "the moment, as with a mount, try again; to begin at step 0 say --fresh, which sets all of this run aside"
+            f"run.dir: {root} has no checkpoint, although this run committed one of step {step} there; check that "
+            "it is mounted and try again; to begin at step 0, pass --fresh, which sets the whole run aside"
         )
 
 
-def refuse_to_forget(config: Config, directory: Path, run: str, step: int) -> None:
+def check_earlier_checkpoint_dir(config: Config, directory: Path, run: str, step: int) -> None:
     """Raises `ConfigError` if the run has come further than `step` where its checkpoints were the last time."""
     if not (directory / "config.yaml").exists():
         return
@@ -134,7 +139,7 @@ def refuse_to_forget(config: Config, directory: Path, run: str, step: int) -> No
     before = checkpoint_root(earlier) if earlier.checkpoint.dir else directory
     if is_same_place(before, now):
         return
-    newest = newest_valid(before / FOLDER, run)
+    newest = newest_valid(before / CHECKPOINTS, run)
     if newest is not None and newest.step > step:
         raise ConfigError(
             f"checkpoint.dir: {before} has the checkpoint of step {newest.step} of {directory}, and the newest in "

@@ -11,9 +11,9 @@ from jaxmnt.checkpoint.commit import step_directories
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named
-from jaxmnt.checkpoint.refs import FOLDER
-from jaxmnt.checkpoint.retention import Clock, need, seconds_between_failures, shortage
-from jaxmnt.checkpoint.saver import Saved, Saver
+from jaxmnt.checkpoint.refs import CHECKPOINTS
+from jaxmnt.checkpoint.retention import SaveTimer, need, seconds_between_failures, shortage
+from jaxmnt.checkpoint.saver import Saver, SaveResult
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
@@ -32,7 +32,7 @@ _RETRY_SECONDS = (0.0, 30.0, 120.0)
 """After the first failure in a row, the second, and each that follows."""
 
 
-class Saves:
+class CheckpointManager:
     """The checkpoints of a run under way. All processes call the same methods after the same steps."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Saves:
         self._events = events
         self._status = status
         self._identity = identity
-        self._root = checkpoint_root(config) / FOLDER
+        self._root = checkpoint_root(config) / CHECKPOINTS
         needed = need(stored_bytes(program.canonical_abstract_state), 3, identity.processes)
         self._needed = needed
         self._saver = Saver(self._root, config.checkpoint, needed, identity, lambda: _confirm(locks))
@@ -66,7 +66,7 @@ class Saves:
             lineage=start.lineage,
             libraries={name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")},
         )
-        self._clock = self._make_clock(start, program.placement.mesh.size)
+        self._clock = self._make_timer(start, program.placement.mesh.size)
         self._saved_step = start.step
         self._failed_in_a_row = 0
         self._last_failure = ""
@@ -87,7 +87,10 @@ class Saves:
         if self._identity.process_id == 0:
             told = shortage(self._root, self._needed) or ""
         if missing := broadcast("room for a checkpoint", told, self._identity):
-            raise UserError(f"checkpoint: there is no room for one: {missing}; make room or choose another directory")
+            raise UserError(
+                f"checkpoint.dir: not enough space for one checkpoint: {missing}; free space or choose "
+                "another directory"
+            )
         if self._identity.process_id == 0 and isinstance(self._root, Path):
             present = sum(not is_link(path) for _, path in step_directories(self._root))
             more = max(1, self._settings.keep + 1 - present)
@@ -158,7 +161,7 @@ class Saves:
 
         return describe
 
-    def _report_failure(self, saved: Saved, why: str) -> None:
+    def _report_failure(self, saved: SaveResult, why: str) -> None:
         self._failed_in_a_row += 1
         delay = _RETRY_SECONDS[min(self._failed_in_a_row, len(_RETRY_SECONDS)) - 1]
         self._retry_at = time.monotonic() + delay
@@ -173,13 +176,13 @@ class Saves:
                 "check space and permissions, then run again from the last checkpoint"
             )
 
-    def _make_clock(self, start: ResumePoint, devices: int) -> Clock:
+    def _make_timer(self, start: ResumePoint, devices: int) -> SaveTimer:
         failures, running = history(start.directory / "events" / "0.jsonl")
         stated = self._settings.hours_between_failures
         mean, how = seconds_between_failures(stated, failures, running, devices)
         if self._settings.every_minutes == "auto" and self._identity.process_id == 0:
             self._status.line(f"note    saves are timed for a failure every {mean / 3600:.1f} hours ({how})")
-        return Clock(self._settings.every_minutes, mean, time.monotonic())
+        return SaveTimer(self._settings.every_minutes, mean, time.monotonic())
 
 
 def _confirm(locks: Sequence[RunLock]) -> None:

@@ -22,7 +22,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import UserError
 from jaxmnt.run import report
-from jaxmnt.run.changes import nothing_wrong_with_the_config
+from jaxmnt.run.changes import unreadable_is_retryable
 from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.run.failed_start import note_exit_reason
@@ -31,7 +31,7 @@ from jaxmnt.run.preemption import StopRequest, stop_request
 from jaxmnt.run.replicas import Replicas
 from jaxmnt.run.resume import Consent, ResumePoint, open_run, starting_state
 from jaxmnt.run.rundir import run_directories, write_config
-from jaxmnt.run.saves import Saves
+from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.watchdog import Watchdog
 from jaxmnt.telemetry.events import Events, event_file, repair
 from jaxmnt.telemetry.metrics import TrainLog
@@ -41,7 +41,7 @@ from jaxmnt.training.spec import ControlFlags
 
 _A_DAY_SECONDS = 86400.0
 _READY_SECONDS = 12 * 3600.0
-"""Copying or checking terabytes takes hours; JAX's heartbeats find a host that dies meanwhile."""
+"""Copying or checking terabytes takes hours; the heartbeat finds a host that dies meanwhile."""
 
 
 class Session:
@@ -59,7 +59,7 @@ class Session:
     batches: Feed
     control: ControlFlags
     evaluator: Evaluator
-    saves: Saves
+    saves: CheckpointManager
     log: TrainLog
     events: Events
     replicas: Replicas
@@ -141,7 +141,7 @@ class Session:
         self.events = self._begin_events()
 
     def compile(self) -> None:
-        """Compiles the steps, before a row of data is read."""
+        """Compiles the steps, before the first batch is read."""
         self.build_program()
         self.clock.lap("compile")
         self.events.write("compile", seconds=self.program.compile_seconds)
@@ -157,7 +157,7 @@ class Session:
         self.clock.lap("restore")
         if self.writes:
             self._note_what_it_is()
-        self.saves = Saves(
+        self.saves = CheckpointManager(
             config, self.start, self.program, self.data, self.identity, self.events, self.status, self.locks
         )
         self.saves.check_room()
@@ -249,14 +249,14 @@ def ready_data(config: Config, identity: Identity, status: StatusLine, *, writes
     missing, damaged or does not fit together.
     """
     settings = config.data
-    with nothing_wrong_with_the_config(config):
+    with unreadable_is_retryable(config):
         data = open_sources(config.data, config.run.dir)
     datasets = [part for part in data.parts.values() if isinstance(part, GrainData)]
     if not settings.verify and settings.stage_dir is None and not datasets:
         return data
     trouble = None
     try:
-        with nothing_wrong_with_the_config(config):
+        with unreadable_is_retryable(config):
             for dataset in datasets if writes else []:
                 dataset.make_index(lambda name: status.update(f"data    indexing {name}"))
             if settings.stage_dir is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jaxmnt.config.schema import Watchdog as Settings
 from jaxmnt.distributed.heartbeat import Heartbeat, Position
+from jaxmnt.errors import remark
 
 _LOOK_SECONDS = 1.0
 _REMEMBERED = 64
@@ -66,7 +67,7 @@ class Watchdog:
     def steps_begin(self, step: int) -> None:
         """From here on steps are taken, the first of them as number `step`, until the end of the run."""
         self._step = step
-        self._enter("the first step", self._settings.first_step_seconds)
+        self._enter("taking the first step", self._settings.first_step_seconds)
 
     def begins(self, step: int) -> None:
         self._step = step
@@ -100,7 +101,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            print(f"jaxmnt: note: no stacks in {self._stacks}: {error.strerror}", file=sys.stderr, flush=True)
+            remark(f"note: no stacks in {self._stacks}: {error.strerror}")
 
     def _enter(self, phase: str, limit: float | None) -> None:
         self.got_further()

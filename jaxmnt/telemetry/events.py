@@ -18,6 +18,9 @@ from jaxmnt.distributed.termination import ABANDONED
 from jaxmnt.errors import printable, remark
 from jaxmnt.telemetry.writer import LineWriter
 
+METRICS = "metrics.jsonl"
+"""In a run directory; see `metrics.py`."""
+
 _PADDING = b" \t\r\n\0"
 """What may stand around a record. A host that crashes leaves blocks of NULs."""
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmnt.config.schema import Model
+from jaxmnt.telemetry.events import METRICS
 from jaxmnt.telemetry.progress import StatusLine, count, duration
 from jaxmnt.telemetry.writer import LineWriter
 
@@ -77,7 +78,7 @@ class TrainLog:
         """Whether some process wished to stop in the last step that was read."""
         self.save_seen = 0
         """The last step in which some process wished to save."""
-        self._lines = LineWriter(run_dir / "metrics.jsonl") if writer else None
+        self._lines = LineWriter(run_dir / METRICS) if writer else None
         self._status = status
         self._steps = steps
         self._flops_per_token = flops_per_token

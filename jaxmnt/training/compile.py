@@ -19,7 +19,7 @@ from jaxmnt.parallel.axes import BATCH_AXES, num_microbatches, resolve_sizes
 from jaxmnt.parallel.layout import EMPTY, Dimension, Layout, padded
 from jaxmnt.parallel.sharding import Axes, Hosts, Placement, build_mesh, build_placement, check_whole
 from jaxmnt.training.optimizer import build_optimizer
-from jaxmnt.training.schedule import build_schedule, layer_slots
+from jaxmnt.training.pipeline_schedule import build_schedule, layer_slots
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, CONTROL_AXES, State, StepSpec, resolve_precision
 from jaxmnt.training.stage import NAMES
 from jaxmnt.training.state import (
@@ -89,7 +89,7 @@ class Program:
         return self._moved(state, self.spec.layout.to_device_layout, self.abstract_state, keep=False)
 
     def _moved(self, state: State, move: Callable[[Any, Axes], Any], target: State, *, keep: bool) -> State:
-        """Array by array, so that no more than one is there in a third form at a time."""
+        """Array by array, so that at most one is held in both layouts at a time."""
         layout = self.spec.layout
 
         def one(array: jax.Array, named: OneLeaf, goal: Any) -> jax.Array:
@@ -120,18 +120,18 @@ class Program:
 
     @property
     def eval_rows(self) -> int:
-        """Rows of a global evaluation batch: as many as of a training batch, in as many passes."""
+        """Rows of a global evaluation batch: as many as of a training batch, in as many microbatches."""
         return self.spec.config.data.global_batch_size
 
 
 def compile_program(
-    config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+    config: Config, data_vocab_size: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
 ) -> Program:
     """Plans the placement, checks every size against it, and compiles both steps. Reads no data.
 
     Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
     """
-    spec = build_spec(config, data_vocab, devices, hosts)
+    spec = build_spec(config, data_vocab_size, devices, hosts)
     state = abstract_state(spec)
     started = time.perf_counter()
     step = compile_step(spec, state)
@@ -148,7 +148,7 @@ def compile_program(
 
 
 def inference_spec(
-    config: Config, data_vocab: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
+    config: Config, data_vocab_size: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
 ) -> StepSpec:
     """What calling a trained model takes, on one device by default. The mesh has no pipeline.
 
@@ -168,11 +168,11 @@ def inference_spec(
             "optimizer": config.optimizer.model_copy(update={"offload": False}),
         }
     )
-    return build_spec(one, data_vocab, devices)
+    return build_spec(one, data_vocab_size, devices)
 
 
 def build_spec(
-    config: Config, data_vocab: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+    config: Config, data_vocab_size: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
 ) -> StepSpec:
     """Everything that is decided before anything is compiled.
 
@@ -186,7 +186,7 @@ def build_spec(
         check_pipeline(config.pipeline, stages, model.num_layers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    # One stage has nothing to schedule: a pass's backward follows its forward.
+    # One stage has nothing to schedule: a microbatch's backward follows its forward.
     name, chunks = (config.pipeline.schedule, config.pipeline.chunks) if stages > 1 else ("1f1b", 1)
     schedule = build_schedule(name, stages, num_microbatches(config, placement.sizes), chunks)
     slots = layer_slots(model.num_layers, stages, chunks, config.pipeline.layers if stages > 1 else None)
@@ -201,14 +201,14 @@ def build_spec(
     optimizer, learning_rate = build_optimizer(config, definition.axes)
     dtype, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
     spec = StepSpec(
-        config, definition, placement, layout, schedule, slots, optimizer, learning_rate, dtype, kernel, data_vocab
+        config, definition, placement, layout, schedule, slots, optimizer, learning_rate, dtype, kernel, data_vocab_size
     )
     check_whole(abstract_state(spec)["params"], definition.axes, placement)
-    _check_levers(config, placement)
+    _check_memory_options(config, placement)
     return spec
 
 
-def _check_levers(config: Config, placement: Placement) -> None:
+def _check_memory_options(config: Config, placement: Placement) -> None:
     """Raises `ConfigError` for memory levers that these devices or this version do not have."""
     unknown = sorted(set(config.train.remat_save) - set(NAMES))
     if unknown:

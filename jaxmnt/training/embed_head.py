@@ -92,4 +92,4 @@ class EmbedAndHead:
         spec, train = self._spec, self._spec.config.train
         vocab = spec.definition.vocab_size
         chunks = chunk_count(rows["targets"].size, vocab, spec.placement, train.loss_chunk_mib)
-        return LossShape(chunks, spec.real_vocab, train.z_loss, spec.placement)
+        return LossShape(chunks, spec.data_vocab_size, train.z_loss, spec.placement)

@@ -1,13 +1,14 @@
 """Executes a schedule: all microbatches of a step through all stages, inside the step's shard_map.
 
 One program runs on all stages. It is a loop over the schedule's ticks, in each of which a stage does what the table
-says for it, hands its output to the next stage and its input's gradient to the one before. A half of a tick in which a
+says for it, hands its output to the next stage and its input's gradient to the one before. A phase of a tick in which a
 stage is idle is skipped by a condition, which all devices of a stage decide alike, so that they may talk to each other
-inside. Without a pipeline this is gradient accumulation: one stage, a tick a pass, nothing idle, nothing to remember.
+inside. Without a pipeline this is gradient accumulation: one stage, one tick a microbatch, nothing idle, nothing to
+remember.
 
-Splitting backward in two, as zero-bubble schedules do (Qi et al. 2023, arXiv:2401.10241), would be a third half in the
+Splitting backward in two, as zero-bubble schedules do (Qi et al. 2023, arXiv:2401.10241), would be a third phase in the
 table: `Layers.backward` would give the input's gradient and keep (activations, output gradient) in a second buffer of
-slots, from which the third half computes the weights' gradients in ticks that are idle now.
+slots, from which the third phase computes the weights' gradients in ticks that are idle now.
 
 Shapes: A microbatches, B rows of one, L length, S a device's piece of the length, D model.
 """
@@ -25,7 +26,7 @@ from jaxmnt.models.decoder import Params
 from jaxmnt.parallel import collectives
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
-from jaxmnt.training.schedule import PhaseTable, Schedule
+from jaxmnt.training.pipeline_schedule import PhaseTable, PipelineSchedule
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import LayerContext, Layers, layer_context
 
@@ -64,7 +65,7 @@ class Table:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def of(cls, schedule: Schedule) -> "Table":
+    def of(cls, schedule: PipelineSchedule) -> "Table":
         last = schedule.chunks - 1
         if not schedule.backward:
             none = np.full(schedule.ticks, -1)
@@ -83,19 +84,19 @@ class Table:
         )  # fmt: skip
 
 
-def _phase_array(half: PhaseTable, slots: list[list[int]]) -> np.ndarray:
+def _phase_array(phase: PhaseTable, slots: list[list[int]]) -> np.ndarray:
     return np.array(
         [
             [(-1, 0, 0) if work is None else (*work, slot) for work, slot in zip(row, slot_row, strict=True)]
-            for row, slot_row in zip(half, slots, strict=True)
+            for row, slot_row in zip(phase, slots, strict=True)
         ],
         np.int32,
     )
 
 
-def _passing(half: np.ndarray, stage: int, chunk: int) -> np.ndarray:
+def _passing(phase: np.ndarray, stage: int, chunk: int) -> np.ndarray:
     """[tick]: the microbatch that a stage works on in this chunk."""
-    return np.where(half[:, stage, 1] == chunk, half[:, stage, 0], -1)
+    return np.where(phase[:, stage, 1] == chunk, phase[:, stage, 0], -1)
 
 
 def loss_and_gradients(spec: StepSpec, params: Params, batch: Batch, row_keys: RowKeys) -> tuple[LossSums, Params]:
@@ -112,7 +113,7 @@ def loss_and_gradients(spec: StepSpec, params: Params, batch: Batch, row_keys: R
     return end.sums, collectives.reshard(end.gradients, axes, spec.placement, spec.reduce_dtype)
 
 
-def loss(spec: StepSpec, params: Params, batch: Batch, schedule: Schedule) -> LossSums:
+def loss(spec: StepSpec, params: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
     """The summed loss of this batch shard's rows, by a schedule without backward."""
     evaluation = _Evaluation(spec, params, batch, lambda _: None, schedule)
     return evaluation.run(evaluation.tick, (evaluation.nothing(), no_loss()))[1]
@@ -121,7 +122,7 @@ def loss(spec: StepSpec, params: Params, batch: Batch, schedule: Schedule) -> Lo
 class _Run:
     """What both loops share: this device's stage, its rows and its weights."""
 
-    def __init__(self, spec: StepSpec, params: Params, batch: Batch, row_keys: RowKeys, schedule: Schedule):
+    def __init__(self, spec: StepSpec, params: Params, batch: Batch, row_keys: RowKeys, schedule: PipelineSchedule):
         self.spec, self.schedule, self.table = spec, schedule, Table.of(schedule)
         self.alone = schedule.stages == 1
         self.stage = 0 if self.alone else jax.lax.axis_index("pipeline")

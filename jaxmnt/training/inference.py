@@ -38,7 +38,7 @@ def row_logits(spec: StepSpec, params: Params, tokens_BL: jax.Array) -> jax.Arra
     )
     # float32 means float32, as in training.
     with jax.default_matmul_precision("highest" if spec.dtype == jnp.float32 else "default"):
-        return call(placed, tokens_BL)[..., : spec.real_vocab]
+        return call(placed, tokens_BL)[..., : spec.data_vocab_size]
 
 
 def sample(
@@ -69,7 +69,7 @@ def _continue(
     def add_token(i: jax.Array, tokens_1L: jax.Array) -> jax.Array:
         y_1LD = _last_layer(spec, params, tokens_1L)
         y_11D = jax.lax.dynamic_slice_in_dim(y_1LD, start + i - 1, 1, axis=1)
-        logits_V = EmbedAndHead(spec, params, whole=False).logits(y_11D)[0, 0, : spec.real_vocab]
+        logits_V = EmbedAndHead(spec, params, whole=False).logits(y_11D)[0, 0, : spec.data_vocab_size]
         if temperature == 0:
             token = jnp.argmax(logits_V)
         else:

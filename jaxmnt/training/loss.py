@@ -5,7 +5,7 @@ Shapes: T tokens (B · L flattened), C tokens of a chunk, D model, V a device's 
 The logits of one chunk of tokens exist at a time, in float32, and of the vocabulary each device of the axes that split
 it has a part: what crosses devices is a maximum and two sums a token. The loss is a sum, so its gradient is known up to
 a scalar as soon as the logits are, and is computed with it. Nothing is computed twice, and the head's gradient leaves
-as one array, so that what is gathered or reduced for the head is so once and not once a chunk.
+as one array, so that the head is gathered and reduced once, and not once a chunk.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class LossShape(NamedTuple):
     """The static part of the loss."""
 
     chunks: int
-    real_vocab: int
+    data_vocab_size: int
     """Token ids from here on have no logit: the data does not contain them."""
     z_loss: float
     placement: Placement
@@ -110,8 +110,8 @@ def _chunk(
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=jnp.float32)
     size = head_DV.shape[1]
     ids_V = index_along("vocab", placement) * size + jnp.arange(size)
-    if shape.real_vocab < size * placement.num_shards("vocab"):
-        logits_CV = jnp.where(ids_V < shape.real_vocab, logits_CV, -jnp.inf)
+    if shape.data_vocab_size < size * placement.num_shards("vocab"):
+        logits_CV = jnp.where(ids_V < shape.data_vocab_size, logits_CV, -jnp.inf)
     largest_C1 = max_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
     exponentials_CV = jnp.exp(logits_CV - largest_C1)
     # A comparison and a sum instead of an index: each device looks only at its part of the vocabulary.
@@ -121,6 +121,6 @@ def _chunk(
     log_z_C = largest_C1[:, 0] + jnp.log(partition_C)
     cross_entropy = jnp.sum((log_z_C - target_logits_C) * weights_C)
     penalty = shape.z_loss * jnp.sum(jnp.square(log_z_C) * weights_C)
-    pull_C1 = (weights_C * (1 + 2 * shape.z_loss * log_z_C) / partition_C)[:, None]
-    gradient_CV = exponentials_CV * pull_C1 - jnp.where(is_target_CV, weights_C[:, None], 0)
+    scale_C1 = (weights_C * (1 + 2 * shape.z_loss * log_z_C) / partition_C)[:, None]
+    gradient_CV = exponentials_CV * scale_C1 - jnp.where(is_target_CV, weights_C[:, None], 0)
     return LossSums(cross_entropy + penalty, cross_entropy), gradient_CV.astype(x_CD.dtype)

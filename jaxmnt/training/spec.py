@@ -17,7 +17,7 @@ from jaxmnt.models.decoder import Definition
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
 from jaxmnt.parallel.sharding import Placement
-from jaxmnt.training.schedule import Schedule
+from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
 State = dict[str, Any]
 Batch = dict[str, jax.Array]
@@ -40,7 +40,7 @@ class StepSpec:
     definition: Definition
     placement: Placement
     layout: Layout
-    schedule: Schedule
+    schedule: PipelineSchedule
     layer_slots: list[list[int | None]]
     """Which layer lies in each slot of each stage."""
     optimizer: optax.GradientTransformation
@@ -48,7 +48,7 @@ class StepSpec:
     dtype: jnp.dtype
     """Of computation."""
     kernel: Kernel
-    real_vocab: int
+    data_vocab_size: int
 
     @property
     def params_dtype(self) -> jnp.dtype:
@@ -62,12 +62,12 @@ class StepSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Accumulation passes, which are a pipeline's microbatches."""
+        """Microbatches of a step, which without a pipeline are accumulated one after another."""
         return num_microbatches(self.config, self.placement.sizes)
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of one pass on one batch shard."""
+        """Rows of one microbatch on one batch shard."""
         return self.config.data.global_batch_size // self.placement.batch_shards // self.num_microbatches
 
 

@@ -39,7 +39,7 @@ Residuals = list[jax.Array]
 """What forward leaves for backward."""
 
 When = Callable[[Callable[[], Any], Callable[[], Any]], Any]
-"""Takes what to do if there is a microbatch, and what else."""
+"""`when(go, idle)` is `go()` if this tick has a microbatch, else `idle()`."""
 
 
 class LayerContext(NamedTuple):

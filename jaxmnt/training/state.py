@@ -66,7 +66,7 @@ def canonical_abstract(spec: StepSpec, state: State) -> State:
 
 
 def moving_bytes(spec: StepSpec, state: State) -> int:
-    """Bytes of a device that saving takes besides the state: what is stored otherwise than it is placed."""
+    """Extra bytes on a device during a save: arrays whose layout in a checkpoint is another than on the device."""
     stored = canonical_abstract(spec, state)
     pairs = zip(jax.tree.leaves(stored), jax.tree.leaves(state), strict=True)
     return sum(bytes_a_device(new) for new, placed in pairs if new is not placed)

@@ -16,7 +16,7 @@ from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training import engine
 from jaxmnt.training.loss import LossSums
-from jaxmnt.training.schedule import build_schedule
+from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, State, StepSpec
 
 Metrics = dict[str, jax.Array]
@@ -25,7 +25,7 @@ Metrics = dict[str, jax.Array]
 def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metrics]:
     """One optimizer update from one global batch. To be jitted with the state donated.
 
-    The loss is the mean over all real targets of the global batch, whatever the mesh and the number of passes:
+    The loss is the mean over all real targets of the global batch, whatever the mesh and the number of microbatches:
     sums travel to the end and are divided once. If the loss or the gradient is not finite, the batch counts as taken
     but nothing else changes: neither parameters nor the optimizer, whose schedule therefore goes by updates.
     """
@@ -105,7 +105,7 @@ def _sharded(spec: StepSpec, function: Callable[..., Any], *, with_gradients: bo
 def _local_gradients(
     spec: StepSpec, params: Params, batch: Batch, step: jax.Array
 ) -> tuple[LossSums, jax.Array, jax.Array, Params]:
-    """On one device: gradients of the summed loss over all passes, then one reduction over the replicas."""
+    """On one device: gradients of the summed loss over all microbatches, then one reduction over the replicas."""
     sums, gradients = engine.loss_and_gradients(spec, params, batch, lambda index: _row_keys(spec, step, index))
     weights = batch["weights"]
     counts = (sums, jnp.sum(weights > 0, dtype=jnp.int32), jnp.sum(weights))
@@ -123,10 +123,10 @@ def _local_evaluation(spec: StepSpec, params: Params, batch: Batch) -> tuple[Los
 
 
 def _row_keys(spec: StepSpec, step: jax.Array, microbatch: jax.Array) -> jax.Array | None:
-    """A random key for each row of a pass from (seed, step, global row), or None without dropout."""
+    """A random key for each row of a microbatch from (seed, step, global row), or None without dropout."""
     if spec.config.model.dropout == 0:
         return None
-    rows, passes = spec.microbatch_rows, spec.num_microbatches
-    first = (collectives.batch_shard_index() * passes + microbatch) * rows
+    rows, count = spec.microbatch_rows, spec.num_microbatches
+    first = (collectives.batch_shard_index() * count + microbatch) * rows
     key = jax.random.fold_in(jax.random.key(spec.config.seed), step)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(rows))

@@ -33,7 +33,7 @@ from markdown import write_between
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.commit import ORBAX_MARKER, SMALL_BYTES, commit, open_checkpoint
 from jaxmnt.checkpoint.export import verify
-from jaxmnt.checkpoint.manifest import FILE, DamagedError, Manifest, OtherFormatError
+from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.names import like, named, nested
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.checkpoint.retention import Need
@@ -155,8 +155,8 @@ def cases(originals: Originals, flips: int, truncations: int, deletions: int, se
     """So many random cases of each kind, and every special one."""
     rng = np.random.default_rng(seed)
     files = _files(originals.checkpoint)
-    small = [file for file in files if file.size <= SMALL_BYTES and file.name != FILE]
-    manifest = [file for file in files if file.name == FILE]
+    small = [file for file in files if file.size <= SMALL_BYTES and file.name != MANIFEST_FILE]
+    manifest = [file for file in files if file.name == MANIFEST_FILE]
     for number in range(flips):
         draws = rng.random(3)
         if number % 4:
@@ -164,7 +164,7 @@ def cases(originals: Originals, flips: int, truncations: int, deletions: int, se
         elif number % 12:
             yield _flip("bit flip, small file", _at(small, draws[0]), draws)
         else:
-            yield _flip(f"bit flip, {FILE}", manifest[0], draws)
+            yield _flip(f"bit flip, {MANIFEST_FILE}", manifest[0], draws)
     filled = [file for file in files if file.size]
     for _ in range(truncations):
         draws = rng.random(2)
@@ -227,7 +227,7 @@ def _special(originals: Originals) -> Iterator[Case]:
         yield Case("a part of another step, list of files redone", part, forged)
     for label, path in (("another step", originals.other_step), ("another run", originals.other_run)):
         theirs = manifests.read(path)[0]
-        change = lambda copy, path=path: _take(path / FILE, copy / FILE)
+        change = lambda copy, path=path: _take(path / MANIFEST_FILE, copy / MANIFEST_FILE)
         yield Case(f"the manifest of {label}", "as it is", change)
         yield Case(f"the manifest of {label}", "list of files redone", _forgery(None, "", theirs))
         forged = _forgery(None, "", replace(theirs, run=RUN, step=STEP))
@@ -238,7 +238,7 @@ def _special(originals: Originals) -> Iterator[Case]:
     forged = _forgery(None, "", replace(manifest, arrays=manifest.arrays | contents))
     yield Case("a digest of another array in the manifest, sealed anew", a, forged)
     yield Case("format version of the future", "", _another_format)
-    yield _deletion(f"no {FILE}", FILE)
+    yield _deletion(f"no {MANIFEST_FILE}", MANIFEST_FILE)
     yield _deletion(f"no {ORBAX_MARKER}", ORBAX_MARKER)
     yield Case("a directory that has only the name", "", _emptied)
     yield Case("none (control)", "", lambda copy: None, harmful=False)
@@ -252,7 +252,7 @@ def _forgery(source: Path | None, part: str, manifest: Manifest) -> Callable[[Pa
         if source is not None:
             shutil.rmtree(copy / part)
             shutil.copytree(source / part, copy / part)
-        (copy / FILE).unlink()
+        (copy / MANIFEST_FILE).unlink()
         commit(copy, manifest)
 
     return apply

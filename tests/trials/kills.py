@@ -35,7 +35,7 @@ from markdown import write_between
 
 from jaxmnt.checkpoint.commit import NOTE, newest_valid, open_checkpoint, valid_checkpoints
 from jaxmnt.checkpoint.export import verify
-from jaxmnt.checkpoint.manifest import FILE, DamagedError
+from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError
 from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.errors import ExitCode
 
@@ -309,7 +309,7 @@ def _kill(bench: Bench, trial: Trial, kill: Kill, launcher: subprocess.Popen, at
     seen = _sign(bench, trial, kill, step)
     _wait(seen, trial, launcher, f"the moment to kill ({kill.moment} of step {step})", glance=GLANCE_SECONDS)
     time.sleep(kill.delay * DELAY_SECONDS[kill.moment])
-    committed = step if (trial.checkpoints / str(step) / FILE).exists() else at
+    committed = step if (trial.checkpoints / str(step) / MANIFEST_FILE).exists() else at
     kill.at = time.time()
     for victim in kill.victims:
         with contextlib.suppress(ProcessLookupError):
@@ -348,7 +348,7 @@ def _sign(bench: Bench, trial: Trial, kill: Kill, step: int) -> Callable[[], boo
         "begin": lambda: _event(trial, 0, "checkpoint_begin", step),
         "write": lambda: written.exists() or path.exists(),
         "commit": path.exists,
-        "prune": (path / FILE).exists,
+        "prune": (path / MANIFEST_FILE).exists,
         "restore": lambda: kill.early or all(_event(trial, i, "compile") for i in range(bench.processes)),
     }[kill.moment]
 
@@ -412,7 +412,7 @@ def _look(trial: Trial, kill: Kill, committed: int) -> int:
     """Verifies all that is whole after a kill; the newest step of it, which nothing committed may be newer than."""
     run = _run_id(trial)
     names = [path.name for path in trial.checkpoints.iterdir()] if trial.checkpoints.exists() else []
-    bare = [name for name in names if name.isdigit() and not (trial.checkpoints / name / FILE).exists()]
+    bare = [name for name in names if name.isdigit() and not (trial.checkpoints / name / MANIFEST_FILE).exists()]
     kill.unfinished = bool(bare) or any("tmp" in name or name.endswith(NOTE) for name in names)
     for name in names:
         if name.isdigit() and name not in bare:

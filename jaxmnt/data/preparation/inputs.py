@@ -119,7 +119,7 @@ def _find(roots: Sequence[Path], selection: Selection, output: Path, option: str
             add(root.name, root)
             continue
         if not root.is_dir():
-            raise ConfigError(f"{option}: there is no file or folder {printable(str(root))}")
+            raise ConfigError(f"{option}: {printable(str(root))} does not exist; check the path")
         visited: set[Path] = set()  # links may lead round in circles
         for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
             if (here := Path(folder).resolve()) in visited:
@@ -134,7 +134,10 @@ def _find(roots: Sequence[Path], selection: Selection, output: Path, option: str
                     add(f"{root.resolve().name}/{path.relative_to(root)}", path)
     if roots and not found:
         what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
-        raise ConfigError(f"{option}: no file{what} below {printable(', '.join(map(str, roots)))}")
+        raise ConfigError(
+            f"{option}: found no files{what} in {printable(', '.join(map(str, roots)))}; check the "
+            "path, --suffix and --exclude"
+        )
     return found
 
 
@@ -170,7 +173,9 @@ def cut_into_parts(inputs: Sequence[Input], token_bytes: int, part_bytes: int | 
 
 
 def unreadable(error: OSError) -> NoReturn:
-    raise ConfigError(f"--input: {printable(str(error.filename))} cannot be read: {error.strerror}") from error
+    raise ConfigError(
+        f"--input: {printable(str(error.filename))} cannot be read: {error.strerror}; check its permissions"
+    ) from error
 
 
 def open_tokens(file: Input, dtype: str) -> np.ndarray:

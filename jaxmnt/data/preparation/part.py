@@ -189,8 +189,8 @@ def write_json(path: Path, value: Any) -> None:
 def cannot_write(output: Path, error: OSError) -> UserError:
     """What a person is told when the disk is full."""
     return UserError(
-        f"--output: {output} cannot be written: {error.strerror or error}; fix that and give the same command again: "
-        "it goes on with the parts that are not done"
+        f"--output: {output} cannot be written: {error.strerror or error}; fix that and run the same command "
+        "again: it goes on with the parts that are not done"
     )
 
 

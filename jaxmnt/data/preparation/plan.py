@@ -147,8 +147,8 @@ def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings
         if before is not None and any(work.glob("part-*.json")):
             changed = sorted(name for name in plan if before.get(name) != plan[name])
             raise ConfigError(
-                f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; "
-                "give the same command to go on with it, or remove the folder"
+                f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; run the "
+                "same command to go on with it, or remove the folder"
             )
         if before is not None:  # else nothing of ours can be there
             (output / TOKENIZER_FILE).unlink(missing_ok=True)
@@ -188,7 +188,7 @@ def _tokenizer_digest(path: Path) -> str | None:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     except OSError as error:
-        raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}; check its permissions") from error
 
 
 @dataclass

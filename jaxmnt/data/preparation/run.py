@@ -159,8 +159,8 @@ def run(
                 yield future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker was killed, perhaps because memory ran out; give the same command again with fewer --workers: "
-            "it goes on with the parts that are not done"
+            "a worker was killed, perhaps because memory ran out; run the same command again with fewer "
+            "--workers: it goes on with the parts that are not done"
         ) from error
     finally:
         stop.value = 1

@@ -54,9 +54,9 @@ guard() {
 }
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 
-# srun waits for the tasks of a lost node until Slurm misses that, which takes minutes. Who has not followed a minute
-# after somebody ended with a word of why has no more to say.
-hasten() {
+# srun waits for the tasks of a lost node until Slurm notices, which takes minutes. A minute after a task has noted why
+# it failed, the step is ended.
+end_failed_step() {
     while sleep 15; do
         a_task_has_failed && sleep 60 && a_task_has_failed && kill -TERM "$step" && break
     done >/dev/null 2>&1
@@ -87,7 +87,7 @@ while :; do
     ask before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable" --drained "$drained"
     read -r action nodes <<<"$answer"
     if [ -z "$action" ] && [ "$start" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
-        echo "jaxmnt: nothing can be decided here: see the lines above"
+        echo "jaxmnt: nothing is started, for what the lines above say; fix that, then submit the job again"
         exit 1
     fi
     if [ "$action" = start ]; then
@@ -99,18 +99,18 @@ while :; do
             --wait=@wait@ --cpu-bind=none --label@srun_options@ "${container[@]}" \
             bash -c "$(declare -f prepare); prepare; exec @python@ -m jaxmnt.train \"\$@\"" - "${arguments[@]}" &
         step=$!
-        hasten &
-        hasten=$!
+        end_failed_step &
+        end_failed_step=$!
         wait "$step"; code=$?
         while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends a wait
-        kill "$hasten" 2>/dev/null
+        kill "$end_failed_step" 2>/dev/null
         ask after --run-dir "$run_dir" --code "$code" --began "$began" --nodes "$nodes" --start "$start" \
             --restarts @restarts@ --cancelled "$cancelled" --job "$SLURM_JOB_ID" --spare-nodes "$spare_nodes"
         read -r action why <<<"$answer"
-        echo "jaxmnt: start $start on $nodes ended with exit code $code: $action${why:+, $why}"
+        echo "jaxmnt: start $start on $nodes ended with exit code $code; next: ${action:-no answer}${why:+ ($why)}"
     else
         code=4
-        echo "jaxmnt: ${nodes:-no answer}; ${action:-requeue}"
+        echo "jaxmnt: ${nodes:-no answer}; next: ${action:-requeue}"
     fi
     # Without an answer (a file system that is away) what can be done is done: a stop that was asked for is no end.
     if [ -z "$action" ] && [ "$cancelled" = no ] && [ "$code" != 0 ] && [ "$code" != 2 ]; then
@@ -119,7 +119,10 @@ while :; do
     case $action in
         start | again) start=$((start + 1)) ;;
         requeue)
-            [ "${SLURM_RESTART_COUNT:-0}" -lt @requeues@ ] || { echo "jaxmnt: requeued often enough"; exit "$code"; }
+            [ "${SLURM_RESTART_COUNT:-0}" -lt @requeues@ ] || {
+                echo "jaxmnt: ends after @requeues@ requeues; find the cause in the lines above, then submit the job again"
+                exit "$code"
+            }
             for try in {1..240}; do  # a controller may be away for a while; what it refuses it will not allow later
                 [ "$cancelled" = no ] || break
                 scontrol requeue "$job" && sleep 300

@@ -2,17 +2,17 @@
 
 The model's layers are cut into `stages · chunks` pieces; piece k is chunk k // stages of stage k % stages. A tick is
 one round of the engine: a stage does at most one forward and then at most one backward, and hands its results to its
-neighbours, who have them in the next tick. Ticks have no fixed length: a half in which a stage is idle is skipped. With
-p stages, m microbatches and v chunks all schedules below are idle for (p - 1) / (m · v) of the work (interleaved: if p
-divides m; else the last round of microbatches leaves gaps), and differ in how many microbatches a stage remembers:
+neighbours, who have them in the next tick. Ticks have no fixed length: a phase in which a stage is idle is skipped.
+With p stages, m microbatches and v chunks all schedules below are idle for (p - 1) / (m · v) of the work (interleaved:
+if p divides m; else the last round of microbatches leaves gaps), and differ in how many microbatches a stage remembers:
 
 gpipe        all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965): m
 1f1b         a backward as soon as there is one (Narayanan et al. 2019, arXiv:1806.03377): 2 (p - stage) - 1
 interleaved  the same with several chunks a stage (Narayanan et al. 2021, arXiv:2104.04473), of a smaller bubble:
              (v - 1) p + 2 (p - stage) - 1 chunks
 
-The p - stage microbatches of 1f1b in a program a stage would be fewer. There, neighbours are in different halves of
-their work at a time; in one program for all stages each exchange aligns them.
+With a program of its own for each stage, 1f1b would hold only p - stage microbatches. In one program for all stages
+every exchange aligns the neighbours, so that more are under way.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ PhaseTable = tuple[tuple[Work | None, ...], ...]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """What each stage does in each tick. `backward` is empty for evaluation."""
 
     name: str
@@ -76,9 +76,9 @@ class Schedule:
         neighbours wait for each other in both exchanges of a tick."""
         clocks = [0.0] * self.stages
         for ahead, back in zip(self.forward, self.backward, strict=True):
-            for half, price in ((ahead, forward), (back, backward)):
+            for phase, price in ((ahead, forward), (back, backward)):
                 clocks = [
-                    clock + (price / self.chunks if work else 0) for clock, work in zip(clocks, half, strict=True)
+                    clock + (price / self.chunks if work else 0) for clock, work in zip(clocks, phase, strict=True)
                 ]
                 clocks = self._meet(clocks)
         return max(clocks)
@@ -121,20 +121,20 @@ class Schedule:
                 return "·"
             return f"{work.microbatch}{chr(ord('a') + work.chunk) if self.chunks > 1 else ''}"
 
-        width = max((len(cell(w)) for half in (self.forward, self.backward) for row in half for w in row), default=1)
+        width = max((len(cell(w)) for phase in (self.forward, self.backward) for row in phase for w in row), default=1)
         lines = []
         for stage in range(self.stages):
-            for label, half in (("F", self.forward), ("B", self.backward)):
-                if half:
+            for label, phase in (("F", self.forward), ("B", self.backward)):
+                if phase:
                     head = f"stage {stage:<3}{label}" if label == "F" else f"         {label}"
-                    lines.append(f"{head} " + " ".join(cell(row[stage]).rjust(width) for row in half))
+                    lines.append(f"{head} " + " ".join(cell(row[stage]).rjust(width) for row in phase))
         return "\n".join(lines)
 
 
-def _times(half: PhaseTable) -> dict[tuple[int, int], int]:
+def _times(phase: PhaseTable) -> dict[tuple[int, int], int]:
     """(microbatch, piece) → tick, each of which occurs once."""
     found: dict[tuple[int, int], int] = {}
-    for tick, row in enumerate(half):
+    for tick, row in enumerate(phase):
         for stage, work in enumerate(row):
             if work is not None:
                 key = (work.microbatch, work.chunk * len(row) + stage)
@@ -143,7 +143,7 @@ def _times(half: PhaseTable) -> dict[tuple[int, int], int]:
     return found
 
 
-def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """The schedule of this name: gpipe, 1f1b, interleaved, or forward (no backward, for evaluation)."""
     assert stages >= 1 and microbatches >= 1 and chunks >= 1
     entries = list(_entries(stages, microbatches, chunks))
@@ -161,7 +161,7 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
             for stage in range(stages)
         ]
     ticks = 1 + max(tick for tick, _, _ in forward + backward)
-    schedule = Schedule(
+    schedule = PipelineSchedule(
         name, stages, chunks, microbatches,
         _table(forward, ticks, stages), _table(backward, ticks, stages) if backward else (),
     )  # fmt: skip
