@@ -1,6 +1,8 @@
 """jaxmnt COMMAND …: the same commands as python -m jaxmnt.COMMAND."""
 
+import sys
 from importlib import import_module
+from pathlib import Path
 
 from jaxmnt import __version__, early_signals
 from jaxmnt.commands import RUN, exit_codes, run_command, wrapped
@@ -35,6 +37,9 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"unknown command {command!r}; {nearest(command, list(COMMANDS))}")
     if command == "train":
         early_signals.remember()
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, here)  # as with python -m: where a config's dotted paths are looked for first
     return int(import_module(COMMANDS[command][0]).main(rest))
 
 

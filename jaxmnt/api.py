@@ -60,7 +60,10 @@ class Run:
             (tokens_BL.shape[1], sizes["model"], "tokens of a row"),
         ):
             if length == 0 or length % shards:
-                raise ValueError(f"the {length} {what} must be a multiple of {shards}, the devices that share them")
+                raise ValueError(
+                    f"the number of {what} must be a positive multiple of {shards}, the devices that "
+                    f"share them, not {length}"
+                )
         sharding = self._spec.placement.sharding(("batch", "length"))
         return self._logits(self.params, jax.device_put(tokens_BL.astype(np.int32), sharding))
 

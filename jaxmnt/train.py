@@ -67,7 +67,7 @@ def meet_and_train(
     with ExitStack() as held:
         notes = held.enter_context(FailedStartRecorder(config, identity, exit_handler))
         if options.replay is not None:
-            notes.over()  # the events are those of the run, not of who takes its steps again
+            notes.run_opened()  # the events are those of the run, not of who takes its steps again
         stop = held.enter_context(
             stop_request(config, identity, early_exit.fail_now, early_exit.now, beside=options.replay is not None)
         )
@@ -83,7 +83,7 @@ def meet_and_train(
         if options.replay is not None:
             return train_again(config, identity, heartbeat, stop, *options.replay)
         return train(
-            config, identity, heartbeat=heartbeat, clock=clock, stop=stop, opened=notes.over,
+            config, identity, heartbeat=heartbeat, clock=clock, stop=stop, opened=notes.run_opened,
             accept_changes=options.accept_changes, fresh=options.fresh,
         )  # fmt: skip
 

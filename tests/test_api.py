@@ -56,7 +56,7 @@ def test_text_to_ids_and_back(run):
         ([[1.0]], "must be integers"),
         ([[999]], "must be ids from 0 to"),
         ([[-1]], "must be ids from 0 to"),
-        (np.zeros((0, 4), int), "the 0 rows must be a multiple of 1"),
+        (np.zeros((0, 4), int), "the number of rows must be a positive multiple of 1, .* not 0"),
     ],
 )
 def test_tokens_that_no_model_takes(run, tokens, words):
@@ -66,9 +66,9 @@ def test_tokens_that_no_model_takes(run, tokens, words):
 
 def test_rows_that_do_not_divide(whole_run):
     there = jaxmnt.load_run(whole_run.run.dir, mesh={"fsdp": 2, "model": 2})
-    with pytest.raises(ValueError, match="the 3 rows must be a multiple of 2"):
+    with pytest.raises(ValueError, match="the number of rows must be a positive multiple of 2"):
         there(np.zeros((3, 4), int))
-    with pytest.raises(ValueError, match="the 5 tokens of a row must be a multiple of 2"):
+    with pytest.raises(ValueError, match="the number of tokens of a row must be a positive multiple of 2"):
         there(np.zeros((2, 5), int))
 
 

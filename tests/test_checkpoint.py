@@ -293,7 +293,7 @@ def test_parts_can_be_restored_alone_and_added_later(saved):
     abstract = abstract_state(mesh_of(1, 2))
     params = restore(commit.open_checkpoint(root / "1"), {"params": abstract["params"]}, ALONE).state
     assert same_bits(params, {"params": states[1]["params"]})
-    with pytest.raises(ConfigError, match="is from another model: it lacks ema/w"):
+    with pytest.raises(ConfigError, match="does not fit this config: it lacks ema/w"):
         restore(commit.open_checkpoint(root / "1"), {"ema": {"w": abstract["params"]["w"]}}, ALONE)
 
 
@@ -302,7 +302,9 @@ def test_another_model_is_named(saved):
     abstract = abstract_state(mesh_of(1, 2))
     other = abstract["params"]["w"]
     abstract["params"]["w"] = jax.ShapeDtypeStruct((16, 32, 8), other.dtype, sharding=other.sharding)
-    with pytest.raises(ConfigError, match=r"another model: its params/w is float32\[16, 64, 8\].*\[16, 32, 8\]"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit this config: its params/w is float32\[16, 64, 8\].*\[16, 32, 8\]"
+    ):
         restore(commit.open_checkpoint(root / "1"), abstract, ALONE)
 
 

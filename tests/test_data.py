@@ -296,7 +296,7 @@ def test_evaluation_fills_up_with_rows_without_targets():
         ({"weight_changes": [{"from_step": 5, "weights": {"x": 1.0}}]}, r"no source is named x; known: a"),
         (
             {"weight_changes": [{"from_step": 5, "weights": {}}, {"from_step": 5, "weights": {}}]},
-            r"data\.weight_changes: from_step 5 does not follow 5",
+            r"data\.weight_changes: from_step 5 must be above 5",
         ),
     ],
 )

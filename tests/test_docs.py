@@ -112,7 +112,7 @@ def test_quickstart_from_nothing(checkout, tmp_path, shorter, share):
     assert rest.returncode == 0, rest.stdout + rest.stderr
     assert "resuming after step 150" in rest.stdout
     assert "Installing" not in rest.stdout and "Preparing" not in rest.stdout
-    frequencies = float(re.search(r"knowing frequencies ([\d.]+)", rest.stdout)[1])
+    frequencies = float(re.search(r"unigram ([\d.]+)", rest.stdout)[1])
     held_out = float(re.findall(r"held-out loss ([\d.]+)", rest.stdout)[-1])
     assert held_out < share * frequencies
     assert "\ndef " in rest.stdout.split("--------")[1]

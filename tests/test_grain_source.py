@@ -1,6 +1,9 @@
 """A user's own Grain datasets as sources of training data."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -21,7 +24,7 @@ from jaxmnt.data.elements import DocumentStream, Elements, measured
 from jaxmnt.data.rows import batch_digest, make_reader, row_digests
 from jaxmnt.data.sources import Sources, open_sources
 from jaxmnt.data.store import StoredTokens
-from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.errors import ConfigError, ExitCode, PreflightError, UnreadableError
 from jaxmnt.train import train
 
 MODULE = """
@@ -109,8 +112,8 @@ def test_rows_of_documents_are_those_of_stored_ones(lengths, end, weighted, kind
         for number, one in enumerate(raw)
     ]
     dataset = Elements(_Given(elements), "data.grain.train", "memory.dataset", "documents", 100)
-    index = measured(dataset, end, weighted, lambda text: None)
-    ours = DocumentStream(dataset, index, end, weighted)
+    index = measured(dataset, end, lambda text: None)
+    ours = DocumentStream(dataset, index, end)
 
     kept = [one for one in raw if len(one["tokens"])]
     ended = lambda values, last: values if end is None else np.append(values, last)
@@ -128,7 +131,7 @@ def test_rows_of_documents_are_those_of_stored_ones(lengths, end, weighted, kind
 
 def test_an_end_that_is_there_is_not_added():
     elements = Elements(_Given([{"tokens": [1, 2, 9]}, {"tokens": [3]}]), "key", "path", "documents", 10)
-    stream = DocumentStream(elements, measured(elements, 9, False, lambda text: None), 9, False)
+    stream = DocumentStream(elements, measured(elements, 9, lambda text: None), 9)
     out = np.empty(5, np.int32)
     stream.read(0, out)
     assert out.tolist() == [1, 2, 9, 3, 9]
@@ -137,7 +140,7 @@ def test_an_end_that_is_there_is_not_added():
 def test_few_documents_are_held(monkeypatch):
     monkeypatch.setattr(elements_module, "_CACHED_TOKENS", 50)
     elements = Elements(_Given([{"tokens": np.full(20, n)} for n in range(9)]), "key", "path", "documents", 10)
-    stream = DocumentStream(elements, measured(elements, None, False, lambda text: None), None, False)
+    stream = DocumentStream(elements, measured(elements, None, lambda text: None), None)
     out = np.empty(180, np.int32)
     stream.read(0, out)
     assert out.tolist() == np.repeat(np.arange(9), 20).tolist() and len(stream._recent._held) == 2
@@ -267,6 +270,7 @@ BAD = """
     bare = grain.MapDataset.range(40)
     foreign = grain.MapDataset.range(40).map(lambda n: {"tokens": np.arange(20) + 250})
     floats = grain.MapDataset.range(40).map(lambda n: {"tokens": np.arange(20.0)})
+    ragged = grain.MapDataset.range(40).map(lambda n: {"tokens": [[1, 2], [3]]})
     uneven = grain.MapDataset.range(40).map(lambda n: {"tokens": np.arange(20), "targets": np.arange(19)})
     short = grain.MapDataset.range(40).map(lambda n: {"tokens": np.arange(20), "targets": np.arange(20)})
     several = grain.MapDataset.range(40).map(
@@ -306,10 +310,11 @@ BAD = """
         ("good", "rows", r"is not a mapping with tokens and targets, but the fields \['tokens'\]"),
         ("holes", "rows", "element 1 of .*holes is None, as where a filter leaves a hole"),
         ("foreign", "documents", "element 0 of .*foreign has 256 among its tokens, which must be from 0 to 255"),
+        ("ragged", "documents", "has tokens that are not an array .*; give a vector of numbers"),
         ("floats", "documents", r"has tokens of type float64 and shape \[20\]; give a vector of integers"),
         ("late", "documents", "has weights that are not a vector of 0 and 1"),
         ("uneven", "rows", "has 20 tokens and 19 targets; give as many of each"),
-        ("broken", "documents", "element 39 of .*broken cannot be made: ZeroDivisionError"),
+        ("broken", "documents", "element 39 of .*broken cannot be read: ZeroDivisionError"),
         ("chance", "documents", "element 0 of .*chance differs when it is read twice; make the dataset deterministic"),
         ("grows", "documents", "has 40 elements, and 41 when it is made again"),
         ("missing", "documents", "cannot be made: AttributeError: .* has no attribute 'missing'; it must be"),
@@ -332,7 +337,7 @@ def test_what_cannot_be_a_source(asked, module, name, kind, words):
 def test_rows_that_do_not_fit_the_config(asked, module, name, words):
     config = asked(train=f"{module(BAD)}.{name}", elements="rows")
     with pytest.raises(ConfigError, match=words):
-        TrainingData(config, open_sources(config.data)).batch(0, range(4))
+        TrainingData(config, open_sources(config.data))
 
 
 @pytest.mark.parametrize("change", [lambda one: one + 1, lambda one: one[:-1], lambda one: None])
@@ -340,21 +345,87 @@ def test_a_document_that_changes_later_is_refused(change):
     """One that the samples at the start did not show."""
     held = _Given([{"tokens": np.arange(20)} for _ in range(40)])
     elements = Elements(held, "data.grain.train", "users.documents", "documents", 99)
-    stream = DocumentStream(elements, measured(elements, None, False, lambda text: None), None, False)
+    stream = DocumentStream(elements, measured(elements, None, lambda text: None), None)
     tokens = change(np.arange(20))
     held.elements[17] = None if tokens is None else {"tokens": tokens}
     with pytest.raises(ConfigError, match=r"element 17 of users\.documents is not what it was when the run indexed"):
         stream.read(0, np.empty(800, np.int32))
 
 
-def test_reading_that_fails_later_may_be_tried_again(asked):
+@pytest.mark.parametrize("error", [OSError("the mount is gone"), RuntimeError("503")])
+def test_reading_that_fails_later_may_be_tried_again(asked, error):
+    """It is the user's code: nobody knows what may pass by itself."""
+
     class Away(_Given):
         def __getitem__(self, number):
-            raise OSError("the mount is gone")
+            raise error
 
-    with pytest.raises(UserError, match=r"element 3 of users.rows cannot be read: OSError: the mount is gone") as error:
-        Elements(Away([None] * 9), "data.grain.train", "users.rows", "rows", 99).read(3)
-    assert error.value.exit_code == ExitCode.FAILURE
+    elements = Elements(Away([None] * 9), "data.grain.train", "users.rows", "rows", 99)
+    with pytest.raises(UnreadableError, match=r"element 3 of users\.rows cannot be read: .*(gone|503); correct"):
+        elements.read(3)
+
+
+def test_a_dataset_that_is_changed_where_no_sample_is_taken_is_another(asked, module):
+    """The index of the run is lost, and made anew of a dataset in which one document of 300 has changed."""
+    config = asked("train.steps=3", "optimizer.warmup_steps=1", "train.stop_after=1")
+    assert train(config, devices=jax.devices()[:1]) == ExitCode.STOPPED
+    text = MODULE.replace("integers(5, 90))", "integers(5, 90) + int(number == 7))")
+    other = asked("train.steps=3", "optimizer.warmup_steps=1", train=f"{module(text)}.documents")
+    samples = [open_sources(one.data).parts["data"].sampled for one in (config, other)]
+    if samples[0] != samples[1]:
+        pytest.fail("the document that has changed is a sample: choose another for this test")
+    shutil.rmtree(tmp := Path(config.run.dir) / "data_index")
+    with pytest.raises(ConfigError, match="data holds something else than before"):
+        train(other, devices=jax.devices()[:1])
+    assert tmp.is_dir()
+
+
+def test_few_documents_among_holes_are_a_dataset(asked, module):
+    few = module("""
+        import grain
+        import numpy as np
+
+        some = grain.MapDataset.range(4000).filter(lambda n: n % 97 == 5).map(lambda n: {"tokens": np.arange(9)})
+        none = grain.MapDataset.range(40).filter(lambda n: False)
+        late = grain.MapDataset.range(99).map(
+            lambda n: {"tokens": np.arange(9)} | ({"weights": np.arange(9) % 2} if n == 5 else {})
+        )
+    """)
+    assert open_sources(asked(train=f"{few}.some").data).parts["data"].documents("train") == 42
+    stream = open_sources(asked(train=f"{few}.late").data).parts["data"].stream("train")
+    assert stream.has_learn_mask, "one of them has weights, and no sample"
+    with pytest.raises(ConfigError, match=r"data\.grain\.train: .*none has no documents; give a dataset that has some"):
+        open_sources(asked(train=f"{few}.none").data).parts["data"].tokens("train")
+
+
+def test_a_folder_that_cannot_be_written_is_a_message(asked, tmp_path):
+    config = asked(f"run.dir={tmp_path}/file/run")
+    (tmp_path / "file").write_text("no folder")
+    part = open_sources(config.data, config.run.dir).parts["data"]
+    with pytest.raises(UnreadableError, match=r"run\.dir: .* cannot be used: Not a directory; fix that"):
+        part.make_index(lambda text: None)
+
+
+def test_an_index_that_does_not_appear_is_named(asked, monkeypatch):
+    monkeypatch.setattr(grain_source, "_APPEARS_SECONDS", 0.2)
+    monkeypatch.setattr(grain_source, "_LOOK_SECONDS", 0.05)
+    config = asked()
+    with pytest.raises(
+        PreflightError, match=r"process 0 has written .*data_index/.*-train, and .* does not see it whole"
+    ):
+        open_sources(config.data, config.run.dir).parts["data"].load_index(made_elsewhere=True)
+
+
+def test_the_current_folder_is_where_modules_are_looked_for(asked, module, tmp_path, monkeypatch):
+    name = module()
+    monkeypatch.delenv("PYTHONPATH")
+    script = Path(sys.executable).with_name("jaxmnt")
+    shown = subprocess.run(
+        [script, "data", "--config", os.devnull, f"data.grain.train={name}.documents", "data.grain.vocab_size=256",
+         "data.sequence_length=32", "data.global_batch_size=4"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert shown.returncode == 0 and f"{name}.documents" in shown.stdout, shown.stderr
 
 
 @pytest.mark.parametrize(

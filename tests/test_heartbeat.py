@@ -241,7 +241,8 @@ def test_a_json_socket_takes_lines_apart_and_knows_the_end():
     one.sendall(b': "b"}\n{"kind": "c"}\n{"kind": "d"}\n')
     assert connection.receive_one(1) == {"kind": "b"} and connection.has_messages
     assert connection.receive() == [{"kind": "c"}, {"kind": "d"}] and not connection.is_over()
-    one.sendall(b"GET / HTTP/1.1\n")
+    one.sendall(b'{"kind": "e"}\nGET / HTTP/1.1\n')
+    assert connection.receive() == [{"kind": "e"}] and connection.has_messages, "what precedes nonsense is heard"
     with pytest.raises(ValueError):
         connection.receive()
     one.close()
@@ -337,7 +338,7 @@ def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
     config, exit_handler = tiny(), Acting()
     with FailedStartRecorder(config, Identity(), exit_handler) as notes:
         if has_opened:
-            notes.over()
+            notes.run_opened()
         exit_handler.act(ExitReason("peer_lost", "process 1 of 2 on n2 went away", code, 1, "n2"))
     if noted:
         assert [event["at_fault_host"] for event in events(config.run.dir, "peer_lost")] == ["n2"]

@@ -155,12 +155,12 @@ def decided(run_dir: Path, code: int, start: int = 0, **more) -> tuple[str, str]
 def test_a_node_that_never_appeared_is_left_out_and_counts_as_no_failure(tmp_path, code):
     """srun may tell of a straggler's death instead of the 75 of the others."""
     in_vain(tmp_path)
-    left_out = ("again", "n2 did not come; without it if there is another")
+    left_out = ("again", "n2 did not connect; without it if there is another")
     assert decided(tmp_path, code, spare_nodes=1) == left_out
     assert decided(tmp_path, code) == left_out, "scripts of older versions do not say what they have"
     assert [one.node for one in Ledger(tmp_path).bad_nodes(time.time())] == ["n2"]
     for start in range(20):
-        assert decided(tmp_path, code, start, spare_nodes=0) == ("requeue", "n2 did not come")
+        assert decided(tmp_path, code, start, spare_nodes=0) == ("requeue", "n2 did not connect")
     note(tmp_path, "failed", why="x")
     (tmp_path / "events" / "0.jsonl").unlink()
     note(tmp_path, "failed", why="x")
@@ -187,7 +187,7 @@ def test_a_start_that_was_asked_to_stop_before_a_step(tmp_path, asked_by, code, 
 
 
 def test_75_without_a_word_means_run_me_again(tmp_path):
-    assert decided(tmp_path, 75) == ("requeue", "stopped, and could not note why: saved at step 0")
+    assert decided(tmp_path, 75) == ("requeue", "stopped without a recorded reason: newest checkpoint at step 0")
 
 
 def test_exit_codes_mean_the_same_on_slurm_and_on_kubernetes(tmp_path, asked):

@@ -344,7 +344,7 @@ def test_odd_text_files(tmp_path):
             {},
             r"t\.npy is a token array; give --vocab-size \(and --end-id",
         ),
-        (lambda p: (p / "t.bin").write_bytes(b"abc"), {"vocab_size": 50}, r"t\.bin is not a token array"),
+        (lambda p: (p / "t.bin").write_bytes(b"abc"), {"vocab_size": 50}, r"t\.bin cannot be read as a token array"),
         (lambda p: (p / "t.parquet").write_bytes(b"no"), {}, r"t\.parquet cannot be read as Parquet"),
         (lambda p: (p / "t.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-9]), {}, r"is damaged after"),
         (
@@ -358,8 +358,12 @@ def test_odd_text_files(tmp_path):
             r"--end-token: bytes have an end of document of their",
         ),
         (lambda p: (p / "t").write_text("a"), {"reading": Reading(chat=True)}, r"--chat: .*in/t holds no records"),
-        (lambda p: np.savez((p / "t.npy").open("wb"), a=[1]), {"vocab_size": 50}, r"t\.npy is not a token array"),
-        (lambda p: (p / "t.npy").write_bytes(b""), {"vocab_size": 50}, r"t\.npy is not a token array"),
+        (
+            lambda p: np.savez((p / "t.npy").open("wb"), a=[1]),
+            {"vocab_size": 50},
+            r"t\.npy cannot be read as a token array",
+        ),
+        (lambda p: (p / "t.npy").write_bytes(b""), {"vocab_size": 50}, r"t\.npy cannot be read as a token array"),
         (lambda p: (p / "t.jsonl").write_text(""), {"train_tokenizer": 400}, r"has no text to train on"),
         (
             lambda p: [np.save(p / "t.npy", np.arange(3)), (p / "t").write_text("a")],

@@ -699,7 +699,7 @@ HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': "
 def test_an_odd_header_of_an_array_is_told_in_a_line(tmp_path, header):
     raw = header.encode() + b"\n"
     (tmp_path / "t.npy").write_bytes(b"\x93NUMPY\x01\0" + len(raw).to_bytes(2, "little") + raw + b"\0" * 64)
-    with pytest.raises(ConfigError, match=r"t\.npy is not a token array: ") as caught:
+    with pytest.raises(ConfigError, match=r"t\.npy cannot be read as a token array: ") as caught:
         prepare(tmp_path / "t.npy", tmp_path / "out", tokenizer=None, vocab_size=10)
     assert str(caught.value).isprintable()
 

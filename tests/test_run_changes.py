@@ -142,7 +142,7 @@ def test_a_changed_entry_of_a_mapping_is_told():
 def test_a_finished_run_looks_at_the_config_first(tiny, whole_run, capsys):
     shutil.copytree(whole_run.run.dir, tiny().run.dir)
     wrong = {
-        "mesh.data=3": r"mesh: data=3 needs 3 devices, and there are 1",
+        "mesh.data=3": r"mesh: the sizes \(data=3\) multiply to 3, but the number of devices is 1",
         "mesh.fsdp=4": "does not divide 1 devices",
     }
     for override, words in (wrong | {"seed=1": r"seed \(0 → 1\)"}).items():

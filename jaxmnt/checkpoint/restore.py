@@ -81,15 +81,15 @@ def check_fit(checkpoint: Committed, wanted: dict[str, Any]) -> None:
     for name, leaf in wanted.items():
         if name not in stored:
             raise ConfigError(
-                f"checkpoint {checkpoint.path} is from another model: it lacks {name}; use the model "
-                "settings that it was trained with, or name another checkpoint"
+                f"checkpoint {checkpoint.path} does not fit this config: it lacks {name}; use the model settings "
+                "and dtypes that it was trained with, or name another checkpoint"
             )
         shape, dtype = stored[name].shape, stored[name].dtype
         if shape != tuple(leaf.shape) or dtype != str(leaf.dtype):
             raise ConfigError(
-                f"checkpoint {checkpoint.path} is from another model: its {name} is {dtype}{list(shape)}, this "
-                f"config's is {leaf.dtype}{list(leaf.shape)}; use the model settings that it was trained with, or name "
-                "another checkpoint"
+                f"checkpoint {checkpoint.path} does not fit this config: its {name} is {dtype}{list(shape)}, this "
+                f"config's is {leaf.dtype}{list(leaf.shape)}; use the model settings and dtypes that it was "
+                "trained with, or name another checkpoint"
             )
 
 

@@ -91,7 +91,7 @@ class Launch(Section):
     gpus_per_node: int = key(8, "GPUs of a host; 0 trains on its CPU.", ge=0)
     hours: float | None = key(None, "How long a job may take; default what the cluster allows.", gt=0)
     warning_seconds: int = key(300, "How long before the end of a job the run is asked to save and stop.", ge=1)
-    restarts: int = key(10, "Starts inside one allocation after the first.", ge=0)
+    restarts: int = key(10, "Most restarts: inside each allocation on Slurm, of the whole JobSet on Kubernetes.", ge=0)
     wait_minutes: float | None = key(
         None, "How long the processes of a job wait for each other at a start; default on Slurm "
         "cluster.start_timeout_seconds, on Kubernetes 30 unless that is given.", gt=0, le=1440,

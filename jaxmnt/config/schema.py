@@ -127,7 +127,7 @@ class Skip(Section):
 class Data(Section):
     path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.")
     grain: Grain = Grain()
-    sources: dict[str, Source] = key({}, "Instead of path: several sources by name, each with path and weight.")
+    sources: dict[str, Source] = key({}, "Instead of path: sources by name, each with path or grain, and weight.")
     weight_changes: list[WeightChange] = key([], "Other weights from given steps on.", resume="maths")
     synthetic: int | None = key(
         None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
@@ -144,8 +144,11 @@ class Data(Section):
     on_end: Literal["repeat", "stop"] = key(
         "repeat", "After an epoch begin the next, or refuse a run that would need more.", resume="maths"
     )
-    verify: bool = key(False, "Compare every file of the data with its digest at the start.")
-    stage_dir: str | None = key(None, "Copy the data to this local folder once per host, and read it there.")
+    verify: bool = key(
+        False,
+        "At the start, compare every file with its digest, and read all of Grain datasets.",
+    )
+    stage_dir: str | None = key(None, "Copy prepared data to this local folder once per host, and read it there.")
     prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
     read_threads: int = key(2, "Threads that read ahead; 0 reads when a batch is wanted.", ge=0)
     log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
@@ -212,8 +215,8 @@ class Checkpoint(Section):
     keep_best: int = key(0, "Keep also so many with the lowest held-out loss, of those that were evaluated.", ge=0)
     verify: bool = key(True, "Compare what is restored with the digests taken when it was saved.")
     read: Literal["auto", "each", "spread"] = key(
-        "auto", "Replicas of the model each read all of it, or a share and get the rest from each other; auto spreads "
-        "over several GPU hosts.",
+        "auto", "How replicas of the model read: each all of it, or spread, a share of it and the rest from the "
+                "others; auto is spread with several processes on GPUs, else each.",
     )  # fmt: skip
     max_failed_saves: int = key(3, "Saves in a row that may fail before the run stops.", ge=1)
 
@@ -281,9 +284,9 @@ class Cluster(Section):
     def _ours_before_jax(self) -> Self:
         if self.silence_timeout_seconds >= self.heartbeat_timeout_seconds:
             raise ValueError(
-                f"cluster.silence_timeout_seconds: {self.silence_timeout_seconds:g} is not below "
-                f"cluster.heartbeat_timeout_seconds ({self.heartbeat_timeout_seconds}), at which JAX aborts without a "
-                "name; lower it"
+                f"cluster.silence_timeout_seconds: {self.silence_timeout_seconds:g} must be below "
+                f"cluster.heartbeat_timeout_seconds ({self.heartbeat_timeout_seconds}), at which JAX aborts "
+                "without naming a process; lower it, or raise cluster.heartbeat_timeout_seconds"
             )
         return self
 
@@ -328,7 +331,7 @@ class Config(Section):
         warmup, steps = self.optimizer.warmup_steps, self.train.steps
         if warmup >= steps:
             raise ValueError(
-                f"optimizer.warmup_steps: {warmup} leaves none of the {steps} train.steps at full rate; lower it"
+                f"optimizer.warmup_steps: {warmup} must be below train.steps ({steps}); lower it or raise train.steps"
             )
         _check_data(self.data)
         check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)
@@ -352,7 +355,10 @@ def _check_data(data: Data) -> None:
     for change in [None, *data.weight_changes]:
         if change is not None:
             if change.from_step <= step:
-                raise ValueError(f"data.weight_changes: from_step {change.from_step} does not follow {step}; sort them")
+                raise ValueError(
+                    f"data.weight_changes: from_step {change.from_step} must be above {step}, the one "
+                    "before it; sort them, and give each a step of its own"
+                )
             step = change.from_step
             if unknown := sorted(set(change.weights) - set(weights)):
                 raise ValueError(

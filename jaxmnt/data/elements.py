@@ -19,7 +19,7 @@ import numpy as np
 from jaxmnt.config.schema import Data
 from jaxmnt.data.rows import Rows
 from jaxmnt.data.store import TokenStream
-from jaxmnt.errors import ConfigError, UserError, printable, summary
+from jaxmnt.errors import ConfigError, UnreadableError, printable, summary
 
 if TYPE_CHECKING:
     import grain
@@ -52,16 +52,16 @@ class Elements:
     def read(self, number: int) -> Element | None:
         """An element; None for a document that is left out.
 
-        Raises `ConfigError` for one that cannot be trained on, `UserError` where reading it fails.
+        Raises `ConfigError` for one that cannot be trained on, `UnreadableError` where the user's code fails: that may
+        pass by itself.
         """
         try:
             raw = self.dataset[number]
-        except OSError as error:
-            raise UserError(
-                f"{self._name(number)} cannot be read: {summary(error)}; check that it is mounted and readable"
-            ) from error
         except Exception as error:  # it is the user's own code that runs
-            raise self.refusal(number, f"cannot be made: {printable(summary(error))}; correct the dataset") from error
+            raise UnreadableError(
+                f"{self._name(number)} cannot be read: {printable(summary(error))}; correct the dataset, or make what "
+                "it reads available"
+            ) from error
         rows = self.kind == "rows"
         if raw is None and not rows:
             return None
@@ -96,7 +96,12 @@ class Elements:
 
     def _array(self, number: int, name: str, value: Any) -> np.ndarray:
         """One field, checked."""
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except Exception as error:  # NumPy raises what it likes for what is no array
+            raise self.refusal(
+                number, f"has {name} that are not an array ({printable(summary(error))}); give a vector of numbers"
+            ) from error
         if name == "weights":
             if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
                 raise self.refusal(number, "has weights that are not a vector of 0 and 1; correct them")
@@ -115,12 +120,14 @@ class Elements:
 class DocumentStream(TokenStream):
     """The documents of a dataset, one after another. Those that were read last are held in memory."""
 
-    def __init__(self, elements: Elements, index: np.ndarray, end: int | None, weighted: bool):
-        self._elements, self._index, self._weighted = elements, index, weighted
+    def __init__(self, elements: Elements, index: np.ndarray, end: int | None):
+        """`index`: see `measured`."""
+        self._elements, self._index = elements, index
         self._numbers = np.flatnonzero(index[:, 0])
         lengths = index[self._numbers, 0].astype(np.int64)
-        super().__init__(lambda: np.cumsum(lengths) - lengths, end)
-        self.tokens, self.has_learn_mask = int(lengths.sum()), weighted
+        starts = np.cumsum(lengths) - lengths
+        super().__init__(lambda: starts, end)
+        self.tokens, self.has_learn_mask = int(lengths.sum()), bool(index[:, 2].any())
         self._recent = _Recent(self._read_document)
 
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
@@ -141,10 +148,16 @@ class DocumentStream(TokenStream):
 
     def _read_document(self, document: int) -> Element:
         number = int(self._numbers[document])
-        found = document_of(self._elements, number, self.end_of_document, self._weighted)
+        found = document_of(self._elements, number, self.end_of_document)
         if found is None or fingerprint(found) != tuple(self._index[number].tolist()):
             raise self._elements.refusal(number, CHANGED)
         return found
+
+    @property
+    def index_bytes(self) -> int:
+        """Of host memory, with the documents that are held."""
+        held = 2 * 4 * min(_CACHED_TOKENS, self.tokens)
+        return self._index.nbytes + self._numbers.nbytes + self.document_starts.nbytes + held
 
 
 CHANGED = (
@@ -162,6 +175,7 @@ class GivenRows:
         self._elements, self._length, self._apart = elements, settings.sequence_length, settings.keeps_documents_apart
         self.rows = self.all_rows = len(elements)
         self._places = np.arange(self._length, dtype=np.int32)
+        self._row(0)  # or what does not fit would be found after compiling
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         found = [self._row(int(number)) for number in rows]
@@ -216,43 +230,44 @@ class _Recent:
         return found
 
 
-def document_of(elements: Elements, number: int, end: int | None, weighted: bool) -> Element | None:
-    """Tokens, with the end of document, and weights if documents have them. The end counts as the token before it."""
+INDEX_COLUMNS = 3
+
+
+def document_of(elements: Elements, number: int, end: int | None) -> Element | None:
+    """Tokens, with the end of document, and weights, which are 1 if it has none. The end counts as the token before."""
     found = elements.read(number)
     if found is None:
         return None
-    if "weights" in found and not weighted:
-        raise elements.refusal(
-            number, "has weights, but the sampled elements have none; give weights to all elements or to none"
-        )
     tokens, weights = found["tokens"], found.get("weights", np.ones(len(found["tokens"]), np.float32))
     if end is not None and tokens[-1] != end:
         tokens, weights = np.append(tokens, np.int32(end)), np.append(weights, weights[-1])
     return {"tokens": tokens, "weights": weights}
 
 
-def fingerprint(document: Element) -> tuple[int, int]:
-    """Length and checksum."""
+def fingerprint(document: Element) -> tuple[int, int, int]:
+    """Length, checksum, and whether a weight is 0."""
     check = zlib.crc32(document["tokens"].astype("<i4").tobytes())
-    return len(document["tokens"]), zlib.crc32(document["weights"].astype(np.uint8).tobytes(), check)
+    weights = document["weights"].astype(np.uint8)
+    return len(document["tokens"]), zlib.crc32(weights.tobytes(), check), int(not weights.all())
 
 
-def measured(elements: Elements, end: int | None, weighted: bool, progress: Callable[[str], None]) -> np.ndarray:
-    """Length and checksum of every element, see `GrainData.index`; of rows no more than that they can be read."""
+def measured(elements: Elements, end: int | None, progress: Callable[[str], None]) -> np.ndarray:
+    """Reads every element. "<u4" [elements, 3]: the fingerprint of each document; 0 of one that is left out, and of
+    rows."""
 
-    def measure(number: int) -> tuple[int, int]:
+    def measure(number: int) -> tuple[int, int, int]:
         if elements.kind == "rows":
             elements.read(int(number))
-            return 0, 0
-        document = document_of(elements, int(number), end, weighted)
-        return (0, 0) if document is None else fingerprint(document)
+            return 0, 0, 0
+        document = document_of(elements, int(number), end)
+        return (0, 0, 0) if document is None else fingerprint(document)
 
     import grain
 
     options = grain.ReadOptions(num_threads=_INDEX_THREADS, prefetch_buffer_size=_INDEX_AHEAD)
-    found = np.zeros((len(elements), 2), np.uint32)
-    for number, pair in enumerate(grain.MapDataset.range(len(elements)).map(measure).to_iter_dataset(options)):
-        found[number] = pair
+    found = np.zeros((len(elements), INDEX_COLUMNS), "<u4")
+    for number, entry in enumerate(grain.MapDataset.range(len(elements)).map(measure).to_iter_dataset(options)):
+        found[number] = entry
         if number % 1000 == 0:
             progress(f"{elements.path}, element {number:,} of {len(elements):,}")
     return found

@@ -9,7 +9,10 @@ read later is compared with it.
 import hashlib
 import importlib
 import json
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmnt.config.schema import Grain
-from jaxmnt.data.elements import CHANGED, DocumentStream, Element, Elements, measured
+from jaxmnt.data.elements import CHANGED, INDEX_COLUMNS, DocumentStream, Element, Elements, measured
 from jaxmnt.data.manifest import NAMELESS, SPLITS
 from jaxmnt.data.store import Origin, TokenStream
-from jaxmnt.errors import ConfigError, UnreadableError, UserError, printable, summary
+from jaxmnt.errors import ConfigError, PreflightError, UnreadableError, printable, summary
 from jaxmnt.storage import publish_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +35,10 @@ INDEX_FOLDER = "data_index"
 _SAMPLED = 32
 _ENDLESS = 2**60
 _SHA256_BYTES = 32
+_APPEARS_SECONDS, _LOOK_SECONDS = 60.0, 0.5
+"""How long a file that another host has written may take to appear on a network file system."""
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -41,15 +48,19 @@ class GrainData:
     elements: dict[str, Elements]
     """By split; a split that there is not is left out."""
     tokenizer: dict[str, Any]
-    weighted: bool
-    """Whether documents have weights."""
-    row_length: int
-    """Tokens of the first element."""
-    digest: str
-    """Of what was sampled."""
+    sampled: str
+    """Digest of what was sampled."""
     index_folder: Path | None
     """Where indices of documents are kept; None: nowhere."""
-    _indices: dict[str, np.ndarray] = field(default_factory=dict)
+    _indices: dict[str, "_Index"] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of what was sampled and, once all documents are indexed, of their lengths and checksums behind it."""
+        if self.holds_rows or len(self._indices) < len(self.elements):
+            return self.sampled
+        indices = "".join(self._indices[split].digest for split in sorted(self._indices))
+        return self.sampled + hashlib.sha256(indices.encode()).hexdigest()
 
     @property
     def path(self) -> str:
@@ -66,7 +77,11 @@ class GrainData:
     def tokens(self, split: str) -> int:
         if split not in self.elements:
             return 0
-        return len(self.elements[split]) * self.row_length if self.holds_rows else self.stream(split).tokens
+        if self.holds_rows:
+            row = self.elements[split].read(0)
+            assert row is not None
+            return len(self.elements[split]) * len(row["tokens"])
+        return self.stream(split).tokens
 
     def documents(self, split: str) -> int:
         """How many there are; of a dataset of rows, the rows."""
@@ -78,52 +93,81 @@ class GrainData:
         return None
 
     def origin(self, split: str, document: int) -> Origin:
-        number = document if self.holds_rows else int(np.flatnonzero(self.index(split)[:, 0])[document])
+        number = document if self.holds_rows else int(np.flatnonzero(self._index(split).table[:, 0])[document])
         return Origin(self.elements[split].path, number + 1)
 
     def stream(self, split: str) -> TokenStream:
         assert not self.holds_rows
-        return DocumentStream(self.elements[split], self.index(split), self.tokenizer["end_of_document"], self.weighted)
+        return DocumentStream(self.elements[split], self._index(split).table, self.tokenizer["end_of_document"])
 
     def check(self) -> None:
         """What can be known without reading all of it was looked at when it was opened."""
 
-    def verify(self, progress: Callable[[str], None] = lambda name: None) -> None:
+    def verify(self, progress: Progress = lambda name: None) -> None:
         """Reads every element. Raises `ConfigError` for the first that cannot be trained on, or that has changed."""
-        end = self.tokenizer["end_of_document"]
         for split, elements in self.elements.items():
-            found = measured(elements, end, self.weighted, progress)
-            if not self.holds_rows and (changed := np.flatnonzero((found != self.index(split)).any(axis=1))).size:
+            known = None if self.holds_rows else self._index(split, progress)
+            if known is not None and known.is_new:
+                continue  # all was read just now
+            found = measured(elements, self.tokenizer["end_of_document"], progress)
+            if known is not None and (changed := np.flatnonzero((found != known.table).any(axis=1))).size:
                 raise elements.refusal(int(changed[0]), CHANGED)
 
-    def make_index(self, progress: Callable[[str], None]) -> None:
-        """Writes the index of each split into the folder, unless it is there."""
+    def make_index(self, progress: Progress) -> None:
+        """Writes the index of each split into the folder, unless it is there. Raises `UnreadableError`."""
         for split in [] if self.holds_rows else self.elements:
-            found = self.index(split, progress)
-            if self.index_folder is not None and _kept(self._index_file(split), len(found)) is None:
+            found = self._index(split, progress)
+            if self.index_folder is None or not found.is_new:
+                continue
+            with _usable(self.index_folder):
                 self.index_folder.mkdir(parents=True, exist_ok=True)
-                content = found.astype("<u4").tobytes()
-                publish_bytes(self._index_file(split), hashlib.sha256(content).digest() + content)
+                publish_bytes(self._index_file(split), bytes.fromhex(found.digest) + found.table.tobytes())
 
-    def load_index(self) -> None:
-        """Holds the index of each split in memory, from here on independent of the folder."""
+    def load_index(self, *, made_elsewhere: bool) -> None:
+        """Holds the index of each split in memory, from here on independent of the folder.
+
+        With `made_elsewhere` another process has written it. Raises `PreflightError` if it does not appear here.
+        """
         for split in [] if self.holds_rows else self.elements:
-            self.index(split)
+            file = None if self.index_folder is None else self._index_file(split)
+            until = time.monotonic() + _APPEARS_SECONDS
+            while made_elsewhere and file is not None and _kept(file, len(self.elements[split])) is None:
+                if time.monotonic() > until:
+                    raise PreflightError(
+                        f"run.dir: process 0 has written {file}, and {socket.gethostname()} does not see it whole; put "
+                        "the run directory on a file system that all hosts share"
+                    )
+                time.sleep(_LOOK_SECONDS)
+            self._index(split)
 
-    def index(self, split: str, progress: Callable[[str], None] = lambda name: None) -> np.ndarray:
-        """uint32 [documents, 2]: length, with the end, and checksum of each; 0 of those that are left out."""
+    def _index(self, split: str, progress: Progress = lambda name: None) -> "_Index":
+        """The index in memory, in the folder, or made by reading all documents."""
         if split not in self._indices:
-            elements, kept = self.elements[split], None
+            elements, found = self.elements[split], None
             if self.index_folder is not None:
-                kept = _kept(self._index_file(split), len(elements))
-            if kept is None:
-                kept = measured(elements, self.tokenizer["end_of_document"], self.weighted, progress)
-            self._indices[split] = kept
+                found = _kept(self._index_file(split), len(elements))
+            if found is None:
+                table = measured(elements, self.tokenizer["end_of_document"], progress)
+                found = _Index(table, hashlib.sha256(table).hexdigest(), is_new=True)
+            if not found.table[:, 0].any():
+                raise ConfigError(f"{elements.key}: {elements.path} has no documents; give a dataset that has some")
+            self._indices[split] = found
         return self._indices[split]
 
     def _index_file(self, split: str) -> Path:
         assert self.index_folder is not None
-        return self.index_folder / f"{self.digest[:16]}-{split}"
+        return self.index_folder / f"{self.sampled[:16]}-{split}"
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What is known of all documents of a split."""
+
+    table: np.ndarray
+    """See `elements.measured`."""
+    digest: str
+    is_new: bool
+    """Whether this process has just read all documents for it."""
 
 
 def open_grain(settings: Grain, key: str, like: Any = None, run_dir: Path | None = None) -> GrainData:
@@ -141,27 +185,15 @@ def open_grain(settings: Grain, key: str, like: Any = None, run_dir: Path | None
         name = f"{key}.{split}"
         first, again = (Elements(_dataset(path, name), name, path, settings.elements, vocab_size) for _ in range(2))
         elements[split] = first
-        try:
-            samples[split] = _sampled(first, again)
-        except ConfigError:
-            raise
-        except UserError as error:
-            raise UnreadableError(str(error)) from error
+        samples[split] = _sampled(first, again)
     digest = hashlib.sha256(json.dumps([settings.elements, vocab_size, tokenizer["end_of_document"]]).encode())
     for split, found in samples.items():
         digest.update(f"{split} {len(elements[split])}".encode())
         for element in found:
             for name, array in sorted((element or {}).items()):
                 digest.update(f"{name} {len(array)}".encode() + array.astype(array.dtype.newbyteorder("<")).tobytes())
-    known = [element for found in samples.values() for element in found if element is not None]
-    if not known:
-        raise ConfigError(
-            f"{key}.train: none of the sampled elements of {settings.train} is a document; give a "
-            "dataset that has documents"
-        )
-    weighted = any("weights" in element for element in known)
     folder = None if run_dir is None else run_dir / INDEX_FOLDER
-    return GrainData(elements, tokenizer, weighted, len(known[0]["tokens"]), digest.hexdigest(), folder)
+    return GrainData(elements, tokenizer, digest.hexdigest(), folder)
 
 
 def _vocabulary(settings: Grain, key: str, like: Any) -> tuple[int, dict[str, Any]]:
@@ -251,13 +283,24 @@ def _equal(one: Element | None, other: Element | None) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def _kept(file: Path, count: int) -> np.ndarray | None:
+def _kept(file: Path, count: int) -> _Index | None:
     """The index in a file; None if it is not there or not whole, in which case it is made anew."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return None
+    with _usable(file):
+        try:
+            content = memoryview(file.read_bytes())
+        except FileNotFoundError:
+            return None
     digest, values = content[:_SHA256_BYTES], content[_SHA256_BYTES:]
-    if hashlib.sha256(values).digest() != digest or len(values) != count * 8:
+    if hashlib.sha256(values).digest() != digest or len(values) != count * INDEX_COLUMNS * 4:
         return None
-    return np.frombuffer(values, "<u4").reshape(count, 2)
+    return _Index(np.frombuffer(values, "<u4").reshape(count, INDEX_COLUMNS), bytes(digest).hex(), is_new=False)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableError(
+            f"run.dir: {path} cannot be used: {error.strerror or error}; fix that, or choose another run.dir"
+        ) from error

@@ -216,7 +216,7 @@ class Windows:
 
     @property
     def index_bytes(self) -> int:
-        return self.stream.document_starts.nbytes if self.document_mask else 0
+        return self.stream.index_bytes if self.document_mask else 0
 
     def offsets(self, row: int) -> np.ndarray:
         offsets = row * self.length + np.arange(self.length)
@@ -269,7 +269,7 @@ class Packed:
 
     @property
     def index_bytes(self) -> int:
-        return self.plan.nbytes + self.stream.document_starts.nbytes
+        return self.plan.nbytes + self.stream.index_bytes
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         wanted = np.asarray(rows, np.int64)

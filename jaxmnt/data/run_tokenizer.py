@@ -94,8 +94,8 @@ def kept(home: StoragePath) -> RunTokenizer | None:
     """What a run's directory keeps; None if that is nothing. Raises `ConfigError` if it is not what was written."""
     path = home / FOLDER / MANIFEST
     damaged = ConfigError(
-        f"{path.parent} is damaged: it is not what the run has written there; remove it, and the run's next start or "
-        "its data has it again"
+        f"{path.parent} is damaged: it is not what the run has written there; remove it: the next start of the run "
+        "writes it again, and until then the tokenizer of its data is used"
     )
     try:
         record = json.loads(read(path).decode())
@@ -139,9 +139,10 @@ def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]
     if settings.synthetic is not None:
         data = SyntheticData(settings.synthetic)
         return of_data(data.tokenizer, data.vocab_size, Path())
-    named = next((settings.sources[name].path for name in sorted(settings.sources)), settings.path)
+    paths = [settings.sources[name].path for name in sorted(settings.sources)]
+    named = next((path for path in paths if path is not None), settings.path)
     if named is None:
-        raise ConfigError("its config names no data")
+        raise ConfigError("its config names no prepared data")
     there = next((folder / named for folder in folders if (folder / named).is_dir()), Path(named))
     prepared = open_prepared(there)
     return of_data(prepared.tokenizer, prepared.vocab_size, prepared.path)

@@ -225,9 +225,14 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     sources = Sources({name: parts[name] for name in keys})
     for name, part in sources.parts.items():
         if (part.vocab_size, part.tokenizer) != (sources.vocab_size, sources.tokenizer):
+            if like is None:
+                raise ConfigError(
+                    f"data.sources: {next(iter(sources.parts))} and {name} have different vocabularies; set the same "
+                    "grain.vocab_size and grain.end_of_document in both"
+                )
             raise ConfigError(
-                f"data.sources: {next(iter(sources.parts))} and {name} were prepared with different tokenizers; "
-                "prepare all sources with the same one"
+                f"data.sources: {next(iter(sources.parts))} and {name} were prepared with different tokenizers, or "
+                "have different numbers of ids; prepare all sources with the same tokenizer"
             )
     for part in sources.parts.values():
         with _reading(part.path):

@@ -63,6 +63,11 @@ class TokenStream(ABC):
         """What stands before a document, and where nothing is: its end, or just any id where documents have none."""
         return self.end_of_document or 0
 
+    @property
+    def index_bytes(self) -> int:
+        """Host memory that is taken to find documents."""
+        return self.document_starts.nbytes
+
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
         """Offset in the stream of each document's first token; int64, loaded when first asked for."""

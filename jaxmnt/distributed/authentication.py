@@ -63,8 +63,8 @@ def run_key(run_dir: Path, environment: Mapping[str, str] | None = None) -> byte
         return _read(path)
     except OSError as error:
         raise ConfigError(
-            f"run.dir: the run's key {path}: {error.strerror or error}; make it readable for the processes of the run, "
-            f"or set {RUN_KEY} in all of them"
+            f"run.dir: the run's key {path} cannot be read or made: {error.strerror or error}; fix that for all "
+            f"processes of the run, or set {RUN_KEY} to the same value in all of them"
         ) from error
 
 

@@ -38,7 +38,7 @@ def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> 
         _client().wait_at_barrier(name, int(seconds * 1000))
     except Exception as error:
         late = sorted({int(number) for number in re.findall(r"task:(\d+)", str(error).partition(_LATE)[2])})
-        who = f"process {', '.join(map(str, late))}" if late else "some process"
+        who = f"process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))}" if late else "some process"
         raise PeerError(f"{who} did not reach '{name}' within {seconds:g} s: {str(error).splitlines()[0]}") from error
 
 

@@ -37,6 +37,9 @@ _MISSED_SECONDS = 3.0
 _NOTE_SECONDS = 1.0
 _LONGEST_WHY = 10_000
 
+_GONE = "disconnected without a message: it was killed, its host was lost, or it called exit"
+_NONSENSE = "sent a message that this version does not know; run the same jaxmnt in every process"
+
 
 @dataclass(frozen=True)
 class Position:
@@ -201,9 +204,11 @@ class Heartbeat:
 
     def _hear(self, process: int) -> None:
         """What one peer has to say."""
-        messages = self._received(process)
-        if messages is None:
-            self._lost(process, "disconnected without a message: it was killed, its host was lost, or it called exit")
+        try:
+            messages = self._connections[process].receive()
+        except (OSError, ValueError) as error:
+            self._drop(process)
+            self._lost(process, _NONSENSE if isinstance(error, ValueError) else _GONE)
             return
         self._unheard[process] = 0
         for message in messages:
@@ -212,13 +217,13 @@ class Heartbeat:
                 exit_reason = _exit_reason_from(message["exit_reason"]) if message["kind"] == "verdict" else None
                 code = ExitCode(message.get("code", ExitCode.PEER))
             except (ValueError, KeyError, TypeError):
-                self._lost(
-                    process, "sent a message that this version does not know; run the same jaxmnt in every process"
-                )
+                self._lost(process, _NONSENSE)
                 return
             if told is not None:
                 self._positions[process] = told
             self._obey(process, message, exit_reason, code)
+        if process in self._connections and self._connections[process].has_messages:
+            self._hear(process)  # what follows makes no sense
 
     def _obey(self, process: int, message: dict[str, Any], exit_reason: ExitReason | None, code: ExitCode) -> None:
         kind, why = message["kind"], printable_lines(str(message.get("why")))
@@ -284,7 +289,7 @@ class Heartbeat:
             while self._connections and time.monotonic() < until:
                 for event, _ in self._selector.select(0.05):
                     if event.data in self._connections:
-                        self._received(event.data)
+                        self._heed_no_more(event.data)
         self._end(exit_reason)
 
     def _end(self, exit_reason: ExitReason) -> None:
@@ -296,13 +301,12 @@ class Heartbeat:
             with contextlib.suppress(OSError):  # one that cannot hear it is found by its silence
                 connection.send(message)
 
-    def _received(self, process: int) -> list[dict[str, Any]] | None:
-        """What a peer has said; None, and it is dropped, if it is gone or says what no process says."""
+    def _heed_no_more(self, process: int) -> None:
+        """Takes what a peer still says, until it is gone."""
         try:
-            return self._connections[process].receive()
+            self._connections[process].receive()
         except (OSError, ValueError):
             self._drop(process)
-            return None
 
     def _drop(self, process: int) -> None:
         connection = self._connections.pop(process)

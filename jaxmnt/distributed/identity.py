@@ -169,8 +169,8 @@ def _refuse_contradictions(said: list[Claim]) -> None:
             if one != other:
                 raise ConfigError(
                     f"cluster.{name}: {known[0].launcher} says {_with_source(one, known[0])}, {claim.launcher} "
-                    f"says {_with_source(other, claim)}; unset the stale variables, or choose with "
-                    f"cluster.launcher={known[0].launcher} or {claim.launcher}"
+                    f"says {_with_source(other, claim)}; unset what is stale, or set "
+                    f"cluster.launcher={known[0].launcher} or {claim.launcher} to ignore the other"
                 )
 
 

@@ -48,6 +48,8 @@ class JsonSocket:
         self.connection = connection
         self._received = b""
         self._messages: list[dict[str, Any]] = []
+        self._nonsense: ValueError | None = None
+        """What is wrong with the line after these."""
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -63,6 +65,9 @@ class JsonSocket:
         Raises `OSError` if the peer is gone, and `ValueError` if it says what no process says.
         """
         if not self._messages:
+            if self._nonsense is not None:
+                nonsense, self._nonsense = self._nonsense, None
+                raise nonsense
             self._read(seconds)
         messages, self._messages = self._messages, []
         return messages
@@ -75,8 +80,8 @@ class JsonSocket:
 
     @property
     def has_messages(self) -> bool:
-        """Whether there is something to receive of which a selector does not know."""
-        return bool(self._messages)
+        """Whether there is something to receive, or wrong, of which a selector does not know."""
+        return bool(self._messages) or self._nonsense is not None
 
     def is_over(self) -> bool:
         """Whether the peer has closed it, and all that it said has been read."""
@@ -100,6 +105,12 @@ class JsonSocket:
         if not chunk:
             raise ConnectionResetError("it closed the connection without an answer")
         *lines, self._received = (self._received + chunk).split(b"\n")
-        if len(self._received) > _LONGEST_LINE:
-            raise ValueError("a line without an end")
-        self._messages = [parse(line) for line in lines]
+        try:
+            for line in lines:
+                self._messages.append(parse(line))
+            if len(self._received) > _LONGEST_LINE:
+                raise ValueError("a line without an end")
+        except ValueError as error:
+            if not self._messages:
+                raise
+            self._nonsense = error

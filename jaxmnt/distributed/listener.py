@@ -171,11 +171,15 @@ class Listener:
         self._refuse(connection, silent=not stranger.received)
 
     def _hear(self, connection: JsonSocket) -> Said:
+        said: Said = []
         try:
-            return [(connection, message) for message in connection.receive()]
+            said += [(connection, message) for message in connection.receive()]
+            while connection.has_messages:
+                said += [(connection, message) for message in connection.receive()]
         except (OSError, ValueError):
             self.drop(connection)
-            return [(connection, None)]
+            said.append((connection, None))
+        return said
 
     def _forget(self, connection: socket.socket | JsonSocket) -> None:
         self._selector.unregister(connection)

@@ -35,6 +35,8 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) 
     model, data = config.model, config.data
     shards = devices // ((sizes["pipeline"] or 1) * (sizes["model"] or 1))
     small = config.model_dump()
+    grains = [data.grain, *(source.grain for source in data.sources.values())]
+    rows_are_given = any(grain.elements == "rows" for grain in grains)
     small["model"] |= {
         "hidden_size": _WIDTH,
         "num_layers": max(2, pieces),
@@ -45,7 +47,7 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) 
         "attention": "auto",
     }
     small["data"] |= {
-        "sequence_length": min(_LENGTH, data.sequence_length),
+        "sequence_length": data.sequence_length if rows_are_given else min(_LENGTH, data.sequence_length),
         "global_batch_size": _ROWS_A_SHARD * shards,
         "log_digest": True,
         "stage_dir": None,

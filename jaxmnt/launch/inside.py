@@ -79,9 +79,9 @@ def _after_a_stop(events: list[dict[str, Any]], newest: int) -> tuple[str, str]:
     asked = [event for event in stops if event.get("asked_by")]
     stopped_by = min(asked, key=lambda event: int(event["process"]))["asked_by"] if asked else None
     if stopped_by in _ASKED_BY_SLURM:
-        return "requeue", f"{stopped_by}: saved at step {newest}"
+        return "requeue", f"{stopped_by}: newest checkpoint at step {newest}"
     if not stops and not unfinished:
-        return "requeue", f"stopped, and could not note why: saved at step {newest}"
+        return "requeue", f"stopped without a recorded reason: newest checkpoint at step {newest}"
     return "end", f"stopped by {stopped_by or 'train.stop_after'}"
 
 
@@ -92,8 +92,8 @@ def _after_waiting(
     themselves: after a day they end with 2."""
     blamed = this["blamed"]
     if blamed and spare_nodes != 0 and this["start"] < restarts and not _tried_twice(earlier, this):
-        return "again", f"{blamed} did not come; without it if there is another"
-    return "requeue", f"{blamed or 'a node'} did not come"
+        return "again", f"{blamed} did not connect; without it if there is another"
+    return "requeue", f"{blamed or 'a node'} did not connect"
 
 
 def _after_a_failure(
@@ -107,7 +107,7 @@ def _after_a_failure(
     if silent:
         return "requeue", "nothing was started"
     if start >= restarts:
-        return "requeue", f"after {start} restarts in this allocation"
+        return "requeue", f"{start} of {restarts} restarts used in this allocation"
     if _tried_twice(earlier, this):
         return "requeue", f"{blamed} was tried twice here"
     who = f"without {blamed} if there is another" if blamed else "on the same nodes"

@@ -22,8 +22,8 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
     rest = next((axis for axis, size in sizes.items() if size == -1), None)
     if rest is None and fixed != device_count:
         raise ConfigError(
-            f"mesh: {shape} needs {fixed} devices, and there are {device_count}; "
-            "change a size, or set one axis to -1 for the rest"
+            f"mesh: the sizes ({shape}) multiply to {fixed}, but the number of devices is {device_count}; change a "
+            "size, or set one axis to -1 for the rest"
         )
     if device_count % fixed:
         raise ConfigError(

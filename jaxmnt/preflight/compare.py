@@ -131,7 +131,12 @@ def _nics(all_facts: Sequence[Facts]) -> list[Row]:
         if chosen is None and wanted and facts["platform"] == "gpu":
             advice = f"set it to {best.name}" if best else "correct it"
             rows.append(
-                failed("network interface", facts["host"], f"NCCL_SOCKET_IFNAME={wanted} is none there", advice)
+                failed(
+                    "network interface",
+                    facts["host"],
+                    f"NCCL_SOCKET_IFNAME={wanted} matches no interface there",
+                    advice,
+                )
             )
         elif len(_hosts(all_facts)) > 1 and (chosen is None or not chosen.for_runs):
             found = f"NCCL would use {chosen.name if chosen else 'no interface'}, which reaches no other host"

@@ -27,7 +27,10 @@ _LOOK_SECONDS = 0.1
 _WRITTEN_BYTES, _CHUNK_BYTES = 64 << 20, 1 << 20
 _SLOW = 0.5
 _CHECK = "run directory"
-_ADVICE = "put run.dir on a file system that all hosts share"
+_ADVICE = (
+    "every process must be able to read and write there: check mount, permissions and free space on each "
+    "host, or choose another directory that all hosts share"
+)
 
 
 def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> list[Row]:

@@ -60,14 +60,11 @@ def refusal(config: Config, data: Sources, checkpoint: Committed, different: lis
     if breaking:
         return (
             f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
-            f"changed {_listed(breaking)}; undo the change, choose another run.dir, or branch off there with "
-            "run.fork_from"
+            f"changed {_listed(breaking)}; undo the change, or choose another run.dir (with "
+            f"run.fork_from={config.run.dir}@{checkpoint.step}, where only seed or data settings changed)"
         )
-    if different_data := _different_data(checkpoint.manifest.data, data.digests):
-        return (
-            f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with other "
-            f"data: {different_data}; give the same data, choose another run.dir, or branch off with run.fork_from"
-        )
+    if words := data_refusal(config, data, checkpoint):
+        return words
     if words := skip_refusal(config, checkpoint):
         return words
     if checkpoint.step < config.train.steps and (words := stop_refusal(config, checkpoint, str(config.run.dir))):
@@ -78,6 +75,18 @@ def refusal(config: Config, data: Sources, checkpoint: Committed, different: lis
             "already reached; raise it or choose another run.dir"
         )
     return None
+
+
+def data_refusal(config: Config, data: Sources, checkpoint: Committed) -> str | None:
+    """Why a run cannot go on from this checkpoint with this data, or None."""
+    different = _different_data(checkpoint.manifest.data, data.digests)
+    if not different:
+        return None
+    return (
+        f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with "
+        f"other data: {different}; give the same data, or choose another run.dir, with "
+        f"run.fork_from={config.run.dir}@{checkpoint.step} to continue from this checkpoint"
+    )
 
 
 def to_be_accepted(
@@ -145,8 +154,8 @@ def skip_refusal(config: Config, checkpoint: Committed) -> str | None:
         return None
     return (
         f"data.skip: at step {checkpoint.manifest.step} of {checkpoint.path} all rows before {reached} have been "
-        "trained on or skipped, so data.skip can no longer change them; list later rows only, or branch off from "
-        "an earlier checkpoint with run.fork_from"
+        "trained on or skipped, so data.skip can no longer change them; list later rows only, or set another "
+        "run.dir and run.fork_from to continue from an earlier checkpoint"
     )
 
 
@@ -164,8 +173,17 @@ def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
     """Which sources differ in what they hold, in words; empty if none does. A folder may have moved."""
     found = [f"{name} was added" for name in now if name not in before]
     found += [f"{name} was removed" for name in before if name not in now]
-    found += [f"{name} holds something else than before" for name in now if before.get(name, now[name]) != now[name]]
+    found += [
+        f"{name} holds something else than before"
+        for name in now
+        if name in before and not same_digest(before[name], now[name])
+    ]
     return ", ".join(found)
+
+
+def same_digest(one: str, other: str) -> bool:
+    """Whether two digests of a source agree as far as both go: that of a dataset is short until it is indexed."""
+    return one.startswith(other) or other.startswith(one)
 
 
 def _other_weights_behind(config: Config, checkpoint: Committed) -> bool:

@@ -37,7 +37,7 @@ class FailedStartRecorder:
         self._over = False
         self._held = ExitStack()
 
-    def over(self) -> None:
+    def run_opened(self) -> None:
         """The run has events of its own."""
         self._over = True
 

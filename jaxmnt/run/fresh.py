@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxmnt import storage
 from jaxmnt.checkpoint.commit import step_of
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, RunFile
+from jaxmnt.data.grain_source import INDEX_FOLDER
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.run.changes import ACCEPTED
 from jaxmnt.storage import StoragePath
@@ -19,6 +20,7 @@ _OWN = (
     "events",
     "hangs",
     "tokenizer",
+    INDEX_FOLDER,
     "config.yaml",
     ACCEPTED,
     CHECKPOINTS,

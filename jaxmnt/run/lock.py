@@ -71,8 +71,8 @@ class RunLock:
                 remark = f"the lock of a dead job was taken over: {who}"
             elif sign:
                 raise ConfigError(
-                    f"run.dir: {self._directory} is in use by another job, {who}; "
-                    "stop that one, or choose another directory"
+                    f"run.dir: {self._directory} is in use by another job, {who}; stop that job, or choose another "
+                    "run.dir and checkpoint.dir"
                 )
         raise ConfigError(f"run.dir: several jobs want {self._directory}; start one of them")
 

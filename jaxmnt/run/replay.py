@@ -32,7 +32,8 @@ def replay(run: Session, first: int, last: int) -> int:
     of step `last` if there is one; else 1. Steps whose line is lost are not compared. Raises `ConfigError` for a config
     that cannot lead to the same, and for steps that the run has not taken.
     """
-    run.read_data()
+    run.open_data()
+    run.plan_rows()
     path = locate(f"{checkpoint_root(run.config)}@{first}", "--replay")
     assert path is not None
     expected = _steps_of(run, first, last)

@@ -195,7 +195,7 @@ class BadStepMonitor:
         if passed:
             first, last = self._range(step, step)
             self._events.write("rows_skipped", step=step, count=passed, rows=[first, last])
-            self._status.line(f"note    step {step} passes over {passed} rows")
+            self._status.line(f"note    rows skipped in step {step}: {passed}")
 
     def _range(self, first_step: int, last_step: int) -> tuple[int, int]:
         """The numbers of the first and the last row of the batches of these steps."""
@@ -210,7 +210,7 @@ class BadStepMonitor:
         return (
             f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({good}; the rows of these "
             f"steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "
-            f"{last + 1 - first}}} to data.skip, branching off before step {step - in_a_row + 1} with "
-            "run.fork_from if there is a later checkpoint; otherwise lower optimizer.learning_rate and continue "
-            "from an earlier checkpoint"
+            f"{last + 1 - first}}} to data.skip; if there is a checkpoint of step {step - in_a_row + 1} or later, "
+            "also set another run.dir and run.fork_from to continue from an earlier one; if these rows are not "
+            "the cause, lower optimizer.learning_rate and continue from an earlier checkpoint"
         )

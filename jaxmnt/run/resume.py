@@ -23,6 +23,7 @@ from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of
 from jaxmnt.run import fresh
 from jaxmnt.run.changes import (
     config_of,
+    data_refusal,
     has_trained,
     not_accepted,
     note_accepted,
@@ -248,7 +249,7 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
         raise ConfigError(words)
     parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
     earlier = config_of(checkpoint)
-    same_rows = manifest.data == data.digests and numbering(earlier) == numbering(config)
+    same_rows = data_refusal(config, data, checkpoint) is None and numbering(earlier) == numbering(config)
     if same_rows and (words := skip_refusal(config, checkpoint)):
         raise ConfigError(words)
     different = changes(earlier, config)
@@ -317,6 +318,12 @@ def _from_plain(plain: dict[str, Any]) -> ResumePoint:
         plain["remarks"],
         plain["damaged"],
     )
+
+
+def refuse_other_data(config: Config, data: Sources, start: ResumePoint) -> None:
+    """Raises `ConfigError` if data, of which more is known now, is not what the run's own checkpoint was trained on."""
+    if start.checkpoint is not None and start.kind == "own" and (words := data_refusal(config, data, start.checkpoint)):
+        raise ConfigError(words)
 
 
 # -- the state

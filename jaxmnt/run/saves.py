@@ -134,7 +134,9 @@ class CheckpointManager:
             self._report_failure(saved, saved.failure)
             return
         if saved.not_removed is not None:
-            self._status.line(f"WARNING older checkpoints could not be removed: {saved.not_removed}; remove them")
+            self._status.line(
+                f"WARNING older checkpoints could not be removed: {saved.not_removed}; fix that: each save tries again"
+            )
         self._failed_in_a_row = 0
         self.count += 1
         self._clock.cost(self._blocked, saved.seconds)
@@ -166,7 +168,10 @@ class CheckpointManager:
         delay = _RETRY_SECONDS[min(self._failed_in_a_row, len(_RETRY_SECONDS)) - 1]
         self._retry_at = time.monotonic() + delay
         self._events.write("checkpoint_failed", step=saved.step, why=why, failed_in_a_row=self._failed_in_a_row)
-        self._status.line(f"WARNING checkpoint {saved.step} could not be saved: {why}; it is tried again")
+        self._status.line(
+            f"WARNING checkpoint {saved.step} could not be saved: {why}; it is tried again (failure "
+            f"{self._failed_in_a_row} of {self._settings.max_failed_saves} in a row)"
+        )
         self._last_failure = why
 
     def _give_up_after_too_many(self) -> None:

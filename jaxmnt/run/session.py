@@ -1,8 +1,8 @@
 """A run in one process: what it consists of, in the order in which it comes to be."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +29,7 @@ from jaxmnt.run.failed_start import note_exit_reason
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.preemption import StopRequest, stop_request
 from jaxmnt.run.replicas import Replicas
-from jaxmnt.run.resume import Consent, ResumePoint, open_run, starting_state
+from jaxmnt.run.resume import Consent, ResumePoint, open_run, refuse_other_data, starting_state
 from jaxmnt.run.rundir import run_directories, write_config
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.watchdog import Watchdog
@@ -126,8 +126,15 @@ class Session:
             self._held.enter_context(self.heartbeat.exit_handler.with_hook(lock.let_go))
             self.locks.append(lock)
         self.clock.watch_compile_cache()
-        self.read_data()
+        self.open_data()
+        # To read all documents of a dataset takes long: that is for a run that has its lock and is not refused.
+        reads_all = any(isinstance(part, GrainData) for part in self.data.parts.values())
+        if not reads_all:
+            self.plan_rows()
         self.start = open_run(self.config, self.data, self.identity, self.locks, self.status.line, consent)
+        if reads_all:
+            self.plan_rows()
+            refuse_other_data(self.config, self.data, self.start)
         self.step = self.start.step
         report.run(self.status, self.start, self.identity)
         report.data(self.status, self.config, self.data, self.training_data)
@@ -195,12 +202,16 @@ class Session:
 
     # The parts that change nothing in the run directory.
 
-    def read_data(self) -> None:
+    def open_data(self) -> None:
         """Opens the data, and fits the config to its vocabulary."""
-        self.data = ready_data(self.config, self.identity, self.status, writes=self.writes and bool(self.locks))
+        self.data = ready_data(self.config, self.identity, self.status)
         self.config = fit_to_data(self.config, self.data)
-        self.training_data = TrainingData(self.config, self.data)
         self.hosts = host_names(self.identity)
+
+    def plan_rows(self) -> None:
+        """Plans which rows there are. Documents of datasets are indexed for that; the run's lock keeps the index."""
+        index_documents(self.config, self.data, self.identity, self.status, keeps=bool(self.locks))
+        self.training_data = TrainingData(self.config, self.data)
 
     def build_program(self) -> None:
         """Compiles the steps, all processes together."""
@@ -242,34 +253,54 @@ class Session:
             self.events.write("config_change", **change._asdict())
 
 
-def ready_data(config: Config, identity: Identity, status: StatusLine, *, writes: bool) -> Sources:
+def ready_data(config: Config, identity: Identity, status: StatusLine) -> Sources:
     """The data that the config names, checked and copied to this host where the config asks for it.
 
-    With `writes` the run directory gets what has to be found out once for a run. Raises `ConfigError` for data that is
-    missing, damaged or does not fit together.
+    Raises `ConfigError` for data that is missing, damaged or does not fit together.
     """
     settings = config.data
     with unreadable_is_retryable(config):
         data = open_sources(config.data, config.run.dir)
-    datasets = [part for part in data.parts.values() if isinstance(part, GrainData)]
-    if not settings.verify and settings.stage_dir is None and not datasets:
+    if not settings.verify and settings.stage_dir is None:
         return data
+    with _all_together("the data is ready on every host", config, identity):
+        if settings.stage_dir is not None:
+            data = _staged(data, Path(settings.stage_dir), status)
+        for part in data.parts.values() if settings.verify else []:
+            if not isinstance(part, GrainData):
+                part.verify(progress=lambda name: status.update(f"data    checking {name}"))
+    return data
+
+
+def index_documents(config: Config, data: Sources, identity: Identity, status: StatusLine, *, keeps: bool) -> None:
+    """Makes the indices of datasets known to every process. With `keeps`, process 0 writes them into the run directory.
+
+    Raises `ConfigError` for a dataset that cannot be trained on, and `PreflightError` if the run directory is not
+    shared.
+    """
+    datasets = [part for part in data.parts.values() if isinstance(part, GrainData)]
+    if not datasets:
+        return
+    with _all_together("process 0 has indexed the documents", config, identity):
+        for dataset in datasets if keeps and identity.process_id == 0 else []:
+            dataset.make_index(lambda name: status.update(f"data    indexing {name}"))
+    with _all_together("every process has the index", config, identity):
+        for dataset in datasets:
+            dataset.load_index(made_elsewhere=keeps and identity.process_id != 0)
+            if config.data.verify:
+                dataset.verify(progress=lambda name: status.update(f"data    checking {name}"))
+
+
+@contextmanager
+def _all_together(name: str, config: Config, identity: Identity) -> Iterator[None]:
+    """What goes wrong inside in one process, goes wrong in all."""
     trouble = None
     try:
         with unreadable_is_retryable(config):
-            for dataset in datasets if writes else []:
-                dataset.make_index(lambda name: status.update(f"data    indexing {name}"))
-            if settings.stage_dir is not None:
-                data = _staged(data, Path(settings.stage_dir), status)
-            if settings.verify:
-                for part in data.parts.values():
-                    part.verify(progress=lambda name: status.update(f"data    checking {name}"))
+            yield
     except UserError as error:
         trouble = error
-    barrier_or_raise("the data is ready on every host", trouble, identity, _READY_SECONDS)
-    for dataset in datasets:
-        dataset.load_index()
-    return data
+    barrier_or_raise(name, trouble, identity, _READY_SECONDS)
 
 
 def _staged(data: Sources, directory: Path, status: StatusLine) -> Sources:

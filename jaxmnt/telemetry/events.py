@@ -95,7 +95,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
         else:
             damaged += _is_damaged(line)
     if damaged:
-        _say(f"{path}: {_lines_of(damaged)} cannot be read and {'is' if damaged == 1 else 'are'} passed over")
+        _say(f"{path}: {_lines_of(damaged)} cannot be read and {'is' if damaged == 1 else 'are'} skipped")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -186,7 +186,10 @@ def open_tokens(file: Input, dtype: str) -> np.ndarray:
         else:
             array = np.memmap(file.path, np.dtype(dtype), "r") if file.size else np.zeros(0, dtype)
     except Exception as error:  # on a damaged header NumPy raises what it likes
-        raise ConfigError(f"--input: {file.shown} is not a token array: {printable(str(error)[:200])}") from error
+        raise ConfigError(
+            f"--input: {file.shown} cannot be read as a token array: {printable(str(error)[:200])}; "
+            "replace the file, or leave it out with --exclude"
+        ) from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
             f"--input: {file.shown} holds {array.ndim}-dimensional {array.dtype}; "
@@ -213,7 +216,10 @@ def open_parquet(file: Input) -> Any:
 
 
 def damaged_parquet(file: Input, error: Exception) -> ConfigError:
-    return ConfigError(f"--input: {file.shown} cannot be read as Parquet: {printable(str(error)[:200])}")
+    return ConfigError(
+        f"--input: {file.shown} cannot be read as Parquet: {printable(str(error)[:200])}; replace "
+        "the file, or leave it out with --exclude"
+    )
 
 
 def _pieces(number: int, file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece, int]]:

@@ -147,8 +147,8 @@ def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings
         if before is not None and any(work.glob("part-*.json")):
             changed = sorted(name for name in plan if before.get(name) != plan[name])
             raise ConfigError(
-                f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; run the "
-                "same command to go on with it, or remove the folder"
+                f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; undo that "
+                "change and run the command again to go on with it, or remove the folder"
             )
         if before is not None:  # else nothing of ours can be there
             (output / TOKENIZER_FILE).unlink(missing_ok=True)
@@ -235,10 +235,13 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
     summary = _summary(records, splits)
     if not splits["train"]["tokens"]:
         raise ConfigError(
-            "--input: nothing was found for training; give more text, or remove the output and lower --eval-fraction"
+            "--input: nothing was found for training; remove the output, then give more text or lower --eval-fraction"
         )
     if any(file.split == "eval" for file in job.inputs) and not splits["eval"]["tokens"]:
-        raise ConfigError("--eval-input: nothing was found in it; give files that hold text, or leave it out")
+        raise ConfigError(
+            "--eval-input: nothing was found in it; remove the output, then give files that hold "
+            "text, or leave --eval-input out"
+        )
     _note_arrays(summary, job, records)
     publish(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])

@@ -87,7 +87,7 @@ while :; do
     ask before --run-dir "$run_dir" --wanted @nodes@ --usable "$usable" --drained "$drained"
     read -r action nodes <<<"$answer"
     if [ -z "$action" ] && [ "$start" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
-        echo "jaxmnt: nothing is started, for what the lines above say; fix that, then submit the job again"
+        echo "jaxmnt: nothing was started; fix the problem that the lines above name, then submit the job again"
         exit 1
     fi
     if [ "$action" = start ]; then
