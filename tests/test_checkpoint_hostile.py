@@ -275,6 +275,16 @@ def test_only_ascii_digits_are_steps(root, tiny, capsys):
     assert code == ExitCode.CONFIG and "is not FROM:TO" in capsys.readouterr().err
 
 
+def test_the_drill_damages_a_checkpoint_that_counts(root):
+    """The newest directory may be one that was cut off while it was written."""
+    (root / "20").mkdir()
+    (root / "20" / "data").write_bytes(bytes(99_999))
+    before = snapshot(root)
+    inject.damage_newest(root.parent)
+    changed = {name for name, held in snapshot(root).items() if before[name] != held}
+    assert changed == {f"15/{manifest.MANIFEST_FILE}"}
+
+
 def committed_like(path: Path) -> None:
     path.mkdir()
     (path / "note.txt").write_text("a person's")

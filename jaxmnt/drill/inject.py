@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt import train
-from jaxmnt.checkpoint.commit import step_directories
+from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.commands import run_command
 from jaxmnt.config import load_config
 from jaxmnt.distributed.identity import Identity, identify
@@ -165,9 +165,10 @@ class FaultInjector:
 
 
 def damage_newest(run_dir: Path) -> None:
-    """Flips a bit in the middle of the largest file of the newest checkpoint."""
-    step, _ = step_directories(run_dir / "checkpoints")[-1]
-    newest = run_dir / "checkpoints" / str(step)
+    """Flips a bit in the middle of the largest file of the newest checkpoint that is whole: another may be cut off."""
+    whole = newest_valid(run_dir / "checkpoints")
+    assert whole is not None
+    newest = Path(str(whole.path))
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1
