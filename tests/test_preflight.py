@@ -95,7 +95,7 @@ def test_nvlinks_are_counted():
         ("image", {"image": "sha256:1"}, "warning", "sha256:1, elsewhere not told"),
         ("host memory", {"memory": {"all": 900 * GIB, "free": GIB}}, "warning", "1 GiB of 900 GiB are available"),
         ("shared memory", {"shm": 64 << 20}, "warning", "64 MiB are free in /dev/shm"),
-        ("network interface", {"nccl": {"NCCL_SOCKET_IFNAME": "ib0"}}, "failed", "NCCL_SOCKET_IFNAME=ib0 is none"),
+        ("network interface", {"nccl": {"NCCL_SOCKET_IFNAME": "ib0"}}, "failed", "ib0 matches no interface"),
         ("network interface", {"nics": [card("lo", 0, "127.0.0.1")]}, "warning", "NCCL would use lo, which reaches no"),
         (
             "network interface",

@@ -586,6 +586,6 @@ def test_prepare_command(texts, tmp_path):
     assert not (out / "work").exists()
     assert again.returncode == 2 and "is prepared already" in again.stderr
     nothing = command("jaxmnt.prepare", "--input", str(texts), "--output", str(tmp_path / "o2"), "--suffix", ".md")
-    assert nothing.returncode == 2 and "no file ending in .md" in nothing.stderr
+    assert nothing.returncode == 2 and "no files ending in .md" in nothing.stderr
     wrong = command("jaxmnt.prepare", "--input", str(texts), "--output", str(texts))
     assert wrong.returncode == 2 and "is not prepared data" in wrong.stderr

@@ -334,7 +334,7 @@ def test_norms_are_not_decayed():
 @pytest.mark.parametrize(
     ("sections", "devices", "words"),
     [
-        ({"mesh": {"data": 3}}, 8, ["data=3", "needs 3 devices", "there are 8"]),
+        ({"mesh": {"data": 3}}, 8, ["data=3", "multiply to 3, but the number of devices is 8"]),
         ({"mesh": {"fsdp": 3, "data": -1}}, 8, ["fsdp=3", "does not divide 8"]),
         ({"mesh": {"model": 8}}, 8, ["model.num_heads", "4", "mesh.model 8"]),
         ({"mesh": {"model": 4}, "data": {"sequence_length": 18}}, 4, ["data.sequence_length", "18", "mesh.model 4"]),
