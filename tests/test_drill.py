@@ -74,7 +74,7 @@ def test_each_start_has_one_fault_that_ends_it():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--faults", "kill in a stp"], "--faults: there is no 'kill in a stp'; did you mean kill in a step?"),
+        (["--faults", "kill in a stp"], "--faults: unknown fault 'kill in a stp'; did you mean kill in a step?"),
         (["--processes", "1"], "--processes: '1' is not a list of different numbers from 2 up, such as 2,4"),
         (["--processes", "two"], "--processes: 'two' is not a list"),
         (["--processes", "2,2"], "is not a list of different numbers"),

@@ -86,7 +86,7 @@ def test_two_nodes_train_and_a_wrong_config_is_not_tried_again(slurm, submit, tm
     slurm.wait(lambda: state(slurm, second) in OVER, 90, "the job is over")
     found = slurm.job(second)
     assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
-    assert "ended with exit code 2: end" in log_of(run_dir, second)
+    assert "ended with exit code 2; next: end" in log_of(run_dir, second)
 
 
 def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, tmp_path, tiny_file):
@@ -96,7 +96,7 @@ def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, tmp
     number = submit(*more, "launch.hours=0.05", "launch.warning_seconds=100", "run.stop_margin_seconds=0")
     slurm.wait(lambda: state(slurm, number) == "PENDING" and steps_of(run_dir) > 0, 150, "the job is requeued")
     (stopped,) = events(run_dir, "preempted")
-    assert stopped["asked_by"] == "SIGUSR1" and "exit code 75: requeue, SIGUSR1" in log_of(run_dir, number)
+    assert stopped["asked_by"] == "SIGUSR1" and "exit code 75; next: requeue (SIGUSR1" in log_of(run_dir, number)
     start_now(slurm, number, NODES)
     slurm.wait(lambda: steps_of(run_dir) > stopped["step"] + 60, 120, "it goes on")
     slurm.call("scancel", number)
