@@ -2,7 +2,6 @@
 
 import sys
 from importlib import import_module
-from pathlib import Path
 
 from jaxmnt import __version__, early_signals
 from jaxmnt.commands import RUN, exit_codes, run_command, wrapped
@@ -37,9 +36,10 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"unknown command {command!r}; {nearest(command, list(COMMANDS))}")
     if command == "train":
         early_signals.remember()
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, here)  # as with python -m: where a config's dotted paths are looked for first
+    if not sys.flags.safe_path:
+        sys.path.insert(
+            0, ""
+        )  # the current folder, as with python -m: a config's dotted paths are looked for there first
     return int(import_module(COMMANDS[command][0]).main(rest))
 
 

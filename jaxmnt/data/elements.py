@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 _INDEX_THREADS = 16
 _INDEX_AHEAD = 256
 _CACHED_TOKENS = 2**22
+INDEX_COLUMNS = 3
+"""See `measured`."""
+
+CHANGED = (
+    "is not what it was when the run indexed its documents; a dataset must give the same each time it is read: make it "
+    "deterministic, or choose another run.dir for another dataset"
+)
+
 _INTEGER_FIELDS = ("tokens", "targets", "segments", "positions")
 
 Element = dict[str, np.ndarray]
@@ -160,12 +168,6 @@ class DocumentStream(TokenStream):
         return self._index.nbytes + self._numbers.nbytes + self.document_starts.nbytes + held
 
 
-CHANGED = (
-    "is not what it was when the run indexed its documents; a dataset must give the same each time it is read: make it "
-    "deterministic, or choose another run.dir for another dataset"
-)
-
-
 class GivenRows:
     """Rows as a dataset gives them."""
 
@@ -230,9 +232,6 @@ class _Recent:
         return found
 
 
-INDEX_COLUMNS = 3
-
-
 def document_of(elements: Elements, number: int, end: int | None) -> Element | None:
     """Tokens, with the end of document, and weights, which are 1 if it has none. The end counts as the token before."""
     found = elements.read(number)
@@ -254,6 +253,7 @@ def fingerprint(document: Element) -> tuple[int, int, int]:
 def measured(elements: Elements, end: int | None, progress: Callable[[str], None]) -> np.ndarray:
     """Reads every element. "<u4" [elements, 3]: the fingerprint of each document; 0 of one that is left out, and of
     rows."""
+    import grain
 
     def measure(number: int) -> tuple[int, int, int]:
         if elements.kind == "rows":
@@ -261,8 +261,6 @@ def measured(elements: Elements, end: int | None, progress: Callable[[str], None
             return 0, 0, 0
         document = document_of(elements, int(number), end)
         return (0, 0, 0) if document is None else fingerprint(document)
-
-    import grain
 
     options = grain.ReadOptions(num_threads=_INDEX_THREADS, prefetch_buffer_size=_INDEX_AHEAD)
     found = np.zeros((len(elements), INDEX_COLUMNS), "<u4")

@@ -268,10 +268,7 @@ def _sampled(first: Elements, again: Elements) -> list[Element | None]:
         if not _equal(element, other):
             raise first.refusal(
                 number,
-                (
-                    "differs when it is read twice; make the dataset deterministic: seed() it, and use no other "
-                    "randomness"
-                ),
+                "differs when it is read twice; make the dataset deterministic: seed() it, and use no other randomness",
             )
         found.append(element)
     return found

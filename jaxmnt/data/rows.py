@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxmnt.data.store import TokenStream
+from jaxmnt.data.store import StoredTokens, TokenStream
 
 
 def row_digests(tokens: np.ndarray) -> np.ndarray:
@@ -216,7 +216,9 @@ class Windows:
 
     @property
     def index_bytes(self) -> int:
-        return self.stream.index_bytes if self.document_mask else 0
+        # Stored documents are only looked for with the mask; other streams cannot do without their index.
+        needed = self.document_mask or not isinstance(self.stream, StoredTokens)
+        return self.stream.index_bytes if needed else 0
 
     def offsets(self, row: int) -> np.ndarray:
         offsets = row * self.length + np.arange(self.length)

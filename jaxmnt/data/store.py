@@ -97,8 +97,9 @@ class TokenStream(ABC):
         """Raises `ConfigError` with the first of these tokens, of which one is not of the vocabulary."""
         raise AssertionError("all of them are")
 
-    def check_learn(self, weights: np.ndarray) -> None:  # noqa: B027 (not every stream has to look)
+    def check_learn(self, weights: np.ndarray) -> None:
         """Raises `ConfigError` if weights that were read of the mask are not all 0 or 1."""
+        assert weights.max(initial=0) <= 1
 
 
 class StoredTokens(TokenStream):

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.json_socket import LONGEST_LINE
 from jaxmnt.distributed.rendezvous_server import Peer
 from jaxmnt.distributed.termination import (
     ABANDONED,
@@ -69,6 +70,8 @@ class Heartbeat:
         """A process is missed after `silence` seconds without a word; after `patience` until it has settled."""
         self._identity = identity
         self._connections = {process: peer.connection for process, peer in sorted(peers.items())}
+        for connection in self._connections.values():
+            connection.longest_line = LONGEST_LINE
         self._hosts = {identity.process_id: socket.gethostname()} | {i: peer.host for i, peer in peers.items()}
         self._positions = dict.fromkeys(peers, STARTING)
         self._unheard = dict.fromkeys(peers, 0)

@@ -5,7 +5,7 @@ import math
 import socket
 from typing import Any
 
-_LONGEST_LINE = 2**18
+LONGEST_LINE = 2**18
 _SEND_SECONDS = 1.0
 _DIGITS = 20
 
@@ -46,6 +46,8 @@ class JsonSocket:
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
+        self.longest_line = LONGEST_LINE
+        """Bytes of a line that are taken; less, as long as little is to be said."""
         self._received = b""
         self._messages: list[dict[str, Any]] = []
         self._nonsense: ValueError | None = None
@@ -106,10 +108,10 @@ class JsonSocket:
             raise ConnectionResetError("it closed the connection without an answer")
         *lines, self._received = (self._received + chunk).split(b"\n")
         try:
-            for line in lines:
-                self._messages.append(parse(line))
-            if len(self._received) > _LONGEST_LINE:
-                raise ValueError("a line without an end")
+            for line in (*lines, self._received):
+                if len(line) > self.longest_line:
+                    raise ValueError("a line without an end")
+            self._messages.extend(map(parse, lines))
         except ValueError as error:
             if not self._messages:
                 raise

@@ -16,7 +16,7 @@ from jaxmnt.errors import remark
 _PROOF_SECONDS = 10.0
 _STRANGERS_AT_MOST = 64
 """Connections at a time that have not shown the key, beyond one of each process."""
-_CHUNK = 2**14
+_CHUNK = _LONGEST_HELLO = 2**14
 _ADDRESSES_TOLD, _ADDRESSES_COUNTED = 8, 1000
 _LOOK_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -158,6 +158,7 @@ class Listener:
         if answer is not None:
             del self._strangers[connection]
             known = JsonSocket(connection)
+            known.longest_line = _LONGEST_HELLO
             self._selector.unregister(connection)
             self._selector.register(known, selectors.EVENT_READ)
             self._known[known] = None
@@ -174,8 +175,8 @@ class Listener:
         said: Said = []
         try:
             said += [(connection, message) for message in connection.receive()]
-            while connection.has_messages:
-                said += [(connection, message) for message in connection.receive()]
+            if connection.has_messages:  # what follows makes no sense
+                connection.receive()
         except (OSError, ValueError):
             self.drop(connection)
             said.append((connection, None))

@@ -79,7 +79,7 @@ def refusal(config: Config, data: Sources, checkpoint: Committed, different: lis
 
 def data_refusal(config: Config, data: Sources, checkpoint: Committed) -> str | None:
     """Why a run cannot go on from this checkpoint with this data, or None."""
-    different = _different_data(checkpoint.manifest.data, data.digests)
+    different = different_data(checkpoint.manifest.data, data.digests)
     if not different:
         return None
     return (
@@ -169,7 +169,7 @@ def _listed(different: list[Change]) -> str:
     return ", ".join(f"{change.key} ({change.before} → {change.now})" for change in different)
 
 
-def _different_data(before: dict[str, str], now: dict[str, str]) -> str:
+def different_data(before: dict[str, str], now: dict[str, str]) -> str:
     """Which sources differ in what they hold, in words; empty if none does. A folder may have moved."""
     found = [f"{name} was added" for name in now if name not in before]
     found += [f"{name} was removed" for name in before if name not in now]

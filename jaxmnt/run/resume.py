@@ -24,6 +24,7 @@ from jaxmnt.run import fresh
 from jaxmnt.run.changes import (
     config_of,
     data_refusal,
+    different_data,
     has_trained,
     not_accepted,
     note_accepted,
@@ -249,7 +250,7 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
         raise ConfigError(words)
     parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
     earlier = config_of(checkpoint)
-    same_rows = data_refusal(config, data, checkpoint) is None and numbering(earlier) == numbering(config)
+    same_rows = not different_data(manifest.data, data.digests) and numbering(earlier) == numbering(config)
     if same_rows and (words := skip_refusal(config, checkpoint)):
         raise ConfigError(words)
     different = changes(earlier, config)

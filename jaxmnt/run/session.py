@@ -128,7 +128,7 @@ class Session:
         self.clock.watch_compile_cache()
         self.open_data()
         # To read all documents of a dataset takes long: that is for a run that has its lock and is not refused.
-        reads_all = any(isinstance(part, GrainData) for part in self.data.parts.values())
+        reads_all = any(isinstance(part, GrainData) and not part.holds_rows for part in self.data.parts.values())
         if not reads_all:
             self.plan_rows()
         self.start = open_run(self.config, self.data, self.identity, self.locks, self.status.line, consent)
