@@ -37,9 +37,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "train":
         early_signals.remember()
     if not sys.flags.safe_path:
-        sys.path.insert(
-            0, ""
-        )  # the current folder, as with python -m: a config's dotted paths are looked for there first
+        sys.path.insert(0, "")  # as with python -m: dotted paths of a config may lead to the current folder
     return int(import_module(COMMANDS[command][0]).main(rest))
 
 

@@ -111,7 +111,8 @@ class JsonSocket:
             for line in (*lines, self._received):
                 if len(line) > self.longest_line:
                     raise ValueError("a line without an end")
-            self._messages.extend(map(parse, lines))
+            for line in lines:
+                self._messages.append(parse(line))
         except ValueError as error:
             if not self._messages:
                 raise
