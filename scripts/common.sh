@@ -35,6 +35,17 @@ find_newest_python() {
     printf '%s\n' "${best:-python3}"
 }
 
+# Steps on a CPU are quicker with huge pages, which the C library asks for if this is set before a process starts.
+use_huge_pages() {
+    if [ -e /sys/kernel/mm/transparent_hugepage/enabled ] &&
+        ! grep -q '\[never\]' /sys/kernel/mm/transparent_hugepage/enabled; then
+        case "${GLIBC_TUNABLES:-}" in
+            *glibc.malloc.hugetlb*) ;;
+            *) export GLIBC_TUNABLES="${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1" ;;
+        esac
+    fi
+}
+
 # make_environment FOLDER EXTRAS: a virtual environment with jaxmnt and these extras in it. It is made anew only when
 # what it is made from has changed; extras that it lacks are added.
 make_environment() {

@@ -35,9 +35,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-SITE = str(Path(__file__).with_name("site"))
-if SITE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # workers of pytest-xdist have it already
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, os.environ.get("PYTHONPATH")]))
 
 # How long an example takes says nothing on a machine that does other things as well.
 settings.register_profile("unhurried", deadline=None)

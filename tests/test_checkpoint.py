@@ -424,16 +424,35 @@ def test_the_compile_cache_is_private(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "told", "folder"), [("gpu", None, "compiled"), ("gpu", "/x", None), ("cpu", None, None)]
+    ("backend", "told", "folder"),
+    [("gpu", None, "compiled"), ("gpu", "/x", None), ("cpu", None, "cache/jaxmnt/compiled-*"), ("cpu", "/x", None)],
 )
-def test_on_gpus_programs_are_kept_in_the_run(tmp_path, monkeypatch, backend, told, folder):
-    """Where nothing is told: else a restart might choose other kernels."""
+def test_programs_are_kept_in_the_run_or_in_the_users_cache(tmp_path, monkeypatch, backend, told, folder):
+    """Where nothing is told: else a restart on GPUs might choose other kernels."""
     updates = {}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(compile_cache.jax, "default_backend", lambda: backend)
     monkeypatch.setattr(compile_cache, "_told_to_jax", lambda: told and str(tmp_path))
     monkeypatch.setattr(compile_cache.jax.config, "update", updates.__setitem__)
     compile_cache.use_compile_cache(None, tmp_path)
-    assert updates.get("jax_compilation_cache_dir") == (folder and str(tmp_path / folder))
+    found = [str(path) for path in tmp_path.glob(folder)] if folder else []
+    assert updates.get("jax_compilation_cache_dir") == (found[0] if folder else None)
+    assert all(Path(path).stat().st_mode & 0o777 == 0o700 for path in found)
+
+
+def test_another_cpu_has_another_folder(monkeypatch):
+    here = compile_cache._cpu_folder()
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: read(path, **how).replace("flags\t", "flags\tnew "))
+    assert compile_cache._cpu_folder() != here
+    monkeypatch.setattr(compile_cache, "version", lambda _: "99")
+    assert len({here, compile_cache._cpu_folder()}) == 2
+
+    def missing(path, **how):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert compile_cache._cpu_folder(), "also where there is no /proc"
 
 
 # -- the lock

@@ -1,5 +1,8 @@
 """Which process this is, from everything that starts processes."""
 
+import os
+import subprocess
+
 import environments as env
 import pytest
 from hypothesis import given
@@ -229,3 +232,29 @@ def test_numbers_a_host():
     for text in ("", "2(x", "x", "2(3)"):
         with pytest.raises(ValueError, match="not a list of numbers"):
             counts_in(text)
+
+
+def test_huge_pages_are_asked_for_where_there_are_some(tmp_path, monkeypatch):
+    from jaxmnt.distributed import malloc as module
+
+    offered = tmp_path / "enabled"
+    monkeypatch.setattr(module, "_OFFERED", offered)
+    assert module.huge_pages({}) == {}, "no such file"
+    offered.write_text("always madvise [never]\n")
+    assert module.huge_pages({}) == {}
+    offered.write_text("always [madvise] never\n")
+    assert module.huge_pages({}) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert module.huge_pages({"GLIBC_TUNABLES": "a=1"}) == {"GLIBC_TUNABLES": "a=1:glibc.malloc.hugetlb=1"}
+    assert module.huge_pages({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) == {}, "somebody has decided"
+
+
+def test_processes_of_a_cpu_share_its_cores():
+    from jaxmnt.launch.local import _give_cores
+
+    cores = sorted(os.sched_getaffinity(0))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        _give_cores(process.pid, 0, len(cores) + 1)
+        assert os.sched_getaffinity(process.pid) == set(cores), "there are too few to share"
+        _give_cores(process.pid, len(cores) - 1, len(cores))
+        assert os.sched_getaffinity(process.pid) == {cores[-1]}
+        process.kill()

@@ -21,6 +21,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.identity import VARIABLES
 from jaxmnt.distributed.local_gpus import Neighbours, gpus_here, own_gpus, visible_gpus
+from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark
 from jaxmnt.launch.ledger import events_since, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
@@ -175,6 +176,8 @@ class _LocalProcesses:
             environment[RUN_KEY] = self._run_key
             arguments = [*local.module, *local.arguments, *_settings(number, processes, environment)]
             self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe))
+            if environment.get("JAX_PLATFORMS") == "cpu":
+                _give_cores(self._children[-1].process.pid, number, processes)
             for signal_number in self.asked:
                 _send(self._children[-1:], signal_number)
 
@@ -313,7 +316,21 @@ def _environment(number: int, processes: int, coordinator: str, devices: int | N
     environment[VARIABLES["process_id"]] = str(number)
     if devices is not None:
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    if environment.get("JAX_PLATFORMS") == "cpu":
+        environment |= huge_pages(environment)
     return environment
+
+
+def _give_cores(pid: int, number: int, processes: int) -> None:
+    """Its own share of our cores, where there are enough: XLA makes a thread for each core that a process may use, and
+    the threads of several would get into each other's way."""
+    if not hasattr(os, "sched_setaffinity"):  # macOS
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    begin, end = (len(cores) * count // processes for count in (number, number + 1))
+    if len(cores) >= processes:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already, which is found elsewhere
+            os.sched_setaffinity(pid, cores[begin:end])
 
 
 def _settings(number: int, processes: int, environment: dict[str, str]) -> list[str]:

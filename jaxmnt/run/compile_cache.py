@@ -1,7 +1,14 @@
 """The folder of compiled programs. What is in it is executed, so nobody else may write to it."""
 
+import functools
+import hashlib
 import os
+import platform
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -9,17 +16,20 @@ from jaxmnt.errors import ConfigError, remark
 
 _OTHERS_MAY_WRITE = 0o022
 _FOLDER = "compiled"
+_CPU_LINES = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part"}
+"""Lines of /proc/cpuinfo that say which instructions there are."""
 
 
 def use_compile_cache(folder: str | None, run_dir: Path) -> None:
     """Keeps compiled programs, and on GPUs what XLA found by trying kernels, in `folder`, which is made private if it
-    is not there, whatever the umask. The default is the folder that JAX's own variable names, else, on GPUs, one in
-    `run_dir`: a restart that tried kernels anew might choose others, whose last digits differ.
+    is not there, whatever the umask. The default is the folder that JAX's own variable names, else on GPUs one in
+    `run_dir`: a restart that tried kernels anew might choose others, whose last digits differ. On CPUs it is one in the
+    user's cache, for this kind of CPU alone: another's programs may hold instructions that this one does not have.
 
     Raises `ConfigError` if it is somebody else's, or if its group or all may write to it.
     """
-    told = _told_to_jax()
-    ours = folder or (None if told or jax.default_backend() == "cpu" else str(run_dir / _FOLDER))
+    on_cpu, told = jax.default_backend() == "cpu", _told_to_jax()
+    ours = folder or (None if told else _cpu_folder() if on_cpu else str(run_dir / _FOLDER))
     chosen = ours or told
     if chosen is None or "://" in chosen:
         return
@@ -29,6 +39,9 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
+        if not folder and ours:
+            remark(f"note: compiled programs are not kept: {path} cannot be used: {error.strerror}")
+            return
         raise ConfigError(f"{key}: {path} cannot be used: {error.strerror}; choose another folder") from error
     if status.st_mode & _OTHERS_MAY_WRITE or status.st_uid not in (os.getuid(), 0):
         if not folder and ours:
@@ -40,7 +53,42 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
         )
     if ours is not None:
         jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if on_cpu:
+        _write_in_every_process()
+
+
+@functools.cache
+def _write_in_every_process() -> None:
+    """JAX lets process 0 alone write to the cache. On CPUs the programs of other processes are not process 0's, so they
+    would compile at every start."""
+    compiler: Any = import_module("jax._src.compiler")
+    write, state = compiler._cache_write, compiler.distributed.global_state
+
+    def write_as_process_0(*arguments: Any) -> None:
+        number, state.process_id = state.process_id, 0
+        try:
+            write(*arguments)
+        finally:
+            state.process_id = number
+
+    compiler._cache_write = write_as_process_0
+
+
+def _cpu_folder() -> str | None:
+    """A folder whose name holds what compiled programs of a CPU depend on; None for a user without a home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    with suppress(RuntimeError):  # there is no home to put in place of ~
+        cache = cache.expanduser()
+    if not cache.is_absolute():
+        return None
+    try:
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:  # not Linux
+        about = ""
+    kept = [line for line in about.splitlines() if line.partition("\t")[0] in _CPU_LINES] or [platform.platform()]
+    name = "\n".join([*kept, platform.machine(), *(version(package) for package in ("jax", "jaxlib"))])
+    return str(cache / "jaxmnt" / f"{_FOLDER}-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
 
 
 def _told_to_jax() -> str | None:

@@ -10,6 +10,7 @@ from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
 from jaxmnt.run.resume import ResumePoint
@@ -95,6 +96,8 @@ def program(status: StatusLine, program: Program) -> None:
     )
     for note in notes(spec):
         status.line(f"note    {note}")
+    if device.platform == "cpu" and (variable := missing_huge_pages()):
+        status.line(f"note    steps on a CPU are quicker with huge pages: set {variable} before the command")
     limit = f" of {size(memory.limit)}" if memory.limit else ""
     status.line(
         f"memory  per device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, temporary "

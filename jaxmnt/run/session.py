@@ -19,6 +19,7 @@ from jaxmnt.data.store import PreparedData
 from jaxmnt.distributed.coordination import barrier, barrier_or_raise
 from jaxmnt.distributed.heartbeat import Heartbeat, heartbeat_alone
 from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import UserError
 from jaxmnt.run import report
@@ -172,6 +173,7 @@ class Session:
             self.saves.prepare(self.state)
             self.replicas = Replicas(config.train.compare_replicas_every, self.hosts, self.events)
             replicated = self.replicas.prepare(self.step, self.state)
+        return_free_memory()
         if replicated is not None:
             self.status.line(f"note    {replicated:.0%} of the state is held by several devices, which are compared")
         self.clock.lap("compile")
