@@ -24,7 +24,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.training.compile import inference_spec
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.state import abstract_state, canonical_abstract
+from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
 
 class Run:
@@ -38,9 +38,10 @@ class Run:
     """Nested dicts of JAX arrays, layers stacked in order, nothing padded."""
 
     def __init__(
-        self, config: Config, step: int, params: dict[str, Any], spec: StepSpec, tokenizer: RunTokenizer, folder: Path
+        self, config: Config, step: int, state: dict[str, Any], spec: StepSpec, tokenizer: RunTokenizer, folder: Path
     ):
-        self.config, self.step, self.params = config, step, params
+        self.config, self.step, self.params = config, step, state["params"]
+        self._buffers = state.get("buffers", {})
         self._spec, self._tokenizer, self._folder = spec, tokenizer, folder
         self._logits = jax.jit(functools.partial(row_logits, spec))
 
@@ -65,7 +66,7 @@ class Run:
                     f"share them, not {length}"
                 )
         sharding = self._spec.placement.sharding(("batch", "length"))
-        return self._logits(self.params, jax.device_put(tokens_BL.astype(np.int32), sharding))
+        return self._logits(self.params, self._buffers, jax.device_put(tokens_BL.astype(np.int32), sharding))
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """The global batch of update `step` (from 1): tokens, targets, weights, segments, positions, each [G, L].
@@ -139,7 +140,6 @@ def load_run(
         raise ConfigError(f"mesh: it needs {needed} devices, and there are {len(available)}; make it smaller")
     chosen = available if -1 in sizes.sizes().values() else available[:needed]
     spec = inference_spec(config, tokenizer.vocab_size, sizes, chosen)
-    abstract = {"params": canonical_abstract(spec, abstract_state(spec))["params"]}
-    params = restore(checkpoint, abstract, Identity()).state["params"]
+    state = restore(checkpoint, model_state(canonical_abstract(spec, abstract_state(spec))), Identity()).state
     folder = next(iter(folders_started_in(text, checkpoint, config)), Path.cwd())
-    return Run(config, checkpoint.step, params, spec, tokenizer, folder)
+    return Run(config, checkpoint.step, state, spec, tokenizer, folder)

@@ -54,12 +54,14 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.distributed.identity import Identity
     from jaxmnt.training.compile import inference_spec
     from jaxmnt.training.inference import sample
-    from jaxmnt.training.state import abstract_state
+    from jaxmnt.training.state import abstract_state, model_state
 
     spec = inference_spec(config, vocab_size)
-    params = restore(checkpoint, {"params": abstract_state(spec)["params"]}, Identity()).state["params"]
+    state = restore(checkpoint, model_state(abstract_state(spec)), Identity()).state
     start = np.array(prompt, np.int32)
-    tokens = sample(spec, params, start, min(wanted, room), options.temperature, options.seed)
+    tokens = sample(
+        spec, state["params"], state.get("buffers", {}), start, min(wanted, room), options.temperature, options.seed
+    )
     ended = np.flatnonzero(tokens == (-1 if end is None else end))
     text = tokenizer.decode(tokens[: ended[0]] if len(ended) else tokens)
     print(options.prompt + text)

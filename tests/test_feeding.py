@@ -23,7 +23,7 @@ from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.train import train
 from jaxmnt.training.compile import compile_program, inference_spec
 from jaxmnt.training.embed_head import EmbedAndHead
-from jaxmnt.training.stage import Layers, layer_context
+from jaxmnt.training.stage import Layers, always, microbatch_rows
 from jaxmnt.training.state import abstract_state
 
 
@@ -188,15 +188,17 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
     tree = {"model": TINY["model"] | {"vocab_size": 257}, "data": {"rows": "packed"}}
     spec = inference_spec(parse_config(tree), 257)
     assert config.data.keeps_documents_apart
-    params = spec.definition.init(jax.random.key(0))
+    params, _ = spec.definition.init(jax.random.key(0))
     shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)
     assert shapes(params) == shapes(abstract_state(spec)["params"])
 
     @jax.jit
     def logits(fields):
-        embed_head, depth = EmbedAndHead(spec, params, whole=False), spec.config.model.num_layers
-        layers = Layers(spec, params["layers"], jax.numpy.arange(depth), depth, whole=False)
-        return embed_head.logits(layers.evaluate(embed_head.embed(fields), 0, layer_context(spec, fields, None)))[0]
+        embed_head, (group,) = EmbedAndHead(spec, params, whole=False), spec.definition.groups
+        layers = Layers(spec, group, params["layers"], {}, jax.numpy.arange(group.units), group.units, whole=False)
+        return embed_head.logits(
+            layers.evaluate(embed_head.embed(fields), 0, microbatch_rows(spec, fields, None), always)
+        )[0]
 
     together, place = logits(batch(pieces)), 0
     for tokens in pieces:
@@ -213,7 +215,7 @@ def test_evaluation_of_packed_rows_counts_every_token_once(mixture, tmp_path, pr
         config = parse(mixture(tmp_path, *overrides, "model.vocab_size=320"))
         program = compile_program(config, 257, jax.devices()[:devices])
         sources = open_sources(config.data)
-        results.append(Evaluator(program, sources)(program.init()["params"]))
+        results.append(Evaluator(program, sources)(program.init()))
     for name, path in (("words", prepared), ("other", other)):
         one, two = (result[name] for result in results)
         assert one.tokens == two.tokens == open_prepared(path).tokens("eval")

@@ -43,8 +43,8 @@ def asked(monkeypatch):
     """What is asked of the model, instead of asking it: the prompts and lengths. It answers 'xyz'."""
     found = []
 
-    def sample(setting, params, prompt, length, temperature, seed):
-        found.append((prompt.tolist(), length, setting.data_vocab_size))
+    def sample(spec, params, buffers, prompt, length, temperature, seed):
+        found.append((prompt.tolist(), length, spec.data_vocab_size))
         return np.frombuffer(b"xyz", np.uint8).astype(np.int32)
 
     monkeypatch.setattr("jaxmnt.training.inference.sample", sample)

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Train
 from jaxmnt.data.feed import process_rows, to_devices
 from jaxmnt.errors import ConfigError
-from jaxmnt.models.attention import choose_kernel
 from jaxmnt.parallel.axes import resolve_sizes
 from jaxmnt.parallel.sharding import Placement, build_mesh
 from jaxmnt.training.compile import compile_program
-from jaxmnt.training.loss import LossShape, chunk_count, cross_entropy, cross_entropy_and_gradients
+from jaxmnt.training.loss import HeadWeights, LossChunks, chunk_count, chunked_loss, cross_entropy
 from jaxmnt.training.optimizer import build_lr_schedule
 from jaxmnt.training.spec import ControlFlags
 
@@ -288,13 +288,21 @@ def test_chunked_loss_is_exact(tokens, chunks, real, z_loss, seed):
         ce = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return ((ce + z_loss * jax.nn.logsumexp(logits, -1) ** 2) * weights).sum()
 
-    shape = LossShape(min(chunks, tokens), real, z_loss, placement)
-    sums, gradients = cross_entropy_and_gradients(x, head, targets, weights, shape)
-    value, expected = jax.value_and_grad(plain, (0, 1))(x, head)
+    train = Train(z_loss=z_loss)
+    shape = LossChunks(
+        min(chunks, tokens), real, jnp.dtype("float32"), placement,
+        finish=lambda _, logits: logits, loss=lambda logits, tokens: cross_entropy(logits, tokens, train),
+    )  # fmt: skip
+    rows = {"targets": targets, "weights": weights}
+    chunked = lambda x, head: chunked_loss(shape, x, HeadWeights(head, {}), rows)
+    with_gradients = jax.value_and_grad(lambda x, head: chunked(x, head).loss, (0, 1))
+    (found, gradients), (value, expected), sums = jax.jit(
+        lambda x, head: (with_gradients(x, head), jax.value_and_grad(plain, (0, 1))(x, head), chunked(x, head))
+    )(x, head)
     for a, b in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert float(sums.loss) == pytest.approx(float(value), rel=1e-5, abs=1e-6)
-    assert cross_entropy(x, head, targets, weights, shape) == sums
+    assert float(found) == pytest.approx(float(value), rel=1e-5, abs=1e-6)
+    assert float(sums.loss) == pytest.approx(float(found), rel=1e-6, abs=1e-6)
 
 
 def test_chunks_follow_bytes():
@@ -368,14 +376,3 @@ def test_mesh_sizes_multiply_to_the_devices(data, fsdp, model):
 def test_rows_follow_the_sharding():
     placement = Placement(build_mesh(config(mesh={"model": 4, "data": 2}).mesh))
     assert process_rows(placement.sharding(("batch", "length")), 6, 4) == list(range(6))
-
-
-def test_kernel_choice():
-    bf16, f32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    assert choose_kernel("auto", "cpu", bf16, 64, 0) == "xla"
-    assert choose_kernel("auto", "gpu", bf16, 64, 8.0) == "cudnn"
-    assert choose_kernel("auto", "gpu", f32, 64, 9.0) == "xla"
-    assert choose_kernel("auto", "gpu", bf16, 256, 8.0) == "xla"
-    assert choose_kernel("auto", "gpu", bf16, 256, 9.0) == "cudnn"
-    assert choose_kernel("auto", "gpu", bf16, 100, 9.0) == "xla"
-    assert choose_kernel("xla", "gpu", bf16, 64, 9.0) == "xla"

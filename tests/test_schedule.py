@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmnt.training.pipeline_schedule import Work, build_schedule, layer_slots
+from jaxmnt.models.contract import LayerGroup
+from jaxmnt.training.pipeline_schedule import Work, build_schedule, unit_slots
 
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 24)
@@ -92,6 +93,33 @@ def test_every_layer_is_placed_once(stages, chunks, extra, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, extra), min_size=pieces - 1, max_size=pieces - 1)))
     sizes = [1 + b - a for a, b in zip([0, *cuts], [*cuts, extra], strict=True)]
     for chosen in (None, sizes):
-        slots = layer_slots(layers, stages, chunks, chosen)
+        slots = unit_slots([LayerGroup("layers", ("layer",), layers)], stages, chunks, chosen)["layers"]
         assert sorted(layer for row in slots for layer in row if layer is not None) == list(range(layers))
         assert len({len(row) for row in slots}) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prefix=st.integers(0, 3), width=st.integers(1, 4), units=st.integers(1, 12), stages=st.integers(1, 4),
+    chunks=st.integers(1, 2),
+)  # fmt: skip
+def test_units_of_several_groups_stay_in_order(prefix, width, units, stages, chunks):
+    """Pieces, read one after another, give the model's units; no piece is empty."""
+    groups = [LayerGroup("dense", ("dense",), prefix)] if prefix else []
+    groups.append(LayerGroup("layers", ("layer",) * width, units))
+    if prefix + units < stages * chunks:
+        with pytest.raises(ValueError, match=f"{stages * chunks} pieces"):
+            unit_slots(groups, stages, chunks)
+        return
+    slots = unit_slots(groups, stages, chunks)
+    read = []
+    for piece in range(stages * chunks):
+        chunk, stage = divmod(piece, stages)
+        own = []
+        for group in groups:
+            row = slots[group.name][stage]
+            depth = len(row) // chunks
+            own += [(group.name, unit) for unit in row[chunk * depth : (chunk + 1) * depth] if unit is not None]
+        assert own
+        read += own
+    assert read == [(group.name, unit) for group in groups for unit in range(group.units)]

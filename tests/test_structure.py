@@ -18,7 +18,6 @@ NAMING_AXES = {
     "parallel/axes.py": "which axes split a batch",
     "parallel/sharding.py": "the table",
     "parallel/collectives.py": "communication along an axis",
-    "training/embed_head.py": "stages share embedding and head",
     "training/engine.py": "the stages of a pipeline",
     "training/compile.py": "the section pipeline of the config",
     "plan/budget.py": "bytes by axis",

@@ -258,7 +258,7 @@ def test_evaluation_is_exact_for_any_batch(tiny, whole_run, rows):
     program = compile_program(config, data.vocab_size, jax.devices()[: config.mesh.data])
     checkpoint = newest_valid(Path(config.run.dir) / "checkpoints")
     state = restore(checkpoint, program.abstract_state, Identity()).state
-    result = Evaluator(program, data)(state["params"])["data"]
+    result = Evaluator(program, data)(state)["data"]
     assert result.tokens == data.tokens("eval") == reference["tokens"]
     assert result.loss / result.tokens == pytest.approx(reference["loss"], rel=1e-6)
 

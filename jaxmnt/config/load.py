@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from jaxmnt.config.explain import COMMAND_LINE, explain, source_of
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
-from jaxmnt.errors import ConfigError, printable, shortened
+from jaxmnt.errors import ConfigError, printable, shortened, summary
 
 
 class _Loader(yaml.SafeLoader):
@@ -274,3 +275,15 @@ def _no_setting(overrides: list[str], number: int) -> str:
 def _kind(value: Any) -> str:
     names: dict[type, str] = {list: "list", str: "string"}
     return names.get(type(value), type(value).__name__)
+
+
+def import_dotted(path: str, key: str, wanted: str) -> Any:
+    """The object at the dotted path that a key of the config has. Raises `ConfigError` if it cannot be imported."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except Exception as error:  # it may be the user's own code that runs
+        raise ConfigError(
+            f"{key}: {printable(path)} cannot be imported: {printable(summary(error))}; it must be the dotted path of "
+            f"{wanted}, in a module that can be imported where the run is started"
+        ) from error

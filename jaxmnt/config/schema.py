@@ -38,7 +38,7 @@ class Run(Section):
     compile_cache: str | None = key(
         None,
         "Folder that keeps compiled programs for the next start, private to its owner; default on GPUs "
-        "run.dir/compiled.",
+        "run.dir/compiled, on CPUs in the user's cache.",
     )
 
     @model_validator(mode="after")
@@ -68,12 +68,15 @@ class Train(Section):
         "float32", "Dtype in which gradients are reduced over devices.", resume="maths"
     )
     remat: Literal["none", "attention", "dots", "names", "full"] = key(
-        "none", "What backward computes again: none, attention's softmax, all but matrix products (dots), "
-        "all but remat_save (names), or whole layers (full).",
+        "none", "What backward computes again: nothing but attention's scores (none, attention), all but matrix "
+        "products (dots), all but remat_save (names), or whole layers (full).",
     )  # fmt: skip
     remat_save: list[str] = key([], "What remat names keeps, such as attention, mlp_gate, mlp_up.")
     layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
+    loss: str | None = key(
+        None, "Dotted path of a function to minimise (docs/models.md); default cross-entropy.", resume="maths"
+    )
     z_loss: float = key(0.0, "Weight of the squared log-partition penalty on the logits.", resume="maths", ge=0)
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", ge=0)
     max_bad_steps: int = key(
@@ -160,6 +163,9 @@ class Data(Section):
 
 
 class Model(Section):
+    family: str = key(
+        "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class.", resume="breaks"
+    )
     vocab_size: int | None = key(
         None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", resume="breaks", ge=2
     )
@@ -174,10 +180,29 @@ class Model(Section):
     tie_embeddings: bool = key(False, "Use the embedding as the output head.", resume="breaks")
     rope_theta: float = key(10000.0, "Base of the rotary embedding's wavelengths.", resume="maths", gt=0)
     norm_epsilon: float = key(1e-5, "Added to the mean square in RMSNorm.", resume="maths", gt=0)
+    sliding_window: int | None = key(
+        None, "Tokens that a layer with a window sees, its own among them; default all.", resume="breaks", ge=1
+    )
+    attention_scale: float | None = key(
+        None, "Multiplies the scores of attention; default head_dim to the power of -1/2.", resume="breaks", gt=0
+    )
+    attention_soft_cap: float | None = key(
+        None, "Bends the scores of attention to stay below it; default no cap.", resume="breaks", gt=0
+    )
+    logit_soft_cap: float | None = key(
+        None, "Bends the logits to stay below it; default no cap.", resume="breaks", gt=0
+    )
     dropout: float = key(0.0, "Dropout on the output of attention and MLP.", resume="maths", ge=0, lt=1)
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."
     )
+
+
+class OptimizerRule(Section):
+    pattern: str = key(..., "Names of parameters, such as layers.mlp.*; * matches any text.", resume="breaks")
+    kind: Literal["adamw", "muon"] | None = key(None, "Optimizer of these; default adamw.", resume="breaks")
+    weight_decay: float | None = key(None, "Their decay; default that of the section.", resume="breaks", ge=0)
+    learning_rate_factor: float | None = key(None, "Multiplies their learning rate.", resume="breaks", ge=0)
 
 
 class Optimizer(Section):
@@ -194,6 +219,12 @@ class Optimizer(Section):
     epsilon: float = key(1e-8, "AdamW's term in the denominator.", resume="maths", gt=0)
     state_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "Dtype in which AdamW's moments are stored.", resume="breaks"
+    )
+    rules: list[OptimizerRule] = key(
+        [], "Other settings for some parameters; the first that matches counts.", resume="breaks"
+    )
+    frozen: list[str] = key(
+        [], "Names of parameters that do not train, such as embedding.*; * matches any text.", resume="breaks"
     )
     offload: bool = key(False, "Keep AdamW's moments in host memory, where the devices can.")
     clip_norm: float | None = key(1.0, "Largest global norm of the gradient; null turns it off.", resume="maths", gt=0)

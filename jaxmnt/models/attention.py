@@ -5,8 +5,7 @@ and G are a device's own where the `model` axis splits them.
 """
 
 import functools
-import math
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.schema import Model
-from jaxmnt.models.layers import rotate, weight
+from jaxmnt.models.contract import LayerContext
+from jaxmnt.models.layers import Angles, project, rotate, weight
 from jaxmnt.parallel.collectives import gather_sequence, index_along, scatter_sequence
 from jaxmnt.parallel.sharding import Placement
-
-Kernel = Literal["xla", "cudnn"]
 
 
 class Attention(nnx.Module):
@@ -36,33 +34,37 @@ class Attention(nnx.Module):
         self.value = weight(rngs, (hidden, kv_heads, width), ("kv_embed", "kv_heads", "head_dim"))
         self.output = weight(rngs, (heads, width, hidden), ("heads", "head_dim", "embed"), output_std)
 
-    def __call__(
-        self,
-        x_BSD: jax.Array,
-        angles: tuple[jax.Array, jax.Array],
-        mask_B1LL: jax.Array | None,
-        kernel: Kernel,
-        recompute: bool,
-        placement: Placement,
-    ) -> jax.Array:
-        """`mask_B1LL` is True where a query may see a key, besides causality; None allows all.
-
-        With `recompute` the backward pass computes the softmax again instead of keeping it.
-        """
+    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> jax.Array:
+        placement = context.placement
         x_BLD = gather_sequence(x_BSD, placement)
         shared = KVHeads(self.heads, self.kv_heads, placement)
-        q_BLHK = checkpoint_name(rotate(_project(x_BLD, self.query[...]), angles), "query")
-        k_BLGK = checkpoint_name(rotate(shared.project(x_BLD, self.key[...]), angles), "key")
-        v_BLGK = checkpoint_name(shared.project(x_BLD, self.value[...]), "value")
-
-        def attend(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, mask: jax.Array | None) -> jax.Array:
-            k, v = shared.for_queries(k_BLGK), shared.for_queries(v_BLGK)
-            return jax.nn.dot_product_attention(q_BLHK, k, v, mask=mask, is_causal=True, implementation=kernel)
-
-        attend = jax.checkpoint(attend, prevent_cse=False) if recompute else attend
-        a_BLHK = checkpoint_name(attend(q_BLHK, k_BLGK, v_BLGK, mask_B1LL), "attention")
-        o_BLD = jnp.einsum("BLHK,HKD->BLD", a_BLHK, self.output[...])
+        q_BLHK, k_BLGK, v_BLGK = self.projections(x_BLD, shared)
+        angles = self.angles(context)
+        q_BLHK = checkpoint_name(rotate(q_BLHK, angles), "query")
+        k_BLGK = checkpoint_name(rotate(k_BLGK, angles), "key")
+        v_BLGK = checkpoint_name(v_BLGK, "value")
+        k_BLGK, v_BLGK = shared.for_queries(k_BLGK), shared.for_queries(v_BLGK)
+        a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options())
+        o_BLD = project(a_BLHK, self.output[...])
         return checkpoint_name(scatter_sequence(o_BLD, placement, "heads"), "attention_output")
+
+    # What families vary.
+
+    def projections(self, x_BLD: jax.Array, shared: "KVHeads") -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of this device's heads, before they are rotated."""
+        return (
+            project(x_BLD, self.query[...]),
+            shared.project(x_BLD, self.key[...]),
+            shared.project(x_BLD, self.value[...]),
+        )
+
+    def angles(self, context: LayerContext) -> Angles:
+        """The rotary tables for queries and keys."""
+        return context.rotary[""]
+
+    def options(self) -> dict[str, Any]:
+        """Of `kernels.attend`."""
+        return {}
 
 
 class KVHeads:
@@ -92,49 +94,23 @@ class KVHeads:
     def project(self, x_BLD: jax.Array, w_DGK: jax.Array) -> jax.Array:
         """Keys or values of the heads that this device computes, from the weights at hand."""
         if not self._split:
-            return _project(x_BLD, w_DGK)
+            return project(x_BLD, w_DGK)
         own = jnp.asarray(self._own)[index_along("heads", self._placement)]
 
         @functools.partial(jax.checkpoint, prevent_cse=False)  # backward is not to keep weights
         def project_own(x_BLD: jax.Array, w_DGK: jax.Array) -> jax.Array:
-            return _project(x_BLD, jnp.take(w_DGK, own, axis=1))
+            return project(x_BLD, jnp.take(w_DGK, own, axis=1))
 
         return project_own(x_BLD, w_DGK)
+
+    def own(self, array_GK: jax.Array) -> jax.Array:
+        """The rows of the heads that this device computes, from those at hand."""
+        if not self._split:
+            return array_GK
+        return jnp.take(array_GK, jnp.asarray(self._own)[index_along("heads", self._placement)], axis=0)
 
     def for_queries(self, k_BLGK: jax.Array) -> jax.Array:
         """Keys or values so that the heads are shared by equal groups of queries, or else one for each query."""
         if not self._split or self._grouped:
             return k_BLGK
         return jnp.take(k_BLGK, jnp.asarray(self._of_query)[index_along("heads", self._placement)], axis=2)
-
-
-def _project(x_BLD: jax.Array, w_DHK: jax.Array) -> jax.Array:
-    return jnp.einsum("BLD,DHK->BLHK", x_BLD, w_DHK)
-
-
-def choose_kernel(
-    wanted: Literal["auto", "xla", "cudnn"], platform: str, dtype: jnp.dtype, head_dim: int, capability: float
-) -> Kernel:
-    """The attention kernel for a device; `capability` is the CUDA compute capability, 0 elsewhere.
-
-    cuDNN's flash attention takes bfloat16 or float16, and heads whose width is a multiple of 8, up to 128, or
-    256 on Hopper and newer.
-    """
-    if wanted != "auto":
-        return wanted
-    widest = 256 if capability >= 9 else 128
-    fits = (
-        platform in ("gpu", "cuda")
-        and capability >= 8
-        and dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim % 8 == 0
-        and head_dim <= widest
-    )
-    return "cudnn" if fits else "xla"
-
-
-def device_capability(device: jax.Device) -> float:
-    """A GPU's CUDA compute capability, such as 9.0; 0 where there is none."""
-    text = str(getattr(device, "compute_capability", "") or "0")
-    number = float(text)
-    return number if math.isfinite(number) else 0.0

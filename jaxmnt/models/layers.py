@@ -12,6 +12,8 @@ scales in float32. Each parameter carries its logical axes as metadata (`axes=`)
 """
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.parallel.collectives import gather_sequence, index_along, scatter_sequence
 from jaxmnt.parallel.sharding import Placement
+
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines and sines [B, L, 1, K/2] of the rotary embedding, in float32."""
 
 INIT_STD = 0.02
 """Standard deviation of initial weights, as in GPT-2 and Llama."""
@@ -30,15 +35,84 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: f
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
+@jax.custom_vjp
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[B, L, *out] from x [B, L, *in] and a weight [*in, *out], as one product of two matrices.
+
+    So its transpose contracts one dimension: over two, XLA's CPU backend would first copy an operand transposed. And
+    backward keeps the weight as it was given, of which a stage knows that it need not keep it.
+    """
+    return _project(x, weight)
+
+
+def _project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    matrix, shape = _matrix(x, weight), (*x.shape[:2], *weight.shape[x.ndim - 2 :])
+    return (x.reshape(-1, matrix.shape[0]) @ matrix).reshape(shape)
+
+
+def _project_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    matrix = _matrix(x, weight)
+    flat = gradient.reshape(-1, matrix.shape[1])
+    x_gradient, weight_gradient = flat @ matrix.T, x.reshape(-1, matrix.shape[0]).T @ flat
+    return x_gradient.reshape(x.shape), weight_gradient.reshape(weight.shape)
+
+
+# Not through `project` itself, whose inside a remat policy would not see.
+project.defvjp(lambda x, weight: (_project(x, weight), (x, weight)), _project_backward)
+
+
+def _matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return weight.reshape(math.prod(x.shape[2:]), -1)
+
+
+class Embedding(nnx.Module):
+    """A row of D numbers for each token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, rngs: nnx.Rngs):
+        self.table = weight(rngs, (vocab_size, hidden_size), ("vocab", "embed"))
+
+    def __call__(self, tokens_BL: jax.Array, dtype: jnp.dtype, placement: Placement) -> jax.Array:
+        """[B, L, D] in `dtype` with the rows of this device's part of the vocabulary, and zeros for tokens of other
+        parts: partial over the axes that split the vocabulary."""
+        table_VD = self.table[...]
+        own_BL = tokens_BL - index_along("vocab", placement) * table_VD.shape[0]
+        inside_BL = (own_BL >= 0) & (own_BL < table_VD.shape[0])
+        return _look_up(dtype, table_VD, jnp.where(inside_BL, own_BL, table_VD.shape[0]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _look_up(dtype: jnp.dtype, table_VD: jax.Array, rows_BL: jax.Array) -> jax.Array:
+    """Rows of a table; zeros for those beyond its end. The gradient is added up in the table's dtype."""
+    return table_VD.astype(dtype).at[rows_BL].get(mode="fill", fill_value=0)
+
+
+_look_up.defvjp(
+    lambda dtype, table_VD, rows_BL: (_look_up(dtype, table_VD, rows_BL), (table_VD, rows_BL)),
+    lambda dtype, saved, gradient_BLD: (
+        jnp.zeros_like(saved[0]).at[saved[1]].add(gradient_BLD.astype(saved[0].dtype), mode="drop"), None,
+    ),
+)  # fmt: skip
+
+
+class Head(nnx.Module):
+    """The output projection onto the vocabulary; the loss applies it."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, rngs: nnx.Rngs):
+        self.kernel = weight(rngs, (hidden_size, vocab_size), ("embed", "vocab"))
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
 
-    def __init__(self, size: int, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=("norm",))
-        self.epsilon = epsilon
+    def __init__(self, size: int, epsilon: float, *, offset: float = 0.0):
+        """What multiplies is `scale` + `offset`, at first 1."""
+        self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32), axes=("norm",))
+        self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return _normalise(x_BSD, self.scale[...], self.epsilon)
+        scale_D = self.scale[...]
+        return _normalise(x_BSD, scale_D + self.offset if self.offset else scale_D, self.epsilon)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
@@ -49,41 +123,66 @@ def _normalise(x_BSD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Arra
     return (x32_BSD * inverse_BS1 * scale_D).astype(x_BSD.dtype)
 
 
-class GatedMLP(nnx.Module):
-    """The SwiGLU feed-forward layer (Shazeer 2020, arXiv:2002.05202)."""
+Activation = Callable[[jax.Array], jax.Array]
 
-    def __init__(self, hidden_size: int, intermediate_size: int, output_std: float, rngs: nnx.Rngs):
+
+class GatedMLP(nnx.Module):
+    """The gated feed-forward layer (Shazeer 2020, arXiv:2002.05202): SwiGLU, or with another activation."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        output_std: float,
+        rngs: nnx.Rngs,
+        activation: Activation = jax.nn.silu,
+    ):
+        self.activation = activation
         self.gate = weight(rngs, (hidden_size, intermediate_size), ("embed", "mlp"))
         self.up = weight(rngs, (hidden_size, intermediate_size), ("embed", "mlp"))
         self.down = weight(rngs, (intermediate_size, hidden_size), ("mlp", "embed"), output_std)
 
     def __call__(self, x_BSD: jax.Array, placement: Placement) -> jax.Array:
         x_BLD = gather_sequence(x_BSD, placement)
-        gate_BLF = checkpoint_name(x_BLD @ self.gate[...], "mlp_gate")
-        up_BLF = checkpoint_name(x_BLD @ self.up[...], "mlp_up")
-        m_BLD = _gated(gate_BLF, up_BLF) @ self.down[...]
+        gate_BLF = checkpoint_name(project(x_BLD, self.gate[...]), "mlp_gate")
+        up_BLF = checkpoint_name(project(x_BLD, self.up[...]), "mlp_up")
+        m_BLD = project(_gated(gate_BLF, up_BLF, self.activation), self.down[...])
         return checkpoint_name(scatter_sequence(m_BLD, placement, "mlp"), "mlp_output")
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _gated(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _gated(gate_BLF: jax.Array, up_BLF: jax.Array, activation: Activation) -> jax.Array:
     """Backward keeps the two factors alone."""
-    return jax.nn.silu(gate_BLF) * up_BLF
+    return activation(gate_BLF) * up_BLF
 
 
-def rotary_angles(positions_BL: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, L, 1, K/2] of the rotary embedding (Su et al. 2021, arXiv:2104.09864)."""
+def rotary_angles(positions_BL: jax.Array, head_dim: int, theta: float) -> Angles:
+    """The tables of the rotary embedding (Su et al. 2021, arXiv:2104.09864)."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x_BLHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Applies the rotary embedding, pairing the first half of a head with the second as Llama does."""
+@jax.custom_vjp
+def rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
+    """Applies the rotary embedding, pairing the first half of a head with the second as Llama does.
+
+    Its transpose turns back, so that backward needs the angles alone, which are not differentiated.
+    """
+    return _rotate(x_BLHK, angles)
+
+
+def _rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
     cos, sin = angles
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BLHK.dtype)
+
+
+rotate.defvjp(
+    lambda x_BLHK, angles: (_rotate(x_BLHK, angles), angles),
+    lambda angles, gradient_BLHK: (_rotate(gradient_BLHK, (angles[0], -angles[1])), None),
+)
 
 
 def dropout(x_BSD: jax.Array, rate: float, keys_B: jax.Array | None, placement: Placement) -> jax.Array:

@@ -1,14 +1,24 @@
 """Communication between devices, for use inside the step's shard_map. An axis of one device costs nothing.
 
+What is used between a layer's input and its output carries its own transpose, so that a gradient is right by
+construction. Along an axis an array is *split* (each device has a piece), *replicated* (each has the same), or
+*partial* (the sum over the devices is meant). The gradient of a split array is split, that of a replicated one is
+partial, that of a partial one is replicated; docs/models.md has the rules. JAX is not asked: under `check_vma=False` it
+does not know which array is which.
+
 Shapes: B batch, L length, S this device's piece of the length, D model.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmnt.config.schema import AXES
 from jaxmnt.parallel.sharding import BATCH_AXES, Axes, Placement, is_axes
 
 WHOLE_SEQUENCE = "whole_sequence"
@@ -57,18 +67,46 @@ def reduce_gradients(gradients: Any, axes: Any, placement: Placement, reduce_dty
     Called once a step, after all microbatches.
     """
 
-    def one(gradient: jax.Array, names: Axes) -> jax.Array:
-        over = placement.replicated_axes(names)
-        if not over:
-            return gradient
-        return jax.lax.psum(gradient.astype(reduce_dtype), over).astype(jnp.float32)
+    leaves, structure = jax.tree.flatten(gradients)
+    over = [placement.replicated_axes(names) for names in jax.tree.leaves(axes, is_leaf=is_axes)]
+    for along in sorted(set(over) - {()}):
+        places = [place for place, own in enumerate(over) if own == along]
+        summed = _psum([leaves[place].astype(reduce_dtype) for place in places], along, placement)
+        for place, gradient in zip(places, summed, strict=True):
+            leaves[place] = gradient.astype(jnp.float32)
+    return jax.tree.unflatten(structure, leaves)
 
-    return jax.tree.map(one, gradients, axes, is_leaf=is_axes)
 
-
-def sum_over_batch(tree: Any) -> Any:
+def sum_over_batch(tree: Any, placement: Placement) -> Any:
     """Sums each leaf over all batch shards."""
-    return jax.lax.psum(tree, BATCH_AXES)
+    return _psum(tree, BATCH_AXES, placement)
+
+
+def sum_over_stage(tree: Any, placement: Placement) -> Any:
+    """Sums each leaf over all devices of a stage."""
+    return _psum(tree, tuple(axis for axis in AXES if axis != "pipeline"), placement)
+
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+def _psum(tree: Any, over: tuple[str, ...], placement: Placement) -> Any:
+    """`jax.lax.psum`. Between processes on CPUs the sum of an array takes 4 ms more than its bytes do, so there arrays
+    travel together, in buckets; for GPUs XLA does the like by itself."""
+    if not placement.between_cpu_processes:
+        return jax.lax.psum(tree, over)
+    leaves, structure = jax.tree.flatten(tree)
+    buckets: dict[tuple[Any, int], list[int]] = {}
+    filled: dict[Any, int] = {}
+    for place, leaf in enumerate(leaves):
+        filled[leaf.dtype] = filled.get(leaf.dtype, 0) + leaf.nbytes
+        buckets.setdefault((leaf.dtype, filled[leaf.dtype] // _BUCKET_BYTES), []).append(place)
+    for places in buckets.values():
+        summed = jax.lax.psum(jnp.concatenate([leaves[place].ravel() for place in places]), over)
+        ends = np.cumsum([leaves[place].size for place in places])
+        for place, flat in zip(places, jnp.split(summed, ends[:-1]), strict=True):
+            leaves[place] = flat.reshape(leaves[place].shape)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def batch_shard_index() -> jax.Array:
@@ -83,56 +121,96 @@ def index_along(axis: str, placement: Placement) -> jax.Array:
 
 
 def gather_sequence(x_BSD: jax.Array, placement: Placement) -> jax.Array:
-    """[B, L, D] from the pieces of the length: the way into attention and MLP. Its transpose sums and scatters."""
+    """[B, L, D] from the pieces of the length: split to replicated, the way into attention and MLP."""
     over = placement.mesh_axes("sequence")
     if not over:
         return x_BSD
-    return checkpoint_name(jax.lax.all_gather(x_BSD, over, axis=1, tiled=True), WHOLE_SEQUENCE)
+    gather = _with_transpose(functools.partial(_gather, over), functools.partial(_sum_and_scatter, over))
+    return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
 
 
 def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str) -> jax.Array:
-    """[B, S, D]: the way out. Where `split`, the logical axis that was summed over, is split, adds up the parts."""
+    """[B, S, D]: the way out. Partial to split where `split`, the logical axis that was summed over, is split; else
+    replicated to split."""
     over = placement.mesh_axes("sequence")
     if not over:
         return x_BLD
     if not placement.mesh_axes(split):
         return local_shard(x_BLD, placement)
-    return checkpoint_name(jax.lax.psum_scatter(x_BLD, over, scatter_dimension=1, tiled=True), SCATTERED)
+    scatter = _with_transpose(functools.partial(_sum_and_scatter, over), functools.partial(_gather, over))
+    return checkpoint_name(scatter(x_BLD), SCATTERED)
+
+
+def _gather(over: tuple[str, ...], x_BSD: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x_BSD, over, axis=1, tiled=True)
+
+
+def _sum_and_scatter(over: tuple[str, ...], x_BLD: jax.Array) -> jax.Array:
+    return jax.lax.psum_scatter(x_BLD, over, scatter_dimension=1, tiled=True)
 
 
 def local_shard(x_BLD: jax.Array, placement: Placement) -> jax.Array:
-    """This device's piece of the length of something that all devices have whole."""
+    """This device's piece of the length of something that all devices have whole: replicated to split."""
     size = x_BLD.shape[1] // placement.num_shards("sequence")
     return jax.lax.dynamic_slice_in_dim(x_BLD, index_along("sequence", placement) * size, size, axis=1)
 
 
 def sum_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
-    """The sum over the pieces of a logical axis."""
-    over = placement.mesh_axes(axis)
-    return jax.lax.psum(x, over) if over else x
+    """The sum over the pieces of a logical axis: partial to replicated, and so is its transpose."""
+    return _sum(x, placement.mesh_axes(axis))
+
+
+def share_of(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
+    """Of something that all devices of a logical axis have computed alike, this device's part of the sum over them:
+    replicated to partial, and so is its transpose. It keeps a sum, such as a term of the loss, from being counted once
+    a device."""
+    return x / placement.num_shards(axis)
 
 
 def max_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
-    """The maximum over the pieces of a logical axis."""
+    """The maximum over the pieces of a logical axis. It has no gradient."""
     over = placement.mesh_axes(axis)
+    x = jax.lax.stop_gradient(x)
     return jax.lax.pmax(x, over) if over else x
 
 
 def sum_over_stages(x: jax.Array, placement: Placement) -> jax.Array:
-    """The sum over the pipeline's stages."""
-    return jax.lax.psum(x, "pipeline") if placement.stages > 1 else x
+    """The sum over the pipeline's stages: partial to replicated, and so is its transpose."""
+    return _sum(x, ("pipeline",) if placement.stages > 1 else ())
+
+
+def _sum(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    if not over:
+        return x
+    add = lambda x: jax.lax.psum(x, over)
+    return _with_transpose(add, add)(x)
+
+
+def only_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
+    """What `stage` has, as a sum over the stages: zeros on the others."""
+    if placement.stages == 1:
+        return x
+    mine = jax.lax.axis_index("pipeline") == stage
+    return jnp.where(mine, x, jnp.zeros_like(x))
 
 
 def broadcast_from_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
     """What `stage` has, on every stage: a sum to which the others add zeros."""
-    if placement.stages == 1:
-        return x
-    mine = jax.lax.axis_index("pipeline") == stage
-    return jax.lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), "pipeline")
+    return sum_over_stages(only_stage(x, stage, placement), placement)
 
 
 def shift_stage(x: jax.Array, placement: Placement, *, forward: bool, circular: bool) -> jax.Array:
-    """Hands x to the next stage, or to the one before. Unless `circular`, one end gets zeros."""
+    """Hands x to the next stage, or to the one before. Unless `circular`, one end gets zeros. Its transpose hands
+    back."""
     stages = placement.stages
     pairs = [(stage, (stage + 1) % stages) for stage in range(stages if circular else stages - 1)]
-    return jax.lax.ppermute(x, "pipeline", pairs if forward else [(b, a) for a, b in pairs])
+    ahead, back = (pairs, [(b, a) for a, b in pairs])[:: 1 if forward else -1]
+    hand = lambda pairs: lambda x: jax.lax.ppermute(x, "pipeline", pairs)
+    return _with_transpose(hand(ahead), hand(back))(x)
+
+
+def _with_transpose(function: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A linear function of one array that takes its gradient through `transpose`."""
+    linear = jax.custom_vjp(function)
+    linear.defvjp(lambda x: (function(x), None), lambda _, gradient: (transpose(gradient),))
+    return linear

@@ -69,7 +69,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("model",),
     "head_dim": (),
     "mlp": ("model",),
-    "norm": (),
+    "norm": (),  # of scales: whole, and float32 where they are used
+    "bias": (),
+    "buffer": (),
 }
 
 GATHERED = ("embed", "kv_embed")
@@ -110,6 +112,12 @@ class Placement:
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
 
     @property
+    def between_cpu_processes(self) -> bool:
+        """Whether it is CPUs that talk, of more than one process."""
+        devices = self.mesh.devices.flat
+        return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+
+    @property
     def stages(self) -> int:
         """Pipeline stages."""
         return self.sizes["pipeline"]
@@ -140,12 +148,13 @@ class Placement:
         return NamedSharding(self.mesh, self.spec(axes))
 
 
-def build_placement(config: Config, mesh: jax.sharding.Mesh) -> Placement:
-    """The placement for a config: the table with the config's overrides and with what its sizes ask for.
+def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[str] = ("layers",)) -> Placement:
+    """The placement for a config: the table with the config's overrides and with what its sizes ask for. `stacks` are
+    the logical axes along which layers are stacked.
 
     Raises `ConfigError` for rules that cannot be followed and for sizes that do not divide.
     """
-    rules = RULES | _overrides(config)
+    rules = RULES | dict.fromkeys(stacks, RULES["layers"]) | _overrides(config)
     rules["kv_embed"] = rules["embed"]
     kv_heads = config.model.num_kv_heads
     assert kv_heads
@@ -161,6 +170,16 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh) -> Placement:
     placement = Placement(mesh, rules)
     _check_divides(config, placement)
     return placement
+
+
+def parameter_name(path: Any) -> str:
+    """The name of a parameter, such as layers.attention.query, from its path in a tree."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def unstacked(axes: Any) -> Any:
+    """A tree of axes of stacked layers, without that of the stack."""
+    return jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
 
 
 def is_axes(leaf: Any) -> bool:
@@ -214,7 +233,7 @@ def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
         if placement.sizes[mesh_axis] == 1:
             continue
         whole = [
-            (jax.tree_util.keystr(path, simple=True, separator="."), leaf.size)
+            (parameter_name(path), leaf.size)
             for (path, leaf), names in zip(leaves, named, strict=True)
             if mesh_axis in placement.replicated_axes(names)
         ]

@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmnt.parallel.sharding import is_axes
+from jaxmnt.parallel.sharding import Axes, is_axes, parameter_name
 from jaxmnt.plan.hlo import Collective, collectives
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
 from jaxmnt.training.compile import compile_step, measure
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes
+from jaxmnt.training.trained import names_of
 
 Least = dict[tuple[str, str], float]
 """(kind, axis) → bytes."""
@@ -40,16 +41,17 @@ def least(spec: StepSpec) -> Least:
     found: Least = defaultdict(float)
 
     compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, config.mesh.zero
-    for leaf, names in _weights(spec):
+    training = set(names_of(spec.trained_axes))
+    for name, leaf, names in _weights(spec):
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
         gathered = placement.gathered_axes(names)
         if gathered is not None:
             over, num_shards = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
-            uses = 2 if names[0] == "layers" else 1
+            uses = 2 if names[0] in spec.slots else 1
             gathers, scatters = microbatches * uses if zero == 3 else 1, 1 if zero == 1 else microbatches
             found["all-gather", over] += gathers * stored * (num_shards - 1) * compute
-            found["reduce-scatter", over] += scatters * stored * (num_shards - 1) * reduce
-        if "data" in placement.replicated_axes(names):
+            found["reduce-scatter", over] += (name in training) * scatters * stored * (num_shards - 1) * reduce
+        if name in training and "data" in placement.replicated_axes(names):
             found["all-reduce", "data"] += 2 * stored * reduce * (1 - 1 / shares["data"])
 
     rows, length, width = spec.microbatch_rows, config.data.sequence_length, config.model.hidden_size
@@ -57,7 +59,8 @@ def least(spec: StepSpec) -> Least:
     if shares["model"] > 1:
         part = 1 - 1 / shares["model"]
         gathers, scatters = SEQUENCE_COLLECTIVES.get(config.train.remat, SEQUENCE_COLLECTIVES["full"])
-        depth = len(spec.layer_slots[0]) // spec.schedule.chunks
+        widths = {group.name: len(group.pattern) for group in spec.definition.groups}
+        depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
         # Of the ends: the embedding's sum and its gradient, the head's input and its gradient.
         found["all-gather", "model"] += (work * depth * gathers + 2 * microbatches) * whole * part
         found["reduce-scatter", "model"] += (work * depth * scatters + 2 * microbatches) * whole * part
@@ -70,10 +73,10 @@ def least(spec: StepSpec) -> Least:
 
 
 def small(spec: StepSpec) -> float:
-    """A bound of what `least` leaves out, in bytes a step: norm scales, and three numbers a token of the loss."""
-    norms = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf, names in _leaves(spec) if "norm" in names)
+    """A bound of what `least` leaves out, in bytes a step: norm scales, and four numbers a token of the loss."""
+    norms = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for _, leaf, names in _leaves(spec) if "norm" in names)
     tokens = spec.num_microbatches * spec.microbatch_rows * spec.config.data.sequence_length
-    return 2 * 4 * norms + 2 * 3 * 4 * tokens + 4096
+    return 2 * 4 * norms + 2 * 4 * 4 * tokens + 4096
 
 
 def ideal_state_bytes(spec: StepSpec) -> float:
@@ -85,14 +88,16 @@ def ideal_state_bytes(spec: StepSpec) -> float:
     return total / (placement.mesh.size / replicas)
 
 
-def _weights(spec: StepSpec) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
-    """All parameters but norm scales, with their logical axes."""
-    return [(leaf, names) for leaf, names in _leaves(spec) if "norm" not in names]
+def _weights(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
+    """All parameters but norm scales, with their names and logical axes."""
+    return [(name, leaf, names) for name, leaf, names in _leaves(spec) if "norm" not in names]
 
 
-def _leaves(spec: StepSpec) -> list[tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
+def _leaves(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
     leaves = jax.tree.leaves(abstract_state(spec)["params"])
-    return list(zip(leaves, jax.tree.leaves(spec.definition.axes, is_leaf=is_axes), strict=True))
+    return [
+        (name, leaf, axes) for leaf, (name, axes) in zip(leaves, names_of(spec.definition.axes).items(), strict=True)
+    ]
 
 
 def notes(spec: StepSpec) -> list[str]:
@@ -112,9 +117,9 @@ def notes(spec: StepSpec) -> list[str]:
             f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.model {placement.sizes['model']}: "
             "their weights are stored once, and each device computes the heads that its queries need"
         )
-    empty = sum(layer is None for row in spec.layer_slots for layer in row)
-    if empty:
-        found.append(f"pipeline: {empty} of {empty + model.num_layers} places for layers are empty: stages are uneven")
+    places = [unit for rows in spec.slots.values() for row in rows for unit in row]
+    if empty := places.count(None):
+        found.append(f"pipeline: {empty} of {len(places)} places for layers are empty: stages are uneven")
     facts = schedule_facts(spec)
     if facts and facts["chunks"] > 1 and facts["microbatches"] % facts["stages"]:
         found.append(
@@ -187,7 +192,7 @@ def parameters(spec: StepSpec) -> list[dict[str, Any]]:
     axes = jax.tree.leaves(spec.definition.axes, is_leaf=is_axes)
     return [
         {
-            "name": jax.tree_util.keystr(path, simple=True, separator="."),
+            "name": parameter_name(path),
             "shape": list(leaf.shape),
             "axes": list(names),
             "split": ["×".join(placement.mesh_axes(name)) for name in names],

@@ -10,6 +10,7 @@ from jaxmnt.data.feed import process_rows, to_devices
 from jaxmnt.data.sources import Sources
 from jaxmnt.training.compile import Program
 from jaxmnt.training.spec import ControlFlags
+from jaxmnt.training.state import model_state
 
 
 class Sums(NamedTuple):
@@ -29,9 +30,14 @@ class Evaluator:
         self._parts = {name: EvaluationData(config, part) for name, part in data.parts.items() if part.tokens("eval")}
         self._rows = process_rows(program.batch_sharding, program.eval_rows, config.data.sequence_length)
 
+    def compile(self) -> None:
+        """Compiles what a call executes, if anything is held out. It takes no time when it is done already."""
+        if self._parts:
+            _ = self._program.evaluate
+
     def __call__(
         self,
-        params: dict[str, Any],
+        state: dict[str, Any],
         stop: Callable[[], bool] = lambda: False,
         got_further: Callable[[], None] = lambda: None,
     ) -> dict[str, Sums] | None:
@@ -43,7 +49,7 @@ class Evaluator:
         results = {}
         for name, part in self._parts.items():
             total = Sums(0.0, 0)
-            for values in self._batches(params, part, stop):
+            for values in self._batches(model_state(state), part, stop):
                 got_further()
                 if values["stop"]:
                     return None
@@ -52,14 +58,14 @@ class Evaluator:
                 results[name] = total
         return results
 
-    def _batches(self, params: dict[str, Any], part: EvaluationData, stop: Callable[[], bool]) -> Iterator[Any]:
+    def _batches(self, model: dict[str, Any], part: EvaluationData, stop: Callable[[], bool]) -> Iterator[Any]:
         """The values of each batch, read while the next one is computed."""
         program, settings = self._program, self._program.spec.config.data
         batches = part.batches(self._rows, program.eval_rows, prefetch=settings.prefetch, threads=settings.read_threads)
         pending = None
         for local in batches:
             placed = to_devices(local, self._rows, program.eval_rows, program.batch_sharding)
-            dispatched = program.evaluate(params, placed | {"control": self._wishes.array(stop=stop())})
+            dispatched = program.evaluate(model, placed | {"control": self._wishes.array(stop=stop())})
             if pending is not None:
                 yield jax.device_get(pending)
             pending = dispatched

@@ -70,8 +70,11 @@ def _evaluate(run: Session) -> float | None:
     run.log.flush()
     started = time.perf_counter()
     stop = lambda: run.stop.wanted and not run.finished
-    with run.watchdog.during("evaluating", run.config.watchdog.evaluate_seconds):
-        results = run.evaluator(run.state["params"], stop, run.watchdog.got_further)
+    limits = run.config.watchdog
+    with run.watchdog.during("compiling", limits.compile_seconds):
+        run.evaluator.compile()
+    with run.watchdog.during("evaluating", limits.evaluate_seconds):
+        results = run.evaluator(run.state, stop, run.watchdog.got_further)
     seconds = time.perf_counter() - started
     run.log.pause(seconds)
     if results is None:

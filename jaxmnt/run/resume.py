@@ -52,6 +52,7 @@ from jaxmnt.storage import publish, storage_path
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.compile import Program
+from jaxmnt.training.state import model_state
 
 _SECONDS = 1800.0
 """How long processes wait for what process 0 finds: it may look at many files, and at another job's signs of life."""
@@ -371,9 +372,9 @@ def starting_state(
 def wanted_of(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:
     """The abstract state of what is taken from the checkpoint, by part."""
     abstract = program.canonical_abstract_state
-    if parameters_only:
-        return {"params": abstract["params"]}
     stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
+    if parameters_only:
+        return {part: tree for part, tree in model_state(abstract).items() if part == "params" or part in stored}
     if missing := sorted(set(REQUIRED_PARTS) - stored):
         raise ConfigError(f"checkpoint {checkpoint.path} lacks {missing[0]}; it was not written by a training run")
     return {part: tree for part, tree in abstract.items() if part in stored}

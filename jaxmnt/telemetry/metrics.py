@@ -101,7 +101,7 @@ class TrainLog:
             return
         step, metrics, wait_seconds, digest = self._pending
         self._pending = None
-        values = {name: np.asarray(value).item() for name, value in jax.device_get(metrics).items()}
+        values = jax.tree.map(lambda value: np.asarray(value).item(), jax.device_get(metrics))
         now = time.perf_counter()
         step_seconds = max(1e-9, now - self._ready_at - self._paused)
         self._ready_at, self._paused = now, 0.0
@@ -178,7 +178,8 @@ class TrainLog:
             "epochs": self._epochs(step),
             "bad_steps": values["bad_steps"],
         }
-        self._lines.write(record | ({"batch_digest": digest} if digest is not None else {}))
+        model = {"model": values["model"]} if values["model"] else {}
+        self._lines.write(record | model | ({"batch_digest": digest} if digest is not None else {}))
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
         if self._status.due or step == self._steps:
             show = self._status.line if step == self._steps else self._status.update  # the last one stays

@@ -2,19 +2,17 @@
 
 The vocabulary is split over `pipeline` and `model` together, so that every stage does a share of the head's work and
 none waits for another that has it all; what the stages exchange for it is the microbatch's activations, not the tables.
-All functions run on every stage at once.
+All functions run on every stage at once. What they compute is the family's; gradients are JAX's.
 
 Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jaxmnt.models.decoder import Params, look_up, look_up_gradient
+from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
-from jaxmnt.training.loss import LossShape, LossSums, chunk_count, cross_entropy, cross_entropy_and_gradients
+from jaxmnt.training.loss import HeadWeights, LossChunks, LossSums, chunk_count, chunked_loss
 from jaxmnt.training.spec import Batch, StepSpec
 
 
@@ -23,73 +21,69 @@ class EmbedAndHead:
 
     def __init__(self, spec: StepSpec, params: Params, *, whole: bool):
         self._spec, self._params, self._whole = spec, params, whole
-        self._tied = spec.config.model.tie_embeddings
-        self.last = ("norm", "embedding" if self._tied else "head")
-        """The parameters after the last layer."""
+        self._family = spec.definition.family
 
     def embed(self, rows: Batch) -> jax.Array:
         """[B, S, D], the first layer's input."""
-        placement = self._spec.placement
-        x_BLD = look_up(self._use("embedding")["table"], rows["tokens"], placement)
-        # Each part of the vocabulary has the rows of its own tokens, so these sums have one term that is not 0.
-        x_BSD = collectives.scatter_sequence(x_BLD, placement, "vocab")
-        return collectives.sum_over_stages(x_BSD, placement)
+        return self._embed(self._use(self._spec.definition.first), rows)
 
     def embed_gradient(self, x_gradient_BSD: jax.Array, rows: Batch) -> Params:
-        """The gradient of `embedding` from that of the first stage's input, which is read from that stage."""
-        placement = self._spec.placement
-        x_gradient_BSD = collectives.broadcast_from_stage(x_gradient_BSD, 0, placement)
-        x_gradient_BLD = collectives.gather_sequence(x_gradient_BSD, placement)
-        size = self._params["embedding"]["table"].shape[0]
-        return {"embedding": {"table": look_up_gradient(x_gradient_BLD, rows["tokens"], size, placement)}}
+        """The gradient of what is before the first layer, from that of the first stage's input, which is read from
+        that stage."""
+        _, backward = jax.vjp(lambda params: self._embed(params, rows), self._use(self._spec.definition.first))
+        return backward(collectives.only_stage(x_gradient_BSD, 0, self._spec.placement))[0]
 
     def loss(self, y_BSD: jax.Array, rows: Batch) -> LossSums:
         """Sums of the loss from the last stage's output."""
-        x_BSD = self._norm(self._params["norm"], self._last(y_BSD))
-        x_BLD = collectives.gather_sequence(x_BSD, self._spec.placement)
-        return cross_entropy(x_BLD, self._head(), rows["targets"], rows["weights"], self._shape(rows))
+        return self._loss(self._use(self._spec.definition.last), y_BSD, rows)
 
     def loss_and_gradients(self, y_BSD: jax.Array, rows: Batch) -> tuple[LossSums, jax.Array, Params]:
-        """`loss`, and its gradients with respect to the last stage's output and to `norm` and the head."""
-        placement = self._spec.placement
-        x_BSD, norm_backward = jax.vjp(self._norm, self._params["norm"], self._last(y_BSD))
-        x_BLD = collectives.gather_sequence(x_BSD, placement)
-        sums, gradients = cross_entropy_and_gradients(
-            x_BLD, self._head(), rows["targets"], rows["weights"], self._shape(rows)
-        )
-        x_gradient_BSD = collectives.scatter_sequence(gradients.x, placement, "vocab")
-        x_gradient_BSD = collectives.sum_over_stages(x_gradient_BSD, placement)
-        norm_gradient, y_gradient_BSD = norm_backward(x_gradient_BSD)
-        if placement.stages > 1:  # every stage has computed it: one says it
-            last = jax.lax.axis_index("pipeline") == placement.stages - 1
-            norm_gradient = jax.tree.map(lambda g: jnp.where(last, g, 0), norm_gradient)
-        head = {"table": gradients.head.T} if self._tied else {"kernel": gradients.head}
-        return sums, y_gradient_BSD, dict(zip(self.last, (norm_gradient, head), strict=True))
+        """`loss`, and its gradients with respect to the last stage's output and to what is after the last layer."""
+        params = self._use(self._spec.definition.last)
+        sums, backward = jax.vjp(lambda params, y_BSD: self._loss(params, y_BSD, rows), params, y_BSD)
+        gradients, y_gradient_BSD = backward(LossSums(jnp.ones(()), jnp.zeros(())))
+        return sums, y_gradient_BSD, gradients
 
     def logits(self, y_BSD: jax.Array) -> jax.Array:
         """[B, L, V] in float32, from the output of the last layer; without a pipeline."""
-        x_BSD = self._norm(self._params["norm"], y_BSD)
+        ends = self._spec.definition.ends(self._use(self._spec.definition.last))
+        x_BSD = self._family.final_norm(ends, y_BSD).astype(self._spec.dtype)
         x_BLD = collectives.gather_sequence(x_BSD, self._spec.placement)
-        return jnp.dot(x_BLD, self._head(), preferred_element_type=jnp.float32)
+        head_DV = self._family.head_weight(ends).astype(self._spec.dtype)
+        product_TV = jnp.dot(x_BLD.reshape(-1, x_BLD.shape[-1]), head_DV, preferred_element_type=jnp.float32)
+        return self._family.finish_logits(ends, product_TV).reshape(*x_BLD.shape[:-1], -1)
 
-    def _use(self, name: str) -> Params:
-        spec, params = self._spec, self._params[name]
-        if self._whole:
-            return params
-        axes = spec.definition.axes[name]
-        return collectives.unshard(params, axes, spec.placement, spec.dtype)
+    def _embed(self, params: Params, rows: Batch) -> jax.Array:
+        spec = self._spec
+        ends = spec.definition.ends(params)
+        x_BLD = self._family.embed(ends, rows["tokens"], spec.dtype, spec.placement).astype(spec.dtype)
+        # Each part of the vocabulary has the rows of its own tokens, so these sums have one term that is not 0.
+        x_BSD = collectives.scatter_sequence(x_BLD, spec.placement, "vocab")
+        return collectives.sum_over_stages(x_BSD, spec.placement)
 
-    def _head(self) -> jax.Array:
-        return self._use("embedding")["table"].T if self._tied else self._use("head")["kernel"]
+    def _loss(self, params: Params, y_BSD: jax.Array, rows: Batch) -> LossSums:
+        spec, definition = self._spec, self._spec.definition
+        train, placement = spec.config.train, spec.placement
+        y_BSD = collectives.broadcast_from_stage(y_BSD, placement.stages - 1, placement)
+        ends = definition.ends(params)
+        x_BSD = self._family.final_norm(ends, y_BSD).astype(spec.dtype)
+        x_BLD = collectives.gather_sequence(x_BSD, placement)
+        chunks = LossChunks(
+            chunks=chunk_count(rows["targets"].size, definition.vocab_size, placement, train.loss_chunk_mib),
+            data_vocab_size=spec.data_vocab_size,
+            dtype=spec.dtype,
+            placement=placement,
+            finish=lambda params, logits_CV: self._family.finish_logits(definition.ends(params), logits_CV),
+            loss=lambda logits, tokens: spec.loss(logits, tokens, train),
+        )
+        rest = {name: params[name] for name in self._family.finishing}
+        return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), rest), rows)
 
-    def _norm(self, params: Any, x_BSD: jax.Array) -> jax.Array:
-        return self._spec.definition.part("norm", params)(x_BSD)
-
-    def _last(self, y_BSD: jax.Array) -> jax.Array:
-        return collectives.broadcast_from_stage(y_BSD, self._spec.placement.stages - 1, self._spec.placement)
-
-    def _shape(self, rows: Batch) -> LossShape:
-        spec, train = self._spec, self._spec.config.train
-        vocab = spec.definition.vocab_size
-        chunks = chunk_count(rows["targets"].size, vocab, spec.placement, train.loss_chunk_mib)
-        return LossShape(chunks, spec.data_vocab_size, train.z_loss, spec.placement)
+    def _use(self, names: tuple[str, ...]) -> Params:
+        """Float32 to autodiff, so that gradients are. The compute dtype is what crosses devices, and is multiplied:
+        XLA takes the two casts for none."""
+        params, spec = {name: self._params[name] for name in names}, self._spec
+        if not self._whole:
+            axes = {name: spec.definition.axes[name] for name in names}
+            params = collectives.unshard(params, axes, spec.placement, spec.dtype)
+        return jax.tree.map(lambda weight: weight.astype(jnp.float32), params)

@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmnt.models.decoder import Params
+from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.parallel import collectives
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.pipeline_schedule import PhaseTable, PipelineSchedule
 from jaxmnt.training.spec import Batch, StepSpec
-from jaxmnt.training.stage import LayerContext, Layers, layer_context
+from jaxmnt.training.stage import Layers, Residuals, Rows, microbatch_rows
+from jaxmnt.training.trained import select
 
 FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"
 """Scopes in the compiled program of what a condition may skip."""
@@ -99,30 +100,47 @@ def _passing(phase: np.ndarray, stage: int, chunk: int) -> np.ndarray:
     return np.where(phase[:, stage, 1] == chunk, phase[:, stage, 0], -1)
 
 
-def loss_and_gradients(spec: StepSpec, params: Params, batch: Batch, row_keys: RowKeys) -> tuple[LossSums, Params]:
+class Results(NamedTuple):
+    """Of all microbatches of this batch shard, on this device."""
+
+    sums: LossSums
+    layers: dict[str, Any]
+    """What the layers of each group returned as sums, stacked as the group is placed: this device's part of them."""
+    gradients: Params
+
+
+def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, row_keys: RowKeys) -> Results:
     """The summed loss of this batch shard's rows, and this device's gradients of it, in float32.
 
     `row_keys` gives the random keys of a microbatch's rows. Gradients are summed over the axes that weights are
     gathered over, and not yet over those that they are replicated over.
     """
-    training = _Training(spec, params, batch, row_keys, spec.schedule)
+    training = _Training(spec, params, buffers, batch, row_keys, spec.schedule)
     end = training.run(training.tick, training.start())
-    if spec.config.mesh.zero > 1:
-        return end.sums, end.gradients
-    axes = spec.definition.axes
-    return end.sums, collectives.reshard(end.gradients, axes, spec.placement, spec.reduce_dtype)
+    gradients = end.gradients
+    if spec.config.mesh.zero == 1:
+        gradients = collectives.reshard(gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
+    return Results(end.sums, end.layer_sums, gradients)
 
 
-def loss(spec: StepSpec, params: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
+def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
     """The summed loss of this batch shard's rows, by a schedule without backward."""
-    evaluation = _Evaluation(spec, params, batch, lambda _: None, schedule)
+    evaluation = _Evaluation(spec, params, buffers, batch, lambda _: None, schedule)
     return evaluation.run(evaluation.tick, (evaluation.nothing(), no_loss()))[1]
 
 
 class _Run:
     """What both loops share: this device's stage, its rows and its weights."""
 
-    def __init__(self, spec: StepSpec, params: Params, batch: Batch, row_keys: RowKeys, schedule: PipelineSchedule):
+    def __init__(
+        self,
+        spec: StepSpec,
+        params: Params,
+        buffers: Params,
+        batch: Batch,
+        row_keys: RowKeys,
+        schedule: PipelineSchedule,
+    ):
         self.spec, self.schedule, self.table = spec, schedule, Table.of(schedule)
         self.alone = schedule.stages == 1
         self.stage = 0 if self.alone else jax.lax.axis_index("pipeline")
@@ -133,11 +151,17 @@ class _Run:
         axes = spec.definition.axes
         self.stored = params
         self.params = collectives.unshard(params, axes, spec.placement, spec.dtype) if once else params
-        order = np.array([[0 if layer is None else layer for layer in row] for row in spec.layer_slots])
-        self._depth = order.shape[1] // schedule.chunks
-        own = jnp.asarray(order)[self.stage]
-        self.layers = Layers(spec, self.params["layers"], own, self._depth, whole=once)
+        self.layers = {group.name: self._layers(group, buffers, whole=once) for group in spec.definition.groups}
         self.embed_head = EmbedAndHead(spec, self.params, whole=once)
+
+    def _layers(self, group: LayerGroup, buffers: Params, *, whole: bool) -> Layers:
+        slots = self.spec.slots[group.name]
+        order = np.array([[-1 if unit is None else unit for unit in row] for row in slots])
+        own, depth = jnp.asarray(order)[self.stage], order.shape[1] // self.schedule.chunks
+        return Layers(
+            self.spec, group, self.params[group.name], buffers.get(group.name, {}), own, depth,
+            full=bool((order >= 0).all()), whole=whole,
+        )  # fmt: skip
 
     def run(self, tick: Callable[[Any, TickPlan], tuple[Any, None]], start: Any) -> Any:
         """What `tick` makes of `start` over all ticks."""
@@ -150,13 +174,9 @@ class _Run:
         pick = lambda field: jax.lax.dynamic_index_in_dim(field, jnp.maximum(microbatch, 0), keepdims=False)
         return jax.tree.map(pick, self._fields)
 
-    def context(self, microbatch: jax.Array) -> LayerContext:
+    def layer_rows(self, microbatch: jax.Array) -> Rows:
         microbatch = jnp.maximum(microbatch, 0)
-        return layer_context(self.spec, self.rows(microbatch), self._row_keys(microbatch))
-
-    def first(self, chunk: jax.Array) -> jax.Array:
-        """The first slot of a chunk."""
-        return chunk * self._depth
+        return microbatch_rows(self.spec, self.rows(microbatch), self._row_keys(microbatch))
 
     def nothing(self) -> jax.Array:
         """Zeros [B, S, D] like what stages hand to each other."""
@@ -167,7 +187,7 @@ class _Run:
     def entering(self, row: TickPlan, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:
         """A stage's input: of the first stage's first chunk the embedding, else what arrived."""
         embed = lambda: self.embed_head.embed(self.rows(row["enter"]))
-        x_BSD = _when(self.table.enter, row["enter"], ENTER, embed, lambda: arriving_BSD)
+        x_BSD = _when(self.table.enter, row["enter"], ENTER, None, embed, lambda: arriving_BSD)
         return x_BSD if self.alone else jnp.where((self.stage == 0) & (chunk == 0), x_BSD, arriving_BSD)
 
     def handed_on(self, x_BSD: jax.Array, *, forward: bool) -> jax.Array:
@@ -183,10 +203,12 @@ class _Evaluation(_Run):
         arriving_BSD, sums = carry
         microbatch, chunk, _ = row["forward"][self.stage]
         x_BSD = self.entering(row, chunk, arriving_BSD)
-        go = lambda: self.layers.evaluate(x_BSD, self.first(chunk), self.context(microbatch))
-        y_BSD = _when(self.table.forward[..., 0], microbatch, FORWARD, go, lambda: x_BSD)
+        y_BSD, rows = x_BSD, self.layer_rows(microbatch)
+        when = functools.partial(_when, self.table.forward[..., 0], microbatch, FORWARD)
+        for layers in self.layers.values():
+            y_BSD = layers.evaluate(y_BSD, chunk, rows, when)
         leaving = lambda: _sum(sums, self.embed_head.loss(y_BSD, self.rows(row["loss"])))
-        sums = _when(self.table.loss, row["loss"], LOSS, leaving, lambda: sums)
+        sums = _when(self.table.loss, row["loss"], LOSS, None, leaving, lambda: sums)
         return (self.handed_on(y_BSD, forward=True), sums), None
 
 
@@ -195,25 +217,29 @@ class _Carry(NamedTuple):
 
     arriving: jax.Array  # [B, S, D] from the stage before
     returning: jax.Array  # [B, S, D] from the next stage: a gradient
-    residuals: list[jax.Array]  # what forwards left for their backwards, by slot
+    residuals: dict[str, Residuals]  # what forwards of each group left for their backwards, by slot
     pending: jax.Array  # [slots, B, S, D]: gradients of the loss that wait for the last stage's backward
     gradients: Params
     sums: LossSums
+    layer_sums: dict[str, Any]
 
 
 class _Training(_Run):
     def start(self) -> _Carry:
         nothing = self.nothing()
-        residuals = self.layers.empty_residuals(self.table.slots, nothing, self.context(jnp.int32(0)))
+        rows = self.layer_rows(jnp.int32(0))
+        empty = {name: layers.empty(self.table.slots, nothing, rows) for name, layers in self.layers.items()}
         pending = jnp.zeros((self.table.pending_slots, *nothing.shape), nothing.dtype)
         # With ZeRO 1 gradients are added up whole, else in the pieces of the stored parameters.
         shapes = self.params if self.spec.config.mesh.zero == 1 else self.stored
+        shapes = select(shapes, self.spec.trained_axes)
         gradients = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), shapes)
-        return _Carry(nothing, nothing, residuals, pending, gradients, no_loss())
+        residuals = {name: one[0] for name, one in empty.items()}
+        layer_sums = {name: one[1] for name, one in empty.items()}
+        return _Carry(nothing, nothing, residuals, pending, gradients, no_loss(), layer_sums)
 
     def tick(self, carry: _Carry, row: TickPlan) -> tuple[_Carry, None]:
-        y_BSD, residuals = self._forward(carry, row)
-        carry = carry._replace(residuals=residuals)
+        y_BSD, carry = self._forward(carry, row)
         y_gradient_BSD, carry = self._loss(carry, row, y_BSD)
         y_gradient_BSD, carry = self._wait(carry, row, y_gradient_BSD)
         x_gradient_BSD, carry = self._backward(carry, row, y_gradient_BSD)
@@ -222,11 +248,16 @@ class _Training(_Run):
         returning_BSD = self.handed_on(x_gradient_BSD, forward=False)
         return carry._replace(arriving=arriving_BSD, returning=returning_BSD), None
 
-    def _forward(self, carry: _Carry, row: TickPlan) -> tuple[jax.Array, list[jax.Array]]:
+    def _forward(self, carry: _Carry, row: TickPlan) -> tuple[jax.Array, _Carry]:
         microbatch, chunk, slot = row["forward"][self.stage]
-        x_BSD = self.entering(row, chunk, carry.arriving)
+        y_BSD, rows = self.entering(row, chunk, carry.arriving), self.layer_rows(microbatch)
         when = functools.partial(_when, self.table.forward[..., 0], microbatch, FORWARD)
-        return self.layers.forward(x_BSD, self.first(chunk), self.context(microbatch), carry.residuals, slot, when)
+        residuals, sums = dict(carry.residuals), dict(carry.layer_sums)
+        for name, layers in self.layers.items():
+            y_BSD, residuals[name], sums[name] = layers.forward(
+                y_BSD, chunk, rows, residuals[name], slot, sums[name], when
+            )
+        return y_BSD, carry._replace(residuals=residuals, layer_sums=sums)
 
     def _loss(self, carry: _Carry, row: TickPlan, y_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
         """The gradient of what comes out of the last stage, in the tick in which it does."""
@@ -235,9 +266,9 @@ class _Training(_Run):
             sums, y_gradient_BSD, new = self.embed_head.loss_and_gradients(y_BSD, self.rows(row["loss"]))
             return _sum(carry.sums, sums), y_gradient_BSD, self._added(carry.gradients, new)
 
-        unchanged = {name: carry.gradients[name] for name in self.embed_head.last}
+        unchanged = {name: carry.gradients[name] for name in self.spec.definition.last}
         stay = lambda: (carry.sums, jnp.zeros_like(y_BSD), unchanged)
-        sums, y_gradient_BSD, new = _when(self.table.loss, row["loss"], LOSS, leaving, stay)
+        sums, y_gradient_BSD, new = _when(self.table.loss, row["loss"], LOSS, None, leaving, stay)
         return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | new)
 
     def _wait(self, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
@@ -254,13 +285,14 @@ class _Training(_Run):
         if not self.alone:
             is_last = (self.stage == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
             y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
-        x_gradient_BSD, layers = self.layers.backward(
-            y_gradient_BSD, self.first(chunk), self.context(microbatch), carry.residuals, slot,
-            carry.gradients["layers"],
-            lambda new: self._reduced(new, self.spec.definition.layer_axes),
-            functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD),
-        )  # fmt: skip
-        return x_gradient_BSD, carry._replace(gradients=carry.gradients | {"layers": layers})
+        rows, gradients = self.layer_rows(microbatch), dict(carry.gradients)
+        when = functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD)
+        x_gradient_BSD = y_gradient_BSD
+        for name, layers in reversed(self.layers.items()):
+            x_gradient_BSD, gradients[name] = layers.backward(
+                x_gradient_BSD, chunk, rows, carry.residuals[name], slot, gradients[name], self._reduced, when
+            )
+        return x_gradient_BSD, carry._replace(gradients=gradients)
 
     def _leave(self, carry: _Carry, row: TickPlan, x_gradient_BSD: jax.Array) -> _Carry:
         """The embedding's gradient, when that of its output comes out of the first stage."""
@@ -269,8 +301,8 @@ class _Training(_Run):
             new = self.embed_head.embed_gradient(x_gradient_BSD, self.rows(row["leave"]))
             return self._added(carry.gradients, new)
 
-        unchanged = lambda: {"embedding": carry.gradients["embedding"]}
-        new = _when(self.table.leave, row["leave"], LEAVE, leaving, unchanged)
+        unchanged = lambda: {name: carry.gradients[name] for name in self.spec.definition.first}
+        new = _when(self.table.leave, row["leave"], LEAVE, None, leaving, unchanged)
         return carry._replace(gradients=carry.gradients | new)
 
     def _reduced(self, gradients: Params, axes: Params) -> Params:
@@ -280,8 +312,9 @@ class _Training(_Run):
         return collectives.reshard(gradients, axes, self.spec.placement, self.spec.reduce_dtype)
 
     def _added(self, gradients: Params, new: Params) -> Params:
-        axes = self.spec.definition.axes
-        return {name: jax.tree.map(jnp.add, gradients[name], self._reduced(new[name], axes[name])) for name in new}
+        axes = {name: self.spec.trained_axes[name] for name in new}
+        reduced = self._reduced(select(new, axes), axes)
+        return {name: jax.tree.map(jnp.add, gradients[name], reduced[name]) for name in new}
 
 
 def _sum(total: LossSums, new: LossSums) -> LossSums:
@@ -289,15 +322,21 @@ def _sum(total: LossSums, new: LossSums) -> LossSums:
 
 
 def _when(
-    planned: np.ndarray, microbatch: jax.Array, scope: str, go: Callable[[], Any], idle: Callable[[], Any]
+    planned: np.ndarray,
+    microbatch: jax.Array,
+    scope: str,
+    also: jax.Array | None,
+    go: Callable[[], Any],
+    idle: Callable[[], Any],
 ) -> Any:
-    """`go()` where there is a microbatch, else `idle()`; without a condition if there always is one."""
-    if (planned >= 0).all():
-        with jax.named_scope(scope):
-            return go()
+    """`go()` where there is a microbatch and `also` is true, else `idle()`; without a condition if they always are."""
 
     def scoped() -> Any:
         with jax.named_scope(scope):
             return go()
 
-    return jax.lax.cond(microbatch >= 0, scoped, idle)
+    conditions = [] if (planned >= 0).all() else [microbatch >= 0]
+    conditions += [] if also is None else [also]
+    if not conditions:
+        return scoped()
+    return jax.lax.cond(functools.reduce(jnp.logical_and, conditions), scoped, idle)

@@ -1,37 +1,140 @@
-"""Cross-entropy over a large vocabulary without ever holding all logits.
+"""The loss over a large vocabulary without ever holding all logits.
 
 Shapes: T tokens (B · L flattened), C tokens of a chunk, D model, V a device's part of the vocabulary.
 
 The logits of one chunk of tokens exist at a time, in float32, and of the vocabulary each device of the axes that split
-it has a part: what crosses devices is a maximum and two sums a token. The loss is a sum, so its gradient is known up to
+it has a part. A loss is a differentiable function of one chunk's `Logits`, which offer what is needed of the whole
+vocabulary: what crosses devices is a maximum and three sums a token. The loss is a sum, so its gradient is known up to
 a scalar as soon as the logits are, and is computed with it. Nothing is computed twice, and the head's gradient leaves
 as one array, so that the head is gathered and reduced once, and not once a chunk.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmnt.parallel.collectives import index_along, max_over, sum_over
+from jaxmnt.config.load import import_dotted
+from jaxmnt.config.schema import Train
+from jaxmnt.errors import ConfigError, printable
+from jaxmnt.parallel.collectives import index_along, max_over, share_of, sum_over
 from jaxmnt.parallel.sharding import Placement
 
 
 class LossSums(NamedTuple):
     """Float32 sums over real tokens; divide by the sum of weights once, at the very end."""
 
-    loss: jax.Array  # cross-entropy in nats plus the z-loss term: what is minimised
+    loss: jax.Array
+    """What is minimised."""
     cross_entropy: jax.Array
+    """In nats: what is reported."""
 
 
-class LossShape(NamedTuple):
-    """The static part of the loss."""
+@dataclass(frozen=True)
+class Logits:
+    """The logits of a chunk of tokens, of which this device has those of some ids.
+
+    What its methods return is replicated over the devices that share the vocabulary, which all compute the same loss
+    from it: each a share of it, so that the gradient that comes back is partial.
+    """
+
+    values_CV: jax.Array
+    """Float32; minus infinity for ids that the data does not have."""
+    ids_V: jax.Array
+    """Which ids this device has."""
+    placement: Placement
+
+    def log_sum_exp(self) -> jax.Array:
+        """[C], the logarithm of the partition function."""
+        return _log_sum_exp(self.placement, self.values_CV)
+
+    def pick(self, ids_C: jax.Array) -> jax.Array:
+        """[C], the logit of one id for each token."""
+        # A comparison and a sum instead of an index: each device looks only at its part of the vocabulary.
+        return self.weighted(ids_C[:, None] == self.ids_V)
+
+    def weighted(self, weights_CV: jax.Array) -> jax.Array:
+        """[C], the sum of all logits times weights, of which this device has those of its `ids_V`. Logits of ids that
+        the data does not have count as 0."""
+        counts_CV = (weights_CV != 0) & (self.values_CV != -jnp.inf)
+        product_CV = jnp.where(counts_CV, self.values_CV, 0) * weights_CV
+        return sum_over("vocab", jnp.sum(product_CV, axis=-1), self.placement)
+
+
+Tokens = dict[str, jax.Array]
+"""The fields of a batch for the tokens of a chunk, [C] each: tokens, targets, weights, segments, positions."""
+
+Loss = Callable[[Logits, Tokens, Train], LossSums]
+
+
+def cross_entropy(logits: Logits, tokens: Tokens, train: Train) -> LossSums:
+    """Cross-entropy against `targets`, each times its weight, which is 0 where there is no real target.
+
+    With z the logarithm of the partition function, the minimised loss is ce + z_loss · z² (PaLM, arXiv:2204.02311,
+    section 5).
+    """
+    log_z_C = logits.log_sum_exp()
+    entropy = jnp.sum((log_z_C - logits.pick(tokens["targets"])) * tokens["weights"])
+    penalty = train.z_loss * jnp.sum(jnp.square(log_z_C) * tokens["weights"])
+    return LossSums(entropy + penalty, entropy)
+
+
+def load_loss(path: str | None) -> Loss:
+    """The loss at a dotted path; cross-entropy by default. Raises `ConfigError` if there is none."""
+    if path is None:
+        return cross_entropy
+    found = import_dotted(path, "train.loss", "a function")
+    if not callable(found):
+        raise ConfigError(f"train.loss: {printable(path)} must be a function, and is a {type(found).__name__}")
+    loss: Loss = found
+    return loss
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _log_sum_exp(placement: Placement, logits_CV: jax.Array) -> jax.Array:
+    return _exponentials(placement, logits_CV)[0]
+
+
+def _exponentials(placement: Placement, logits_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    largest_C1 = max_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
+    exponentials_CV = jnp.exp(logits_CV - largest_C1)
+    partition_C = sum_over("vocab", jnp.sum(exponentials_CV, axis=-1), placement)
+    return largest_C1[:, 0] + jnp.log(partition_C), (exponentials_CV, partition_C)
+
+
+_log_sum_exp.defvjp(
+    _exponentials,
+    lambda placement, saved, gradient_C: (saved[0] * (sum_over("vocab", gradient_C, placement) / saved[1])[:, None],),
+)
+
+
+# -- chunk by chunk
+
+
+class HeadWeights(NamedTuple):
+    """Parameters that make logits: the matrix, and what the rest of the head has, such as a bias. Their gradients come
+    in their own dtype."""
+
+    matrix_DV: jax.Array
+    rest: Any
+
+
+@dataclass(frozen=True)
+class LossChunks:
+    """The static part of a loss in chunks."""
 
     chunks: int
     data_vocab_size: int
     """Token ids from here on have no logit: the data does not contain them."""
-    z_loss: float
+    dtype: jnp.dtype
+    """In which x and the matrix are multiplied."""
     placement: Placement
+    finish: Callable[[Any, jax.Array], jax.Array]
+    """(rest of the head, product [C, V] in float32) → logits."""
+    loss: Callable[[Logits, Tokens], LossSums]
 
 
 def chunk_count(tokens: int, vocab_size: int, placement: Placement, limit_mib: int) -> int:
@@ -40,51 +143,56 @@ def chunk_count(tokens: int, vocab_size: int, placement: Placement, limit_mib: i
     return max(1, min(tokens, -(-tokens * bytes_each // (limit_mib * 2**20))))
 
 
-class LossGradients(NamedTuple):
-    """Of the summed loss, before the parts of the vocabulary are added up."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_loss(chunks: LossChunks, x_BLD: jax.Array, head: HeadWeights, rows: Tokens) -> LossSums:
+    """The sums of the loss of `x @ matrix` for all tokens of the rows [B, L]; x is in the compute dtype.
 
-    x: jax.Array  # [B, L, D] in x's dtype
-    head: jax.Array  # [D, V] in float32
-
-
-def cross_entropy(
-    x_BLD: jax.Array, head_DV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, shape: LossShape
-) -> LossSums:
-    """Weighted sums of the cross-entropy of `x @ head` against `targets`.
-
-    x and head are in the compute dtype; weights are float32, 0 where there is no real target. With z the log
-    of the partition function, the minimised loss is ce + z_loss · z² (PaLM, arXiv:2204.02311, section 5).
+    Only `loss` has a gradient. That of x is partial over the axes that split the vocabulary.
     """
 
-    def add(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        x_CD, targets_C, weights_C = chunk
-        part, _ = _chunk(x_CD, head_DV, targets_C, weights_C, shape)
-        return LossSums(*map(jnp.add, sums, part)), None
+    def add(sums: LossSums, chunk: tuple[jax.Array, Tokens]) -> tuple[LossSums, None]:
+        x_CD, tokens = chunk
+        product_CV = _product(x_CD, matrix_DV)
+        return _added(sums, _loss_of(chunks, head.rest, product_CV, tokens)), None
 
-    chunks = tuple(_chunked(array, shape.chunks) for array in (x_BLD, targets_BL, weights_BL))
-    return jax.lax.scan(add, no_loss(), chunks)[0]
+    matrix_DV = head.matrix_DV.astype(chunks.dtype)
+    return jax.lax.scan(add, no_loss(), _cut(chunks, x_BLD, rows))[0]
 
 
-def cross_entropy_and_gradients(
-    x_BLD: jax.Array, head_DV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, shape: LossShape
-) -> tuple[LossSums, LossGradients]:
-    """`cross_entropy` and its gradients with respect to x and this device's part of the head."""
+def _with_gradients(
+    chunks: LossChunks, x_BLD: jax.Array, head: HeadWeights, rows: Tokens
+) -> tuple[LossSums, tuple[jax.Array, HeadWeights]]:
+    """`chunked_loss`, and the gradients of its loss with respect to x and the head."""
+    matrix_DV = head.matrix_DV.astype(chunks.dtype)
 
     def add(
-        carry: tuple[LossSums, jax.Array], chunk: tuple[jax.Array, ...]
-    ) -> tuple[tuple[LossSums, jax.Array], jax.Array]:
-        sums, head_gradient_DV = carry
-        x_CD, targets_C, weights_C = chunk
-        part, logit_gradient_CV = _chunk(x_CD, head_DV, targets_C, weights_C, shape)
-        x_gradient_CD = logit_gradient_CV @ head_DV.T
-        head_gradient_DV += jnp.dot(x_CD.T, logit_gradient_CV, preferred_element_type=jnp.float32)
-        return (LossSums(*map(jnp.add, sums, part)), head_gradient_DV), x_gradient_CD
+        carry: tuple[LossSums, jax.Array, Any], chunk: tuple[jax.Array, Tokens]
+    ) -> tuple[tuple[LossSums, jax.Array, Any], jax.Array]:
+        sums, matrix_gradient_DV, rest_gradient = carry
+        x_CD, tokens = chunk
+        part, backward = jax.vjp(
+            lambda rest, product_CV: _loss_of(chunks, rest, product_CV, tokens), head.rest, _product(x_CD, matrix_DV)
+        )
+        new_rest, gradient_CV = backward(LossSums(share_of("vocab", jnp.ones(()), chunks.placement), jnp.zeros(())))
+        gradient_CV = gradient_CV.astype(chunks.dtype)
+        x_gradient_CD = gradient_CV @ matrix_DV.T
+        matrix_gradient_DV += _product(x_CD.T, gradient_CV).astype(matrix_gradient_DV.dtype)
+        return (_added(sums, part), matrix_gradient_DV, jax.tree.map(jnp.add, rest_gradient, new_rest)), x_gradient_CD
 
-    start = (no_loss(), jnp.zeros(head_DV.shape, jnp.float32))
-    chunks = tuple(_chunked(array, shape.chunks) for array in (x_BLD, targets_BL, weights_BL))
-    (sums, head_gradient_DV), x_gradient_NCD = jax.lax.scan(add, start, chunks)
-    x_gradient_TD = x_gradient_NCD.reshape(-1, x_BLD.shape[-1])[: targets_BL.size]
-    return sums, LossGradients(x_gradient_TD.reshape(x_BLD.shape), head_gradient_DV)
+    start = (no_loss(), *jax.tree.map(jnp.zeros_like, head))
+    (sums, *gradients), x_gradient_NCD = jax.lax.scan(add, start, _cut(chunks, x_BLD, rows))
+    x_gradient_TD = x_gradient_NCD.reshape(-1, x_BLD.shape[-1])[: x_BLD.shape[0] * x_BLD.shape[1]]
+    return sums, (x_gradient_TD.reshape(x_BLD.shape), HeadWeights(*gradients))
+
+
+def _scaled(
+    chunks: LossChunks, gradients: tuple[jax.Array, HeadWeights], outer: LossSums
+) -> tuple[jax.Array, HeadWeights, None]:
+    x_gradient_BLD, head = jax.tree.map(lambda g: (g * outer.loss).astype(g.dtype), gradients)
+    return x_gradient_BLD, head, None
+
+
+chunked_loss.defvjp(_with_gradients, _scaled)
 
 
 def no_loss() -> LossSums:
@@ -92,35 +200,34 @@ def no_loss() -> LossSums:
     return LossSums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
 
-def _chunked(array: jax.Array, chunks: int) -> jax.Array:
-    """[B, L, …] → [chunks, C, …], with zeros after the last token."""
-    tokens = array.shape[0] * array.shape[1]
-    size = -(-tokens // chunks)
-    flat = array.reshape(tokens, *array.shape[2:])
-    if pad := chunks * size - tokens:
-        flat = jnp.pad(flat, ((0, pad),) + ((0, 0),) * (flat.ndim - 1))
-    return flat.reshape(chunks, size, *flat.shape[1:])
+def _added(total: LossSums, new: LossSums) -> LossSums:
+    return LossSums(*map(jnp.add, total, new))
 
 
-def _chunk(
-    x_CD: jax.Array, head_DV: jax.Array, targets_C: jax.Array, weights_C: jax.Array, shape: LossShape
-) -> tuple[LossSums, jax.Array]:
-    """The sums of one chunk, and the gradient of its loss with respect to its logits, in x's dtype."""
-    placement = shape.placement
-    logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=jnp.float32)
-    size = head_DV.shape[1]
-    ids_V = index_along("vocab", placement) * size + jnp.arange(size)
-    if shape.data_vocab_size < size * placement.num_shards("vocab"):
-        logits_CV = jnp.where(ids_V < shape.data_vocab_size, logits_CV, -jnp.inf)
-    largest_C1 = max_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
-    exponentials_CV = jnp.exp(logits_CV - largest_C1)
-    # A comparison and a sum instead of an index: each device looks only at its part of the vocabulary.
-    is_target_CV = targets_C[:, None] == ids_V
-    both_2C = jnp.stack([jnp.sum(exponentials_CV, axis=-1), jnp.sum(jnp.where(is_target_CV, logits_CV, 0), axis=-1)])
-    partition_C, target_logits_C = sum_over("vocab", both_2C, placement)
-    log_z_C = largest_C1[:, 0] + jnp.log(partition_C)
-    cross_entropy = jnp.sum((log_z_C - target_logits_C) * weights_C)
-    penalty = shape.z_loss * jnp.sum(jnp.square(log_z_C) * weights_C)
-    scale_C1 = (weights_C * (1 + 2 * shape.z_loss * log_z_C) / partition_C)[:, None]
-    gradient_CV = exponentials_CV * scale_C1 - jnp.where(is_target_CV, weights_C[:, None], 0)
-    return LossSums(cross_entropy + penalty, cross_entropy), gradient_CV.astype(x_CD.dtype)
+def _product(x_CD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
+    return jnp.dot(x_CD, matrix_DV, preferred_element_type=jnp.float32)
+
+
+def _loss_of(chunks: LossChunks, rest: Any, product_CV: jax.Array, tokens: Tokens) -> LossSums:
+    logits_CV, size = chunks.finish(rest, product_CV), product_CV.shape[1]
+    ids_V = index_along("vocab", chunks.placement) * size + jnp.arange(size)
+    if chunks.data_vocab_size < size * chunks.placement.num_shards("vocab"):
+        logits_CV = jnp.where(ids_V < chunks.data_vocab_size, logits_CV, -jnp.inf)
+    sums = chunks.loss(Logits(logits_CV, ids_V, chunks.placement), tokens)
+    if not (isinstance(sums, LossSums) and all(jnp.shape(one) == () for one in sums)):
+        raise ConfigError("train.loss: the function must return jaxmnt.training.loss.LossSums of two numbers")
+    return sums
+
+
+def _cut(chunks: LossChunks, x_BLD: jax.Array, rows: Tokens) -> tuple[jax.Array, Tokens]:
+    """[chunks, C, …] of each, with zeros after the last token."""
+
+    def cut(array: jax.Array) -> jax.Array:
+        count = array.shape[0] * array.shape[1]
+        size = -(-count // chunks.chunks)
+        flat = array.reshape(count, *array.shape[2:])
+        if pad := chunks.chunks * size - count:
+            flat = jnp.pad(flat, ((0, pad),) + ((0, 0),) * (flat.ndim - 1))
+        return flat.reshape(chunks.chunks, size, *flat.shape[1:])
+
+    return cut(x_BLD), {name: cut(rows[name]) for name in sorted(rows)}

@@ -15,9 +15,12 @@ With a program of its own for each stage, 1f1b would hold only p - stage microba
 every exchange aligns the neighbours, so that more are under way.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from jaxmnt.models.contract import LayerGroup
 
 
 class Work(NamedTuple):
@@ -189,25 +192,66 @@ def _table(items: list[tuple[int, int, Work]], ticks: int, stages: int) -> Phase
     return tuple(map(tuple, rows))
 
 
-def layer_slots(layers: int, stages: int, chunks: int, sizes: list[int] | None = None) -> list[list[int | None]]:
-    """Which layer lies in each slot of each stage: [stage][slot], chunk after chunk, None where a chunk is shorter.
+def even_sizes(layers: int, pieces: int) -> list[int]:
+    """Layers of each piece, as even as possible."""
+    return [layers // pieces + (piece < layers % pieces) for piece in range(pieces)]
 
-    `sizes` are the layers of each piece in order of the model; by default as even as possible. Every layer is placed
-    exactly once.
+
+Slots = list[list[int | None]]
+"""[stage][slot], chunk after chunk: which unit lies there; None where a chunk has fewer."""
+
+
+def unit_slots(
+    groups: Sequence[LayerGroup], stages: int, chunks: int, sizes: Sequence[int] | None = None
+) -> dict[str, Slots]:
+    """Which unit of each group of layers lies in each slot of each stage. Every unit is placed exactly once.
+
+    `sizes` are the layers of each piece in order of the model; by default as even as whole units allow. Raises
+    `ValueError` for sizes that cut a unit, and if there are fewer units than pieces.
     """
+    units = [(group.name, index, len(group.pattern)) for group in groups for index in range(group.units)]
+    ends = list(itertools.accumulate(width for *_, width in units))
     pieces = stages * chunks
-    if sizes is None:
-        sizes = [layers // pieces + (piece < layers % pieces) for piece in range(pieces)]
-    assert len(sizes) == pieces and sum(sizes) == layers and min(sizes) >= 1
-    depth, starts = max(sizes), [sum(sizes[:piece]) for piece in range(pieces)]
-    slots = [
-        [
-            starts[chunk * stages + stage] + i if i < sizes[chunk * stages + stage] else None
-            for chunk in range(chunks)
-            for i in range(depth)
-        ]
-        for stage in range(stages)
-    ]
-    placed = sorted(layer for stage in slots for layer in stage if layer is not None)
-    assert placed == list(range(layers)), "every layer is placed exactly once"
+    if len(units) < pieces:
+        raise ValueError(
+            f"mesh.pipeline: {pieces} pieces of a pipeline need as many units of layers, and the pattern of layers "
+            f"makes {len(units)} of {ends[-1]} layers; lower it, or pipeline.chunks"
+        )
+    cuts = _cuts(ends, sizes) if sizes is not None else _even_cuts(ends, pieces)
+    parts = [units[start:end] for start, end in itertools.pairwise([0, *cuts])]
+    return {group.name: _slots_of(group.name, parts, stages, chunks) for group in groups}
+
+
+def _cuts(ends: list[int], sizes: Sequence[int]) -> list[int]:
+    """After how many units each piece ends, from the layers of each."""
+    wanted = list(itertools.accumulate(sizes))
+    inside = next((layer for layer in wanted if layer not in ends), None)
+    if inside is not None:
+        raise ValueError(
+            f"pipeline.layers: {list(sizes)} cuts the pattern of layers after layer {inside}; a piece must end with a "
+            f"whole repetition: after one of {', '.join(map(str, ends))}"
+        )
+    return [ends.index(layer) + 1 for layer in wanted]
+
+
+def _even_cuts(ends: list[int], pieces: int) -> list[int]:
+    """The same, as even as possible: exactly, if all units are alike, else each piece ends with the unit that is
+    nearest."""
+    if len({b - a for a, b in itertools.pairwise([0, *ends])}) == 1:
+        return list(itertools.accumulate(even_sizes(len(ends), pieces)))
+    cuts: list[int] = []
+    for piece in range(1, pieces + 1):
+        low, high = (cuts[-1] if cuts else 0) + 1, len(ends) - (pieces - piece)
+        wanted = ends[-1] * piece / pieces
+        cuts.append(min(range(low, high + 1), key=lambda count: abs(ends[count - 1] - wanted)))
+    return cuts
+
+
+def _slots_of(name: str, parts: list[list[tuple[str, int, int]]], stages: int, chunks: int) -> Slots:
+    own = [[index for group, index, _ in part if group == name] for part in parts]
+    depth = max(map(len, own))
+    filled = lambda piece: [*own[piece], *[None] * (depth - len(own[piece]))]
+    slots = [[unit for chunk in range(chunks) for unit in filled(chunk * stages + stage)] for stage in range(stages)]
+    placed = sorted(unit for row in slots for unit in row if unit is not None)
+    assert placed == list(range(sum(map(len, own)))), "every unit is placed exactly once"
     return slots

@@ -11,12 +11,12 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError
-from jaxmnt.models.attention import Kernel, choose_kernel, device_capability
-from jaxmnt.models.decoder import Definition
+from jaxmnt.models.contract import Definition
+from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
 from jaxmnt.parallel.sharding import Placement
+from jaxmnt.training.loss import Loss
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
 State = dict[str, Any]
@@ -41,13 +41,16 @@ class StepSpec:
     placement: Placement
     layout: Layout
     schedule: PipelineSchedule
-    layer_slots: list[list[int | None]]
-    """Which layer lies in each slot of each stage."""
+    slots: dict[str, list[list[int | None]]]
+    """For each group of layers, which of its units lies in each slot of each stage."""
+    trained_axes: Any
+    """The tree of logical axes without the parameters that do not train."""
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
     dtype: jnp.dtype
     """Of computation."""
     kernel: Kernel
+    loss: Loss
     data_vocab_size: int
 
     @property
@@ -82,14 +85,11 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Ke
     dtype = jnp.dtype(precision)
     head_dim = config.model.head_dim
     assert head_dim
-    capability, wanted = device_capability(device), config.model.attention
-    best = choose_kernel("auto", device.platform, dtype, head_dim, capability)
-    if wanted == "cudnn" and best != "cudnn":
-        raise ConfigError(
-            f"model.attention: cudnn does not take heads of width {head_dim} in {dtype.name} on {device.device_kind}; "
-            "set auto or xla"
-        )
-    return dtype, best if wanted == "auto" else wanted
+    kernel = choose_kernel(
+        config.model.attention, device.platform, dtype, head_dim, device_capability(device),
+        packed=config.data.keeps_documents_apart, soft_cap=config.model.attention_soft_cap is not None,
+    )  # fmt: skip
+    return dtype, kernel
 
 
 class ControlFlags:

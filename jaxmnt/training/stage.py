@@ -1,4 +1,7 @@
-"""A stage's layers, forward and backward, and what they keep in between (remat policies)."""
+"""A stage's layers, forward and backward, and what they keep in between (remat policies).
+
+Shapes: B batch, L length, S a device's piece of the length, D model.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -6,10 +9,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmnt.models.decoder import Params
-from jaxmnt.models.layers import rotary_angles
+from jaxmnt.errors import ConfigError
+from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
+from jaxmnt.models.layers import Angles
 from jaxmnt.parallel.collectives import SCATTERED, unshard
+from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.spec import Batch, StepSpec
+from jaxmnt.training.trained import select
 
 Remat = Literal["none", "attention", "dots", "names", "full"]
 
@@ -20,7 +26,7 @@ query, key, value, attention [B, L, heads, head_dim], mlp_gate and mlp_up [B, L,
 
 
 def rematerialise(layer: Callable[..., Any], remat: Remat, save: list[str], *, unrolled: bool) -> Callable[..., Any]:
-    """Applies the policy of this name to a layer. For `attention` the layer itself does it."""
+    """Applies the policy of this name to a layer. No kernel keeps attention's scores, so `attention` is `none`."""
     policies = jax.checkpoint_policies
     if remat in ("none", "attention"):
         return layer
@@ -38,79 +44,108 @@ def rematerialise(layer: Callable[..., Any], remat: Remat, save: list[str], *, u
 Residuals = list[jax.Array]
 """What forward leaves for backward."""
 
-When = Callable[[Callable[[], Any], Callable[[], Any]], Any]
-"""`when(go, idle)` is `go()` if this tick has a microbatch, else `idle()`."""
+When = Callable[[jax.Array | None, Callable[[], Any], Callable[[], Any]], Any]
+"""`when(also, go, idle)` is `go()` if this tick has a microbatch and `also` is true (None is), else `idle()`."""
 
 
-class LayerContext(NamedTuple):
-    """What every layer sees of a microbatch besides its activations."""
+def always(also: jax.Array | None, go: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+    """The `When` of a program without a pipeline."""
+    assert also is None
+    return go()
 
-    angles: tuple[jax.Array, jax.Array]
-    mask: jax.Array | None  # [B, 1, L, L]
+
+class Rows(NamedTuple):
+    """What all layers see of a microbatch."""
+
+    positions: jax.Array  # [B, L], or [1, L]
+    segments: jax.Array | None  # [B, L]
+    rotary: dict[str, Angles]
     row_keys: jax.Array | None  # [B]
 
 
-def layer_context(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -> LayerContext:
-    """The context of a microbatch with these rows and a random key for each of them (None: no dropout)."""
-    model, apart = spec.config.model, spec.config.data.keeps_documents_apart
-    assert model.head_dim
+def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -> Rows:
+    """Of a microbatch with these rows and a random key for each of them (None: no dropout)."""
+    apart = spec.config.data.keeps_documents_apart
     positions = rows["positions"] if apart else rows["positions"][:1]  # all rows count alike
-    segments = rows["segments"]
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]) if apart else None
-    return LayerContext(rotary_angles(positions, model.head_dim, model.rope_theta), mask, row_keys_B)
+    rotary = spec.definition.family.rotary(positions)
+    return Rows(positions, rows["segments"] if apart else None, rotary, row_keys_B)
 
 
 class Layers:
-    """The layers of one chunk, forward and backward.
+    """The layers of one group in one chunk of a stage, forward and backward.
 
-    `params` and `gradients` hold all of this device's layers, of which the chunk is `depth` from `first` on; `order`
-    says which layer of the model lies in each slot. Weights are gathered layer by layer unless they are `whole`
-    already.
+    `params`, `buffers` and `gradients` hold all of this device's units of the group, `order` says which unit of the
+    group lies in each slot (none: -1), and the chunk has `depth` slots. Weights are gathered layer by layer unless
+    they are `whole` already.
     """
 
-    def __init__(self, spec: StepSpec, params: Params, order: jax.Array, depth: int, *, whole: bool):
-        self._spec, self._params, self._order, self._depth, self._whole = spec, params, order, depth, whole
+    def __init__(
+        self,
+        spec: StepSpec,
+        group: LayerGroup,
+        params: Params,
+        buffers: Params,
+        order: jax.Array,
+        depth: int,
+        *,
+        full: bool = True,
+        whole: bool,
+    ):
+        """`full` says that no slot of any stage is empty."""
+        self._spec, self._group, self._order, self._depth, self._whole = spec, group, order, depth, whole
+        self._params, self._buffers, self._full = params, buffers, full
+        self._axes = unstacked(spec.definition.axes[group.name])
+        self._trained_axes = unstacked(spec.trained_axes[group.name])
+        groups = spec.definition.groups
+        self._number = sum(other.num_layers for other in groups[: groups.index(group)])
         train = spec.config.train
-        self._block = rematerialise(self._apply, train.remat, train.remat_save, unrolled=train.layer_unroll > 1)
-        self._structure: Any = None  # of a layer's backward function: the same for all, known once forward is traced
+        self._remat = lambda layer: rematerialise(layer, train.remat, train.remat_save, unrolled=train.layer_unroll > 1)
+        self._backwards: dict[int, _Backward] = {}
+        """Of a layer by place in the pattern: known once forward is traced."""
 
-    def empty_residuals(self, slots: int, x_BSD: jax.Array, context: LayerContext) -> Residuals:
-        """A place for what the forwards of `slots` microbatches leave for their backwards: [slots, depth, …]."""
-        shapes = jax.eval_shape(lambda x: self._layer_forward(x, jnp.int32(0), context)[1], x_BSD)
-        return [jnp.zeros((slots, self._depth, *one.shape), one.dtype) for one in shapes]
+    def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
+        """A place for what the forwards of `slots` microbatches leave for their backwards, [slots, depth, …], and for
+        the sums of this device's layers, [units, …], stacked like its parameters."""
+        _, kept, sums = jax.eval_shape(lambda x: self._unit_forward(x, jnp.int32(0), rows), x_BSD)
+        units = self._order.shape[0]
+        residuals = [jnp.zeros((slots, self._depth, *one.shape), one.dtype) for one in kept]
+        return residuals, jax.tree.map(lambda one: jnp.zeros((units, *one.shape), jnp.float32), sums)
 
     def forward(
         self,
         x_BSD: jax.Array,
-        first: jax.Array,
-        context: LayerContext,
+        chunk: jax.Array,
+        rows: Rows,
         residuals: Residuals,
         slot: jax.Array,
+        sums: Any,
         when: When,
-    ) -> tuple[jax.Array, Residuals]:
-        """The chunk's output, and the residuals, which in this slot have what its backward needs besides weights and
-        context."""
+    ) -> tuple[jax.Array, Residuals, Any]:
+        """The chunk's output; the residuals, which in this slot have what its backward needs besides weights and rows;
+        and the sums with those of this pass added."""
 
-        def body(carry: tuple[jax.Array, Residuals], offset: jax.Array) -> tuple[tuple[jax.Array, Residuals], None]:
-            x_BSD, residuals = carry
-            go = lambda: self._layer_forward(x_BSD, first + offset, context)
-            x_BSD, kept = when(go, lambda: (x_BSD, [one[slot, offset] for one in residuals]))
-            return (
-                x_BSD,
-                [one.at[slot, offset].set(new) for one, new in zip(residuals, kept, strict=True)],
-            ), None
+        def body(carry: Any, offset: jax.Array) -> tuple[Any, None]:
+            x_BSD, residuals, sums = carry
+            unit = chunk * self._depth + offset
+            go = lambda: self._unit_forward(x_BSD, unit, rows)
+            zeros = jax.tree.map(lambda one: jnp.zeros(one.shape[1:], one.dtype), sums)
+            idle = lambda: (x_BSD, [one[slot, offset] for one in residuals], zeros)
+            x_BSD, kept, new = when(self._filled(unit), go, idle)
+            residuals = [one.at[slot, offset].set(new) for one, new in zip(residuals, kept, strict=True)]
+            return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new)), None
 
-        return self._scan(body, (x_BSD, residuals))
+        end: tuple[jax.Array, Residuals, Any] = self._scan(body, (x_BSD, residuals, sums))
+        return end
 
     def backward(
         self,
         x_gradient_BSD: jax.Array,
-        first: jax.Array,
-        context: LayerContext,
+        chunk: jax.Array,
+        rows: Rows,
         residuals: Residuals,
         slot: jax.Array,
         gradients: Params,
-        reduce: Callable[[Params], Params],
+        reduce: Callable[[Params, Params], Params],
         when: When,
     ) -> tuple[jax.Array, Params]:
         """The gradient of the chunk's input, and `gradients` with those of its weights, through `reduce`, added.
@@ -121,65 +156,150 @@ class Layers:
 
         def body(carry: tuple[jax.Array, Params], offset: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
             x_gradient_BSD, gradients = carry
+            unit = chunk * self._depth + offset
+            go = lambda: self._unit_backward(
+                x_gradient_BSD, unit, rows, [one[slot, offset] for one in residuals], reduce
+            )
+            nothing = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
+            x_gradient_BSD, new = when(self._filled(unit), go, nothing)
+            return (x_gradient_BSD, jax.tree.map(lambda total, one: total.at[unit].add(one), gradients, new)), None
 
-            def go() -> tuple[Params, jax.Array]:
-                weights, layer = self._slot(first + offset)
-                backward = self._join_residuals([one[slot, offset] for one in residuals], (weights, layer, context))
-                weight_gradients, new = backward(x_gradient_BSD)
-                return reduce(weight_gradients), new
+        end: tuple[jax.Array, Params] = self._scan(body, (x_gradient_BSD, gradients), reverse=True)
+        return end
 
-            nothing = lambda: (jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients), x_gradient_BSD)
-            new, x_gradient_BSD = when(go, nothing)
-            add = lambda total, one: total.at[first + offset].add(one)
-            return (x_gradient_BSD, jax.tree.map(add, gradients, new)), None
-
-        return self._scan(body, (x_gradient_BSD, gradients), reverse=True)
-
-    def evaluate(self, x_BSD: jax.Array, first: jax.Array, context: LayerContext) -> jax.Array:
+    def evaluate(self, x_BSD: jax.Array, chunk: jax.Array, rows: Rows, when: When) -> jax.Array:
         """The chunk's output alone."""
 
         def body(x_BSD: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
-            weights, layer = self._slot(first + offset)
-            return self._apply(weights, x_BSD, layer, context), None
+            unit = chunk * self._depth + offset
 
-        return self._scan(body, x_BSD)
+            def go() -> jax.Array:
+                x_out_BSD = x_BSD
+                for place in range(len(self._group.pattern)):
+                    arguments = self._arguments(unit, place, rows)
+                    x_out_BSD = self._apply(place)(*arguments, x_out_BSD)[0][0]
+                return x_out_BSD
 
-    def _layer_forward(self, x_BSD: jax.Array, slot: jax.Array, context: LayerContext) -> tuple[jax.Array, Residuals]:
-        weights, layer = self._slot(slot)
-        x_BSD, backward = jax.vjp(lambda w, x: self._block(w, x, layer, context), weights, x_BSD)
-        return x_BSD, self._split_residuals(backward, (weights, layer, context))
+            return when(self._filled(unit), go, lambda: x_BSD), None
 
-    def _apply(self, weights: Params, x_BSD: jax.Array, layer: jax.Array, context: LayerContext) -> jax.Array:
-        spec, keys = self._spec, context.row_keys
-        keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, layer))(keys)
-        block = spec.definition.part("block", weights)
-        recompute = spec.config.train.remat == "attention"
-        return block(x_BSD, context.angles, context.mask, keys, spec.kernel, recompute, spec.placement)
+        end: jax.Array = self._scan(body, x_BSD)
+        return end
 
-    def _slot(self, slot: jax.Array) -> tuple[Params, jax.Array]:
-        """A slot's weights, ready for use, and which layer they are."""
-        pick = lambda array: jax.lax.dynamic_index_in_dim(array, slot, keepdims=False)
-        weights, layer = jax.tree.map(pick, self._params), pick(self._order)
+    def _unit_forward(self, x_BSD: jax.Array, unit: jax.Array, rows: Rows) -> tuple[jax.Array, Residuals, Any]:
+        kept: Residuals = []
+        sums = {}
+        for place in range(len(self._group.pattern)):
+            arguments = self._arguments(unit, place, rows)
+            (x_BSD, loss), backward, sums_of_layer = jax.vjp(
+                self._remat(self._apply(place)), *arguments, x_BSD, has_aux=True
+            )
+            self._backwards[place] = _Backward(
+                backward, (*arguments, x_BSD), known=len(arguments), loss=loss is not None
+            )
+            kept += self._backwards[place].kept(backward)
+            sums[str(place)] = sums_of_layer | ({} if loss is None else {"loss": jax.lax.stop_gradient(loss)})
+        return x_BSD, kept, self._joined(sums)
+
+    def _unit_backward(
+        self,
+        x_gradient_BSD: jax.Array,
+        unit: jax.Array,
+        rows: Rows,
+        kept: Residuals,
+        reduce: Callable[[Params, Params], Params],
+    ) -> tuple[jax.Array, Params]:
+        found = {}
+        for place in reversed(range(len(self._group.pattern))):
+            backward = self._backwards[place]
+            own, kept = kept[len(kept) - backward.count :], kept[: len(kept) - backward.count]
+            weights, *_, x_gradient_BSD = backward(own, self._arguments(unit, place, rows), x_gradient_BSD)
+            if axes := self._at(self._trained_axes, place):
+                found[str(place)] = reduce(select(weights, axes), axes)
+        return x_gradient_BSD, self._joined(found)
+
+    def _apply(self, place: int) -> Callable[..., Any]:
+        """A layer as ((x, term of the loss), sums) of its weights, its buffers, its number, the rows and x."""
+        spec, group = self._spec, self._group
+
+        def apply(weights: Params, buffers: Params, number: jax.Array, rows: Rows, x_BSD: jax.Array) -> Any:
+            keys = rows.row_keys
+            keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+            layer = spec.definition.layer(group, place, _merged(weights, buffers))
+            context = LayerContext(rows.positions, rows.segments, rows.rotary, keys, spec.kernel, spec.placement)
+            output, float32 = _checked(layer(x_BSD, context), x_BSD), lambda one: one.astype(jnp.float32)
+            return (output.x_BSD, jax.tree.map(float32, output.loss)), jax.tree.map(float32, dict(output.sums))
+
+        return apply
+
+    def _arguments(self, unit: jax.Array, place: int, rows: Rows) -> tuple[Params, Params, jax.Array, Rows]:
+        """What a layer is applied to besides x; its weights ready for use."""
+        pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
+        weights = jax.tree.map(pick, self._at(self._params, place))
         if not self._whole:
-            spec = self._spec
-            weights = unshard(weights, spec.definition.layer_axes, spec.placement, spec.dtype)
-        return weights, layer
+            weights = unshard(weights, self._at(self._axes, place), self._spec.placement, self._spec.dtype)
+        buffers = jax.tree.map(pick, self._at(self._buffers, place)) if self._buffers else {}
+        number = self._number + len(self._group.pattern) * jnp.maximum(pick(self._order), 0) + place
+        return weights, buffers, number, rows
+
+    def _at(self, tree: Params, place: int) -> Params:
+        """What a group's tree has for one place of its pattern: not every kind has parameters, or buffers."""
+        return tree if len(self._group.pattern) == 1 else tree.get(str(place), {})
+
+    def _joined(self, by_place: dict[str, Any]) -> Any:
+        """A group's tree of what there is for each place of its pattern."""
+        return by_place if len(self._group.pattern) > 1 else by_place["0"]
+
+    def _filled(self, unit: jax.Array) -> jax.Array | None:
+        return None if self._full else self._order[unit] >= 0
 
     def _scan(self, body: Callable[[Any, jax.Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
         unroll = min(self._spec.config.train.layer_unroll, self._depth)
         return jax.lax.scan(body, start, jnp.arange(self._depth), unroll=unroll, reverse=reverse)[0]
 
-    def _split_residuals(self, backward: Any, known: Any) -> Residuals:
-        """The arrays that a layer's backward function holds, but for those that are `known` when it will be called."""
-        arrays, tree = jax.tree.flatten(backward)
-        places = {id(array): index for index, array in enumerate(jax.tree.leaves(known))}
-        sources = [places.get(id(array)) for array in arrays]
-        structure = (tree, sources, [(array.shape, array.dtype) for array in arrays])
-        assert self._structure is None or self._structure[1:] == structure[1:], "all layers are alike"
-        self._structure = structure
-        return [array for array, source in zip(arrays, sources, strict=True) if source is None]
 
-    def _join_residuals(self, kept: Residuals, known: Any) -> Any:
-        tree, sources, _ = self._structure
-        leaves, rest = jax.tree.leaves(known), iter(kept)
-        return jax.tree.unflatten(tree, [next(rest) if source is None else leaves[source] for source in sources])
+class _Backward:
+    """A layer's backward function without arrays. JAX keeps apart which of its arguments it holds and what else
+    (jax.vjp's `args_res` and `opaque_residuals`): the first `known` arguments are given again when it is called."""
+
+    def __init__(self, backward: Any, arguments: tuple[Any, ...], *, known: int, loss: bool):
+        self._tree, self._loss = jax.tree.structure(backward), loss
+        # In place of an argument that it does not hold there is an object that is no array.
+        is_entry = lambda node: node is not None and not isinstance(node, tuple | list | dict)
+        entries = jax.tree.leaves(backward.args_res, is_leaf=is_entry)
+        assert len(entries) == len(jax.tree.leaves(arguments)), "an entry for each argument"
+        given = len(jax.tree.leaves(arguments[:known]))
+        self._given = [index for index in range(given) if isinstance(entries[index], jax.Array)]
+        self.count = len(jax.tree.leaves(backward)) - len(self._given)
+
+    def kept(self, backward: Any) -> Residuals:
+        """The arrays that it holds, but for those that will be given again."""
+        return jax.tree.leaves(backward)[len(self._given) :]
+
+    def __call__(self, kept: Residuals, arguments: tuple[Any, ...], x_gradient_BSD: jax.Array) -> Any:
+        """The gradients of all arguments and of x."""
+        given = jax.tree.leaves(arguments)
+        backward = jax.tree.unflatten(self._tree, [given[index] for index in self._given] + kept)
+        return backward((x_gradient_BSD, jnp.ones(()) if self._loss else None))
+
+
+def _checked(output: Any, x_BSD: jax.Array) -> LayerOutput:
+    """What a layer has returned. Raises `ConfigError` for what the contract does not allow."""
+    if not isinstance(output, LayerOutput):
+        raise ConfigError(f"model.family: a layer must return a LayerOutput, and returns a {type(output).__name__}")
+    x, loss = output.x_BSD, output.loss
+    if (x.shape, x.dtype) != (x_BSD.shape, x_BSD.dtype):
+        raise ConfigError(
+            f"model.family: a layer must return activations like its input, {x_BSD.dtype}{list(x_BSD.shape)}, and "
+            f"returns {x.dtype}{list(x.shape)}"
+        )
+    if loss is not None and jnp.shape(loss) != ():
+        raise ConfigError(f"model.family: a layer's loss must be one number, and has the shape {list(jnp.shape(loss))}")
+    if "loss" in output.sums:
+        raise ConfigError("model.family: a layer's sum is named loss, as its term of the loss is; rename it")
+    return output._replace(loss=None if loss is None else jnp.asarray(loss))
+
+
+def _merged(weights: Params, buffers: Params) -> Params:
+    """Both trees in one."""
+    both = weights.keys() & buffers.keys()
+    return {**weights, **buffers, **{name: _merged(weights[name], buffers[name]) for name in sorted(both)}}

@@ -1,7 +1,7 @@
 """The train state: what is in it, and the shapes, dtypes and shardings of it as it is placed and as it is stored.
 
-Its parts have names (params, optimizer, counters, bad_steps). A later part is one more name: checkpoints that lack it
-are still read, and what it holds begins as in a new run.
+Its parts have names (params, optimizer, counters, bad_steps, and buffers if the model has some). A later part is one
+more name: checkpoints that lack it are still read, and what it holds begins as in a new run.
 """
 
 import math
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import Axes, is_axes
 from jaxmnt.training.spec import State, StepSpec
+from jaxmnt.training.trained import select
 
 HOST_MEMORY = "pinned_host"
 
@@ -29,15 +30,17 @@ class OneLeaf:
 
 
 def initial_state(spec: StepSpec) -> State:
-    params = spec.definition.init(jax.random.key(spec.config.seed))
+    definition, place = spec.definition, spec.layout.to_device_layout
+    params, buffers = definition.init(jax.random.key(spec.config.seed))
     params = jax.tree.map(lambda leaf: leaf.astype(spec.params_dtype), params)
-    params = map_with_axes(spec.layout.to_device_layout, params, spec.definition.axes)
-    return {
+    params = map_with_axes(place, params, definition.axes)
+    state = {
         "params": params,
-        "optimizer": spec.optimizer.init(params),
+        "optimizer": spec.optimizer.init(select(params, spec.trained_axes)),
         "counters": {"step": jnp.int32(0)},
         "bad_steps": {"total": jnp.int32(0), "in_a_row": jnp.int32(0)},
     }
+    return state | ({"buffers": map_with_axes(place, buffers, definition.buffer_axes)} if buffers else {})
 
 
 def abstract_state(spec: StepSpec) -> State:
@@ -65,6 +68,11 @@ def canonical_abstract(spec: StepSpec, state: State) -> State:
     return with_axes(spec, state, one)
 
 
+def model_state(state: State) -> State:
+    """The parts of the state that the model is: without what only training needs."""
+    return {part: state[part] for part in ("params", "buffers") if part in state}
+
+
 def moving_bytes(spec: StepSpec, state: State) -> int:
     """Extra bytes on a device during a save: arrays whose layout in a checkpoint is another than on the device."""
     stored = canonical_abstract(spec, state)
@@ -74,17 +82,21 @@ def moving_bytes(spec: StepSpec, state: State) -> int:
 
 def with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]) -> State:
     """`function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
-    axes = jax.tree.map(OneLeaf, spec.definition.axes, is_leaf=is_axes)
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # a parameter of another kind of optimizer
+    axes = jax.tree.map(OneLeaf, spec.trained_axes, is_leaf=is_axes)
     optimizer = optax.tree_map_params(
         spec.optimizer,
-        lambda leaf, named: function(leaf, named.axes),
+        lambda leaf, named: leaf if is_masked(leaf) else function(leaf, named.axes),
         state["optimizer"],
         axes,
         transform_non_params=lambda leaf: function(leaf, ()),
+        is_leaf=is_masked,
     )
     single = {part: jax.tree.map(lambda leaf: function(leaf, ()), state[part]) for part in ("counters", "bad_steps")}
+    definition = spec.definition
+    arrays = {"params": definition.axes} | ({"buffers": definition.buffer_axes} if "buffers" in state else {})
     return {
-        "params": map_with_axes(function, state["params"], spec.definition.axes),
+        **{part: map_with_axes(function, state[part], axes) for part, axes in arrays.items()},
         "optimizer": optimizer,
         **single,
     }

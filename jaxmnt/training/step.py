@@ -1,25 +1,29 @@
 """The training step and the evaluation step, as pure functions of (state, batch).
 
-state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}}
+state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}},
+and "buffers": … if the model has state that no gradient touches.
 batch = {"tokens", "targets", "weights", "segments", "positions": [global rows, length], "control": [devices, 2]}
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmnt.models.decoder import Params
+from jaxmnt.errors import ConfigError
+from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
+from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training import engine
 from jaxmnt.training.loss import LossSums
 from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, State, StepSpec
+from jaxmnt.training.trained import replaced, select
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
 
 
 def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -29,19 +33,22 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     sums travel to the end and are divided once. If the loss or the gradient is not finite, the batch counts as taken
     but nothing else changes: neither parameters nor the optimizer, whose schedule therefore goes by updates.
     """
-    step, bad = state["counters"]["step"], state["bad_steps"]
-    sums, tokens, scale, gradients = mean_gradients(spec, state["params"], batch, step)
-    loss, norm = sums.cross_entropy * scale, optax.tree.norm(gradients)
+    step, bad, params = state["counters"]["step"], state["bad_steps"], state["params"]
+    buffers = state.get("buffers", {})
+    found = mean_gradients(spec, params, buffers, batch, step)
+    loss, norm, gradients = found.sums.cross_entropy * found.scale, optax.tree.norm(found.gradients), found.gradients
     # Both are sums over all devices: what one of them decides, all do.
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
     clip = spec.config.optimizer.clip_norm
     if clip is not None:
         factor = jnp.minimum(1, clip / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * factor, gradients)
-    updates, optimizer = spec.optimizer.update(gradients, state["optimizer"], state["params"])
+    trained = select(params, spec.trained_axes)
+    updates, optimizer = spec.optimizer.update(gradients, state["optimizer"], trained)
     keep_good = lambda new, old: jnp.where(good, new, old)
+    updated = jax.tree.map(keep_good, optax.apply_updates(trained, updates), trained)
     new_state = {
-        "params": jax.tree.map(keep_good, optax.apply_updates(state["params"], updates), state["params"]),
+        "params": replaced(params, updated, spec.trained_axes),
         "optimizer": jax.tree.map(keep_good, optimizer, state["optimizer"]),
         "counters": {"step": step + 1},
         "bad_steps": {
@@ -49,77 +56,132 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
             "in_a_row": jnp.where(good, 0, bad["in_a_row"] + 1),
         },
     }
+    if buffers:
+        new_state["buffers"] = jax.tree.map(keep_good, _updated_buffers(spec, buffers, found.layers), buffers)
+    # Over all devices, so that no process misses another's wish.
+    stop, save = jnp.sum(batch["control"], axis=0)
     metrics = {
         "loss": loss,
         "grad_norm": norm,
         "learning_rate": jnp.asarray(spec.learning_rate(step - bad["total"]), jnp.float32),
-        "tokens": tokens,
+        "tokens": found.tokens,
         "bad_steps": new_state["bad_steps"]["total"],
         "bad_in_a_row": new_state["bad_steps"]["in_a_row"],
-        # Over all devices, so that no process misses another's wish.
-        "stop": jnp.sum(batch["control"][:, 0]),
-        "save": jnp.sum(batch["control"][:, 1]),
+        "stop": stop,
+        "save": save,
+        "model": _layer_metrics(spec, found),
     }
     return new_state, metrics
 
 
-def mean_gradients(
-    spec: StepSpec, params: Params, batch: Batch, step: jax.Array
-) -> tuple[LossSums, jax.Array, jax.Array, Params]:
-    """Sums of the loss, the number of real targets, one over the sum of their weights, and float32 gradients of the
-    mean loss, sharded like the parameters."""
-    rows = {name: batch[name] for name in BATCH_LOGICAL_AXES}
-    sums, tokens, weight, gradients = _sharded(spec, _local_gradients, with_gradients=True)(params, rows, step)
-    scale = 1 / jnp.maximum(weight, 1e-9)
-    return sums, tokens, scale, jax.tree.map(lambda g: g * scale, gradients)
+def _updated_buffers(spec: StepSpec, buffers: Params, layers: dict[str, Any]) -> Params:
+    """By the family's rule, which is for buffers as they are stored."""
+    layout, axes = spec.layout, spec.definition.buffer_axes
+    stored = map_with_axes(layout.to_checkpoint_layout, buffers, axes)
+    new = spec.definition.family.update_buffers(stored, layers)
+    shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    if shapes(new) != shapes(stored):
+        raise ConfigError(
+            "model.family: update_buffers must return the buffers that it was given, with their names, shapes and "
+            f"dtypes, {shapes(stored)}; it returns {shapes(new)}"
+        )
+    return map_with_axes(layout.to_device_layout, new, axes)
 
 
-def eval_step(spec: StepSpec, params: Params, batch: Batch) -> Metrics:
+def _layer_metrics(spec: StepSpec, found: "Mean") -> dict[str, jax.Array]:
+    metrics = spec.definition.family.metrics(found.layers, found.tokens)
+    wrong = sorted(name for name, value in metrics.items() if jnp.shape(value) != ())
+    if wrong:
+        raise ConfigError(f"model.family: metrics must return numbers by name; {wrong[0]} is none")
+    return metrics
+
+
+class Mean(NamedTuple):
+    """Of a global batch."""
+
+    sums: LossSums
+    """Over all real targets, with the layers' terms in `loss`."""
+    tokens: jax.Array
+    """Real targets."""
+    scale: jax.Array
+    """One over the sum of their weights; 0 if there are none."""
+    layers: dict[str, Any]
+    """What the layers returned as sums, stacked as they are stored."""
+    gradients: Params
+    """Float32 gradients of the mean loss, sharded like the parameters."""
+
+
+def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array) -> Mean:
+    """Loss and gradients of one global batch."""
+    placement, definition, whole = spec.placement, spec.definition, jax.sharding.PartitionSpec()
+    layer_axes = {group.name: (group.name,) for group in definition.groups}  # stacked like parameters
+    sharded = jax.shard_map(
+        functools.partial(_local_gradients, spec),
+        mesh=placement.mesh,
+        in_specs=(_specs(spec, definition.axes), _specs(spec, definition.buffer_axes), _row_specs(spec), whole),
+        out_specs=(whole, whole, whole, _specs(spec, layer_axes), _specs(spec, spec.trained_axes)),
+        # JAX does not check what is replicated: each collective has its own transpose.
+        check_vma=False,
+    )
+    sums, tokens, weight, layers, gradients = sharded(params, buffers, _rows(batch), step)
+    stored = {
+        group.name: jax.tree.map(
+            lambda one, name=group.name: spec.layout.to_checkpoint_layout(one, (name, *[None] * (one.ndim - 1))),
+            layers[group.name],
+        )
+        for group in definition.groups
+    }
+    terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(stored) if path[-1].key == "loss"]
+    scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
+    gradients = jax.tree.map(lambda g: g * scale, gradients)
+    return Mean(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, stored, gradients)
+
+
+def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> Metrics:
     """Sums of cross-entropy and of real targets over one global evaluation batch, and whether anybody wants to stop."""
-    rows = {name: batch[name] for name in BATCH_LOGICAL_AXES}
-    sums, tokens = _sharded(spec, _local_evaluation, with_gradients=False)(params, rows)
+    definition, whole = spec.definition, jax.sharding.PartitionSpec()
+    sums, tokens = jax.shard_map(
+        functools.partial(_local_evaluation, spec),
+        mesh=spec.placement.mesh,
+        in_specs=(_specs(spec, definition.axes), _specs(spec, definition.buffer_axes), _row_specs(spec)),
+        out_specs=(whole, whole),
+        check_vma=False,
+    )(params, buffers, _rows(batch))
     return {"loss_sum": sums.cross_entropy, "tokens": tokens, "stop": jnp.sum(batch["control"][:, 0])}
 
 
-def _sharded(spec: StepSpec, function: Callable[..., Any], *, with_gradients: bool) -> Callable[..., Any]:
-    """`function(spec, …)` run on each device's pieces."""
-    placement = spec.placement
-    params = jax.tree.map(placement.spec, spec.definition.axes, is_leaf=is_axes)
-    rows = {name: placement.spec(names) for name, names in BATCH_LOGICAL_AXES.items()}
-    whole = jax.sharding.PartitionSpec()
-    if with_gradients:
-        in_specs: tuple[Any, ...] = (params, rows, whole)
-        out_specs: tuple[Any, ...] = (whole, whole, whole, params)
-    else:
-        in_specs, out_specs = (params, rows), (whole, whole)
-    # No vma check: gradients are taken inside, of local values, and every reduction is written out.
-    return jax.shard_map(
-        lambda *arguments: function(spec, *arguments),
-        mesh=placement.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
+def _specs(spec: StepSpec, axes: Any) -> Any:
+    return jax.tree.map(spec.placement.spec, axes, is_leaf=is_axes)
+
+
+def _rows(batch: Batch) -> Batch:
+    return {name: batch[name] for name in BATCH_LOGICAL_AXES}
+
+
+def _row_specs(spec: StepSpec) -> dict[str, Any]:
+    return {name: spec.placement.spec(names) for name, names in BATCH_LOGICAL_AXES.items()}
 
 
 def _local_gradients(
-    spec: StepSpec, params: Params, batch: Batch, step: jax.Array
-) -> tuple[LossSums, jax.Array, jax.Array, Params]:
+    spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array
+) -> tuple[LossSums, jax.Array, jax.Array, dict[str, Any], Params]:
     """On one device: gradients of the summed loss over all microbatches, then one reduction over the replicas."""
-    sums, gradients = engine.loss_and_gradients(spec, params, batch, lambda index: _row_keys(spec, step, index))
+    row_keys = lambda index: _row_keys(spec, step, index)
+    found = engine.loss_and_gradients(spec, params, buffers, batch, row_keys)
     weights = batch["weights"]
-    counts = (sums, jnp.sum(weights > 0, dtype=jnp.int32), jnp.sum(weights))
-    sums, tokens, weight = collectives.sum_over_batch(counts)
-    axes, placement = spec.definition.axes, spec.placement
-    return sums, tokens, weight, collectives.reduce_gradients(gradients, axes, placement, spec.reduce_dtype)
+    counts = (found.sums, jnp.sum(weights > 0, dtype=jnp.int32), jnp.sum(weights))
+    sums, tokens, weight = collectives.sum_over_batch(counts, spec.placement)
+    layers = collectives.sum_over_stage(found.layers, spec.placement)
+    gradients = collectives.reduce_gradients(found.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
+    return sums, tokens, weight, layers, gradients
 
 
-def _local_evaluation(spec: StepSpec, params: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
+def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
     training = spec.schedule
     schedule = build_schedule("forward", training.stages, training.microbatches, training.chunks)
-    sums = engine.loss(spec, params, batch, schedule)
+    sums = engine.loss(spec, params, buffers, batch, schedule)
     tokens = jnp.sum(batch["weights"] > 0, dtype=jnp.int32)
-    return collectives.sum_over_batch((sums, tokens))
+    return collectives.sum_over_batch((sums, tokens), spec.placement)
 
 
 def _row_keys(spec: StepSpec, step: jax.Array, microbatch: jax.Array) -> jax.Array | None:

@@ -1,0 +1,42 @@
+"""The families that there are, by the name that `model.family` has."""
+
+from inspect import isabstract
+
+from jaxmnt.config.load import import_dotted
+from jaxmnt.config.schema import Model
+from jaxmnt.errors import ConfigError, printable
+from jaxmnt.models.contract import Family
+
+FAMILIES = {
+    "llama": "jaxmnt.models.llama.Llama",
+}
+
+OPTIONAL = ("sliding_window", "attention_scale", "attention_soft_cap", "logit_soft_cap")
+"""Settings of `model` that only some families have (`Family.settings`)."""
+
+
+def build_family(config: Model, vocab_size: int) -> Family:
+    """The family that the config names, or whose class is at the dotted path that it names.
+
+    Raises `ConfigError` for a family that is not known, and for settings that it does not have.
+    """
+    kind = _family_class(config.family)
+    for name in OPTIONAL:
+        if getattr(config, name) is not None and name not in kind.settings:
+            raise ConfigError(f"model.{name}: the family {config.family} has no such setting; leave it out")
+    return kind(config, vocab_size)
+
+
+def _family_class(name: str) -> type[Family]:
+    path = FAMILIES.get(name, name if "." in name else None)
+    if path is None:
+        raise ConfigError(
+            f"model.family: {printable(name)} is not known; known: {', '.join(sorted(FAMILIES))}, or the dotted path "
+            "of a class of your own"
+        )
+    found = import_dotted(path, "model.family", "a class")
+    if not (isinstance(found, type) and issubclass(found, Family)):
+        raise ConfigError(f"model.family: {printable(name)} is not a subclass of jaxmnt.models.contract.Family")
+    if isabstract(found):
+        raise ConfigError(f"model.family: {printable(name)} lacks the method layer; docs/models.md says what it makes")
+    return found

@@ -1,0 +1,318 @@
+"""Families of models against their mathematics in float64, on one device and split in every way."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import metrics, mostly_slow
+from families import loss, value_and_gradients
+from pretend_family import RATE, reference
+from test_parallel import VOCAB, config, gradients, initial, rows
+
+from jaxmnt.checkpoint.commit import newest_valid
+from jaxmnt.data.feed import to_devices
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.models.contract import define
+from jaxmnt.models.registry import build_family
+from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.train import train
+from jaxmnt.training.compile import build_spec, compile_program
+from jaxmnt.training.spec import ControlFlags
+from jaxmnt.training.state import abstract_state
+from jaxmnt.training.step import _updated_buffers, mean_gradients
+
+MESHES = {
+    "one device": (1, {}),
+    "pipeline 2 x fsdp 2 x model 2": (8, {"pipeline": 2, "fsdp": 2, "model": 2}),
+}
+MODELS = {
+    "llama": {"num_kv_heads": 2},
+}  # fmt: skip
+
+
+def sections(family, mesh):
+    return {
+        "model": {"family": family, "num_layers": 4, **MODELS[family]},
+        "data": {"document_mask": True, "global_batch_size": 8},
+        "train": {"microbatch_size": 1 if mesh else None},
+        "mesh": mesh,
+    }
+
+
+def shaken(tree, seed=1):
+    """Parameters with noise: biases that are 0 and scales that are 1 would hide what is wrong with them."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape).astype(np.float32), tree)
+
+
+@functools.cache
+def expected(family):
+    chosen = config(**sections(family, {}))
+    params = shaken(initial(chosen.model))
+    return params, value_and_gradients(lambda p: loss(family, p, rows(chosen), chosen.model, VOCAB), params)
+
+
+def assert_near(found, wanted, tolerance=2e-5):
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        error = np.abs(a - b).max() / np.abs(b).max()
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.2e}"
+
+
+@pytest.mark.parametrize(("family", "mesh"), mostly_slow({1}, list(itertools.product(MODELS, MESHES))))
+def test_a_family_is_its_mathematics(family, mesh):
+    params, (value, wanted) = expected(family)
+    devices, sizes = MESHES[mesh]
+    found_value, found = gradients(devices, params, **sections(family, sizes))
+    assert found_value == pytest.approx(value, rel=1e-5)
+    assert_near(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "words"),
+    [
+        ({"family": "lama"}, {}, "model.family: lama is not known; known: llama"),
+        ({"family": "json.JSONDecoder"}, {}, "json.JSONDecoder is not a subclass of jaxmnt.models.contract.Family"),
+        ({"family": "jaxmnt.models.contract.Family"}, {}, "jaxmnt.models.contract.Family lacks the method layer"),
+        ({"family": "no.such.place"}, {}, "model.family: no.such.place cannot be imported"),
+        ({"sliding_window": 8}, {}, "model.sliding_window: the family llama has no such setting"),
+    ],
+)
+def test_a_model_that_cannot_be_is_named(model, mesh, words):
+    with pytest.raises(ConfigError, match=words):
+        build_spec(config(model=model, mesh=mesh), VOCAB, jax.devices()[: mesh.get("pipeline", 1)])
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "words"),
+    [
+        ("TwoOfAName", {}, "the name layers of a group of layers is taken"),
+        ("NamedLikeAnAxis", {}, "the name bias of a group of layers is taken"),
+        ("OneTooMany", {}, "groups() has 4 layers, and model.num_layers is 3"),
+        ("Pretend", {"num_layers": 1}, "the group layers has no layers"),
+        ("Wider", {"intermediate_size": 65}, "prefix.mlp.down has 130 along mlp, which is padded for this mesh"),
+        ("UnknownAxis", {}, "norm.scale has the unknown axis 'odd'"),
+        ("BufferBefore", {}, "the buffer norm.bias must be one of a layer"),
+        ("Bare", {}, "a layer must return a LayerOutput, and returns a"),
+        ("Forgetful", {}, "update_buffers must return the buffers that it was given"),
+        ("Vectors", {}, "metrics must return numbers by name; loads is none"),
+    ],
+)
+def test_what_the_contract_does_not_allow_is_named(family, model, words):
+    model = {"family": f"pretend_family.{family}", "num_layers": 3, "vocab_size": 1024} | model
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        compile_program(config(model=model, mesh={"model": 2}), VOCAB, jax.devices()[:2])
+
+
+# -- a family outside of the package: a prefix, a term of the loss, a bias without gradient
+
+PREFIX_MESHES = {
+    "one device": (1, {}, {}),
+    "pipeline 2 x fsdp 2 x model 2": (8, {"pipeline": 2, "fsdp": 2, "model": 2}, {}),
+    "uneven stages": (2, {"pipeline": 2}, {"layers": [2, 3]}),
+    "interleaved": (2, {"pipeline": 2}, {"schedule": "interleaved", "chunks": 2}),
+}
+
+
+def pretend(mesh, pipeline, kind="Pretend"):
+    # Padded to so many words that what stays whole over the mesh is a small share of the parameters.
+    return {
+        "model": {"family": f"pretend_family.{kind}", "num_layers": 5, "vocab_size": 1024},
+        "data": {"document_mask": True, "global_batch_size": 8},
+        "train": {"microbatch_size": 2 if mesh else None, "remat": "full" if len(mesh) > 1 else "none"},
+        "mesh": mesh,
+        "pipeline": pipeline,
+    }
+
+
+@functools.cache
+def pretend_step(mesh, kind="Pretend"):
+    """Loss, gradients, buffers and metrics after a step from noisy parameters."""
+    devices, sizes, pipeline = PREFIX_MESHES[mesh]
+    chosen = config(**pretend(sizes, pipeline, kind))
+    spec = build_spec(chosen, VOCAB, jax.devices()[:devices])
+    params, buffers = pretend_start(chosen.model)
+    batch = rows(chosen)
+    axes, layout = spec.definition, spec.layout
+    place = lambda tree, names: map_with_axes(layout.to_device_layout, tree, names)
+    state = abstract_state(spec)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (state["params"], state["buffers"]))
+    placed = jax.jit(
+        lambda p, b: (place(p, axes.axes), place(b, axes.buffer_axes)), out_shardings=shardings
+    )(params, buffers)  # fmt: skip
+    put = jax.device_put(batch, spec.placement.sharding(("batch", "length")))
+
+    def compute(params, buffers, batch):
+        found = mean_gradients(spec, params, buffers, batch, jnp.int32(0))
+        stored = map_with_axes(layout.to_checkpoint_layout, found.gradients, axes.axes)
+        new = map_with_axes(
+            layout.to_checkpoint_layout, _updated_buffers(spec, buffers, found.layers), axes.buffer_axes
+        )
+        metrics = spec.definition.family.metrics(found.layers, found.tokens)
+        return found.sums.loss * found.scale, stored, new, metrics
+
+    return jax.device_get(jax.jit(compute)(*placed, put))
+
+
+@functools.cache
+def pretend_start(model):
+    params, buffers = jax.device_get(
+        jax.jit(
+            define(build_family(model.model_copy(update={"family": "pretend_family.Pretend"}), model.vocab_size)).init
+        )(jax.random.key(0))
+    )
+    return shaken(params), shaken(buffers, seed=2)
+
+
+@functools.cache
+def pretend_expected():
+    chosen = config(**pretend({}, {}))
+    params, buffers = pretend_start(chosen.model)
+    batch = rows(chosen)
+    value, wanted = value_and_gradients(
+        lambda p: reference(p, jax.tree.map(jnp.asarray, buffers), batch, chosen.model, VOCAB)[0], params
+    )
+    loads = np.asarray(reference(*jax.tree.map(jnp.asarray, (params, buffers)), batch, chosen.model, VOCAB)[1], float)
+    bias = buffers["layers"]["bias"] + RATE * np.sign(loads.mean(-1, keepdims=True) - loads)
+    return value, wanted, bias, (loads / loads.sum(-1, keepdims=True)).max()
+
+
+def check_pretend(mesh, kind="Pretend"):
+    value, wanted, bias, largest = pretend_expected()
+    found_value, found, buffers, metrics = pretend_step(mesh, kind)
+    assert float(found_value) == pytest.approx(value, rel=1e-5)
+    assert_near(found, wanted)
+    np.testing.assert_allclose(buffers["layers"]["bias"], bias, rtol=1e-6, atol=1e-7)
+    assert float(metrics["largest_load"]) == pytest.approx(largest, rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", mostly_slow({1}, list(PREFIX_MESHES)))
+def test_a_family_with_every_part_is_its_mathematics(mesh):
+    check_pretend(mesh)
+
+
+def test_kinds_in_turn_of_which_one_has_buffers():
+    found = [pretend_loss_and_buffers(*case) for case in ((1, {}), (2, {"pipeline": 2}))]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    np.testing.assert_allclose(found[0][1]["1"]["bias"], found[1][1]["1"]["bias"], rtol=1e-6)
+    assert np.any(found[0][1]["1"]["bias"])
+
+
+def pretend_loss_and_buffers(devices, mesh):
+    """After a step of layers of two kinds in turn."""
+    tree = pretend(mesh, {}, "Alternating")
+    chosen = config(**tree | {"model": tree["model"] | {"num_layers": 4}})
+    program = compile_program(chosen, VOCAB, jax.devices()[:devices])
+    batch = to_devices(rows(chosen), list(range(8)), 8, program.batch_sharding)
+    flags = {"control": ControlFlags(program.control_sharding).array()}
+    state, values = program.step(program.init(), batch | flags)
+    return float(values["loss"]), jax.device_get(program.to_canonical(state)["buffers"]["layers"])
+
+
+def test_a_batch_without_targets_changes_nothing_by_its_layers_terms():
+    chosen = config(**pretend({}, {}))
+    program = compile_program(chosen, VOCAB, jax.devices()[:1])
+    fields = rows(chosen)
+    fields["weights"] *= 0
+    batch = to_devices(fields, list(range(8)), 8, program.batch_sharding)
+    _, values = program.step(program.init(), batch | {"control": ControlFlags(program.control_sharding).array()})
+    assert float(values["grad_norm"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["WithoutPrefix", "WithoutTerm", "WithoutBias"])
+def test_a_part_that_is_left_out_is_found(kind):
+    with pytest.raises(AssertionError):
+        check_pretend("one device", kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["mesh.data=1", "mesh.pipeline=2"])
+def test_a_bias_without_gradient_resumes_bit_for_bit(tiny, tmp_path, mesh):
+    own = (
+        "model.family=pretend_family.Pretend",
+        "model.num_layers=3",
+        "train.steps=4",
+        "optimizer.warmup_steps=1",
+        mesh,
+    )
+    devices = jax.devices()[: int(mesh[-1])]
+    whole = tiny(*own, f"run.dir={tmp_path / 'whole'}")
+    assert train(whole, devices=devices) == 0
+    parts = tiny(*own, f"run.dir={tmp_path / 'parts'}", "train.stop_after=2")
+    assert train(parts, devices=devices) == ExitCode.STOPPED
+    assert train(tiny(*own, f"run.dir={tmp_path / 'parts'}"), devices=devices) == 0
+    arrays = [newest_valid(tmp_path / name / "checkpoints").manifest.arrays for name in ("whole", "parts")]
+    digests = [{name: array.content for name, array in found.items()} for found in arrays]
+    assert digests[0] == digests[1]
+    assert "buffers/layers/bias" in digests[0]
+    assert [line["model"] for line in metrics(tmp_path / "whole")] == [
+        line["model"] for line in metrics(tmp_path / "parts")
+    ]
+
+
+def test_a_bad_step_leaves_buffers_alone():
+    chosen = config(**pretend({}, {}))
+    program = compile_program(chosen, VOCAB, jax.devices()[:1])
+    state = program.init()
+    state["params"]["norm"]["scale"] *= np.nan
+    before = np.asarray(state["buffers"]["layers"]["bias"]) + 1
+    state["buffers"]["layers"]["bias"] += 1
+    count = chosen.data.global_batch_size
+    batch = to_devices(rows(chosen), list(range(count)), count, program.batch_sharding)
+    state, values = program.step(state, batch | {"control": ControlFlags(program.control_sharding).array()})
+    assert int(values["bad_steps"]) == 1
+    np.testing.assert_array_equal(state["buffers"]["layers"]["bias"], before)
+
+
+# -- which parameters train, and how
+
+RULES = {
+    "frozen": ["embedding.*", "layers.attention.key"],
+    "rules": [
+        {"pattern": "layers.mlp.*", "kind": "muon", "learning_rate_factor": 20.0},
+        {"pattern": "*attention.output", "weight_decay": 0.0},
+    ],
+}
+
+
+def trained(devices, mesh):
+    """The parameters before and after three steps, and the names of the optimizer's arrays."""
+    chosen = config(model={"num_layers": 2}, mesh=mesh, optimizer=RULES, data={"global_batch_size": 8})
+    program = compile_program(chosen, VOCAB, jax.devices()[:devices])
+    state = program.init()
+    before = jax.device_get(state["params"])
+    batch = to_devices(rows(chosen), list(range(8)), 8, program.batch_sharding)
+    for _ in range(3):
+        state, values = program.step(state, batch | {"control": ControlFlags(program.control_sharding).array()})
+        assert int(values["bad_steps"]) == 0
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree.leaves_with_path(state["optimizer"])]
+    return before, jax.device_get(state["params"]), names
+
+
+def test_frozen_parameters_and_optimizers_by_pattern():
+    before, after, names = trained(1, {})
+    same = jax.tree.map(np.array_equal, before, after)
+    assert same["embedding"]["table"] and same["layers"]["attention"]["key"]
+    assert not any(jax.tree.leaves({**same["layers"]["mlp"], "query": same["layers"]["attention"]["query"]}))
+    assert not [name for name in names if "embedding" in name or "key" in name], "frozen ones have no state"
+    assert [name for name in names if "muon" in name and "mlpgate" in name]
+    assert not [name for name in names if "adam" in name and "mlpgate" in name]
+    _, split, _ = trained(4, {"fsdp": 2, "model": 2})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), split, after)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"frozen": ["layers.nothing.*"]}, "optimizer.frozen: 'layers.nothing.*' matches no parameter; the param"),
+        ({"rules": [{"pattern": "head"}]}, "optimizer.rules: 'head' matches no parameter"),
+        ({"rules": [{"pattern": "norm.*", "kind": "muon"}]}, "norm.scale must be a matrix for muon"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_named(optimizer, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        build_spec(config(optimizer=optimizer), VOCAB, jax.devices()[:1])

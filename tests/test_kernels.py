@@ -1,0 +1,111 @@
+"""Attention blockwise over keys: exact, forward and backward, without an array of L × L."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_parallel import VOCAB, config
+from test_program import equations
+
+from jaxmnt.errors import ConfigError
+from jaxmnt.models import kernels
+from jaxmnt.models.kernels import attend, choose_kernel
+from jaxmnt.training.compile import BATCH_DTYPES, build_spec
+from jaxmnt.training.state import abstract_state
+from jaxmnt.training.step import mean_gradients
+
+
+def plain(q, k, v, sinks, segments, window, soft_cap, scale):
+    """The same with all scores at once."""
+    length, heads = q.shape[1:3]
+    k, v = (jnp.repeat(one, heads // one.shape[2], 2) for one in (k, v))
+    scores = jnp.einsum("blhk,bmhk->bhlm", q, k) * scale
+    scores = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
+    back = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = ((back >= 0) & (back < (window or length)))[None, None]
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))], -1)
+    return jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(scores, -1)[..., :length], v)
+
+
+# length, heads, key/value heads, packed, window, soft cap, sinks. A block has 16: up to 32 is written out, more loops.
+CASES = [
+    (1, 4, 2, False, None, None, False),
+    (7, 3, 3, True, 5, None, False),
+    (32, 4, 1, True, None, 2.0, True),
+    (31, 4, 2, False, 20, None, True),
+    (48, 4, 2, True, None, None, False),
+    (50, 4, 4, True, 5, 2.0, True),
+    (64, 4, 1, False, 20, None, False),
+    (65, 2, 1, False, None, 2.0, True),
+]
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "packed", "window", "soft_cap", "sinks"), CASES)
+def test_blockwise_attention_is_exact(
+    length, heads, kv_heads, packed, window, soft_cap, sinks, monkeypatch
+):  # fmt: skip
+    monkeypatch.setattr(kernels, "BLOCK", 16)
+    rng = np.random.default_rng(length)
+    array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    q, k, v, gradient = (array(2, length, count, 8) for count in (heads, kv_heads, kv_heads, heads))
+    segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, length)), axis=1)) if packed else None
+    scores = array(heads) if sinks else None
+
+    @jax.jit
+    def both(q, k, v, scores):
+        blockwise = lambda q, k, v, sinks_H: attend(
+            q, k, v, segments, "blockwise", window=window, soft_cap=soft_cap, scale=0.3, sinks_H=sinks_H
+        )
+        whole = lambda q, k, v, sinks_H: plain(q, k, v, sinks_H, segments, window, soft_cap, 0.3)
+        results = []
+        for function in (blockwise, whole):
+            out, backward = jax.vjp(function, q, k, v, scores)
+            results.append((out, backward(gradient)))
+        return results
+
+    with jax.default_matmul_precision("highest"):
+        found, expected = both(q, k, v, scores)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_no_array_of_packed_rows_grows_with_the_square_of_the_length():
+    """Read off the program of a step: no array has the length twice."""
+    length = 4096
+    chosen = config(
+        data={"global_batch_size": 2, "sequence_length": length, "document_mask": True}, model={"num_layers": 2}
+    )
+    spec = build_spec(chosen, VOCAB, jax.devices()[:1])
+    batch = {name: jax.ShapeDtypeStruct((2, length), dtype) for name, dtype in BATCH_DTYPES.items()}
+    jaxpr = jax.make_jaxpr(lambda params, batch: mean_gradients(spec, params, {}, batch, jnp.int32(0)))(
+        abstract_state(spec)["params"], batch
+    )
+    shapes = [variable.aval.shape for equation in equations(jaxpr.jaxpr) for variable in equation.outvars]
+    assert any(kernels.BLOCK in shape for shape in shapes)
+    assert not [shape for shape in shapes if sum(size >= length for size in shape) > 1]
+
+
+def test_kernel_choice():
+    bf16, f32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    choose = lambda platform, dtype, width, capability, wanted="auto", **more: choose_kernel(
+        wanted, platform, dtype, width, capability, **more
+    )
+    assert choose("cpu", bf16, 64, 0) == "blockwise"
+    assert choose("gpu", bf16, 64, 8.0) == "cudnn"
+    assert choose("gpu", f32, 64, 9.0) == "blockwise"
+    assert choose("gpu", bf16, 256, 8.0) == "blockwise"
+    assert choose("gpu", bf16, 256, 9.0) == "cudnn"
+    assert choose("gpu", bf16, 100, 9.0) == "blockwise"
+    assert choose("gpu", bf16, 64, 9.0, "xla") == "blockwise"
+    assert choose("gpu", bf16, 64, 9.0, packed=True) == "blockwise"
+    assert choose("gpu", bf16, 64, 9.0, soft_cap=True) == "blockwise"
+    with pytest.raises(ConfigError, match="cudnn has no soft cap"):
+        choose("gpu", bf16, 64, 9.0, "cudnn", soft_cap=True)
+    with pytest.raises(ConfigError, match="cudnn cannot keep documents of a row apart"):
+        choose("gpu", bf16, 64, 9.0, "cudnn", packed=True)
+    with pytest.raises(ConfigError, match="cudnn does not take heads of width 64 in float32"):
+        choose("gpu", f32, 64, 9.0, "cudnn")
