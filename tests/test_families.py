@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import metrics, mostly_slow
-from families import loss, value_and_gradients
+from families import logits_of_row, loss, value_and_gradients
+from other_loss import SHARE, TEACHER
 from pretend_family import RATE, reference
 from test_parallel import VOCAB, config, gradients, initial, rows
 
@@ -227,6 +228,40 @@ def test_a_batch_without_targets_changes_nothing_by_its_layers_terms():
 def test_a_part_that_is_left_out_is_found(kind):
     with pytest.raises(AssertionError):
         check_pretend("one device", kind)
+
+
+def distilled(tokens, log_p):
+    return -jnp.sum(((1 - SHARE) * TEACHER[tokens] + SHARE / VOCAB) * log_p, -1)
+
+
+def entropies(tokens, log_p):
+    return jnp.sum(jnp.exp(log_p) * log_p, -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "plain", "mesh"),
+    mostly_slow(
+        {1, 3}, [("distillation", distilled, mesh) for mesh in MESHES] + [("entropy", entropies, m) for m in MESHES]
+    ),
+)
+def test_another_loss(loss, plain, mesh):
+    """A function outside of the package: its gradient is that of the loss over all logits in float64."""
+    devices, sizes = MESHES[mesh]
+    chosen = sections("llama", sizes)
+    chosen["train"] = chosen["train"] | {"loss": f"other_loss.{loss}"}
+    params, batch = expected("llama")[0], rows(config(**chosen))
+    model = config(**chosen).model
+
+    def of_batch(params):
+        of_row = lambda *row: logits_of_row("llama", params, *row, model)
+        logits = jax.vmap(of_row)(batch["tokens"], batch["positions"], batch["segments"])
+        each = plain(batch["tokens"], jax.nn.log_softmax(logits[..., :VOCAB], -1))
+        return jnp.sum(each * batch["weights"]) / np.sum(batch["weights"])
+
+    value, wanted = value_and_gradients(of_batch, params)
+    found_value, found = gradients(devices, params, **chosen)
+    assert found_value == pytest.approx(value, rel=1e-5)
+    assert_near(found, wanted)
 
 
 @pytest.mark.slow
