@@ -9,6 +9,7 @@ from jaxmnt.models.contract import Family
 
 FAMILIES = {
     "llama": "jaxmnt.models.llama.Llama",
+    "qwen2": "jaxmnt.models.qwen2.Qwen2",
 }
 
 OPTIONAL = ("sliding_window", "attention_scale", "attention_soft_cap", "logit_soft_cap")

@@ -1,0 +1,35 @@
+"""Qwen 2 and 2.5 (Qwen Team 2024, arXiv:2412.15115): Llama's layers with biases on queries, keys and values.
+
+Shapes: B batch, L length, D model, H query heads, G key/value heads, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmnt.config.schema import Model
+from jaxmnt.models.attention import Attention, KVHeads
+from jaxmnt.models.llama import Llama
+
+
+class BiasedAttention(Attention):
+    """Attention whose three projections add a bias."""
+
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
+        super().__init__(config, output_std, rngs)
+        assert config.num_kv_heads and config.head_dim
+        zeros = lambda heads, axis: nnx.Param(jnp.zeros((heads, config.head_dim), jnp.float32), axes=(axis, "bias"))
+        self.query_bias = zeros(config.num_heads, "heads")
+        self.key_bias = zeros(config.num_kv_heads, "kv_heads")
+        self.value_bias = zeros(config.num_kv_heads, "kv_heads")
+
+    def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BLHK, k_BLGK, v_BLGK = super().projections(x_BLD, shared)
+        key_bias_GK, value_bias_GK = shared.own(self.key_bias[...]), shared.own(self.value_bias[...])
+        return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
+
+
+class Qwen2(Llama):
+    """All layers are alike."""
+
+    attention = BiasedAttention
