@@ -33,6 +33,7 @@ MESHES = {
 MODELS = {
     "llama": {"num_kv_heads": 2},
     "qwen2": {"num_kv_heads": 1, "rope_theta": 1e6},
+    "qwen3": {"num_kv_heads": 2, "head_dim": 6},
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def assert_near(found, wanted, tolerance=2e-5):
         assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.2e}"
 
 
-@pytest.mark.parametrize(("family", "mesh"), mostly_slow({2}, list(itertools.product(MODELS, MESHES))))
+@pytest.mark.parametrize(("family", "mesh"), mostly_slow({2, 5}, list(itertools.product(MODELS, MESHES))))
 def test_a_family_is_its_mathematics(family, mesh):
     params, (value, wanted) = expected(family)
     devices, sizes = MESHES[mesh]
@@ -76,7 +77,7 @@ def test_a_family_is_its_mathematics(family, mesh):
 @pytest.mark.parametrize(
     ("model", "mesh", "words"),
     [
-        ({"family": "lama"}, {}, "model.family: lama is not known; known: llama, qwen2"),
+        ({"family": "lama"}, {}, "model.family: lama is not known; known: llama, qwen2, qwen3"),
         ({"family": "json.JSONDecoder"}, {}, "json.JSONDecoder is not a subclass of jaxmnt.models.contract.Family"),
         ({"family": "jaxmnt.models.contract.Family"}, {}, "jaxmnt.models.contract.Family lacks the method layer"),
         ({"family": "no.such.place"}, {}, "model.family: no.such.place cannot be imported"),

@@ -10,6 +10,7 @@ from jaxmnt.models.contract import Family
 FAMILIES = {
     "llama": "jaxmnt.models.llama.Llama",
     "qwen2": "jaxmnt.models.qwen2.Qwen2",
+    "qwen3": "jaxmnt.models.qwen3.Qwen3",
 }
 
 OPTIONAL = ("sliding_window", "attention_scale", "attention_soft_cap", "logit_soft_cap")

@@ -1,0 +1,34 @@
+"""Qwen 3 (Qwen Team 2025, arXiv:2505.09388): Llama's layers with an RMSNorm on each head's query and key.
+
+The width of a head need not be hidden_size / num_heads.
+
+Shapes: B batch, L length, D model, H query heads, G key/value heads, K head width.
+"""
+
+import jax
+from flax import nnx
+
+from jaxmnt.config.schema import Model
+from jaxmnt.models.attention import Attention, KVHeads
+from jaxmnt.models.layers import RMSNorm
+from jaxmnt.models.llama import Llama
+
+
+class NormedAttention(Attention):
+    """Attention that normalises queries and keys before it rotates them. All heads share the scales."""
+
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
+        super().__init__(config, output_std, rngs)
+        assert config.head_dim
+        self.query_norm = RMSNorm(config.head_dim, config.norm_epsilon)
+        self.key_norm = RMSNorm(config.head_dim, config.norm_epsilon)
+
+    def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BLHK, k_BLGK, v_BLGK = super().projections(x_BLD, shared)
+        return self.query_norm(q_BLHK), self.key_norm(k_BLGK), v_BLGK
+
+
+class Qwen3(Llama):
+    """All layers are alike."""
+
+    attention = NormedAttention
