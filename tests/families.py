@@ -54,13 +54,28 @@ def llama_layer(p, x, positions, segments, config, **options):
     return x + mlp(p["mlp"], norm(x, p["mlp_norm"]["scale"], config.norm_epsilon))
 
 
+def gemma2_layer(p, x, positions, segments, config, window):
+    around = lambda name, x: norm(x, 1 + p[name]["scale"], config.norm_epsilon)
+    a = attention(p["attention"], around("attention_norm", x), positions, segments, config, window=window)
+    x = x + around("after_attention_norm", a)
+    gelu = lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x + around("after_mlp_norm", mlp(p["mlp"], around("mlp_norm", x), gelu))
+
+
 def logits_of_row(family, params, tokens, positions, segments, config):
     """[L, V]"""
     pick = lambda tree, index: jax.tree.map(lambda leaf: leaf[index], tree)
     x, layers = params["embedding"]["table"][tokens], params["layers"]
+    gemma = family == "gemma2"
+    if gemma:
+        x = x * np.sqrt(config.hidden_size)
     for number in range(config.num_layers):
-        x = llama_layer(pick(layers, number), x, positions, segments, config, heads_norm=family == "qwen3")
-    x = norm(x, params["norm"]["scale"], config.norm_epsilon)
+        if gemma:
+            window = config.sliding_window if number % 2 == 0 else None
+            x = gemma2_layer(pick(layers[str(number % 2)], number // 2), x, positions, segments, config, window)
+        else:
+            x = llama_layer(pick(layers, number), x, positions, segments, config, heads_norm=family == "qwen3")
+    x = norm(x, params["norm"]["scale"] + gemma, config.norm_epsilon)
     logits = x @ (params["embedding"]["table"].T if config.tie_embeddings else params["head"]["kernel"])
     return config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap) if config.logit_soft_cap else logits
 

@@ -34,6 +34,10 @@ MODELS = {
     "llama": {"num_kv_heads": 2},
     "qwen2": {"num_kv_heads": 1, "rope_theta": 1e6},
     "qwen3": {"num_kv_heads": 2, "head_dim": 6},
+    "gemma2": {
+        "num_kv_heads": 4, "tie_embeddings": True, "sliding_window": 3, "attention_scale": 0.4,
+        "attention_soft_cap": 1.5, "logit_soft_cap": 2.0,
+    },
 }  # fmt: skip
 
 
@@ -65,7 +69,7 @@ def assert_near(found, wanted, tolerance=2e-5):
         assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.2e}"
 
 
-@pytest.mark.parametrize(("family", "mesh"), mostly_slow({2, 5}, list(itertools.product(MODELS, MESHES))))
+@pytest.mark.parametrize(("family", "mesh"), mostly_slow({2, 7}, list(itertools.product(MODELS, MESHES))))
 def test_a_family_is_its_mathematics(family, mesh):
     params, (value, wanted) = expected(family)
     devices, sizes = MESHES[mesh]
@@ -77,11 +81,13 @@ def test_a_family_is_its_mathematics(family, mesh):
 @pytest.mark.parametrize(
     ("model", "mesh", "words"),
     [
-        ({"family": "lama"}, {}, "model.family: lama is not known; known: llama, qwen2, qwen3"),
+        ({"family": "lama"}, {}, "model.family: lama is not known; known: gemma2, llama, qwen2, qwen3"),
         ({"family": "json.JSONDecoder"}, {}, "json.JSONDecoder is not a subclass of jaxmnt.models.contract.Family"),
         ({"family": "jaxmnt.models.contract.Family"}, {}, "jaxmnt.models.contract.Family lacks the method layer"),
         ({"family": "no.such.place"}, {}, "model.family: no.such.place cannot be imported"),
         ({"sliding_window": 8}, {}, "model.sliding_window: the family llama has no such setting"),
+        ({"family": "gemma2", "num_layers": 5}, {}, "5 layers do not divide into the pattern local, global"),
+        ({"family": "gemma2", "num_layers": 6}, {"pipeline": 4}, "the pattern of layers makes 3 of 6 layers"),
     ],
 )
 def test_a_model_that_cannot_be_is_named(model, mesh, words):
@@ -108,6 +114,14 @@ def test_what_the_contract_does_not_allow_is_named(family, model, words):
     model = {"family": f"pretend_family.{family}", "num_layers": 3, "vocab_size": 1024} | model
     with pytest.raises(ConfigError, match=re.escape(words)):
         compile_program(config(model=model, mesh={"model": 2}), VOCAB, jax.devices()[:2])
+
+
+def test_a_stage_ends_with_a_whole_pattern():
+    chosen = {"model": {"family": "gemma2", "num_layers": 8}, "mesh": {"pipeline": 2}}
+    with pytest.raises(ConfigError, match=r"pipeline.layers: \[3, 5\] cuts the pattern of layers after layer 3"):
+        build_spec(config(**chosen, pipeline={"layers": [3, 5]}), VOCAB, jax.devices()[:2])
+    spec = build_spec(config(**chosen, pipeline={"layers": [2, 6]}), VOCAB, jax.devices()[:2])
+    assert spec.slots == {"layers": [[0, None, None], [1, 2, 3]]}
 
 
 # -- a family outside of the package: a prefix, a term of the loss, a bias without gradient

@@ -8,6 +8,7 @@ from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.contract import Family
 
 FAMILIES = {
+    "gemma2": "jaxmnt.models.gemma2.Gemma2",
     "llama": "jaxmnt.models.llama.Llama",
     "qwen2": "jaxmnt.models.qwen2.Qwen2",
     "qwen3": "jaxmnt.models.qwen3.Qwen3",
