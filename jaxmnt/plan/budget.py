@@ -26,6 +26,9 @@ from jaxmnt.training.trained import names_of
 Least = dict[tuple[str, str], float]
 """(kind, axis) → bytes."""
 
+_SMALL = {"norm", "bias"}
+"""Logical axes of parameters that are a small share of all."""
+
 SEQUENCE_COLLECTIVES = {"none": (4, 4), "attention": (4, 4), "dots": (6, 4), "full": (6, 5)}
 """Gathers and scatters of the activations over `model`, for a layer, by remat policy: two of each forward, the other of
 each backward; with dots the two gathers again; with full also the scatter between attention and MLP, and with names
@@ -33,8 +36,8 @@ at most as much."""
 
 
 def least(spec: StepSpec) -> Least:
-    """What the scheme needs, by kind of collective and mesh axis. Left out is what is small: single numbers, norm
-    scales and the loss's sums over the vocabulary, which `small` bounds."""
+    """What the scheme needs, by kind of collective and mesh axis. Left out is what is small: single numbers, scales,
+    biases, and the loss's sums over the vocabulary, which `small` bounds."""
     config, placement = spec.config, spec.placement
     microbatches, stages, shares = spec.num_microbatches, placement.stages, placement.sizes
     work = microbatches * spec.schedule.chunks
@@ -73,10 +76,11 @@ def least(spec: StepSpec) -> Least:
 
 
 def small(spec: StepSpec) -> float:
-    """A bound of what `least` leaves out, in bytes a step: norm scales, and four numbers a token of the loss."""
-    norms = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for _, leaf, names in _leaves(spec) if "norm" in names)
-    tokens = spec.num_microbatches * spec.microbatch_rows * spec.config.data.sequence_length
-    return 2 * 4 * norms + 2 * 4 * 4 * tokens + 4096
+    """A bound of what `least` leaves out, in bytes a step: scales and biases, and five numbers a token of the loss, in
+    every tick of a pipeline."""
+    sizes = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for _, leaf, names in _leaves(spec) if _SMALL & {*names}]
+    tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
+    return 2 * 4 * sum(sizes) + 2 * 5 * 4 * tokens + 4096
 
 
 def ideal_state_bytes(spec: StepSpec) -> float:
@@ -89,8 +93,8 @@ def ideal_state_bytes(spec: StepSpec) -> float:
 
 
 def _weights(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
-    """All parameters but norm scales, with their names and logical axes."""
-    return [(name, leaf, names) for name, leaf, names in _leaves(spec) if "norm" not in names]
+    """All parameters but scales and biases, with their names and logical axes."""
+    return [(name, leaf, names) for name, leaf, names in _leaves(spec) if not _SMALL & {*names}]
 
 
 def _leaves(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:

@@ -4,7 +4,7 @@ Shapes: T tokens (B · L flattened), C tokens of a chunk, D model, V a device's 
 
 The logits of one chunk of tokens exist at a time, in float32, and of the vocabulary each device of the axes that split
 it has a part. A loss is a differentiable function of one chunk's `Logits`, which offer what is needed of the whole
-vocabulary: what crosses devices is a maximum and three sums a token. The loss is a sum, so its gradient is known up to
+vocabulary: what crosses devices is a maximum and four sums a token. The loss is a sum, so its gradient is known up to
 a scalar as soon as the logits are, and is computed with it. Nothing is computed twice, and the head's gradient leaves
 as one array, so that the head is gathered and reduced once, and not once a chunk.
 """
