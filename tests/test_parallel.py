@@ -251,7 +251,7 @@ def test_no_stage_keeps_weights(remat, kv_heads):
 
 @pytest.mark.slow
 def test_one_stage_remembers_a_part_of_the_microbatches():
-    """Eight stages and 32 microbatches: less than half of gpipe's temporary memory, and no more for 64."""
+    """Eight stages: for 64 microbatches no more than for 32, and less than half of gpipe's temporary memory."""
 
     def temporary(schedule, microbatches):
         chosen = config(
@@ -264,10 +264,10 @@ def test_one_stage_remembers_a_part_of_the_microbatches():
         spec = build_spec(chosen, VOCAB, jax.devices())
         return compile_step(spec, abstract_state(spec)).memory_analysis().temp_size_in_bytes
 
-    few = temporary("1f1b", 32)
-    assert few < 0.5 * temporary("gpipe", 32)
+    few, many = temporary("1f1b", 32), temporary("1f1b", 64)
+    assert many < 0.5 * temporary("gpipe", 64)
     # The batch itself grows: its rows are cut into microbatches on the device.
-    assert temporary("1f1b", 64) - few < 0.02 * few + 5 * 4 * 32 * 256
+    assert many - few < 0.02 * few + 5 * 4 * 32 * 256
 
 
 WAYS = {
