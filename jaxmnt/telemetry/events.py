@@ -125,6 +125,9 @@ def _rewrite(path: Path, last_step: int | None) -> None:
     try:
         with path.open("rb") as lines, _as_private_as(path, temporary) as kept:
             for line in lines:
+                if line == b"\n":  # there may be a million
+                    changed = True
+                    continue
                 record = parse(line)
                 whole = b"" if record is None else line.strip(_PADDING) + b"\n"
                 if record is None and _is_damaged(line):
