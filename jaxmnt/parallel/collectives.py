@@ -88,6 +88,7 @@ def sum_over_stage(tree: Any, placement: Placement) -> Any:
 
 
 _BUCKET_BYTES = 25 * 2**20
+"""So much is copied at a time, and not all gradients at once."""
 
 
 def _psum(tree: Any, over: tuple[str, ...], placement: Placement) -> Any:

@@ -77,6 +77,9 @@ RULES: dict[str, tuple[str, ...]] = {
 GATHERED = ("embed", "kv_embed")
 """Logical axes that are stored in pieces and used whole."""
 
+SCALES_AND_BIASES = {"norm", "bias"}
+"""Logical axes of parameters that are a small share of all, and that do not decay."""
+
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "embed": ("data", "fsdp"),
     "heads": ("model",),

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmnt.parallel.sharding import Axes, is_axes, parameter_name
+from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
 from jaxmnt.plan.hlo import Collective, collectives
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
@@ -25,9 +25,6 @@ from jaxmnt.training.trained import names_of
 
 Least = dict[tuple[str, str], float]
 """(kind, axis) → bytes."""
-
-_SMALL = {"norm", "bias"}
-"""Logical axes of parameters that are a small share of all."""
 
 SEQUENCE_COLLECTIVES = {"none": (4, 4), "attention": (4, 4), "dots": (6, 4), "full": (6, 5)}
 """Gathers and scatters of the activations over `model`, for a layer, by remat policy: two of each forward, the other of
@@ -78,9 +75,10 @@ def least(spec: StepSpec) -> Least:
 def small(spec: StepSpec) -> float:
     """A bound of what `least` leaves out, in bytes a step: scales and biases, and five numbers a token of the loss, in
     every tick of a pipeline."""
-    sizes = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for _, leaf, names in _leaves(spec) if _SMALL & {*names}]
+    vectors = [leaf for _, leaf, names in _leaves(spec) if SCALES_AND_BIASES & {*names}]
+    elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in vectors)
     tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
-    return 2 * 4 * sum(sizes) + 2 * 5 * 4 * tokens + 4096
+    return 2 * 4 * elements + 2 * 5 * 4 * tokens + 4096
 
 
 def ideal_state_bytes(spec: StepSpec) -> float:
@@ -94,7 +92,7 @@ def ideal_state_bytes(spec: StepSpec) -> float:
 
 def _weights(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
     """All parameters but scales and biases, with their names and logical axes."""
-    return [(name, leaf, names) for name, leaf, names in _leaves(spec) if not _SMALL & {*names}]
+    return [(name, leaf, names) for name, leaf, names in _leaves(spec) if not SCALES_AND_BIASES & {*names}]
 
 
 def _leaves(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:

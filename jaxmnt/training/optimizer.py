@@ -11,11 +11,8 @@ import optax.contrib
 from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.sharding import GATHERED, Axes, is_axes, parameter_name
+from jaxmnt.parallel.sharding import GATHERED, SCALES_AND_BIASES, Axes, is_axes, parameter_name
 from jaxmnt.training.trained import matching
-
-NOT_DECAYED = {"norm", "bias"}
-"""Logical axes of parameters without weight decay."""
 
 
 def build_lr_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -67,7 +64,7 @@ def build_optimizer(config: Config, axes: Any) -> tuple[optax.GradientTransforma
         return jax.tree.map_with_path(one, axes, is_leaf=is_axes)
 
     kinds = of_rule(lambda _: "adamw", "kind")
-    decays = of_rule(lambda names: 0.0 if NOT_DECAYED & set(names) else optimizer.weight_decay, "weight_decay")
+    decays = of_rule(lambda names: 0.0 if SCALES_AND_BIASES & set(names) else optimizer.weight_decay, "weight_decay")
     factors = of_rule(lambda _: 1.0, "learning_rate_factor")
     used = set(jax.tree.leaves(kinds))
     # Named, because the names are what a checkpoint knows the state by.
