@@ -99,7 +99,7 @@ def measure(config, steps: int) -> dict:
     import jax
     import numpy as np
 
-    from jaxmnt.telemetry.metrics import CONVENTION, flops_per_token, peak_flops
+    from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
     from jaxmnt.training.compile import compile_program
 
     program = compile_program(config, config.model.vocab_size)
@@ -112,7 +112,9 @@ def measure(config, steps: int) -> dict:
     seconds = float(np.median(times[3:]))
     tokens = config.data.global_batch_size * config.data.sequence_length
     dtype = program.spec.dtype
-    rate = tokens / seconds * flops_per_token(config.model, config.model.vocab_size, config.data.sequence_length)
+    convention = config.telemetry.flops
+    flops = token_flops(program.spec.definition, config.data.sequence_length)
+    rate = tokens / seconds * CONVENTIONS[convention](flops)
     peak = peak_flops(jax.devices()[0].device_kind, dtype)
     return {
         "parameters": program.spec.definition.parameter_count,
@@ -124,7 +126,7 @@ def measure(config, steps: int) -> dict:
         "step_seconds": seconds, "tokens_per_second": tokens / seconds,
         "tflops_per_second_per_device": rate / 1e12 / jax.device_count(),
         "mfu": None if peak is None else rate / jax.device_count() / peak,
-        "flops_convention": CONVENTION, "temporary_mib": program.memory.temporary / 2**20,
+        "flops_convention": convention, "temporary_mib": program.memory.temporary / 2**20,
     }  # fmt: skip
 
 

@@ -291,6 +291,13 @@ class Watchdog(Section):
     )
 
 
+class Telemetry(Section):
+    flops: Literal["causal", "square", "parameters", "levanter"] = key(
+        "causal", "What MFU counts: weights that multiply and attention over the keys that a token sees, or over the "
+                  "square of the length, or that and every parameter, or as Levanter.",
+    )  # fmt: skip
+
+
 class Cluster(Section):
     coordinator: str | None = key(None, "HOST:PORT of process 0; default JAX_COORDINATOR_ADDRESS, then the launcher's.")
     processes: int | None = key(None, "Processes in all; default JAX_NUM_PROCESSES, then the launcher's, else 1.", ge=1)
@@ -336,6 +343,7 @@ class Config(Section):
     mesh: Mesh = Mesh()
     pipeline: Pipeline = Pipeline()
     watchdog: Watchdog = Watchdog()
+    telemetry: Telemetry = Telemetry()
     cluster: Cluster = Cluster()
     launch: Launch = Launch()
     slurm: Slurm = Slurm()

@@ -86,6 +86,15 @@ class LayerGroup(NamedTuple):
         return len(self.pattern) * self.units
 
 
+class AttentionShape(NamedTuple):
+    """Of the attention of a layer, for counting what it costs. A layer without has no heads."""
+
+    heads: int
+    head_dim: int
+    window: int | None = None
+    """How many tokens each sees at most, itself among them; None: all before it."""
+
+
 class Family(ABC):
     """A family: what its layers are, and what lies before the first and after the last. By default one kind of layer,
     an embedding, a final RMSNorm, and a head, which is the embedding if tied.
@@ -124,6 +133,11 @@ class Family(ABC):
         if not self.config.tie_embeddings:
             modules["head"] = Head(self.vocab_size, self.config.hidden_size, rngs)
         return modules
+
+    def attention_shape(self, kind: str) -> AttentionShape:
+        """Of a layer of this kind."""
+        assert self.config.head_dim
+        return AttentionShape(self.config.num_heads, self.config.head_dim)
 
     # What they compute.
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxmnt.config.schema import Model
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.attention import Attention
-from jaxmnt.models.contract import Family, LayerContext, LayerGroup, LayerOutput
+from jaxmnt.models.contract import AttentionShape, Family, LayerContext, LayerGroup, LayerOutput
 from jaxmnt.models.layers import INIT_STD, GatedMLP, RMSNorm, dropout
 from jaxmnt.parallel.sharding import Placement
 
@@ -26,12 +26,16 @@ PATTERN = ("local", "global")
 _gelu = functools.partial(jax.nn.gelu, approximate=True)
 
 
+def _window(config: Model, kind: str) -> int | None:
+    return config.sliding_window if kind == "local" else None
+
+
 class GemmaAttention(Attention):
     """Attention with a soft cap, a scale of its own, and in local layers a window."""
 
     def __init__(self, config: Model, kind: str, output_std: float, rngs: nnx.Rngs):
         super().__init__(config, output_std, rngs)
-        self.window = config.sliding_window if kind == "local" else None
+        self.window = _window(config, kind)
         self.soft_cap, self.scale = config.attention_soft_cap, config.attention_scale
 
     def options(self) -> dict[str, Any]:
@@ -75,6 +79,9 @@ class Gemma2(Family):
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
         return Block(self.config, kind, rngs)
+
+    def attention_shape(self, kind: str) -> AttentionShape:
+        return super().attention_shape(kind)._replace(window=_window(self.config, kind))
 
     def after(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         return super().after(rngs) | {"norm": RMSNorm(self.config.hidden_size, self.config.norm_epsilon, offset=1.0)}

@@ -17,7 +17,8 @@ from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.telemetry.events import METRICS, Events, repair
-from jaxmnt.telemetry.metrics import Finished, TrainLog, flops_per_token, peak_flops
+from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
+from jaxmnt.telemetry.metrics import Finished, Rates, TrainLog
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 from jaxmnt.training.compile import Program
 
@@ -122,18 +123,30 @@ def train_log(
     """
     if writer:
         repair(start.directory / METRICS, last_step=start.step)
-    spec = program.spec
-    device_peak = peak_flops(program.placement.mesh.devices.flat[0].device_kind, spec.dtype)
     return TrainLog(
         start.directory,
         writer=writer,
         status=status,
         steps=config.train.steps,
         tokens=start.tokens,
-        flops_per_token=flops_per_token(config.model, spec.definition.vocab_size, config.data.sequence_length),
-        peak_flops=None if device_peak is None else device_peak * program.placement.mesh.size,
+        rates=rates(program),
         epochs=training.order.epochs,
         finished=finished,
+    )
+
+
+def rates(program: Program) -> Rates:
+    """What the rates of a program's steps are measured by, in the convention of `telemetry.flops`."""
+    spec, mesh = program.spec, program.placement.mesh
+    config, data = spec.config, spec.config.data
+    flops = token_flops(spec.definition, data.sequence_length)
+    again = flops.recomputed(config.train.remat)
+    peak = peak_flops(mesh.devices.flat[0].device_kind, spec.dtype)
+    return Rates(
+        flops_per_token=CONVENTIONS[config.telemetry.flops](flops),
+        hardware_flops_per_token=None if again is None else CONVENTIONS["causal"](flops) + again,
+        peak_flops=None if peak is None else peak * mesh.size,
+        padded_tokens=data.global_batch_size * data.sequence_length,
     )
 
 

@@ -1,52 +1,29 @@
-"""metrics.jsonl: what is recorded of each step, and what a token costs in FLOPs."""
+"""metrics.jsonl: what is recorded of each step."""
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxmnt.config.schema import Model
 from jaxmnt.telemetry.events import METRICS
 from jaxmnt.telemetry.progress import StatusLine, count, duration
 from jaxmnt.telemetry.writer import LineWriter
 
-CONVENTION = "model FLOPs, matmuls only, causal attention"
 
-PEAKS: dict[str, dict[str, float]] = {
-    "V100": {"float32": 15.7e12},
-    "A100": {"bfloat16": 312e12, "float32": 19.5e12},
-    "L4": {"bfloat16": 121e12, "float32": 30.3e12},
-    "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
-    "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
-    "H100": {"bfloat16": 989e12, "float32": 67e12},
-    "H200": {"bfloat16": 989e12, "float32": 67e12},
-    "GH200": {"bfloat16": 989e12, "float32": 67e12},
-    "B200": {"bfloat16": 2250e12, "float32": 75e12},
-}
-"""Dense peak FLOP/s by a part of the device kind, after the vendors' datasheets. float32 is without TF32."""
+class Rates(NamedTuple):
+    """What rates of a run are measured by."""
 
-
-def flops_per_token(model: Model, vocab_size: int, length: int) -> int:
-    """Forward and backward FLOPs of one token in a row of `length`."""
-    assert model.head_dim and model.num_kv_heads and model.intermediate_size
-    attention_width = model.num_heads * model.head_dim
-    kv_width = model.num_kv_heads * model.head_dim
-    layer = model.hidden_size * (2 * attention_width + 2 * kv_width + 3 * model.intermediate_size)
-    products = model.num_layers * layer + model.hidden_size * vocab_size
-    return 6 * products + 6 * model.num_layers * attention_width * length
-
-
-def peak_flops(device_kind: str, dtype: jnp.dtype) -> float | None:
-    """Peak FLOP/s of one device, or None where it is not known. The most specific name wins."""
-    names = [name for name in PEAKS if re.search(rf"\b{name}\b", device_kind)]
-    if not names:
-        return None
-    return PEAKS[max(names, key=len)].get(jnp.dtype(dtype).name)
+    flops_per_token: float
+    """Model FLOPs of a real target, forward and backward."""
+    hardware_flops_per_token: float | None
+    """Those that the devices take for each token, padding too, with what is computed again; None if not known."""
+    peak_flops: float | None
+    """Of all devices together; None if it is not known."""
+    padded_tokens: int
+    """Of a step: real ones, and those that fill rows up."""
 
 
 Finished = Callable[[int, float, dict[str, Any]], None]
@@ -66,8 +43,7 @@ class TrainLog:
         status: StatusLine,
         steps: int,
         tokens: int,
-        flops_per_token: int,
-        peak_flops: float | None,
+        rates: Rates,
         epochs: Callable[[int], dict[str, float]],
         finished: Finished = lambda step, seconds, values: None,
     ):
@@ -81,8 +57,8 @@ class TrainLog:
         self._lines = LineWriter(run_dir / METRICS) if writer else None
         self._status = status
         self._steps = steps
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
+        self._rates = rates
+        self._refused_mfu = False
         self._epochs = epochs
         self._finished = finished
         self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
@@ -162,7 +138,9 @@ class TrainLog:
     ) -> None:
         assert self._lines is not None
         rate = values["tokens"] / step_seconds
-        mfu = None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops
+        padded_rate = self._rates.padded_tokens / step_seconds
+        mfu = self._share_of_peak(step, rate, self._rates.flops_per_token)
+        hfu = self._share_of_peak(step, padded_rate, self._rates.hardware_flops_per_token)
         record = {
             "kind": "train",
             "step": step,
@@ -172,9 +150,11 @@ class TrainLog:
             "learning_rate": values["learning_rate"],
             "tokens": self.tokens,
             "tokens_per_second": rate,
+            "padded_tokens_per_second": padded_rate,
             "step_seconds": step_seconds,
             "data_wait_seconds": wait_seconds,
             "mfu": mfu,
+            "hfu": hfu,
             "epochs": self._epochs(step),
             "bad_steps": values["bad_steps"],
         }
@@ -190,3 +170,20 @@ class TrainLog:
                 f"step {step}/{self._steps}  loss {values['loss']:.4f}  {count(rate)} tokens/s{shown}"
                 f"  data wait {share:.1%}  ETA {eta}"
             )
+
+    def _share_of_peak(self, step: int, per_second: float, flops: float | None) -> float | None:
+        """What so many FLOPs for each are of the devices' peak. More than all of it is a mistake of ours."""
+        peak = self._rates.peak_flops
+        if peak is None or flops is None:
+            return None
+        share = per_second * flops / peak
+        if share <= 1:
+            return share
+        if not self._refused_mfu:
+            self._refused_mfu = True
+            self._status.line(
+                f"WARNING step {step}: {count(per_second)} tokens/s of {count(flops)}FLOPs are {share:.0%} of the "
+                f"devices' peak of {count(peak)}FLOP/s, which cannot be; such an MFU is written as null; please "
+                "report this as a bug, with the devices' kind"
+            )
+        return None
