@@ -55,7 +55,7 @@ def meet_and_train(
     config: Config, options: Namespace, identity: Identity, exit_handler: "ExitHandler", clock: StartClock
 ) -> int:
     """Joins the other processes of the run and trains with them, or takes steps again for `--replay`."""
-    from jaxmnt.distributed.heartbeat import end_on_exceptions_in_threads
+    from jaxmnt.distributed.heartbeat import ending_on_exceptions_in_threads
     from jaxmnt.distributed.process_group import joined
     from jaxmnt.distributed.termination import EarlyExit
     from jaxmnt.preflight.compare import check_hosts
@@ -76,7 +76,7 @@ def meet_and_train(
         heartbeat = held.enter_context(
             joined(identity, config, exit_handler, lambda: digest_of_data(config), early_exit)
         )
-        end_on_exceptions_in_threads(heartbeat)
+        held.enter_context(ending_on_exceptions_in_threads(heartbeat))
         clock.lap("rendezvous")
         check_hosts(config, identity, heartbeat.clock)
         clock.lap("preflight")

@@ -13,7 +13,7 @@ from conftest import events, until
 
 from jaxmnt.config.schema import Watchdog as Limits
 from jaxmnt.distributed import rendezvous
-from jaxmnt.distributed.heartbeat import STARTING, Heartbeat, Position, account_of
+from jaxmnt.distributed.heartbeat import STARTING, Heartbeat, Position, account_of, ending_on_exceptions_in_threads
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.process_group import telling
@@ -121,6 +121,19 @@ def test_what_jax_says_of_a_lost_peer_ends_with_the_name_of_who_is_gone(cluster,
     threading.Timer(0.5, made.sockets[1].close).start()
     for heard in made.exit_reasons(0, 2):
         assert heard.kind == "peer_lost" and heard.process == 1 and "disconnected without a message" in heard.why
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_in_a_thread_ends_the_run_it_is_in_and_nothing_later(cluster):
+    def fail():
+        raise ValueError("boom")
+
+    made, before = cluster().start(), threading.excepthook
+    with ending_on_exceptions_in_threads(made.heartbeats[1]):
+        threading.Thread(target=fail, name="reader", daemon=True).start()
+        for heard in made.exit_reasons(0, 2):
+            assert heard.process == 1 and heard.why.endswith("failed: ValueError: boom (in thread 'reader')")
+    assert threading.excepthook is before
 
 
 def test_process_0_is_missed_by_all(cluster):

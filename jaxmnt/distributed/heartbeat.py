@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
@@ -388,8 +388,9 @@ def heartbeat_alone(identity: Identity) -> Heartbeat:
     return Heartbeat(identity, {}, ExitHandler(identity.label), 0.0, 0.0)
 
 
-def end_on_exceptions_in_threads(heartbeat: Heartbeat) -> None:
-    """Lets an exception that nobody catches, in whatever thread, end the process as one in the main thread does."""
+@contextlib.contextmanager
+def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
+    """Inside, an exception that nobody catches, in whatever thread, ends the process as one in the main thread does."""
 
     def raised(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
@@ -401,4 +402,8 @@ def end_on_exceptions_in_threads(heartbeat: Heartbeat) -> None:
         name = arguments.thread.name if arguments.thread else "a thread"
         heartbeat.end(f"{summary(error)} (in thread {name!r})", code_of(error))
 
-    threading.excepthook = raised
+    before, threading.excepthook = threading.excepthook, raised
+    try:
+        yield
+    finally:
+        threading.excepthook = before
