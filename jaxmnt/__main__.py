@@ -15,6 +15,7 @@ COMMANDS = {
     "preflight": ("jaxmnt.preflight.__main__", "check the hosts of a run and the network between them"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "drill": ("jaxmnt.drill.__main__", "force the failures of a long run on the same config made small"),
+    "report": ("jaxmnt.report.__main__", "show what the time of a run went into, and what it cost"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
     "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),
 }

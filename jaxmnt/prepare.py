@@ -118,7 +118,7 @@ class _Rate:
         self._first = (0.0, 0)
 
     def show(self, status: "StatusLine", what: str, done: int, total: int) -> None:
-        from jaxmnt.telemetry.progress import duration, size
+        from jaxmnt.telemetry.progress import bar, duration, size
 
         if what != self._what:
             self._what, self._first = what, (time.monotonic(), done)
@@ -130,8 +130,7 @@ class _Rate:
         if rate:
             eta = duration((total - done) / rate)
             share = done / max(1, total)
-            bar = "█" * round(share * _BAR) + "░" * (_BAR - round(share * _BAR))
-            status.update(f"{what} {bar} {share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
+            status.update(f"{what} {bar(share, _BAR)} {share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
 
 
 def _settings(options: argparse.Namespace) -> "Settings":

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    clock = StartClock()
+    clock = StartClock(of_process=True)
     options = parse_arguments(arguments)
     config = load_config(options.config, options.overrides)
     if options.dry_run:

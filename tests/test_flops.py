@@ -13,6 +13,7 @@ from jaxmnt.models.registry import build_family
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
 from jaxmnt.telemetry.metrics import Rates, TrainLog
+from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine
 
 SIZES = {  # layers, hidden, heads, key/value heads, MLP, vocabulary
@@ -138,7 +139,7 @@ def test_more_than_the_peak_is_refused(tmp_path):
     for peak in (1e30, 1e-3):
         log = TrainLog(
             tmp_path / str(peak), writer=True, status=StatusLine(out), steps=9, tokens=0,
-            rates=Rates(1000.0, 1300.0, peak, 64), epochs=lambda step: {},
+            rates=Rates(1000.0, 1300.0, peak, 64), epochs=lambda step: {}, timer=StepTimer(),
         )  # fmt: skip
         for step in (1, 2):
             log.push(step, METRICS, wait_seconds=0.0, digest=None)

@@ -159,6 +159,18 @@ def test_silence_counts_less_before_the_first_step(cluster):
     assert "last seen starting" in made.exit_handlers[0].exit_reasons[0].why
 
 
+def test_reports_travel_with_the_beats(cluster):
+    """Also those that come before somebody wants to hear them."""
+    made, heard = cluster().start(), []
+    for process in (1, 2):
+        reports = iter([[process, "early"], [process, "late"]])
+        made.heartbeats[process].report = lambda reports=reports: next(reports, [])
+    until(lambda: len(made.heartbeats[0]._reports) >= 2)
+    made.heartbeats[0].hear_reports(lambda process, report: heard.append((process, report)))
+    until(lambda: len(heard) == 4)
+    assert [report for process, report in heard if process == 2] == [[2, "early"], [2, "late"]]
+
+
 def test_a_halt_is_told_with_everyones_place(cluster):
     made = cluster().start()
     noted = []

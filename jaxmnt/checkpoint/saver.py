@@ -7,6 +7,7 @@ commit, prune what is not to be kept, and tell the others.
 """
 
 import contextlib
+import functools
 import logging
 import re
 import threading
@@ -39,6 +40,7 @@ _GLANCE_SECONDS = 1.0
 _STRAY_SECONDS = 30.0
 """How long a save waits for the writing of one that failed, where that would write into its own files."""
 _CHUNK_BYTES = 16 << 20
+_ORBAX_WAITED = "/jax/checkpoint/sync_global_devices_duration_sec"
 
 
 class _NotOrbax(logging.Filter):
@@ -65,6 +67,23 @@ class SaveResult:
     bytes: int
 
 
+class _Waits:
+    """How long Orbax has waited for other processes, as it tells JAX's monitoring."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _ORBAX_WAITED:
+            with self._lock:
+                self.seconds += max(0.0, duration_secs)  # by a clock that may be set meanwhile
+
+
+_waits = functools.cache(_Waits)
+
+
 class Saver:
     """Asynchronous saves, one at a time. A step is on disk when it is committed, see `commit.py`."""
 
@@ -86,8 +105,16 @@ class Saver:
         self._saved: SaveResult | None = None
         self._lost: BaseException | None = None
         self._not_removed: str | None = None
+        self.prepared_seconds = 0.0
+        """How long process 0 has worked for all so far, before they could begin."""
+        _waits()
         self._stray: Any = None
         """Orbax's part of a save that has failed elsewhere: it may still be writing."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long Orbax has waited for other processes so far."""
+        return _waits().seconds
 
     @property
     def busy(self) -> bool:
@@ -103,7 +130,10 @@ class Saver:
         assert self._thread is None and self._saved is None, "the result of the save before was not taken"
         started = time.perf_counter()
         self._wait_for_strays()
-        refusal = broadcast("a save may begin", self._prepare(step), self._identity)
+        preparing = time.perf_counter()
+        prepared = self._prepare(step)
+        self.prepared_seconds += time.perf_counter() - preparing
+        refusal = broadcast("a save may begin", prepared, self._identity)
         if refusal:
             blocked = time.perf_counter() - started
             self._saved = SaveResult(step, refusal, None, blocked, 0)

@@ -35,6 +35,15 @@ class Run(Section):
     stop_margin_seconds: float = key(
         120.0, "How long before max_minutes, or the end of a Slurm allocation, to stop.", ge=0
     )
+    budget: float | None = key(
+        None,
+        "What all starts of the run may cost, by launch.cost_per_gpu_hour; then it stops, with a checkpoint.",
+        gt=0,
+    )
+    notify: list[str] = key(
+        [], "Program and its arguments, run with an event as JSON on its standard input when the run fails, a process "
+            "holds the others up, or the loss jumps.",
+    )  # fmt: skip
     compile_cache: str | None = key(
         None,
         "Folder that keeps compiled programs for the next start, private to its owner; default on GPUs "
@@ -72,6 +81,9 @@ class Train(Section):
         "products (dots), all but remat_save (names), or whole layers (full).",
     )  # fmt: skip
     remat_save: list[str] = key([], "What remat names keeps, such as attention, mlp_gate, mlp_up.")
+    log_every: int | None = key(
+        None, "Steps between two lines where the output is no terminal; default: a line each 10 seconds.", ge=1
+    )
     layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
     loss: str | None = key(
@@ -296,6 +308,11 @@ class Telemetry(Section):
         "causal", "What MFU counts: weights that multiply and attention over the keys that a token sees, or over the "
                   "square of the length, or that and every parameter, or as Levanter.",
     )  # fmt: skip
+    port: int | None = key(
+        None, "Port on which process 0 answers /metrics (Prometheus), /status, /healthz and /stacks; 0: any free one.",
+        ge=0, le=65535,
+    )  # fmt: skip
+    host: str = key("127.0.0.1", "Address for telemetry.port; by default only this host can ask.")
 
 
 class Cluster(Section):

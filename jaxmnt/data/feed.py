@@ -62,6 +62,8 @@ class Feed:
         """Whether `stage` waits for input just now. For other threads to see."""
         self.wait_seconds = 0.0
         """How long the last `stage` waited for input to be read."""
+        self.gather_seconds = 0.0
+        """How long the last `stage` waited for the other processes' share of the digest."""
 
     def stage(self) -> None:
         """Reads the next batch and starts its copy. Call it while the devices are busy with a step."""
@@ -86,5 +88,7 @@ class Feed:
         digests = row_digests(tokens)
         if len(self._rows) < self._global_rows:
             shared = to_devices({"digests": digests}, self._rows, self._global_rows, self._sharding)["digests"]
+            started = time.perf_counter()
             digests = np.asarray(multihost_utils.process_allgather(shared, tiled=True))
+            self.gather_seconds = time.perf_counter() - started
         return batch_digest(digests)

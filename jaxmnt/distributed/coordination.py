@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmnt.distributed.identity import Identity
@@ -23,8 +23,23 @@ _HEARING_SECONDS = 10.0
 _GOING_LAST_SECONDS = 1.0
 _GLANCE_SECONDS = 1.0
 
+_waits = threading.local()
 _uses: Counter[str] = Counter()
 _uses_lock = threading.Lock()
+
+
+def waited_seconds() -> float:
+    """How long this thread has waited for other processes so far, in this module."""
+    return getattr(_waits, "seconds", 0.0)
+
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        _waits.seconds = waited_seconds() + time.perf_counter() - started
 
 
 def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
@@ -35,7 +50,8 @@ def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> 
     if identity.alone:
         return
     try:
-        _client().wait_at_barrier(name, int(seconds * 1000))
+        with _waiting():
+            _client().wait_at_barrier(name, int(seconds * 1000))
     except Exception as error:
         late = sorted({int(number) for number in re.findall(r"task:(\d+)", str(error).partition(_LATE)[2])})
         who = f"process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))}" if late else "some process"
@@ -87,7 +103,8 @@ def broadcast(name: str, value: str | None, identity: Identity, seconds: float =
         client.key_value_set(key, value)
         return value
     try:
-        return str(client.blocking_key_value_get(key, int(seconds * 1000)))
+        with _waiting():
+            return str(client.blocking_key_value_get(key, int(seconds * 1000)))
     except Exception as error:
         raise PeerError(f"process 0 did not answer at '{name}' within {seconds:g} s: {error}") from error
 
@@ -107,7 +124,8 @@ def gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_S
     for process in range(1, identity.processes):
         left = max(1, int((deadline - time.monotonic()) * 1000))
         try:
-            values.append(str(client.blocking_key_value_get(f"{key}/{process:06d}", left)))
+            with _waiting():
+                values.append(str(client.blocking_key_value_get(f"{key}/{process:06d}", left)))
         except Exception as error:
             raise PeerError(f"process {process} did not answer at '{name}' within {seconds:g} s: {error}") from error
     client.key_value_delete(f"{key}/")

@@ -11,6 +11,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ _GOING_LAST_SECONDS = 1.0
 _MISSED_SECONDS = 3.0
 _NOTE_SECONDS = 1.0
 _LONGEST_WHY = 10_000
+_MOST_REPORTS = 10_000
 
 _GONE = "disconnected without a message: it was killed, its host was lost, or it called exit"
 _NONSENSE = "sent a message that this version does not know; run the same jaxmnt in every process"
@@ -83,6 +85,11 @@ class Heartbeat:
         """Says where this process is. Called from a thread."""
         self.note_stacks: Callable[[], None] = lambda: None
         """Writes down where each thread is, when somebody has come to a halt."""
+        self.report: Callable[[], list[Any]] = lambda: []
+        """What process 0 is to know besides; JSON. Called from a thread, with each beat but process 0's."""
+        self._reports: deque[tuple[int, list[Any]]] = deque(maxlen=_MOST_REPORTS)
+        """Those that nobody has wanted to hear yet."""
+        self._take_report: Callable[[int, list[Any]], None] | None = None
         self._own: ExitReason | None = None
         """Set when this process fails by itself: what others say of it does not matter then."""
         self._halted: str | None = None
@@ -131,6 +138,13 @@ class Heartbeat:
     def fail_now(self, why: str) -> NoReturn:
         """`end` as a failure."""
         self.end(why, ExitCode.FAILURE)
+
+    def hear_reports(self, take: Callable[[int, list[Any]], None]) -> None:
+        """In process 0: `take` gets the reports of all, from a thread, and those of before. It must not raise."""
+        self._take_report = take
+        while self._reports:
+            with contextlib.suppress(IndexError):  # the thread may be as quick
+                take(*self._reports.popleft())
 
     def halt(self, why: str) -> NoReturn:
         """This process does not get any further: all are asked where they are, and the run ends."""
@@ -192,7 +206,8 @@ class Heartbeat:
 
     def _beat(self) -> None:
         position = self.position()
-        self._broadcast({"kind": "beat", "position": asdict(position)})
+        report = {} if self._identity.process_id == 0 else {"report": self.report()}
+        self._broadcast({"kind": "beat", "position": asdict(position), **report})
         for process in tuple(self._connections):
             # Counted, not timed: a machine that was suspended does not blame the others for its own absence.
             self._unheard[process] += 1
@@ -219,14 +234,22 @@ class Heartbeat:
                 told = Position(**message["position"]) if "position" in message else None
                 exit_reason = _exit_reason_from(message["exit_reason"]) if message["kind"] == "verdict" else None
                 code = ExitCode(message.get("code", ExitCode.PEER))
+                report = message.get("report") or []
             except (ValueError, KeyError, TypeError):
                 self._lost(process, _NONSENSE)
                 return
             if told is not None:
                 self._positions[process] = told
+            if report:
+                self._report(process, report)
             self._obey(process, message, exit_reason, code)
         if process in self._connections and self._connections[process].has_messages:
             self._hear(process)  # what follows makes no sense
+
+    def _report(self, process: int, report: list[Any]) -> None:
+        self._reports.append((process, report))
+        if self._take_report is not None:
+            self.hear_reports(self._take_report)
 
     def _obey(self, process: int, message: dict[str, Any], exit_reason: ExitReason | None, code: ExitCode) -> None:
         kind, why = message["kind"], printable_lines(str(message.get("why")))

@@ -1,8 +1,10 @@
 """The steps of a run, and what comes between them: evaluations, saves, and the request to stop."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from jaxmnt.distributed.coordination import barrier, broadcast
+from jaxmnt.distributed.coordination import barrier, broadcast, waited_seconds
 from jaxmnt.run import report
 from jaxmnt.run.session import Session
 from jaxmnt.telemetry.events import METRICS, peak_host_bytes, records
@@ -16,18 +18,21 @@ def train_steps(run: Session) -> None:
     if _due(run.step, settings.eval_every) and was_not_evaluated(run):
         _evaluate(run)
     log.restart_clock()
+    run.monitoring.timer.restart()
     run.stop.steps_begin()
     run.watchdog.steps_begin(run.step + 1)
     while run.step < last and not run.preempted:
         run.watchdog.begins(run.step + 1)
         batch, digest = feed.take()
         control = run.control.array(stop=run.stop.wanted, save=saves.wished())
-        run.state, metrics = run.program.step(run.state, batch | {"control": control})
+        with run.monitoring.timer.during("dispatch"):
+            run.state, metrics = run.program.step(run.state, batch | {"control": control})
         run.step, run.loss = run.step + 1, None
         if run.step < last:
-            feed.stage()  # reads and copies the next batch while the devices are busy
+            _stage(run)  # while the devices are busy
         log.push(run.step, metrics, feed.wait_seconds, digest)  # reads the metrics of the step before
-        run.replicas.check()
+        with run.monitoring.timer.during("device"):
+            run.replicas.check()
         run.preempted = log.stop_seen  # on all processes after the same step: the metrics add up everyone's flags
         if _due(run.step, settings.eval_every) or run.step == settings.steps:
             run.loss = _evaluate(run)
@@ -38,6 +43,7 @@ def train_steps(run: Session) -> None:
         saves.poll()
         for lock in run.locks:
             lock.check()
+        run.monitoring.end_step(run.step, run.stop)
     log.flush()
 
 
@@ -46,6 +52,7 @@ def conclude(run: Session) -> None:
     with run.watchdog.during("waiting for the last checkpoint", run.config.watchdog.save_seconds):
         run.saves.finish(run.step, run.state, run.log.tokens, run.loss)
         barrier("the last checkpoint is committed", run.identity)
+        run.monitoring.end(run.step)
     run.stop.obeyed()
     if run.preempted:
         run.events.write("preempted", step=run.step, asked_by=run.stop.reason)
@@ -57,12 +64,36 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _stage(run: Session) -> None:
+    """Reads and copies the next batch."""
+    timer, feed = run.monitoring.timer, run.batches
+    with timer.during("host_to_device"):
+        feed.stage()
+    timer.move(feed.wait_seconds, "host_to_device", "data")
+    timer.move(feed.gather_seconds, "host_to_device", "peers")
+
+
+@contextmanager
+def _during(run: Session, phase: str) -> Iterator[None]:
+    """Time in which the others are waited for is of another phase."""
+    waited = lambda: waited_seconds() + run.saves.waited_seconds
+    before = waited()
+    with run.monitoring.timer.during(phase):
+        yield
+    run.monitoring.timer.move(waited() - before, phase, "peers")
+
+
 def _save(run: Session) -> None:
     run.log.flush()
-    run.replicas.check()
+    with run.monitoring.timer.during("device"):
+        run.replicas.check()
+    timer, prepared = run.monitoring.timer, run.saves.prepared_seconds
     with run.watchdog.during("saving", run.config.watchdog.save_seconds):
-        run.log.settle()
-        run.log.pause(run.saves.save(run.step, run.state, run.log.tokens, run.loss))
+        with timer.during("writing"):
+            run.log.settle()
+        with _during(run, "save"):
+            run.log.pause(run.saves.save(run.step, run.state, run.log.tokens, run.loss))
+    timer.move(run.saves.prepared_seconds - prepared, "save", "writing")
 
 
 def _evaluate(run: Session) -> float | None:
@@ -71,9 +102,9 @@ def _evaluate(run: Session) -> float | None:
     started = time.perf_counter()
     stop = lambda: run.stop.wanted and not run.finished
     limits = run.config.watchdog
-    with run.watchdog.during("compiling", limits.compile_seconds):
+    with run.watchdog.during("compiling", limits.compile_seconds), _during(run, "evaluation"):
         run.evaluator.compile()
-    with run.watchdog.during("evaluating", limits.evaluate_seconds):
+    with run.watchdog.during("evaluating", limits.evaluate_seconds), _during(run, "evaluation"):
         results = run.evaluator(run.state, stop, run.watchdog.got_further)
     seconds = time.perf_counter() - started
     run.log.pause(seconds)

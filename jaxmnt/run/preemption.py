@@ -84,6 +84,10 @@ class StopRequest:
     def wanted(self) -> bool:
         return self.reason is not None
 
+    def ask(self, reason: str) -> None:
+        """From within the run."""
+        self._want(reason)
+
     def steps_begin(self) -> None:
         """From now on there may be something to save. Does not return if the process is leaving already."""
         with self._leaving:

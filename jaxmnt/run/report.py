@@ -16,9 +16,11 @@ from jaxmnt.plan.budget import notes
 from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.saves import CheckpointManager
-from jaxmnt.telemetry.events import METRICS, Events, repair
+from jaxmnt.run.spending import Spending
+from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
 from jaxmnt.telemetry.metrics import Finished, Rates, TrainLog
+from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 from jaxmnt.training.compile import Program
 
@@ -113,16 +115,17 @@ def train_log(
     start: ResumePoint,
     training: TrainingData,
     status: StatusLine,
+    timer: StepTimer,
+    spending: Spending | None,
     *,
+    attempt: int,
     writer: bool,
     finished: Finished,
 ) -> TrainLog:
-    """The log of a run that goes on from `start`, without lines of steps that will be taken again.
+    """The log of a run that goes on from `start`.
 
     `finished` is called with each step when it is finished.
     """
-    if writer:
-        repair(start.directory / METRICS, last_step=start.step)
     return TrainLog(
         start.directory,
         writer=writer,
@@ -131,6 +134,10 @@ def train_log(
         tokens=start.tokens,
         rates=rates(program),
         epochs=training.order.epochs,
+        timer=timer,
+        attempt=attempt,
+        log_every=config.train.log_every,
+        cost=None if spending is None else spending.outlook,
         finished=finished,
     )
 

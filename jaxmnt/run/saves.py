@@ -81,6 +81,16 @@ class CheckpointManager:
         """Compiles what a save runs on the devices, so that the first does not wait for it."""
         start_digests(named(self._program.to_canonical(state))).wait()
 
+    @property
+    def waited_seconds(self) -> float:
+        """How long saves have waited for other processes so far, besides in `coordination`."""
+        return self._saver.waited_seconds
+
+    @property
+    def prepared_seconds(self) -> float:
+        """How long process 0 has prepared saves for all so far."""
+        return self._saver.prepared_seconds
+
     def check_room(self) -> None:
         """Raises `UserError`, in all processes, if not even one checkpoint fits; says so if not all to be kept do."""
         told: str | None = None

@@ -28,15 +28,19 @@ from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.run.failed_start import note_exit_reason
 from jaxmnt.run.lock import RunLock
+from jaxmnt.run.monitoring import Monitoring
 from jaxmnt.run.preemption import StopRequest, stop_request
 from jaxmnt.run.replicas import Replicas
 from jaxmnt.run.resume import Consent, ResumePoint, open_run, refuse_other_data, starting_state
 from jaxmnt.run.rundir import run_directories, write_config
 from jaxmnt.run.saves import CheckpointManager
+from jaxmnt.run.spending import Spending, check_price
 from jaxmnt.run.watchdog import Watchdog
 from jaxmnt.telemetry.events import Events, event_file, repair
 from jaxmnt.telemetry.metrics import TrainLog
+from jaxmnt.telemetry.notify import Notifier
 from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
+from jaxmnt.telemetry.status_server import StatusServer
 from jaxmnt.training.compile import Program, build_spec, compile_program
 from jaxmnt.training.spec import ControlFlags
 
@@ -64,6 +68,7 @@ class Session:
     log: TrainLog
     events: Events
     replicas: Replicas
+    monitoring: Monitoring
 
     def __init__(
         self,
@@ -90,6 +95,8 @@ class Session:
         self.loss: float | None = None
         """Held out, after the last step if that was evaluated."""
         self.preempted = False
+        self.spending: Spending | None = None
+        """Of process 0."""
         self._devices = devices
         self._given_stop = stop
         self._began = time.perf_counter()
@@ -122,6 +129,8 @@ class Session:
         A run that has `finished` has nothing more to do; its config is checked all the same. Else `opened` is called
         before the run's events begin.
         """
+        self._notifier = Notifier(self.config.run.notify, self.identity.process_id, str(self.directory.absolute()))
+        check_price(self.config)
         for where in run_directories(self.config):
             lock = self._held.enter_context(RunLock(where))
             self._held.enter_context(self.heartbeat.exit_handler.with_hook(lock.let_go))
@@ -146,6 +155,9 @@ class Session:
         use_compile_cache(self.config.run.compile_cache, self.directory)
         self.clock.lap("data")
         opened()
+        if self.writes:
+            devices = len(self._devices or jax.devices())
+            self.spending = Spending(self.config, self.directory, devices, self.clock.began)
         self.events = self._begin_events()
 
     def compile(self) -> None:
@@ -186,21 +198,38 @@ class Session:
         def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
             self.watchdog.finished_step(seconds)
             monitor.see(step, values)
+            self.monitoring.finished(step, values["loss"])
             if step == first:
                 self.clock.lap("first_step")
                 self.events.write(
                     "started", step=step, seconds=self.clock.seconds, compile_cache=self.clock.compile_cache
                 )
 
+        self.monitoring = Monitoring(
+            self.directory, self.identity, self.hosts, self.heartbeat, self.events, self.status,
+            self.spending, step=self.step,
+        )  # fmt: skip
+        self._held.callback(self.monitoring.close)
         self.log = report.train_log(
-            self.config, self.program, self.start, self.training_data, self.status,
-            writer=self.writes, finished=finished,
+            self.config, self.program, self.start, self.training_data, self.status, self.monitoring.timer,
+            self.spending, attempt=self.events.attempt, writer=self.writes, finished=finished,
         )  # fmt: skip
         self._held.callback(self.log.close)
+        self._serve_status()
         self.feed_from(self.step)
         memory = report.input_memory(self.status, self.config, self.training_data, self.batches.local_rows)
         self.events.write("data", digest=self.data.digest, **memory)
         self.evaluator = Evaluator(self.program, self.data)
+
+    def _serve_status(self) -> None:
+        settings = self.config.telemetry
+        if settings.port is None or not self.writes:
+            return
+        run = {"run": self.start.run, "steps": self.config.train.steps, "processes": self.identity.processes}
+        status = lambda: {**self.log.latest, **self.monitoring.status(), **run, "now": str(self.watchdog.position())}
+        server = self._held.enter_context(StatusServer(settings.host, settings.port, status))
+        if server.address is not None:
+            self.status.line(f"status  {server.url}/status, /metrics, /healthz, /stacks")
 
     # The parts that change nothing in the run directory.
 
@@ -237,10 +266,14 @@ class Session:
         """This process's events, with the start in them. From here on nobody else writes to their file."""
         repair(event_file(self.directory, self.identity.process_id))
         events = Events(self.directory, self.identity.process_id)
+        events.written = self._notifier
         for trouble in self.start.damaged if self.writes else []:
             events.write("checkpoint_damaged", why=trouble)
         devices = len(self._devices or jax.devices())
-        events.write("start", run=self.start.run, step=self.step, jax=version("jax"), devices=devices)
+        events.write(
+            "start", run=self.start.run, step=self.step, jax=version("jax"), devices=devices, began=self.clock.began,
+            cost_per_gpu_hour=self.config.launch.cost_per_gpu_hour,
+        )  # fmt: skip
         self._held.callback(events.close)
         note = lambda exit_reason: note_exit_reason(events, exit_reason)
         self._held.enter_context(self.heartbeat.exit_handler.with_hook(note))

@@ -21,6 +21,9 @@ from jaxmnt.telemetry.writer import LineWriter
 METRICS = "metrics.jsonl"
 """In a run directory; see `metrics.py`."""
 
+PHASE_LINES = "phases.jsonl"
+"""In a run directory; see `phase_log.py`."""
+
 _PADDING = b" \t\r\n\0"
 """What may stand around a record. A host that crashes leaves blocks of NULs."""
 
@@ -64,7 +67,21 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
     "finished": lambda value: isinstance(value, bool),
     "loss": _or_null(_is_number),
     "grad_norm": _or_null(_is_number),
-    **dict.fromkeys(("process", "attempt", "step", "tokens"), _is_count),
+    **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens"), _is_count),
+    **dict.fromkeys(
+        (
+            "step_seconds",
+            "data_wait_seconds",
+            "blocked_seconds",
+            "began",
+            "until",
+            "cost_per_gpu_hour",
+            "tokens_per_second",
+            "mfu",
+            "hfu",
+        ),
+        _or_null(_is_number),
+    ),
 }
 """What these fields hold, in whatever record they are."""
 
@@ -103,23 +120,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return list(records(path))
 
 
-def repair(path: Path, last_step: int | None = None) -> None:
+def repair(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
     """For the one who will write to a file, before it does: keeps the records, of steps up to `last_step` if given.
+    Returns those of later steps.
 
     Lines that cannot be read go to PATH.damaged. The file is replaced at once or not at all; where the file system does
     not permit it, that is said, and the file stays as it is.
     """
     try:
         with contextlib.suppress(FileNotFoundError):
-            _rewrite(path.resolve(strict=True), last_step)
+            return _rewrite(path.resolve(strict=True), last_step)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         after = "" if last_step is None else f", and has lines of steps after {last_step}, which are taken again"
         _say(f"{path} cannot be cleaned up{after}: {getattr(error, 'strerror', None) or error}")
+    return []
 
 
-def _rewrite(path: Path, last_step: int | None) -> None:
+def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
+    later: list[dict[str, Any]] = []
     if not path.is_file():
-        return
+        return later
     temporary, aside = path.with_name(f".{path.name}.tmp"), path.with_name(f"{path.name}.damaged")
     changed, damaged = False, 0
     try:
@@ -139,6 +159,8 @@ def _rewrite(path: Path, last_step: int | None) -> None:
                     changed |= whole != line
                 else:
                     changed = True
+                    if record is not None:
+                        later.append(record)
             kept.flush()
             os.fsync(kept.fileno())
         if changed:
@@ -147,6 +169,7 @@ def _rewrite(path: Path, last_step: int | None) -> None:
         temporary.unlink(missing_ok=True)
     if damaged:
         _say(f"{path}: {_lines_of(damaged)} could not be read and {'is' if damaged == 1 else 'are'} kept in {aside}")
+    return later
 
 
 @contextmanager
@@ -214,10 +237,13 @@ class Events:
         self.attempt = 1 + max(starts, default=-1)
         self._common = {"process": process, "host": socket.gethostname(), "attempt": self.attempt}
         self._lines = LineWriter(path, **self._common)
+        self.written: Callable[[dict[str, Any]], None] = lambda record: None
+        """Is told of each event."""
 
     def write(self, kind: str, **details: Any) -> None:
         record = {"kind": kind, "time": time.time(), **self._common, **details}
         self._lines.write(record, decisive=kind in DECISIVE)
+        self.written(record)
         if kind in LAST:
             self._lines.settle()
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxmnt.telemetry.events import METRICS
+from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine, count, duration
 from jaxmnt.telemetry.writer import LineWriter
 
@@ -25,6 +26,9 @@ class Rates(NamedTuple):
     padded_tokens: int
     """Of a step: real ones, and those that fill rows up."""
 
+
+Cost = Callable[[float], str | None]
+"""In words: what is spent, and what will be in so many seconds; None if that is not known."""
 
 Finished = Callable[[int, float, dict[str, Any]], None]
 
@@ -45,9 +49,14 @@ class TrainLog:
         tokens: int,
         rates: Rates,
         epochs: Callable[[int], dict[str, float]],
+        timer: StepTimer,
+        attempt: int = 0,
+        log_every: int | None = None,
+        cost: Cost | None = None,
         finished: Finished = lambda step, seconds, values: None,
     ):
-        """`finished` is called with each step that is found finished on the devices, its seconds and its metrics."""
+        """`finished` is called with each step that is found finished on the devices, its seconds and its metrics.
+        `log_every` is for output that is not a terminal: steps between two lines, by default some seconds."""
         self.tokens = tokens
         """Real targets trained on so far."""
         self.stop_seen = False
@@ -60,7 +69,13 @@ class TrainLog:
         self._rates = rates
         self._refused_mfu = False
         self._epochs = epochs
+        self._timer = timer
+        self._attempt = attempt
+        self._log_every = log_every
+        self._cost = cost
         self._finished = finished
+        self.latest: dict[str, Any] = {}
+        """The record of the last step that was written. Not to be changed; for other threads to read."""
         self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
         self._paused = 0.0
@@ -77,7 +92,9 @@ class TrainLog:
             return
         step, metrics, wait_seconds, digest = self._pending
         self._pending = None
-        values = jax.tree.map(lambda value: np.asarray(value).item(), jax.device_get(metrics))
+        with self._timer.during("device"):
+            metrics = jax.device_get(metrics)
+        values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
         now = time.perf_counter()
         step_seconds = max(1e-9, now - self._ready_at - self._paused)
         self._ready_at, self._paused = now, 0.0
@@ -86,7 +103,8 @@ class TrainLog:
         if values["save"] > 0:
             self.save_seen = step
         if self._lines is not None:
-            self._write(step, values, step_seconds, wait_seconds, digest)
+            with self._timer.during("writing"):
+                self._write(step, values, step_seconds, wait_seconds, digest)
         self._finished(step, step_seconds, values)
 
     def pause(self, seconds: float) -> None:
@@ -111,6 +129,7 @@ class TrainLog:
             "kind": "eval",
             "step": step,
             "time": time.time(),
+            "attempt": self._attempt,
             "loss": loss,
             "tokens": tokens,
             "seconds": seconds,
@@ -145,6 +164,7 @@ class TrainLog:
             "kind": "train",
             "step": step,
             "time": time.time(),
+            "attempt": self._attempt,
             "loss": values["loss"],
             "grad_norm": values["grad_norm"],
             "learning_rate": values["learning_rate"],
@@ -159,17 +179,30 @@ class TrainLog:
             "bad_steps": values["bad_steps"],
         }
         model = {"model": values["model"]} if values["model"] else {}
+        self.latest = record
         self._lines.write(record | model | ({"batch_digest": digest} if digest is not None else {}))
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
-        if self._status.due or step == self._steps:
-            show = self._status.line if step == self._steps else self._status.update  # the last one stays
-            share = wait_seconds / step_seconds
-            eta = duration((self._steps - step) * self._pace)
-            shown = f"  MFU {mfu:.1%}" if mfu is not None else ""
-            show(
-                f"step {step}/{self._steps}  loss {values['loss']:.4f}  {count(rate)} tokens/s{shown}"
-                f"  data wait {share:.1%}  ETA {eta}"
-            )
+        every = None if self._status.live else self._log_every
+        due = self._status.due if every is None else step % every == 0
+        if due or step == self._steps:
+            self._show(step, values, rate, mfu, wait_seconds / step_seconds, stays=step == self._steps or bool(every))
+
+    def _show(
+        self, step: int, values: dict[str, Any], rate: float, mfu: float | None, data_wait: float, *, stays: bool
+    ) -> None:
+        """On a terminal what fits there, in place; a line that stays is the same everywhere."""
+        assert self._pace is not None
+        loss, eta = f"loss {values['loss']:.4f}", f"ETA {duration((self._steps - step) * self._pace)}"
+        share = [] if mfu is None else [f"MFU {mfu:.1%}"]
+        if self._status.live and not stays:
+            learning_rate, norm = f"lr {values['learning_rate']:.2e}", f"grad norm {values['grad_norm']:.3g}"
+            cost = None if self._cost is None else self._cost((self._steps - step) * self._pace)
+            parts = [loss, f"{count(rate)} tokens/s", eta, *share, *([cost] if cost else []), learning_rate, norm]
+            parts.append(f"data wait {data_wait:.1%}")
+            self._status.progress(step, self._steps, parts)
+            return
+        parts = [loss, f"{count(rate)} tokens/s", *share, f"data wait {data_wait:.1%}", eta]
+        (self._status.line if stays else self._status.update)("  ".join([f"step {step}/{self._steps}", *parts]))
 
     def _share_of_peak(self, step: int, per_second: float, flops: float | None) -> float | None:
         """What so many FLOPs for each are of the devices' peak. More than all of it is a mistake of ours."""

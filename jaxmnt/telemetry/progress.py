@@ -5,17 +5,19 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 
 class StartClock:
-    """Laps, one after the other, in seconds. The first goes from when the kernel made the process to now."""
+    """Laps, one after the other, in seconds. If the process was made for the start, the first goes from then to now."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {"process": _age()}
+    def __init__(self, *, of_process: bool = False) -> None:
+        self.seconds: dict[str, float] = {"process": _age()} if of_process else {}
+        self.began = time.time() - sum(self.seconds.values())
+        """When the start began, in unix seconds."""
         self._last = time.perf_counter()
         self._asked = self._found = 0
 
@@ -52,6 +54,8 @@ def _age() -> float:
 
 _LIVE_SECONDS = 0.1
 _PLAIN_SECONDS = 10.0
+_WIDEST_BAR = 20
+_WARNING = "WARNING"
 
 
 class StatusLine:
@@ -61,6 +65,7 @@ class StatusLine:
         self._out = out
         self._quiet = quiet
         self._live = out.isatty()
+        self._colour = self._live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._next = 0.0
         self._shown = False
 
@@ -69,24 +74,47 @@ class StatusLine:
         """Whether an update would be shown now; lets the caller save the work of composing it."""
         return not self._quiet and time.monotonic() >= self._next
 
+    @property
+    def live(self) -> bool:
+        """Whether there is a terminal, on which a line can be rewritten."""
+        return self._live
+
+    def progress(self, step: int, steps: int, parts: Sequence[str]) -> None:
+        """Shows a bar and as many of the parts, the first ones, as the terminal is wide; of others not one is cut."""
+        width = shutil.get_terminal_size().columns - 1
+        cells = min(_WIDEST_BAR, width // 8)
+        shown = f"{bar(step / max(steps, 1), cells)} {step}/{steps}"
+        for part in parts:
+            if len(shown) + 2 + len(part) > width:
+                break
+            shown += f"  {part}"
+        if self._colour:
+            shown = f"\x1b[36m{shown[:cells]}\x1b[0m{shown[cells:]}"
+        self._show(shown)
+
     def update(self, text: str) -> None:
         """Shows `text` if enough time has passed since the last."""
         if not self.due:
             return
         if self._live:
-            width = shutil.get_terminal_size().columns - 1
-            self._out.write(f"\r\x1b[K{text[:width]}")
-            self._out.flush()
-            self._shown = True
+            self._show(text[: shutil.get_terminal_size().columns - 1])
         else:
             print(text, file=self._out, flush=True)
-        self._next = time.monotonic() + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS)
+            self._next = time.monotonic() + _PLAIN_SECONDS
+
+    def _show(self, text: str) -> None:
+        self._out.write(f"\r\x1b[K{text}")
+        self._out.flush()
+        self._shown = True
+        self._next = time.monotonic() + _LIVE_SECONDS
 
     def line(self, text: str) -> None:
         """Prints a line that stays."""
         if self._quiet:
             return
         self.clear()
+        if self._colour and text.startswith(_WARNING):
+            text = f"\x1b[33m{text}\x1b[0m"
         print(text, file=self._out, flush=True)
 
     def clear(self) -> None:
@@ -105,6 +133,11 @@ def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
         yield status
     finally:
         status.clear()
+
+
+def bar(share: float, cells: int) -> str:
+    full = int(share * cells)
+    return "█" * full + "░" * (cells - full)
 
 
 def count(number: float) -> str:

@@ -1,0 +1,167 @@
+"""What the time of a run went into, over all its attempts, and what it cost.
+
+Every second belongs to one part, so the parts add up to the wall time. `steps` is the productive time: ETTR, the
+effective training time ratio, is its share (Wan et al. 2025, arXiv:2509.16293).
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxmnt.report.history import Attempt, Record, number
+
+PARTS = {
+    "steps": "steps that count",
+    "data": "steps held up by their input",
+    "start": "starting: processes, hosts, data",
+    "compile": "compiling, and the first step's share above the others",
+    "restore": "restoring checkpoints",
+    "checkpoint": "saving, as far as training waited for it",
+    "evaluation": "evaluating",
+    "bad_steps": "steps without a finite loss or gradient",
+    "again": "steps that were taken again",
+    "hang": "hanging until the watchdog ended it",
+    "failure": "between the last step and the end of an attempt that failed",
+    "between": "between attempts: waiting for the scheduler, or for somebody",
+    "other": "everything else",
+}
+"""What the wall time of a run is divided into."""
+
+_START = ("process", "environment", "import", "rendezvous", "preflight", "data")
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Goodput:
+    seconds: dict[str, float]
+    """Of each of `PARTS`."""
+    wall_seconds: float
+    ettr: float
+    ettr_last_hour: float
+    tokens: int
+    gpu_hours: float
+    """Of the attempts, without what is between them."""
+    cost: float | None
+    """None if no attempt knows what an hour of a GPU costs."""
+    cost_per_billion_tokens: float | None
+    productive_cost: float | None
+    attempts: int
+
+
+def goodput(attempts: Sequence[Attempt]) -> Goodput:
+    """Of a run with these attempts, in order."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    typical = typical_step(attempts)
+    for before, attempt in zip([None, *attempts], attempts, strict=False):
+        for part, seconds in attempt_parts(attempt, typical).items():
+            parts[part] += seconds
+        if before is not None:
+            parts["between"] += max(0.0, attempt.began - before.ended)
+    wall = attempts[-1].ended - attempts[0].began
+    tokens = next((attempt.steps[-1]["tokens"] for attempt in reversed(attempts) if attempt.steps), 0)
+    cost = cost_of(attempts)
+    running = wall - parts["between"]
+    return Goodput(
+        seconds=parts,
+        wall_seconds=wall,
+        ettr=parts["steps"] / wall if wall else 0.0,
+        ettr_last_hour=_ettr_since(attempts, attempts[-1].ended - _HOUR, typical),
+        tokens=tokens,
+        gpu_hours=sum(map(_device_hours, attempts)),
+        cost=cost,
+        cost_per_billion_tokens=cost / tokens * 1e9 if cost is not None and tokens else None,
+        productive_cost=cost * parts["steps"] / running if cost is not None and running else None,
+        attempts=len(attempts),
+    )
+
+
+def cost_of(attempts: Sequence[Attempt], price: float | None = None) -> float | None:
+    """What attempts cost in all. One that does not know its price has that of the one before it; the first has `price`,
+    or else the first that is known. None if none is."""
+    known = [attempt.cost_per_gpu_hour for attempt in attempts if attempt.cost_per_gpu_hour is not None]
+    last = price if price is not None else known[0] if known else None
+    if last is None:
+        return None
+    cost = 0.0
+    for attempt in attempts:
+        last = last if attempt.cost_per_gpu_hour is None else attempt.cost_per_gpu_hour
+        cost += last * _device_hours(attempt)
+    return cost
+
+
+def _device_hours(attempt: Attempt) -> float:
+    return attempt.devices * attempt.seconds / _HOUR
+
+
+def attempt_parts(attempt: Attempt, typical: float) -> dict[str, float]:
+    """Seconds of each part of one attempt, of which a step takes `typical` seconds; they add up to its own."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["start"] = sum(attempt.laps.get(lap, 0.0) for lap in _START)
+    parts["compile"], parts["restore"] = attempt.laps.get("compile", 0.0), attempt.laps.get("restore", 0.0)
+    bad = _bad_steps(attempt)
+    for line, productive, data in _divided(attempt, typical):
+        whole = number(line, "step_seconds")
+        if line["step"] in bad:
+            parts["bad_steps"] += whole
+        else:
+            parts["steps"] += productive
+            parts["data"] += data
+            parts["compile"] += whole - productive - data
+    parts["evaluation"] = sum(number(line, "seconds") for line in attempt.evals)
+    commits = [record for record in attempt.events if record["kind"] == "checkpoint_commit"]
+    parts["checkpoint"] = sum(number(record, "blocked_seconds") for record in commits)
+    parts["again"] = attempt.lost_seconds
+    told = sum(parts.values())
+    if told > attempt.seconds:  # clocks were set meanwhile
+        return {part: seconds * attempt.seconds / told for part, seconds in parts.items()}
+    left = attempt.seconds - told
+    tail = min(left, max(0.0, attempt.ended - _last_work(attempt)))
+    parts[_AFTER.get(attempt.end or "", "failure")] += tail
+    parts["other"] += left - tail
+    return parts
+
+
+_AFTER = {"end": "checkpoint", "hang": "hang"}
+"""What the time between an attempt's last step and its end is, by how it ended: a run that ends waits for its last
+checkpoint."""
+
+
+def _last_work(attempt: Attempt) -> float:
+    """When the last step, evaluation or phase of the start was over."""
+    lines = [*attempt.steps[-1:], *attempt.evals[-1:]]
+    return max([attempt.began + sum(attempt.laps.values()), attempt.lost_until, *(line["time"] for line in lines)])
+
+
+def typical_step(attempts: Sequence[Attempt]) -> float:
+    """The median step, without the first of each attempt."""
+    seconds = [number(line, "step_seconds") for attempt in attempts for line in attempt.steps[1:]]
+    return statistics.median(seconds) if seconds else float("inf")
+
+
+def _divided(attempt: Attempt, typical: float) -> Iterator[tuple[Record, float, float]]:
+    """Each step with its productive seconds, and those by which waiting for input made it longer than others: the host
+    reads while the devices are busy, so not all of its waiting holds them up. The first step also loads programs."""
+    for place, line in enumerate(attempt.steps):
+        whole = number(line, "step_seconds")
+        if place == 0:
+            yield line, min(whole, typical), 0.0
+        else:
+            data = min(number(line, "data_wait_seconds"), max(0.0, whole - typical))
+            yield line, whole - data, data
+
+
+def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> float:
+    """The productive share of the time from then on."""
+    since = max(since, attempts[0].began)
+    productive = 0.0
+    for attempt in attempts:
+        bad = _bad_steps(attempt)
+        for line, seconds, _ in _divided(attempt, typical):
+            if line["time"] > since and line["step"] not in bad:
+                productive += min(seconds, line["time"] - since)
+    span = attempts[-1].ended - since
+    return min(1.0, productive / span) if span > 0 else 0.0
+
+
+def _bad_steps(attempt: Attempt) -> set[int]:
+    return {record["step"] for record in attempt.events if record["kind"] == "bad_step" and "step" in record}

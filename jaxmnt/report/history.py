@@ -1,0 +1,136 @@
+"""The attempts of a run, from its events and metrics: when each began and ended, and what is known of it."""
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.errors import ConfigError
+from jaxmnt.telemetry.events import LAST, METRICS, event_file, read_lines
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Attempt:
+    """One start of a run, as process 0 tells it. Times are unix seconds."""
+
+    number: int
+    began: float
+    """When its process was made."""
+    ended: float
+    """The last that is known of it."""
+    devices: int
+    cost_per_gpu_hour: float | None
+    resumed_after: int
+    """The step that it went on from."""
+    end: str | None
+    """The kind of its last event: end, failed, hang, …; None if it broke off without a word."""
+    laps: dict[str, float]
+    """Seconds of the phases of its start; empty if it did not get to a step."""
+    events: list[Record] = field(default_factory=list)
+    steps: list[Record] = field(default_factory=list)
+    """Lines of the steps that still count."""
+    evals: list[Record] = field(default_factory=list)
+    lost_steps: int = 0
+    """Steps that a later attempt took again."""
+    lost_seconds: float = 0.0
+    lost_until: float = 0.0
+    """When the last of them was done."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def read_attempts(run_dir: Path) -> list[Attempt]:
+    """The attempts that got as far as to have events of the run, in order.
+
+    Raises `ConfigError` if there are none.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: there is no such folder; give a run directory")
+    attempts = attempts_so_far(run_dir)
+    if not attempts:
+        raise ConfigError(f"{run_dir}: no run has begun there: {event_file(run_dir, 0)} has no event of a start")
+    return attempts
+
+
+def attempts_so_far(run_dir: Path) -> list[Attempt]:
+    """As `read_attempts`; of a run that is about to begin there may be none."""
+    attempts: dict[int, Attempt] = {}
+    again: list[Record] = []
+    for record in read_lines(event_file(run_dir, 0)):
+        of_attempt = record.get("attempt")
+        if record["kind"] == "start":
+            attempts[record["attempt"]] = _begun(record)
+        elif of_attempt in attempts:
+            attempts[of_attempt].events.append(record)
+            again += [record] if record["kind"] == "steps_again" else []
+    ordered = sorted(attempts.values(), key=lambda attempt: attempt.began)
+    for attempt in ordered:
+        _complete(attempt)
+    for record in again:
+        _note_lost(attempts.get(record.get("of_attempt", -1)), record)
+    if ordered:
+        _share_out(read_lines(run_dir / METRICS), ordered)
+    for attempt, following in pairwise(ordered):
+        attempt.ended = min(attempt.ended, following.began)
+    return ordered
+
+
+def _begun(start: Record) -> Attempt:
+    began = start["time"] if start.get("began") is None else number(start, "began")
+    price = start.get("cost_per_gpu_hour")
+    return Attempt(
+        number=start["attempt"],
+        began=min(began, start["time"]),
+        ended=start["time"],
+        devices=start["devices"] if type(start.get("devices")) is int else 1,
+        cost_per_gpu_hour=price if type(price) in (int, float) else None,
+        resumed_after=start.get("step", 0),
+        end=None,
+        laps={},
+    )
+
+
+def _complete(attempt: Attempt) -> None:
+    """What its events say of an attempt."""
+    for record in attempt.events:
+        attempt.ended = max(attempt.ended, record["time"])
+        if record["kind"] in LAST:
+            attempt.end = record["kind"]
+        elif record["kind"] == "started" and isinstance(record.get("seconds"), dict):
+            laps = record["seconds"]
+            attempt.laps = {name: number(laps, name) for name in laps}
+
+
+def _note_lost(attempt: Attempt | None, again: Record) -> None:
+    """That a later attempt took steps of this one again."""
+    if attempt is not None:
+        attempt.lost_steps += int(number(again, "steps"))
+        attempt.lost_seconds += number(again, "seconds")
+        attempt.lost_until = max(attempt.lost_until, number(again, "until"))
+        attempt.ended = max(attempt.ended, attempt.lost_until)
+
+
+def _share_out(lines: list[Record], attempts: list[Attempt]) -> None:
+    """Each line belongs to the attempt that it names; an older line to the last that had begun by then."""
+    by_number = {attempt.number: attempt for attempt in attempts}
+    for line in lines:
+        if line["kind"] not in ("train", "eval"):
+            continue
+        attempt = by_number.get(line.get("attempt", -1))
+        if attempt is None:
+            attempt = next((one for one in reversed(attempts) if one.began <= line["time"]), attempts[0])
+        (attempt.steps if line["kind"] == "train" else attempt.evals).append(line)
+        attempt.ended = max(attempt.ended, line["time"])
+
+
+def number(record: Record, name: str) -> float:
+    """A field that holds seconds or a count; 0 if it holds nothing of the kind."""
+    value = record.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return 0.0
+    return float(value) if math.isfinite(value) and value >= 0 else 0.0

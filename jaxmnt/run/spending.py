@@ -1,0 +1,67 @@
+"""What the run costs over all its starts, held to `run.budget`. Of process 0."""
+
+import time
+from pathlib import Path
+
+from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError
+from jaxmnt.report.goodput import cost_of
+from jaxmnt.report.history import attempts_so_far
+from jaxmnt.run.preemption import StopRequest
+from jaxmnt.telemetry.events import Events
+from jaxmnt.telemetry.progress import StatusLine
+
+SPENT = "run.budget is spent"
+_WARN_SHARE = 0.8
+_HOUR = 3600.0
+
+
+def check_price(config: Config) -> None:
+    """Raises `ConfigError` for a budget where nothing costs anything."""
+    if config.run.budget is not None and not config.launch.cost_per_gpu_hour:
+        raise ConfigError("run.budget: launch.cost_per_gpu_hour is not set; give what an hour of a GPU costs")
+
+
+class Spending:
+    """Device-hours times their price, of this start and those before it."""
+
+    def __init__(self, config: Config, run_dir: Path, devices: int, began: float):
+        """This start has `devices`, and began at `began` (unix seconds).
+
+        Raises `ConfigError` if the budget was spent before.
+        """
+        price, self._budget = config.launch.cost_per_gpu_hour, config.run.budget
+        self._per_second = None if price is None else price * devices / _HOUR
+        # A clock that is set later makes nothing dearer.
+        self._since = time.monotonic() - max(0.0, time.time() - began)
+        self._warned = False
+        self._before = 0.0 if price is None else cost_of(attempts_so_far(run_dir), price) or 0.0
+        if self._budget is not None and self._before >= self._budget:
+            raise ConfigError(
+                f"run.budget: {self._budget:,.2f} is spent, {self._before:,.2f} by earlier starts; raise it to go on"
+            )
+
+    @property
+    def spent(self) -> float | None:
+        """None if no price is known."""
+        return None if self._per_second is None else self._before + self._per_second * (time.monotonic() - self._since)
+
+    def outlook(self, seconds: float) -> str | None:
+        """What is spent, and what will be after so many seconds more."""
+        if self._per_second is None or self.spent is None:
+            return None
+        return f"cost {self.spent:,.2f} of {self.spent + self._per_second * seconds:,.2f}"
+
+    def check(self, step: int, stop: StopRequest, events: Events, status: StatusLine) -> None:
+        """After a step: warns near the budget, and asks the run to stop at it."""
+        if self._budget is None or self.spent is None:
+            return
+        if stop.wanted:
+            return
+        if self.spent >= self._budget:
+            events.write("budget", step=step, spent=self.spent, budget=self._budget)
+            stop.ask(SPENT)
+        elif self.spent >= _WARN_SHARE * self._budget and not self._warned:
+            self._warned = True
+            events.write("budget", step=step, spent=self.spent, budget=self._budget)
+            status.line(f"WARNING step {step}: {self.spent:,.2f} of run.budget ({self._budget:,.2f}) is spent")

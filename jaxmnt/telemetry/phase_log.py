@@ -1,0 +1,104 @@
+"""Process 0's account of where the time of each step goes in all processes: a line a step in phases.jsonl."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmnt.telemetry.events import PHASE_LINES
+from jaxmnt.telemetry.phases import PHASES, StepPhases
+from jaxmnt.telemetry.stragglers import Straggler, StragglerDetector
+from jaxmnt.telemetry.writer import LineWriter
+
+_LONGEST = 1e9
+_PATIENCE = 512
+"""Steps for which a process's times are waited for."""
+
+
+class PhaseLog:
+    """Takes the times of the processes as they come, and writes the sum of each step once all have come.
+
+    `heard` may be called from any thread. Who holds the others up is for `take_findings`.
+    """
+
+    def __init__(self, run_dir: Path, processes: int):
+        self._processes = processes
+        self._lines = LineWriter(run_dir / PHASE_LINES)
+        self._detector = StragglerDetector(processes)
+        self._steps: dict[int, dict[int, tuple[float, ...]]] = {}
+        self.latest: dict[str, float] = {}
+        """Mean seconds of each phase in the last step that all have told of. For other threads to read."""
+        self._findings: deque[Straggler] = deque()
+        self._lock = threading.Lock()
+
+    def heard(self, process: int, rows: Sequence[Any]) -> None:
+        """The times of some steps of one process: `StepPhases`, or what they are in JSON.
+
+        Raises `ValueError` or `TypeError` if they are not.
+        """
+        checked = [_checked(*row) for row in rows]
+        with self._lock:
+            for step, seconds in checked:
+                times = self._steps.setdefault(step, {})
+                times[process] = seconds
+                if len(times) == self._processes:
+                    self._complete(step)
+            while len(self._steps) > _PATIENCE:
+                del self._steps[next(iter(self._steps))]
+
+    def take_findings(self) -> list[Straggler]:
+        """Who began to hold the others up, or caught up, since this was last called."""
+        with self._lock:
+            found = list(self._findings)
+            self._findings.clear()
+        return found
+
+    @property
+    def stragglers(self) -> list[tuple[int, str]]:
+        """Who holds the others up now, by process and phase. From any thread."""
+        with self._lock:
+            return self._detector.known
+
+    def complete_up_to(self, step: int) -> bool:
+        """Whether no process's times are missing of this step or one before it. From any thread."""
+        with self._lock:
+            return all(waiting > step for waiting in self._steps)
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _complete(self, step: int) -> None:
+        times = self._steps.pop(step)
+        seconds = np.array([times[process] for process in range(self._processes)])
+        line = _line(step, seconds)
+        self.latest = line["mean"]
+        self._lines.write(line)
+        self._findings.extend(self._detector.see(seconds))
+
+
+def _checked(step: Any, seconds: Any) -> StepPhases:
+    if type(step) is not int or len(seconds) != len(PHASES):
+        raise ValueError("no times of a step")
+    times = tuple(float(one) for one in seconds)
+    if not all(0 <= one < _LONGEST for one in times):
+        raise ValueError("no times of a step")
+    return StepPhases(step, times)
+
+
+def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
+    """Of each phase that took some time: the mean over processes, and the longest with its process."""
+    longest = seconds.argmax(axis=0)
+    means = seconds.mean(axis=0)
+    some = [number for number in range(len(PHASES)) if seconds[longest[number], number] > 0]
+    return {
+        "kind": "phases",
+        "step": step,
+        "time": time.time(),
+        "processes": len(seconds),
+        "mean": {PHASES[number]: round(float(means[number]), 6) for number in some},
+        "longest": {PHASES[number]: [float(seconds[longest[number], number]), int(longest[number])] for number in some},
+    }

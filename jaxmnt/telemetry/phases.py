@@ -1,0 +1,89 @@
+"""Where the time of each step goes in a process, by the clock of its main thread."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+DOING = {
+    "data": "waiting for input",
+    "host_to_device": "copying input to the devices",
+    "dispatch": "starting steps",
+    "device": "waiting for the devices",
+    "save": "saving",
+    "evaluation": "evaluating",
+    "peers": "waiting for other processes between steps",
+    "writing": "writing what one process writes for all",
+    "other": "other work on the host",
+}
+"""What goes on in each phase."""
+
+PHASES = tuple(DOING)
+
+OWN_PHASES = ("data", "host_to_device", "dispatch", "save", "other")
+"""Those in which a process does its own work, and does not wait for others."""
+
+_MOST_WAITING = 256
+"""Steps whose times have not been taken. Of more, the newest are kept."""
+
+
+class StepPhases(NamedTuple):
+    """The time of one step in one process."""
+
+    step: int
+    seconds: tuple[float, ...]
+    """In the order of `PHASES`."""
+
+
+class StepTimer:
+    """Each moment of the main thread belongs to the innermost phase that is open, or to `other`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase = "other"
+        self._since = clock()
+        self._ended: deque[StepPhases] = deque(maxlen=_MOST_WAITING)
+        self._lock = threading.Lock()
+
+    def restart(self) -> None:
+        """Steps are timed from now on."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._since = self._clock()
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before = self._phase
+        self._enter(phase)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def move(self, seconds: float, source: str, to: str) -> None:
+        """So much of the time of `source` was spent on something else."""
+        moved = min(max(seconds, 0.0), self._seconds[source])  # others' clocks may be set meanwhile
+        self._seconds[source] -= moved
+        self._seconds[to] += moved
+
+    def end_step(self, step: int) -> None:
+        """What was done since the step before counts for this one."""
+        self._enter(self._phase)
+        ended = StepPhases(step, tuple(round(self._seconds[phase], 6) for phase in PHASES))
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        with self._lock:
+            self._ended.append(ended)
+
+    def take(self) -> list[StepPhases]:
+        """The steps that have ended since this was last called. From any thread."""
+        with self._lock:
+            ended = list(self._ended)
+            self._ended.clear()
+        return ended
+
+    def _enter(self, phase: str) -> None:
+        now = self._clock()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now

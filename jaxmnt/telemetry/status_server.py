@@ -1,0 +1,185 @@
+"""What a run does at this moment, over HTTP: for Prometheus, for probes, and for whoever looks after it.
+
+Bound to this host unless told otherwise. It reads what the run has noted, and changes nothing.
+"""
+
+import faulthandler
+import json
+import math
+import os
+import socket
+import socketserver
+import tempfile
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from jaxmnt.errors import remark
+
+Status = dict[str, Any]
+
+_SECONDS = 10.0
+"""For a request to come, and for its answer to go."""
+_LOOK_SECONDS = 0.05
+"""Between two looks whether it is to end."""
+_HERE = ("127.0.0.1", "::1", "localhost")
+
+_GAUGES = {
+    "step": "The last step whose metrics are known.",
+    "steps": "Steps of the whole run.",
+    "loss": "Mean loss of the last step.",
+    "grad_norm": "Global norm of the gradient of the last step.",
+    "learning_rate": "Learning rate of the last step.",
+    "tokens_per_second": "Targets that count in the loss, a second.",
+    "padded_tokens_per_second": "All tokens, a second.",
+    "step_seconds": "Seconds of the last step.",
+    "data_wait_seconds": "Seconds for which process 0 waited for the input of the last step.",
+    "mfu": "Model FLOPs utilisation.",
+    "hfu": "Hardware FLOPs utilisation.",
+    "stragglers": "Processes that hold the others up, once for each phase in which they do.",
+    "spent": "What the run has cost over all its starts.",
+}
+_COUNTERS = {"tokens": "Targets trained on.", "bad_steps": "Steps without a finite loss or gradient."}
+
+
+class StatusServer:
+    """Answers in threads of its own: /metrics for Prometheus, /status as JSON, /healthz, /stacks. Used as a context
+    manager. If the address cannot be had, that is said, and the run goes on without."""
+
+    def __init__(self, host: str, port: int, status: Callable[[], Status]):
+        """Port 0 is any that is free. `status` is called from other threads."""
+        self.address: tuple[str, int] | None = None
+        """Where it answers; None if nowhere."""
+        handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in _HERE})
+        try:
+            self._server: ThreadingHTTPServer | None = (_Server6 if ":" in host else _Server)((host, port), handler)
+        except (OSError, OverflowError, TypeError, ValueError) as error:  # also names that are none
+            self._server = None
+            remark(f"note: telemetry.port: {host}:{port} cannot be had: {error}; the run goes on without it")
+            return
+        name, port = self._server.server_address[:2]
+        self.address = str(name), int(port)
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        assert self.address is not None
+        name, port = self.address
+        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+    def __enter__(self) -> "StatusServer":
+        if self._server is not None:
+            threading.Thread(
+                target=self._server.serve_forever, args=(_LOOK_SECONDS,), name="status server", daemon=True
+            ).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # somebody who does not read the answer holds nobody up
+
+    def server_bind(self) -> None:
+        """Without asking for the host's name, as HTTPServer does: that may take long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = map(str, self.server_address[:2])  # type: ignore[assignment]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who goes away in the middle is no error."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SECONDS
+    server_version, sys_version = "jaxmnt", ""
+    status: Callable[[], Status]
+    only_here: bool
+
+    def do_GET(self) -> None:
+        pages = {"/metrics": self._metrics, "/status": self._status, "/healthz": self._healthz, "/stacks": self._stacks}
+        page = pages.get(self.path.partition("?")[0])
+        if self.only_here and self._host() not in _HERE:  # a page from elsewhere must not read it by another name
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "ask for localhost\n")
+        elif page is None:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", f"there are {', '.join(pages)}\n")
+        else:
+            kind, text = page()
+            self._answer(HTTPStatus.OK, kind, text)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: the run's output is not for that."""
+
+    def _host(self) -> str:
+        name = self.headers.get("Host", "localhost")
+        return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+    def _answer(self, code: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _metrics(self) -> tuple[str, str]:
+        return "text/plain; version=0.0.4", prometheus_text(self.status())
+
+    def _status(self) -> tuple[str, str]:
+        return "application/json", json.dumps(_finite(self.status()), indent=2) + "\n"
+
+    def _healthz(self) -> tuple[str, str]:
+        return "text/plain", f"step {self.status().get('step', 0)}\n"
+
+    def _stacks(self) -> tuple[str, str]:
+        return "text/plain", stacks()
+
+
+def prometheus_text(status: Status) -> str:
+    """The numbers of a status in Prometheus' text format 0.0.4. What is not known is left out."""
+    lines = []
+    for kind, names in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+        for name, what in names.items():
+            value = status.get(name)
+            if isinstance(value, int | float):
+                full = f"jaxmnt_{name}_total" if kind == "counter" else f"jaxmnt_{name}"
+                lines += [f"# HELP {full} {what}", f"# TYPE {full} {kind}", f"{full} {_number(value)}"]
+    phases = status.get("phases") or {}
+    if phases:
+        full = "jaxmnt_phase_seconds"
+        lines += [f"# HELP {full} Mean over processes, of the last step.", f"# TYPE {full} gauge"]
+        lines += [f'{full}{{phase="{phase}"}} {_number(seconds)}' for phase, seconds in sorted(phases.items())]
+    return "\n".join(lines) + "\n"
+
+
+def stacks() -> str:
+    """Where each thread of this process is."""
+    with tempfile.TemporaryFile("w+b") as file:  # faulthandler writes to descriptors
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0, os.SEEK_SET)
+        return file.read().decode(errors="replace")
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,256 @@
+"""The report of a run: what its time went into, and what it cost."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import command, metrics, until
+
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.report.__main__ import main
+from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
+from jaxmnt.report.history import read_attempts
+
+LAPS = {
+    "process": 1.0, "environment": 1.0, "import": 3.0, "rendezvous": 2.0, "preflight": 1.0, "data": 2.0,
+    "compile": 20.0, "restore": 10.0, "first_step": 5.0,
+}  # fmt: skip
+
+
+class Log:
+    """Writes the lines of a run under a clock of its own."""
+
+    def __init__(self, run: Path):
+        self.run, self.now, self.attempt, self.tokens = run, 1000.0, -1, 0
+        self.events: list[dict] = []
+        self.lines: list[dict] = []
+
+    def event(self, kind: str, **more) -> None:
+        self.events.append({"kind": kind, "time": self.now, "process": 0, "host": "a", "attempt": self.attempt} | more)
+
+    def start(self, step: int, **more) -> None:
+        """40 s until the first step begins, 10 of them before the event."""
+        self.attempt += 1
+        began = self.now
+        self.now += 10
+        self.event("start", run="r", step=step, devices=8, began=began, **more)
+        self.now += 30
+
+    def step(self, number: int, seconds: float = 10.0, wait: float = 0.0) -> None:
+        self.now += seconds
+        self.tokens = 100 * number
+        self.lines.append({
+            "kind": "train", "step": number, "time": self.now, "attempt": self.attempt, "loss": 1.0, "grad_norm": 1.0,
+            "tokens": self.tokens, "step_seconds": seconds, "data_wait_seconds": wait,
+        })  # fmt: skip
+        if not any(one["kind"] == "started" and one["attempt"] == self.attempt for one in self.events):
+            self.event("started", step=number, seconds=LAPS)
+
+    def write(self) -> Path:
+        (self.run / "events").mkdir(parents=True)
+        text = lambda records: "".join(json.dumps(record) + "\n" for record in records)
+        (self.run / "events" / "0.jsonl").write_text(text(self.events))
+        (self.run / "metrics.jsonl").write_text(text(self.lines))
+        return self.run
+
+
+@pytest.fixture
+def restarted(tmp_path) -> Path:
+    """Three attempts: one is killed, one hangs, one ends."""
+    log = Log(tmp_path / "run")
+    log.start(0, cost_per_gpu_hour=2.0)
+    log.step(1, 15.0)
+    for number in range(2, 11):
+        log.step(number)
+    log.now += 4.0
+    log.event("checkpoint_commit", step=10, blocked_seconds=4.0)
+    log.step(11, 12.0, wait=3.0)
+    log.step(12, 10.0, wait=3.0)
+    log.lines, lost = [line for line in log.lines if line["step"] <= 10], log.now
+    # Killed; 100 s later the scheduler starts it again.
+    log.now += 100
+    log.start(10)
+    log.event("steps_again", of_attempt=0, steps=2, seconds=22.0, until=lost)
+    log.step(11, 10.0)
+    log.step(12, 13.0, wait=4.0)
+    log.event("bad_step", step=13)
+    log.step(13)
+    log.now += 45
+    log.event("hang", why="no progress", code=4)
+    log.now += 5
+    log.start(13)
+    log.step(14)
+    log.now += 7
+    log.lines.append({"kind": "eval", "step": 14, "time": log.now, "loss": 1.0, "seconds": 7.0})
+    log.now += 6
+    log.event("checkpoint_commit", step=14, blocked_seconds=2.0)
+    log.event("end", step=14, finished=True)
+    return log.write()
+
+
+def test_the_parts_are_those_of_a_sum_by_hand(restarted):
+    attempts = read_attempts(restarted)
+    whole = goodput(attempts)
+    by_hand = {
+        # Of the first step of each attempt what a typical one takes, and of the twelfth all but 3 s of waiting.
+        "steps": 10 + 9 * 10 + (10 + 10) + 10,
+        "data": 3,
+        "start": 3 * 10,
+        "compile": 3 * 20 + 5,
+        "restore": 3 * 10,
+        "checkpoint": 4 + 2 + 4,
+        "evaluation": 7,
+        "bad_steps": 10,
+        "again": 22,
+        "hang": 45,
+        "failure": 0,
+        "between": 100 + 5,
+        "other": 0,
+    }
+    assert set(by_hand) == set(PARTS)
+    assert whole.seconds == pytest.approx(by_hand)
+    assert whole.wall_seconds == pytest.approx(attempts[-1].ended - attempts[0].began) == sum(by_hand.values())
+    assert whole.ettr == pytest.approx(by_hand["steps"] / whole.wall_seconds)
+    running = whole.wall_seconds - by_hand["between"]
+    assert whole.gpu_hours == pytest.approx(8 * running / 3600)
+    assert whole.cost == pytest.approx(2 * whole.gpu_hours), "a later attempt has the last price that is known"
+    assert whole.cost_per_billion_tokens == pytest.approx(whole.cost / 1400 * 1e9)
+    assert whole.productive_cost == pytest.approx(whole.cost * by_hand["steps"] / running)
+    typical = typical_step(attempts)
+    for attempt in attempts:
+        assert sum(attempt_parts(attempt, typical).values()) == pytest.approx(attempt.seconds)
+    assert [attempt.end for attempt in attempts] == [None, "hang", "end"]
+
+
+def test_steps_that_are_lost_belong_to_who_took_them(tmp_path):
+    """An attempt that does not get to a step lies between; and one falls back past the checkpoint of the one before."""
+    log = Log(tmp_path / "run")
+    log.start(0)
+    for number in range(1, 21):
+        log.step(number)
+    first, log.lines = log.now, log.lines[:5]
+    log.now += 50
+    log.start(10)
+    log.event("failed", why="no memory")
+    log.now += 5
+    log.start(10)
+    for number in range(11, 14):
+        log.step(number)
+    second, log.lines = log.now, log.lines[:5]
+    log.now += 20
+    log.start(5)
+    log.event("steps_again", of_attempt=0, steps=15, seconds=150.0, until=first)
+    log.event("steps_again", of_attempt=2, steps=3, seconds=30.0, until=second)
+    log.step(6)
+    log.event("end", step=6, finished=True)
+    attempts = read_attempts(log.write())
+    whole = goodput(attempts)
+    assert [attempt.seconds for attempt in attempts] == [40 + 200, 40, 40 + 30, 40 + 10]
+    assert [attempt.lost_steps for attempt in attempts] == [15, 0, 3, 0]
+    assert whole.seconds["again"] == 180 and whole.seconds["between"] == 50 + 5 + 20
+    assert sum(whole.seconds.values()) == pytest.approx(whole.wall_seconds) == log.now - 1000
+    assert whole.ettr == whole.ettr_last_hour, "of a run that is shorter than an hour"
+
+
+def test_clocks_that_were_set_do_not_make_time(tmp_path):
+    log = Log(tmp_path / "run")
+    log.start(0)
+    for number in range(1, 11):
+        log.step(number)
+    log.now -= 500
+    log.step(11)
+    log.event("end", step=11, finished=True)
+    whole = goodput(read_attempts(log.write()))
+    assert sum(whole.seconds.values()) == pytest.approx(whole.wall_seconds)
+
+
+def test_the_last_hour_counts_by_itself(tmp_path):
+    log = Log(tmp_path / "run")
+    log.start(0)
+    log.step(1)
+    for number in range(2, 400):
+        log.step(number)
+    log.now += 900
+    for number in range(400, 580):
+        log.step(number)
+    whole = goodput(read_attempts(log.write()))
+    assert whole.ettr_last_hour == pytest.approx((3600 - 900) / 3600)
+    assert whole.seconds["other"] == pytest.approx(900)
+
+
+def test_every_number_is_there_as_json(restarted, capsys):
+    assert main([str(restarted), "--json", "--price", "3.5"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["goodput"]["cost"] == pytest.approx(3.5 * told["goodput"]["gpu_hours"])
+    assert [attempt["steps"] for attempt in told["attempts"]] == [10, 3, 1]
+    assert main([str(restarted)]) == 0
+    text = capsys.readouterr().out
+    assert "goodput" in text and "hanging until the watchdog ended it" in text and "2 more were taken again" in text
+    assert "hang: no progress" in text and "finished" in text
+
+
+def test_a_directory_without_a_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        read_attempts(tmp_path / "none")
+    log = Log(tmp_path / "run")
+    log.step(1)
+    log.events = []
+    log.write()
+    with pytest.raises(ConfigError, match="no run has begun there"):
+        read_attempts(tmp_path / "run")
+    log.event("start", attempt=0, step=0)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "events" / "0.jsonl").write_text(json.dumps(log.events[0]) + "\n")
+    assert main([str(tmp_path / "run")]) == 0, "a start of which nothing else is known"
+
+
+def test_torn_and_foreign_lines_are_passed_over(restarted, capfd):
+    whole = goodput(read_attempts(restarted))
+    for name in ("events/0.jsonl", "metrics.jsonl"):
+        path = restarted / name
+        path.write_bytes(
+            b'{"kind": "train", "time": 1, "step": 1, "loss": 1, "grad_norm": 1, "tokens": 1, "step_seconds": "x"}\n'
+            b'{"kind": "start"}\nnull\n\xff\n{"kind": "new", "time": 1, "what": [1]}\n' + path.read_bytes() + b'{"kind"'
+        )
+    assert goodput(read_attempts(restarted)) == whole
+    assert "cannot be read" in capfd.readouterr().err
+
+
+def test_the_command_needs_no_jax(restarted):
+    done = command("jaxmnt.report", str(restarted), PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0 and "goodput" in done.stdout
+    assert not any(line.endswith("| jax") for line in done.stderr.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_run_with_two_restarts_adds_up_to_its_wall_time(tiny_file, tmp_path):
+    """It is stopped once and killed once."""
+    arguments = ["-m", "jaxmnt.train", "--config", str(tiny_file), "train.steps=300", "checkpoint.every_steps=10"]
+    start = lambda *more: subprocess.Popen(
+        [sys.executable, *arguments, *more],
+        env=dict(os.environ, JAX_NUM_CPU_DEVICES="1"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    run = tmp_path / "run"
+    began = time.time()
+    assert start("train.stop_after=25").wait(120) == ExitCode.STOPPED
+    killed = start()
+    until(lambda: len(metrics(run)) >= 40, 60)
+    killed.kill()
+    killed.wait()
+    time.sleep(2)  # as if in a queue
+    assert start().wait(120) == ExitCode.FINISHED
+    exited = time.time()
+    attempts = read_attempts(run)
+    whole = goodput(attempts)
+    (ended,) = (record["time"] for record in attempts[-1].events if record["kind"] == "end")
+    wall = ended - began
+    assert exited - ended < 3, "what Python does after the last event is not known to the run"
+    assert sum(whole.seconds.values()) == pytest.approx(whole.wall_seconds) == pytest.approx(wall, rel=0.01)
+    assert [attempt.end for attempt in attempts] == ["end", None, "end"] and attempts[1].lost_steps > 0
+    assert whole.seconds["again"] > 0 and whole.seconds["between"] >= 2
+    assert whole.seconds["other"] < 0.05 * wall, whole.seconds

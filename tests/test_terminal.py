@@ -1,0 +1,76 @@
+"""What a person sees on a terminal, and where there is none."""
+
+import io
+import os
+import re
+
+import pytest
+
+from jaxmnt.telemetry.metrics import Rates, TrainLog
+from jaxmnt.telemetry.phases import StepTimer
+from jaxmnt.telemetry.progress import StatusLine
+
+METRICS = {
+    "loss": 2.34567, "grad_norm": 0.5123, "learning_rate": 3e-4, "tokens": 4096, "stop": 0, "save": 0, "bad_steps": 0,
+    "model": {},
+}  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(monkeypatch, tmp_path, width: int, *, steps: int = 12, **environment: str) -> list[str]:
+    """The lines that steps 1 to `steps` of 1000 put on a terminal of this width, as they are written."""
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((width, 24)))
+    monkeypatch.setattr("jaxmnt.telemetry.progress._LIVE_SECONDS", 0.0)
+    out = Terminal()
+    with_log(out, tmp_path, steps)
+    return out.getvalue().split("\r\x1b[K")[1:]
+
+
+def with_log(out, tmp_path, steps: int, log_every: int | None = None) -> None:
+    log = TrainLog(
+        tmp_path, writer=True, status=StatusLine(out), steps=1000, tokens=0, rates=Rates(1e3, 1e3, 1e12, 4096),
+        epochs=lambda step: {}, timer=StepTimer(), log_every=log_every,
+    )  # fmt: skip
+    for step in range(1, steps + 1):
+        log.push(step, METRICS, wait_seconds=0.0, digest=None)
+    log.flush()
+    log.close()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])
+def test_a_line_fits_and_nothing_is_cut(monkeypatch, tmp_path, width):
+    line = re.sub("\x1b\\[\\d+m", "", shown(monkeypatch, tmp_path, width)[-1])
+    assert len(line) < width
+    bar, *parts = line.split("  ")
+    assert re.fullmatch(r"[█░]+ 12/1000", bar)
+    whole = [
+        r"loss 2\.3457", r"\S+ tokens/s", r"ETA \d+:\d\d(:\d\d)?", r"MFU \d+\.\d%", r"lr 3\.00e-04",
+        r"grad norm 0\.512", r"data wait 0\.0%",
+    ]  # fmt: skip
+    assert all(re.fullmatch(pattern, part) for pattern, part in zip(whole, parts, strict=False)), line
+    assert len(parts) == {20: 0, 200: 7}.get(width, len(parts))
+    assert width < 80 or len(parts) >= 4, "at 80 columns there is room for loss, rate, ETA and MFU"
+
+
+def test_colour_only_where_it_is_wanted(monkeypatch, tmp_path):
+    assert "\x1b[36m" in shown(monkeypatch, tmp_path / "a", 80)[-1]
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        lines = shown(monkeypatch, tmp_path / "b", 80, **environment)
+        assert lines and not any("\x1b" in line for line in lines)
+
+
+def test_a_line_every_so_many_steps_where_there_is_no_terminal(tmp_path):
+    out = io.StringIO()
+    with_log(out, tmp_path, 12, log_every=5)
+    assert re.findall(r"^step (\d+)/1000  loss 2\.3457", out.getvalue(), re.MULTILINE) == ["5", "10"]
+    out = io.StringIO()
+    with_log(out, tmp_path, 12)
+    assert out.getvalue().count("step ") == 1, "by default the next comes after 10 s"
