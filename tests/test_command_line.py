@@ -32,6 +32,7 @@ CODES = {
     "launch slurm": HERE,
     "launch gke": HERE,
     "drill": HERE,
+    "report": HERE,
     "generate": HERE,
     "schema": HERE,
 }

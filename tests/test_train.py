@@ -48,7 +48,7 @@ def test_run_directory(whole_run):
     assert [line["step"] for line in lines] == list(range(1, 21))
     fields = {
         "kind", "step", "time", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds",
-        "padded_tokens_per_second", "data_wait_seconds", "mfu", "hfu", "batch_digest", "epochs", "bad_steps",
+        "padded_tokens_per_second", "data_wait_seconds", "mfu", "hfu", "attempt", "batch_digest", "epochs", "bad_steps",
     }  # fmt: skip
     assert all(set(line) == fields for line in lines)
     assert [line["tokens"] for line in lines] == [16 * 32 * step for step in range(1, 21)]

@@ -43,9 +43,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _price(text: str) -> float:
-    price = float(text)
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
     if not 0 <= price < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or more")
     return price
 
 

@@ -15,7 +15,7 @@ PARTS = {
     "data": "steps held up by their input",
     "start": "starting: processes, hosts, data",
     "compile": "compiling, and the first step's share above the others",
-    "restore": "restoring checkpoints",
+    "restore": "restoring checkpoints, or making initial values",
     "checkpoint": "saving, as far as training waited for it",
     "evaluation": "evaluating",
     "bad_steps": "steps without a finite loss or gradient",
