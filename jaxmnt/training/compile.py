@@ -334,9 +334,25 @@ def _compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
     if spec.placement.mesh.devices.flat[0].platform != "cpu":
         return {}
     options: dict[str, Any] = {"xla_backend_optimization_level": level}
-    if spec.dtype == jnp.float32:
-        options["xla_cpu_use_fusion_emitters"] = False
+    if spec.dtype == jnp.float32 and _is_known(_NEWER_EMITTERS):
+        options[_NEWER_EMITTERS] = False
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
+
+
+_NEWER_EMITTERS = "xla_cpu_use_fusion_emitters"
+"""Of jaxlib 0.10; 0.12 has no others."""
+
+
+@functools.cache
+def _is_known(option: str) -> bool:
+    """Whether this jaxlib has a compile option, which nothing but trying tells."""
+    try:
+        jax.jit(lambda: jnp.int32(0)).lower().compile({option: False})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True
 
 
 def measure(spec: StepSpec, state: State, step: Any, limit: int | None) -> Memory:
