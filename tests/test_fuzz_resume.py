@@ -25,7 +25,7 @@ from jaxmnt.train import train
 STOPPED, STEPS = 10, 14
 _SECONDS = 30.0
 _NEWEST, _OLDER = "run/checkpoints/10", "run/checkpoints/5"
-_EVENTS, _METRICS = "run/events/0.jsonl", "run/metrics.jsonl"
+_EVENTS, _METRICS, _PHASES = "run/events/0.jsonl", "run/metrics.jsonl", "run/phases.jsonl"
 
 CASES = [
     # file, form, kind, and words that its details have
@@ -138,7 +138,7 @@ def test_a_resume_after_damage(undisturbed, tmp_path, monkeypatch, file, form, k
         error, code = refusal, refusal.exit_code
     except HangsError as hang:
         pytest.fail(f"{mutation}: hangs in {_place(hang)}")
-    may_change = ("run/lock.*", _METRICS, _EVENTS, "run/config.yaml", "run/native/*")
+    may_change = ("run/lock.*", _METRICS, _EVENTS, _PHASES, "run/config.yaml", "run/native/*")
     assert gone(before, snapshot(tmp_path), may_change, file) == []
     assert _loud(said.getvalue()) is None
     if error is not None:
