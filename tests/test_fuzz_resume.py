@@ -53,6 +53,8 @@ CASES = [
     (_METRICS, "lines", "foreign line", "null"),
     (_METRICS, "lines", "a directory with a file", ""),
     (_METRICS, "lines", "missing", ""),
+    (_PHASES, "lines", "line torn", ""),
+    (_PHASES, "lines", "a directory with a file", ""),
     (_EVENTS, "lines", "NULs at the end", ""),
     (_EVENTS, "lines", "line twice", ""),
     (_EVENTS, "lines", "another type", "'attempt' becomes"),
