@@ -143,8 +143,11 @@ class Heartbeat:
         """In process 0: `take` gets the reports of all, from a thread, and those of before. It must not raise."""
         self._take_report = take
         while self._reports:
-            with contextlib.suppress(IndexError):  # the thread may be as quick
-                take(*self._reports.popleft())
+            try:
+                process, report = self._reports.popleft()
+            except IndexError:  # another thread was as quick
+                return
+            take(process, report)
 
     def halt(self, why: str) -> NoReturn:
         """This process does not get any further: all are asked where they are, and the run ends."""

@@ -20,7 +20,9 @@ from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.stragglers import Straggler
 
 _LAST_SECONDS = 10.0
-"""For the times of the last steps."""
+"""For all to give the times of the last steps."""
+_ON_THE_WAY_SECONDS = 2.0
+"""For what heartbeats have sent before."""
 _LOOK_SECONDS = 0.02
 
 
@@ -97,9 +99,9 @@ class Monitoring:
             return
         for process, text in enumerate(rows or []):
             self._hear(process, json.loads(text))
-        deadline = time.monotonic() + _LAST_SECONDS
+        deadline = time.monotonic() + _ON_THE_WAY_SECONDS
         while self._phases is not None and not self._phases.complete_up_to(step) and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)  # for what is still on its way
+            time.sleep(_LOOK_SECONDS)
 
     def _hear(self, process: int, rows: list[Any]) -> None:
         """From any thread. Telemetry that makes no sense is said once, and ends no run."""

@@ -178,9 +178,10 @@ class TrainLog:
             "epochs": self._epochs(step),
             "bad_steps": values["bad_steps"],
         }
-        model = {"model": values["model"]} if values["model"] else {}
+        record |= {"model": values["model"]} if values["model"] else {}
+        record |= {"batch_digest": digest} if digest is not None else {}
         self.latest = record
-        self._lines.write(record | model | ({"batch_digest": digest} if digest is not None else {}))
+        self._lines.write(record)
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
         every = None if self._status.live else self._log_every
         due = self._status.due if every is None else step % every == 0

@@ -89,7 +89,8 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Without asking for the host's name, as HTTPServer does: that may take long."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = map(str, self.server_address[:2])  # type: ignore[assignment]
+        name, port = self.server_address[:2]
+        self.server_name, self.server_port = str(name), int(port)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who goes away in the middle is no error."""
