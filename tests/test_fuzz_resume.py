@@ -157,5 +157,5 @@ def test_a_resume_after_damage(undisturbed, tmp_path, monkeypatch, file, form, k
         assert {step: loss for step, loss in found.items() if step > STOPPED} == again, f"{mutation}: other losses"
 
 
-def test_there_are_forty_of_all_kinds():
-    assert len(CASES) == 40 == len(set(CASES))
+def test_no_damage_is_listed_twice():
+    assert len(CASES) == len(set(CASES)) >= 40
