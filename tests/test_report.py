@@ -184,11 +184,12 @@ def test_the_last_hour_counts_by_itself(tmp_path):
 
 def test_every_number_is_there_as_json(restarted, capsys):
     assert main([str(restarted), "--json", "--price", "3.5"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
     assert told["goodput"]["cost"] == pytest.approx(3.5 * told["goodput"]["gpu_hours"])
     assert [attempt["steps"] for attempt in told["attempts"]] == [10, 3, 1]
-    assert main([str(restarted)]) == 0
+    assert main([str(restarted), "--text"]) == 0
     text = capsys.readouterr().out
+    assert not (restarted / "report.html").exists()
     assert "goodput" in text and "hanging until the watchdog ended it" in text and "2 more were taken again" in text
     assert "hang: no progress" in text and "finished" in text
 
@@ -197,15 +198,13 @@ def test_a_directory_without_a_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match="there is no such folder"):
         read_attempts(tmp_path / "none")
     log = Log(tmp_path / "run")
-    log.step(1)
-    log.events = []
+    log.lines = []
     log.write()
     with pytest.raises(ConfigError, match="no run has begun there"):
         read_attempts(tmp_path / "run")
     log.event("start", attempt=0, step=0)
-    (tmp_path / "run" / "metrics.jsonl").unlink()
     (tmp_path / "run" / "events" / "0.jsonl").write_text(json.dumps(log.events[0]) + "\n")
-    assert main([str(tmp_path / "run")]) == 0, "a start of which nothing else is known"
+    assert main([str(tmp_path / "run"), "--text"]) == 0, "a start of which nothing else is known"
 
 
 def test_torn_and_foreign_lines_are_passed_over(restarted, capfd):
@@ -221,7 +220,9 @@ def test_torn_and_foreign_lines_are_passed_over(restarted, capfd):
 
 
 def test_the_command_needs_no_jax(restarted):
-    done = command("jaxmnt.report", str(restarted), PYTHONPROFILEIMPORTTIME="1")
+    done = command(
+        "jaxmnt.report", str(restarted), "--perfetto", str(restarted / "trace.json"), PYTHONPROFILEIMPORTTIME="1"
+    )
     assert done.returncode == 0 and "goodput" in done.stdout
     assert not any(line.endswith("| jax") for line in done.stderr.splitlines())
 

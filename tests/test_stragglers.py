@@ -127,11 +127,14 @@ def test_lines_of_steps_wait_for_all_processes(tmp_path):
     log.heard(1, [row(2), row(1, data=0.25)])
     log.heard(2, [row(2)])
     log.close()
-    one, two = read_lines(tmp_path / PHASE_LINES)
+    one, two, processes = read_lines(tmp_path / PHASE_LINES)
     assert (one["step"], one["processes"], two["step"]) == (1, 3, 2)
     assert one["mean"] == {"data": 0.5, "save": pytest.approx(2 / 3, abs=1e-6)}
     assert one["longest"] == {"data": [1.0, 2], "save": [2.0, 2]}
     assert two["longest"] == {"data": [0.5, 0]}
+    assert [times[PHASES.index("data")] for times in one["each"]] == [0.25, 0.25, 1.0]
+    assert (processes["kind"], processes["step"], processes["steps"]) == ("processes", 2, 2)
+    assert [own[1] for own in processes["own"]] == pytest.approx([0.375, 0.125, 1.5]), "the medians"
 
 
 @pytest.mark.parametrize("rows", [[1], [[1, [0.0]]], [["1", [0.0] * 8]], [[1, [-1.0] * 8]], [[1, ["a"] * 8]], {"a": 1}])
@@ -144,9 +147,13 @@ def test_a_line_is_short_with_a_thousand_processes(tmp_path):
     log = PhaseLog(tmp_path, 1000)
     random = np.random.default_rng(0)
     for process in range(1000):
-        log.heard(process, [StepPhases(1, tuple(random.random(len(PHASES)).round(6).tolist()))])
+        steps = random.random((110, len(PHASES))).round(6)
+        log.heard(process, [StepPhases(step, tuple(seconds)) for step, seconds in enumerate(steps.tolist(), 1)])
     log.close()
-    assert (tmp_path / PHASE_LINES).stat().st_size <= 1024
+    lines = read_lines(tmp_path / PHASE_LINES)
+    assert [line["kind"] for line in lines].count("phases") == 110
+    assert [line["steps"] for line in lines if line["kind"] == "processes"] == [100]
+    assert (tmp_path / PHASE_LINES).stat().st_size <= 110 * 1024
 
 
 @pytest.mark.slow

@@ -1,34 +1,50 @@
-"""python -m jaxmnt.report RUN [RUN …]: what the time of a run went into over all its attempts, and what it cost.
+"""python -m jaxmnt.report RUN [RUN …]: where the time of a run went, what it cost, what failed; as a page with charts.
 
-RUN is a run directory, of a run that is over or under way. Nothing but its JSON lines is read; no JAX is needed.
+RUN is a run directory, of a run that is over or under way. Several are compared. Nothing but the files in it is read;
+no JAX is needed.
 """
 
 import argparse
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jaxmnt.commands import HERE, Parser, run_command
-from jaxmnt.errors import ExitCode, printable
-from jaxmnt.report.goodput import PARTS, Goodput, attempt_parts, goodput, typical_step
-from jaxmnt.report.history import Attempt, read_attempts
-from jaxmnt.telemetry.progress import count, duration
+from jaxmnt.errors import ConfigError, ExitCode, printable
+from jaxmnt.storage import publish
+
+_PAGE = "report.html"
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    found = []
-    for run in options.run:
-        attempts = read_attempts(Path(run))
-        if options.price is not None:
-            for attempt in attempts:
-                attempt.cost_per_gpu_hour = options.price
-        found.append((run, attempts, goodput(attempts)))
+    # They import NumPy, for which --help shall not wait.
+    from jaxmnt.report.contents import report_of
+    from jaxmnt.report.page import as_json, page
+    from jaxmnt.report.perfetto import write_trace
+    from jaxmnt.report.text import failures_text, summary_text
+    from jaxmnt.report.watch import serve
+
+    if options.watch:
+        return serve(options.run, options.price, options.port)
+    report = report_of(options.run, options.price)
     if options.json:
-        print(json.dumps([as_json(*one) for one in found], indent=2))
-    else:
-        print("\n\n".join(_text(*one) for one in found))
+        print(as_json(report, indent=2))
+        return ExitCode.FINISHED
+    if options.failures:
+        print(failures_text(report))
+        return ExitCode.FINISHED
+    print(summary_text(report))
+    if not options.text:
+        where = options.output or (Path(options.run[0]) / _PAGE if len(options.run) == 1 else Path(_PAGE))
+        _publish(where, page(report))
+        print(f"page    {printable(str(where))}")
+    if options.perfetto is not None:
+        _publish(options.perfetto, write_trace(options.run))
+        print(f"trace   {printable(str(options.perfetto))}; open it at https://ui.perfetto.dev")
+    if options.png is not None:
+        from jaxmnt.report.png import write_pngs  # an extra, and slow to import
+
+        written = write_pngs(report, options.png)
+        print(f"PNGs    {len(written)} in {printable(str(options.png))}")
     return ExitCode.FINISHED
 
 
@@ -36,10 +52,36 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.report", description=__doc__, codes=HERE)
     parser.add_argument("run", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help=f"where to write the page; default RUN/{_PAGE}, and ./{_PAGE} of several runs",
+    )  # fmt: skip
+    parser.add_argument(
         "--price", type=_price, metavar="COST", help="what an hour of a GPU costs; default launch.cost_per_gpu_hour"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--text", action="store_true", help="print the summary, and write no page")
+    instead.add_argument(
+        "--json", action="store_true", help="print every number of the report as JSON, and nothing else"
+    )
+    instead.add_argument("--failures", action="store_true", help="print what ended attempts, and nothing else")
+    instead.add_argument("--watch", action="store_true", help="serve the page on this machine, and keep it up to date")
+    parser.add_argument(
+        "--port", type=_port, default=8700, metavar="PORT", help="for --watch; default 8700; 0: any free one"
+    )
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write the charts there as PNGs")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="also write phases and events as a trace for Perfetto"
+    )
     return parser.parse_args(arguments)
+
+
+def _publish(path: Path, text: str) -> None:
+    try:
+        publish(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"{printable(str(path))} cannot be written: {error.strerror}; give another place with --output, --perfetto"
+        ) from error
 
 
 def _price(text: str) -> float:
@@ -52,58 +94,10 @@ def _price(text: str) -> float:
     return price
 
 
-def as_json(run: str, attempts: list[Attempt], whole: Goodput) -> dict[str, Any]:
-    typical = typical_step(attempts)
-    return {
-        "run": run,
-        "goodput": asdict(whole),
-        "attempts": [
-            {
-                "attempt": attempt.number,
-                "began": attempt.began,
-                "ended": attempt.ended,
-                "end": attempt.end,
-                "devices": attempt.devices,
-                "resumed_after": attempt.resumed_after,
-                "steps": len(attempt.steps),
-                "lost_steps": attempt.lost_steps,
-                "seconds": attempt_parts(attempt, typical),
-            }
-            for attempt in attempts
-        ],
-    }
-
-
-def _text(run: str, attempts: list[Attempt], whole: Goodput) -> str:
-    restarts = f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
-    lines = [f"run     {printable(run)}: {duration(whole.wall_seconds)} in {restarts}, {count(whole.tokens)} tokens"]
-    lines.append(
-        f"goodput {whole.ettr:.1%} of the time went into steps that count ({whole.ettr_last_hour:.1%} in the last hour)"
-    )
-    for part, seconds in sorted(whole.seconds.items(), key=lambda item: -item[1]):
-        if seconds > 0.0005 * whole.wall_seconds:
-            lines.append(f"  {seconds / whole.wall_seconds:6.1%} {duration(seconds):>9}  {PARTS[part]}")
-    cost = "" if whole.cost is None else f", which cost {whole.cost:,.2f}"
-    if whole.cost_per_billion_tokens is not None:
-        cost += f" ({whole.cost_per_billion_tokens:,.2f} per billion tokens; {whole.productive_cost:,.2f} productive)"
-    lines.append(f"cost    {whole.gpu_hours:,.2f} device-hours{cost}")
-    lines += [f"attempt {_attempt(attempt)}" for attempt in attempts]
-    return "\n".join(lines)
-
-
-def _attempt(attempt: Attempt) -> str:
-    steps = f"steps {attempt.steps[0]['step']} to {attempt.steps[-1]['step']}" if attempt.steps else "no step"
-    lost = f", {attempt.lost_steps} more were taken again" if attempt.lost_steps else ""
-    return f"{attempt.number}: {duration(attempt.seconds)}, {steps}{lost}; {_how_it_ended(attempt)}"
-
-
-def _how_it_ended(attempt: Attempt) -> str:
-    last = next((record for record in reversed(attempt.events) if record["kind"] == attempt.end), None)
-    if last is None:
-        return "under way, or it broke off without a word"
-    if attempt.end == "end":
-        return "finished" if last.get("finished") else "stopped early with a checkpoint"
-    return printable(f"{attempt.end}: {last.get('why') or 'no reason is known'}")
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port, 0 to 65535")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,42 @@ class Attempt:
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """The attempts that got as far as to have events of the run, in order.
+    """The attempts of a run, in order; see `read_run_records`."""
+    return read_run_records(run_dir)[0]
+
+
+def read_run_records(run_dir: Path) -> tuple[list[Attempt], list[str]]:
+    """The attempts that got as far as to have lines of the run, in order, and notes on what is missing.
 
     Raises `ConfigError` if there are none.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such folder; give a run directory")
     attempts = attempts_so_far(run_dir)
-    if not attempts:
-        raise ConfigError(f"{run_dir}: no run has begun there: {event_file(run_dir, 0)} has no event of a start")
-    return attempts
+    if attempts:
+        return attempts, []
+    events = event_file(run_dir, 0)
+    lines = [line for line in read_lines(run_dir / METRICS) if line["kind"] in ("train", "eval")]
+    if not lines:
+        raise ConfigError(
+            f"{run_dir}: no run has begun there: {events} has no event of a start, and {METRICS} no line; give a run "
+            "directory"
+        )
+    note = f"{events} has no event of a start: only what {METRICS} has can be shown, and when attempts began is a guess"
+    return _by_lines_alone(lines), [note]
+
+
+def _by_lines_alone(lines: list[Record]) -> list[Attempt]:
+    """Attempts as far as the lines of steps tell of them: each begins with its first step."""
+    found: dict[int, Attempt] = {}
+    for line in lines:
+        known = line.get("attempt", 0)
+        if known not in found:
+            began = line["time"] - number(line, "step_seconds")
+            found[known] = Attempt(known, began, line["time"], 1, None, max(0, line["step"] - 1), None, {})
+    ordered = sorted(found.values(), key=lambda attempt: attempt.began)
+    _share_out(lines, ordered)
+    return ordered
 
 
 def attempts_so_far(run_dir: Path) -> list[Attempt]:

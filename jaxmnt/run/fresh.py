@@ -12,13 +12,16 @@ from jaxmnt.data.grain_source import INDEX_FOLDER
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.run.changes import ACCEPTED
 from jaxmnt.storage import StoragePath
-from jaxmnt.telemetry.events import METRICS, PHASE_LINES
+from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES
 
 _OWN = (
     METRICS,
     f"{METRICS}.damaged",
     PHASE_LINES,
     f"{PHASE_LINES}.damaged",
+    RESOURCES,
+    f"{RESOURCES}.damaged",
+    "report.html",
     "events",
     "hangs",
     "tokenizer",

@@ -1,7 +1,13 @@
 """What a run says of itself: at its start, of bad steps and rows passed over, at its end."""
 
 import math
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
+
+import jax
 
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.config.describe import MEANING
@@ -11,6 +17,7 @@ from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.malloc import missing_huge_pages
+from jaxmnt.distributed.process_group import software
 from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
 from jaxmnt.run.resume import ResumePoint
@@ -24,6 +31,7 @@ from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 from jaxmnt.training.compile import Program
 
+_LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
 _BYTES_A_TOKEN = 20
 """Five fields of four bytes."""
 
@@ -83,6 +91,15 @@ def already_finished(status: StatusLine, config: Config, start: ResumePoint) -> 
         f"This run is finished: step {start.step} of {config.train.steps}. "
         f"To train longer, raise train.steps, for example train.steps={2 * config.train.steps}."
     )
+
+
+def environment(devices: Sequence[jax.Device] | None) -> dict[str, str]:
+    """What a run trains with: versions, the kind of its devices, and what changes XLA's programs."""
+    packages = {name: version(name) for name in _LIBRARIES}
+    flags = {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if os.environ.get(name)}
+    kind = (devices or jax.devices())[0].device_kind
+    python = {"Python": platform.python_version(), "system": platform.platform()}
+    return software() | python | {"device kind": kind} | packages | flags
 
 
 def program(status: StatusLine, program: Program) -> None:

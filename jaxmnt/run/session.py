@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +35,7 @@ from jaxmnt.run.rundir import run_directories, write_config
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.spending import Spending, check_price
 from jaxmnt.run.watchdog import Watchdog
-from jaxmnt.telemetry.events import Events, event_file, repair
+from jaxmnt.telemetry.events import FORMAT, Events, event_file, log_sizes, repair
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.notify import Notifier
 from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
@@ -270,9 +269,12 @@ class Session:
         for trouble in self.start.damaged if self.writes else []:
             events.write("checkpoint_damaged", why=trouble)
         devices = len(self._devices or jax.devices())
+        environment = {"environment": report.environment(self._devices)} if self.writes else {}
         events.write(
-            "start", run=self.start.run, step=self.step, jax=version("jax"), devices=devices, began=self.clock.began,
-            cost_per_gpu_hour=self.config.launch.cost_per_gpu_hour,
+            "start", format=FORMAT, run=self.start.run, step=self.step, processes=self.identity.processes,
+            devices=devices, began=self.clock.began, cost_per_gpu_hour=self.config.launch.cost_per_gpu_hour,
+            clock_ahead=self.heartbeat.clock, log_bytes=log_sizes(self.directory, self.identity.process_id),
+            **environment,
         )  # fmt: skip
         self._held.callback(events.close)
         note = lambda exit_reason: note_exit_reason(events, exit_reason)

@@ -21,8 +21,15 @@ from jaxmnt.telemetry.writer import LineWriter
 METRICS = "metrics.jsonl"
 """In a run directory; see `metrics.py`."""
 
+FORMAT = 1
+"""Of the lines in a run directory, which each event of a start names. A later one may mean something else by a field
+that is known here."""
+
 PHASE_LINES = "phases.jsonl"
 """In a run directory; see `phase_log.py`."""
+
+RESOURCES = "resources.jsonl"
+"""In a run directory; see `resources.py`."""
 
 _PADDING = b" \t\r\n\0"
 """What may stand around a record. A host that crashes leaves blocks of NULs."""
@@ -67,7 +74,7 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
     "finished": lambda value: isinstance(value, bool),
     "loss": _or_null(_is_number),
     "grad_norm": _or_null(_is_number),
-    **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens"), _is_count),
+    **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens", "format"), _is_count),
     **dict.fromkeys(
         (
             "step_seconds",
@@ -260,6 +267,18 @@ def event_files(run_dir: Path) -> list[Path]:
     """Those of all processes that there are, in the order of their names. Copies that people have made are none."""
     paths = (run_dir / "events").glob("*.jsonl")
     return sorted(path for path in paths if re.fullmatch("[0-9]+", path.stem))
+
+
+def log_files(process: int) -> tuple[str, str, str]:
+    """In a run directory, to which each attempt appends: stacks of hangs, what a launcher on this machine takes down of
+    the process, and what libraries print below Python."""
+    return f"hangs/{process}.txt", f"logs/process-{process}.log", f"native/{process}.log"
+
+
+def log_sizes(run_dir: Path, process: int) -> dict[str, int]:
+    """Bytes of those of a process's files that are not empty."""
+    sizes = {name: path.stat().st_size for name in log_files(process) if (path := run_dir / name).is_file()}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def last_commit(run_dir: Path) -> int:

@@ -1,4 +1,5 @@
-"""Process 0's account of where the time of each step goes in all processes: a line a step in phases.jsonl."""
+"""Process 0's account of where the time of each step goes in all processes: a line a step in phases.jsonl, and every
+100 steps one with a few numbers of each process."""
 
 import threading
 import time
@@ -10,11 +11,19 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.telemetry.events import PHASE_LINES
-from jaxmnt.telemetry.phases import PHASES, StepPhases
+from jaxmnt.telemetry.phases import OWN_PHASES, PHASES, StepPhases
 from jaxmnt.telemetry.stragglers import Straggler, StragglerDetector
 from jaxmnt.telemetry.writer import LineWriter
 
 _LONGEST = 1e9
+STEPS_A_SUM = 100
+"""Between two lines about processes."""
+QUANTILES = (0.1, 0.5, 0.9, 1.0)
+"""Of the steps between two such lines."""
+_BYTES_A_PROCESS, _MOST_BYTES_A_STEP = 40, 1000
+MOST_EACH = 4
+"""Processes whose times are all in the line of a step; of more they would not fit."""
+_OWN = [PHASES.index(phase) for phase in OWN_PHASES]
 _PATIENCE = 512
 """Steps for which a process's times are waited for."""
 
@@ -30,6 +39,9 @@ class PhaseLog:
         self._lines = LineWriter(run_dir / PHASE_LINES)
         self._detector = StragglerDetector(processes)
         self._steps: dict[int, dict[int, tuple[float, ...]]] = {}
+        self._own: list[np.ndarray] = []
+        """Of steps since the last line about processes: seconds of each one's own work."""
+        self._last_step = 0
         self.latest: dict[str, float] = {}
         """Mean seconds of each phase in the last step that all have told of. For other threads to read."""
         self._findings: deque[Straggler] = deque()
@@ -69,6 +81,8 @@ class PhaseLog:
             return all(waiting > step for waiting in self._steps)
 
     def close(self) -> None:
+        with self._lock:
+            self._sum_up()
         self._lines.close()
 
     def _complete(self, step: int) -> None:
@@ -77,7 +91,26 @@ class PhaseLog:
         line = _line(step, seconds)
         self.latest = line["mean"]
         self._lines.write(line)
+        self._own.append(seconds[:, _OWN].sum(axis=1))
+        self._last_step = step
+        if len(self._own) == STEPS_A_SUM:
+            self._sum_up()
         self._findings.extend(self._detector.see(seconds))
+
+    def _sum_up(self) -> None:
+        """A line about the own work of each process, in the steps since the last such line, if these are many enough
+        for its length."""
+        if len(self._own) * _MOST_BYTES_A_STEP < self._processes * _BYTES_A_PROCESS:
+            return
+        quantiles = np.quantile(np.stack(self._own), QUANTILES, axis=0)
+        self._lines.write({
+            "kind": "processes",
+            "step": self._last_step,
+            "time": time.time(),
+            "steps": len(self._own),
+            "own": [[_short(value) for value in one] for one in quantiles.T],
+        })  # fmt: skip
+        self._own.clear()
 
 
 def _checked(step: Any, seconds: Any) -> StepPhases:
@@ -89,11 +122,17 @@ def _checked(step: Any, seconds: Any) -> StepPhases:
     return StepPhases(step, times)
 
 
+def _short(seconds: float) -> float:
+    """In few digits: there may be thousands."""
+    return float(f"{seconds:.3g}")
+
+
 def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
     """Of each phase that took some time: the mean over processes, and the longest with its process."""
     longest = seconds.argmax(axis=0)
     means = seconds.mean(axis=0)
     some = [number for number in range(len(PHASES)) if seconds[longest[number], number] > 0]
+    each = {"each": [[_short(one) for one in row] for row in seconds.tolist()]} if len(seconds) <= MOST_EACH else {}
     return {
         "kind": "phases",
         "step": step,
@@ -101,4 +140,5 @@ def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
         "processes": len(seconds),
         "mean": {PHASES[number]: round(float(means[number]), 6) for number in some},
         "longest": {PHASES[number]: [float(seconds[longest[number], number]), int(longest[number])] for number in some},
+        **each,
     }

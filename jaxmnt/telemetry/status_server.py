@@ -7,24 +7,21 @@ import faulthandler
 import json
 import math
 import os
-import socket
-import socketserver
 import tempfile
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 from jaxmnt.errors import remark
+from jaxmnt.telemetry.local_http import HERE, LocalHandler, LocalServer, LocalServer6
+from jaxmnt.telemetry.writer import finite
 
 Status = dict[str, Any]
 
-_SECONDS = 10.0
-"""For a request to come, and for its answer to go."""
 _LOOK_SECONDS = 0.05
 """Between two looks whether it is to end."""
-_HERE = ("127.0.0.1", "::1", "localhost")
 
 _GAUGES = {
     "step": "The last step whose metrics are known.",
@@ -52,9 +49,11 @@ class StatusServer:
         """Port 0 is any that is free. `status` is called from other threads."""
         self.address: tuple[str, int] | None = None
         """Where it answers; None if nowhere."""
-        handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in _HERE})
+        handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in HERE})
         try:
-            self._server: ThreadingHTTPServer | None = (_Server6 if ":" in host else _Server)((host, port), handler)
+            self._server: ThreadingHTTPServer | None = (LocalServer6 if ":" in host else LocalServer)(
+                (host, port), handler
+            )
         except (OSError, OverflowError, TypeError, ValueError) as error:  # also names that are none
             self._server = None
             remark(f"note: telemetry.port: {host}:{port} cannot be had: {error}; the run goes on without it")
@@ -82,63 +81,26 @@ class StatusServer:
             self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # somebody who does not read the answer holds nobody up
-
-    def server_bind(self) -> None:
-        """Without asking for the host's name, as HTTPServer does: that may take long."""
-        socketserver.TCPServer.server_bind(self)
-        name, port = self.server_address[:2]
-        self.server_name, self.server_port = str(name), int(port)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who goes away in the middle is no error."""
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _SECONDS
-    server_version, sys_version = "jaxmnt", ""
+class _Handler(LocalHandler):
     status: Callable[[], Status]
     only_here: bool
 
-    def do_GET(self) -> None:
+    def respond(self) -> None:
         pages = {"/metrics": self._metrics, "/status": self._status, "/healthz": self._healthz, "/stacks": self._stacks}
         page = pages.get(self.path.partition("?")[0])
-        if self.only_here and self._host() not in _HERE:  # a page from elsewhere must not read it by another name
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "ask for localhost\n")
+        if self.only_here and not self.asks_for_this_host():
+            self.answer(HTTPStatus.FORBIDDEN, "text/plain", "ask for localhost\n")
         elif page is None:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", f"there are {', '.join(pages)}\n")
+            self.answer(HTTPStatus.NOT_FOUND, "text/plain", f"there are {', '.join(pages)}\n")
         else:
             kind, text = page()
-            self._answer(HTTPStatus.OK, kind, text)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing: the run's output is not for that."""
-
-    def _host(self) -> str:
-        name = self.headers.get("Host", "localhost")
-        return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-
-    def _answer(self, code: HTTPStatus, kind: str, text: str) -> None:
-        body = text.encode()
-        self.send_response(code)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(body)
+            self.answer(HTTPStatus.OK, kind, text)
 
     def _metrics(self) -> tuple[str, str]:
         return "text/plain; version=0.0.4", prometheus_text(self.status())
 
     def _status(self) -> tuple[str, str]:
-        return "application/json", json.dumps(_finite(self.status()), indent=2) + "\n"
+        return "application/json", json.dumps(finite(self.status()), indent=2) + "\n"
 
     def _healthz(self) -> tuple[str, str]:
         return "text/plain", f"step {self.status().get('step', 0)}\n"
@@ -176,11 +138,3 @@ def _number(value: float) -> str:
     if math.isfinite(value):
         return repr(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value

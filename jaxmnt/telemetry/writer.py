@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import stat
 import threading
@@ -179,15 +180,16 @@ class LineWriter:
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    return (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+    return (json.dumps(finite(record), allow_nan=False) + "\n").encode()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with null for what JSON cannot hold: NaN and infinity, at any depth."""
     if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _append(file: int, line: bytes) -> None:

@@ -1,0 +1,60 @@
+"""The report as one HTML file that opens offline: styles, scripts and data are in it, and its policy forbids all else.
+
+The page is the same file however often it is made from the same report. What it runs is known by its digest
+(Content Security Policy, https://www.w3.org/TR/CSP3/), so that text from a run directory never runs.
+"""
+
+import base64
+import hashlib
+import html
+import json
+from importlib.resources import files
+from typing import Any
+
+from jaxmnt.telemetry.writer import finite
+
+_WEB = files("jaxmnt.report") / "web"
+
+
+def page(report: dict[str, Any], *, live: bool = False) -> str:
+    """The HTML of a report. A `live` one is served, and asks its server for new data."""
+    styles = _asset("uPlot.min.css") + _asset("report.css")
+    charts, script = _asset("uPlot.min.js"), _asset("report.js")
+    policy = [
+        "default-src 'none'",
+        f"script-src {_digest(charts)} {_digest(script)}",
+        f"style-src {_digest(styles)}",
+        "img-src data:",
+        *(["connect-src 'self'"] if live else []),
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    places = {
+        "policy": "; ".join(policy),
+        "title": html.escape("Report: " + ", ".join(run["run"] for run in report["runs"])),
+        "style": styles,
+        "data": _inside_a_script(as_json(report)),
+        "uplot": charts,
+        "script": script,
+    }
+    first, *parts = _asset("report.html").split("{{")
+    return first + "".join(places[name] + rest for name, rest in (part.split("}}", 1) for part in parts))
+
+
+def as_json(report: dict[str, Any], indent: int | None = None) -> str:
+    """As every JSON reader takes it: what is no number is null."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(finite(report), allow_nan=False, indent=indent, separators=separators)
+
+
+def _asset(name: str) -> str:
+    return (_WEB / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _inside_a_script(text: str) -> str:
+    """JSON that cannot end the element that it stands in."""
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("\u2028", "\\u2028")

@@ -1,0 +1,141 @@
+"""A run as a trace for https://ui.perfetto.dev: attempts, steps, phases and events of all processes on one clock.
+
+Trace Event Format (Chrome's JSON): complete spans (`X`), instants (`i`) and counters (`C`), in microseconds. Clocks of
+hosts differ; at each start the processes learn between which bounds their clock is ahead of process 0's, and the middle
+of these is taken off.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.report.history import Attempt, Record, number, read_attempts
+from jaxmnt.report.page import as_json
+from jaxmnt.telemetry.events import PHASE_LINES, event_files, read_lines
+from jaxmnt.telemetry.phases import DOING, PHASES
+
+Span = dict[str, Any]
+
+_STEPS, _PHASES, _EVENTS = 1, 2, 3
+"""Tracks of a process."""
+_ALL = 1_000_000
+"""In place of a process: what is told of all together."""
+_BESIDE = ("kind", "time", "process", "host", "attempt")
+
+
+def write_trace(runs: Sequence[str]) -> str:
+    """The trace of these run directories; each has processes of its own there."""
+    spans: list[Span] = []
+    for place, run in enumerate(runs):
+        first = 10 * _ALL * place
+        spans += [one | {"pid": one["pid"] + first} for one in _of_run(Path(run))]
+    return as_json({"traceEvents": spans, "displayTimeUnit": "ms"})
+
+
+def _of_run(run_dir: Path) -> Iterator[Span]:
+    attempts = read_attempts(run_dir)
+    yield from _named(
+        _ALL, f"{run_dir}: all processes", {_STEPS: "steps", _PHASES: "phases, mean", _EVENTS: "attempts"}
+    )
+    for attempt in attempts:
+        yield from _of_attempt(attempt)
+    yield from _phases(read_lines(run_dir / PHASE_LINES))
+    for path in event_files(run_dir):
+        yield from _of_process(int(path.stem), run_dir, read_lines(path))
+
+
+def _of_attempt(attempt: Attempt) -> Iterator[Span]:
+    yield _span(_ALL, _EVENTS, f"attempt {attempt.number}", attempt.began, attempt.seconds, {"end": attempt.end})
+    for line in attempt.steps:
+        seconds = number(line, "step_seconds")
+        told = {name: line.get(name) for name in ("loss", "grad_norm", "tokens_per_second", "mfu")}
+        yield _span(_ALL, _STEPS, f"step {line['step']}", line["time"] - seconds, seconds, told)
+        yield {"ph": "C", "pid": _ALL, "name": "loss", "ts": _micro(line["time"]), "args": {"loss": line["loss"]}}
+    for line in attempt.evals:
+        seconds = number(line, "seconds")
+        yield _span(
+            _ALL,
+            _STEPS,
+            f"evaluation after step {line['step']}",
+            line["time"] - seconds,
+            seconds,
+            {"loss": line["loss"]},
+        )
+
+
+def _phases(lines: Sequence[Record]) -> Iterator[Span]:
+    """The phases of a step one after the other: in which order they were is not known. Of each process where the lines
+    have all; the mean of all in any case."""
+    for line in lines:
+        mean, each = line.get("mean"), line.get("each")
+        if line["kind"] != "phases" or not isinstance(mean, dict):
+            continue
+        yield from _one_after_the_other(_ALL, line, [number(mean, phase) for phase in PHASES])
+        for process, seconds in enumerate(each if isinstance(each, list) else []):
+            if isinstance(seconds, list) and len(seconds) == len(PHASES):
+                sound = dict(zip(PHASES, seconds, strict=True))
+                yield from _one_after_the_other(process, line, [number(sound, phase) for phase in PHASES])
+
+
+def _one_after_the_other(process: int, line: Record, seconds: Sequence[float]) -> Iterator[Span]:
+    time = line["time"] - sum(seconds)
+    for phase, took in zip(PHASES, seconds, strict=True):
+        if took:
+            yield _span(process, _PHASES, phase, time, took, {"step": line.get("step"), "what": DOING[phase]})
+        time += took
+
+
+def _of_process(process: int, run_dir: Path, records: Sequence[Record]) -> Iterator[Span]:
+    host = next((record["host"] for record in records if "host" in record), "an unknown host")
+    yield from _named(process, f"{run_dir}: process {process} on {host}", {_PHASES: "phases", _EVENTS: "events"})
+    ahead = began = 0.0
+    for record in records:
+        if record["kind"] == "start":
+            ahead, began = _ahead(record.get("clock_ahead")), number(record, "began") or record["time"]
+        time = record["time"] - ahead
+        told = {name: value for name, value in record.items() if name not in _BESIDE}
+        if record["kind"] == "started" and isinstance(record.get("seconds"), dict):
+            at = began - ahead
+            for lap in record["seconds"]:
+                took = number(record["seconds"], lap)
+                yield _span(process, _EVENTS, f"start: {lap}", at, took)
+                at += took
+        elif record["kind"] == "checkpoint_commit":
+            took = number(record, "blocked_seconds")
+            yield _span(process, _EVENTS, "save, blocking", time - took, took, told)
+        else:
+            yield {
+                "ph": "i",
+                "s": "p",
+                "pid": process,
+                "tid": _EVENTS,
+                "name": record["kind"],
+                "ts": _micro(time),
+                "args": told,
+            }
+
+
+def _ahead(bounds: Any) -> float:
+    """The middle of the bounds between which a clock is ahead of process 0's."""
+    if isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(one, int | float) for one in bounds):
+        return sum(bounds) / 2
+    return 0.0
+
+
+def _named(process: int, name: str, tracks: dict[int, str]) -> Iterator[Span]:
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    for track, what in tracks.items():
+        yield {"ph": "M", "pid": process, "tid": track, "name": "thread_name", "args": {"name": what}}
+
+
+def _span(
+    process: int, track: int, name: str, began: float, seconds: float, told: dict[str, Any] | None = None
+) -> Span:
+    return {
+        "ph": "X", "pid": process, "tid": track, "name": name, "ts": _micro(began), "dur": round(1e6 * seconds),
+        "args": told or {},
+    }  # fmt: skip
+
+
+def _micro(seconds: float) -> int:
+    return round(1e6 * seconds)

@@ -1,0 +1,99 @@
+"""The report as lines for a terminal."""
+
+from typing import Any
+
+from jaxmnt.errors import printable
+from jaxmnt.telemetry.progress import count, duration
+
+_LEAST_SHARE = 0.0005
+"""Of the wall time, for a part to have a line."""
+
+
+def summary_text(report: dict[str, Any]) -> str:
+    runs = [_of_run(run) for run in report["runs"]]
+    return "\n\n".join([*runs, *(["\n".join(_compared(report))] if len(runs) > 1 else [])])
+
+
+def failures_text(report: dict[str, Any]) -> str:
+    return "\n\n".join(_failures(run) for run in report["runs"])
+
+
+def _of_run(run: dict[str, Any]) -> str:
+    goodput, attempts = run["goodput"], run["attempts"]
+    restarts = f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
+    wall = goodput["wall_seconds"]
+    told = f"{run['state']}, {duration(wall)} in {restarts}, {count(goodput['tokens'])} tokens"
+    lines = [f"run     {printable(run['run'])}: {told}"]
+    lines += [f"note    {note}" for note in run["notes"]]
+    lines.append(
+        f"goodput {goodput['ettr']:.1%} of the time went into steps that count ({goodput['ettr_last_hour']:.1%} in the "
+        "last hour)"
+    )
+    for part, seconds in sorted(goodput["seconds"].items(), key=lambda item: -item[1]):
+        if seconds > _LEAST_SHARE * wall:
+            lines.append(f"  {seconds / wall:6.1%} {duration(seconds):>9}  {goodput['parts'][part]}")
+    cost = "" if goodput["cost"] is None else f", which cost {goodput['cost']:,.2f}"
+    if goodput["cost_per_billion_tokens"] is not None:
+        cost += (
+            f" ({goodput['cost_per_billion_tokens']:,.2f} per billion tokens; {goodput['productive_cost']:,.2f} "
+            "productive)"
+        )
+    lines.append(f"cost    {goodput['gpu_hours']:,.2f} device-hours{cost}")
+    lines += [f"attempt {_attempt(attempt)}" for attempt in attempts]
+    lines += [f"slow    {_straggler(one)}" for one in run["stragglers"]]
+    if run["failures"]:
+        lines.append("failed  --failures tells what ended attempts, and what that cost")
+    return "\n".join(lines)
+
+
+def _attempt(attempt: dict[str, Any]) -> str:
+    steps = "no step" if attempt["first_step"] is None else f"steps {attempt['first_step']} to {attempt['last_step']}"
+    lost = f", {attempt['lost_steps']} more were taken again" if attempt["lost_steps"] else ""
+    took = duration(attempt["ended"] - attempt["began"])
+    return f"{attempt['attempt']}: {took}, {steps}{lost}; {_how_it_ended(attempt)}"
+
+
+def _how_it_ended(attempt: dict[str, Any]) -> str:
+    if attempt["end"] is None:
+        return "under way, or it broke off without a word"
+    if attempt["end"] == "end":
+        return "finished" if attempt["finished"] else "stopped early with a checkpoint"
+    return printable(f"{attempt['end']}: {attempt['why'] or 'no reason is known'}")
+
+
+def _straggler(one: dict[str, Any]) -> str:
+    device = "" if one["device"] is None else f", device {one['device']}"
+    until = "the end" if one["to_step"] is None else one["to_step"]
+    more = f" by {duration(one['slower_seconds'])}" if one["slower_seconds"] else ""
+    who = f"process {one['process']} on {one['host']}{device}"
+    return printable(f"{who}: {one['phase']}{more}, from step {one['from_step']} to {until}")
+
+
+def _failures(run: dict[str, Any]) -> str:
+    if not run["failures"]:
+        return f"run     {printable(run['run'])}: no attempt ended badly"
+    return "\n".join([f"run     {printable(run['run'])}", *(_failure(one) for one in run["failures"])])
+
+
+def _failure(one: dict[str, Any]) -> str:
+    who = (
+        "" if one["process"] is None else f", process {one['process']}" + (f" on {one['host']}" if one["host"] else "")
+    )
+    code = "" if one["exit_code"] is None else f", exit code {one['exit_code']}"
+    cost = "" if one["cost"] is None else f", which cost {one['cost']:,.2f}"
+    steps = f", {one['lost_steps']} steps taken again" if one["lost_steps"] else ""
+    lines = [
+        f"attempt {one['attempt']}: {one['kind'].replace('_', ' ')} after step {one['step']}{who}{code}",
+        f"  why   {one['why']}",
+    ]
+    if one["lines"]:
+        lines += [f"  {one['source']}", *(f"    | {line}" for line in one["lines"])]
+    lines += [f"  then  {one['then']}", f"  lost  {duration(one['lost_seconds'])}{steps}{cost}"]
+    return "\n".join(map(printable, lines))
+
+
+def _compared(report: dict[str, Any]) -> list[str]:
+    lines = [f"note    {note}" for note in report["notes"]]
+    for one in report["config_differences"]:
+        lines.append(printable(f"differs {one['key']}: {' | '.join(map(str, one['values']))}"))
+    return lines
