@@ -50,7 +50,7 @@ def test_each_moment_belongs_to_one_phase():
     timer.end_step(8)
     seven, eight = timer.take()
     assert seven.step == 7 and dict(zip(PHASES, seven.seconds, strict=True)) == {
-        "data": 0, "host_to_device": 0, "dispatch": 0, "device": 4, "save": 7, "evaluation": 0, "peers": 3,
+        "data": 0, "host_to_device": 0, "dispatch": 0, "device": 4, "save": 7, "evaluation": 0, "probe": 0, "peers": 3,
         "writing": 0, "other": 17,
     }  # fmt: skip
     assert eight.step == 8 and sum(eight.seconds) == eight.seconds[PHASES.index("data")] == 32

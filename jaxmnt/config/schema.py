@@ -308,6 +308,15 @@ class Telemetry(Section):
         "causal", "What MFU counts: weights that multiply and attention over the keys that a token sees, or over the "
                   "square of the length, or that and every parameter, or as Levanter.",
     )  # fmt: skip
+    phases: bool = key(
+        True, "Whether processes tell where their steps go (phases.jsonl), by which stragglers are found."
+    )
+    resources_every_seconds: float | None = key(
+        30.0, "Seconds between two readings of memory, GPUs and network (resources.jsonl); null: none.", ge=0.1
+    )
+    probe_every: int = key(
+        1000, "Steps between two products that each device computes by itself, to find a slow one; 0: never.", ge=0
+    )
     port: int | None = key(
         None, "Port on which process 0 answers /metrics (Prometheus), /status, /healthz and /stacks; 0: any free one.",
         ge=0, le=65535,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,6 +22,7 @@ from jaxmnt.distributed.coordination import barrier, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.preflight.table import Row, failed, good, warning
+from jaxmnt.run.probe import TimedProduct
 
 _TIMES = 3
 _PAIRED_HOSTS = 16
@@ -39,7 +39,7 @@ _BITS, _MEGA, _GIGA = 8, 1e6, 1e9
 def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
     """Each device by itself: TFLOP/s of a square product. Process 0 gets the rows."""
     barrier("everyone multiplies", identity)
-    rates = [_matmul_rate(device) for device in jax.local_devices()]
+    rates = _matmul_rates(jax.local_devices())
     said = gather("matrix products", json.dumps(rates), identity)
     if said is None:
         return []
@@ -57,12 +57,9 @@ def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
     return rows or [good("matrix product", f"all {len(found)} devices", f"{min(found.values()):.3g} TFLOP/s at least")]
 
 
-def _matmul_rate(device: jax.Device) -> float:
-    width = _WIDTH.get(device.platform, _WIDTH["cpu"])
-    dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    matrix = jax.device_put(np.ones((width, width), np.float32), device).astype(dtype)
-    product = jax.jit(lambda x_WW: x_WW @ x_WW)
-    return 2 * width**3 / _seconds(lambda: product(matrix)) / 1e12
+def _matmul_rates(devices: Sequence[jax.Device]) -> list[float]:
+    product = TimedProduct(devices, _WIDTH.get(devices[0].platform, _WIDTH["cpu"]))
+    return [product.flops / seconds / 1e12 for seconds in product()]
 
 
 def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]:

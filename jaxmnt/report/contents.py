@@ -32,7 +32,7 @@ _RECENT = 100
 """Steps over which the rate of a run is told."""
 
 _MARKED = ("bad_step", "loss_spike", "straggler", "checkpoint_failed", "checkpoint_damaged", "replicas_differ",
-           "rows_skipped", "slow_device")  # fmt: skip
+           "rows_skipped", "slow_device", "host_fault")  # fmt: skip
 """Events that are marked at their step."""
 _ON_TIMELINE = frozenset({
     *_MARKED, "start", "started", "checkpoint_commit", "config_change", "straggler_over", "slow_device_over", "budget",

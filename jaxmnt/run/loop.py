@@ -43,6 +43,7 @@ def train_steps(run: Session) -> None:
         saves.poll()
         for lock in run.locks:
             lock.check()
+        log.pause(run.monitoring.probe(run.step, log.flush))
         run.monitoring.end_step(run.step, run.stop)
     log.flush()
 

@@ -1,22 +1,29 @@
-"""What is watched while steps are taken: where their time goes, who holds the others up, the loss, the money."""
+"""What is watched while steps are taken: where their time goes, who holds the others up, hosts, the loss, the money."""
 
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jaxmnt.config.schema import Telemetry
 from jaxmnt.distributed.coordination import gather
 from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, remark, summary
 from jaxmnt.run.preemption import StopRequest
+from jaxmnt.run.probe import DeviceProbe
 from jaxmnt.run.spending import Spending
-from jaxmnt.telemetry.events import METRICS, PHASE_LINES, Events, repair
+from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, Events, repair
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.phase_log import PhaseLog
 from jaxmnt.telemetry.phases import DOING, StepTimer
 from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler, reader_of_gpus
+from jaxmnt.telemetry.slow_devices import SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.stragglers import Straggler
 
 _LAST_SECONDS = 10.0
@@ -27,7 +34,8 @@ _LOOK_SECONDS = 0.02
 
 
 class Monitoring:
-    """In every process the times of its steps; process 0 hears those of all, and says what is to be said."""
+    """In every process the times of its steps, and what it takes of its host; process 0 hears of all, and
+    says what is to be said."""
 
     def __init__(
         self,
@@ -38,39 +46,77 @@ class Monitoring:
         events: Events,
         status: StatusLine,
         spending: Spending | None,
+        settings: Telemetry,
+        devices: Sequence[jax.Device],
         *,
         step: int,
     ):
-        """The run goes on after `step`. Process 0 has the `spending`."""
+        """The run goes on after `step`. Process 0 has the `spending`. The `devices` are this process's."""
         self.timer = StepTimer()
         self._spending = spending
         self._identity, self._hosts, self._events, self._status = identity, hosts, events, status
+        self._settings = settings
+        self._probe = DeviceProbe(settings.probe_every, devices)
+        self._probed: list[float] = []
+        self._probes: dict[int, list[float]] = {}
         self._phases: PhaseLog | None = None
+        self._resources: ResourceLog | None = None
+        self._slow_devices = SlowDeviceDetector()
         self._losses = LossSpikeDetector()
         self._complained = False
+        self._step = step
+        self._sampler: ResourceSampler | None = None
+        if settings.resources_every_seconds is not None:
+            self._sampler = ResourceSampler(devices, settings.resources_every_seconds, reader_of_gpus(devices))
+            self._sampler.start()
         if identity.process_id != 0:
-            heartbeat.report = self.timer.take
+            heartbeat.report = self._report
             return
         self._note_steps_again(repair(run_dir / METRICS, last_step=step))
-        repair(run_dir / PHASE_LINES, last_step=step)
+        for name in (PHASE_LINES, RESOURCES):
+            repair(run_dir / name, last_step=step)
         self._phases = PhaseLog(run_dir, identity.processes)
+        self._resources = ResourceLog(run_dir, identity.processes)
         heartbeat.hear_reports(self._hear)
+
+    @property
+    def _is_process_0(self) -> bool:
+        return self._phases is not None
 
     def status(self) -> dict[str, Any]:
         """What is known at this moment, in process 0. From any thread."""
-        assert self._phases is not None
+        assert self._phases is not None and self._resources is not None
         slow = self._phases.stragglers
+        devices = [*self._slow_devices.known, *self._resources.slow]
         spent = None if self._spending is None else self._spending.spent
         return {
             "phases": self._phases.latest,
+            "resources": self._resources.latest,
             "stragglers": len(slow),
             "slow": [{"process": process, "host": self._hosts[process], "phase": phase} for process, phase in slow],
+            "slow_devices": [
+                {"process": one.device[0], "host": self._hosts[one.device[0]], "device": one.device[1], "why": one.why}
+                for one in devices
+            ],
             "spent": spent,
         }
 
+    def probe(self, step: int, settle: Callable[[], None]) -> float:
+        """Times each device by itself if that is due, once all are idle: `settle` waits for their last step.
+
+        Returns the seconds that it took, which are none of a step's.
+        """
+        if not self._probe.due(step):
+            return 0.0
+        settle()
+        started = time.perf_counter()
+        with self.timer.during("probe"):
+            self._probed = self._probe()
+        return time.perf_counter() - started
+
     def finished(self, step: int, loss: float) -> None:
         """A step is finished on the devices."""
-        spike = self._losses.see(loss) if self._phases is not None and math.isfinite(loss) else None
+        spike = self._losses.see(loss) if self._is_process_0 and math.isfinite(loss) else None
         if spike is not None:
             self._events.write("loss_spike", step=step, loss=spike.loss, typical=spike.typical)
             self._status.line(
@@ -81,19 +127,27 @@ class Monitoring:
     def end_step(self, step: int, stop: StopRequest) -> None:
         """The main thread has done all that there was to do for a step."""
         self.timer.end_step(step)
-        if self._phases is None:
+        self._step = step
+        if self._phases is None or self._resources is None:
             return
         with self.timer.during("writing"):
-            self._hear(0, self.timer.take())
+            self._hear(0, self._report())
             if self._spending is not None:
                 self._spending.check(step, stop, self._events, self._status)
             for found in self._phases.take_findings():
                 self._tell_of(found, step)
+            slow, faults = self._resources.take_findings()
+            for one in [*slow, *self._compare_probes()]:
+                self._tell_of_device(one, step)
+            for process, what in faults:
+                self._tell_of_fault(process, what, step)
 
     def end(self, step: int) -> None:
         """All processes call this after the last step, whose times would else come with the next heartbeat."""
+        if not self._settings.phases:
+            return
         try:
-            rows = gather("times of the last steps", json.dumps(self.timer.take()), self._identity, _LAST_SECONDS)
+            rows = gather("times of the last steps", json.dumps(self._report()), self._identity, _LAST_SECONDS)
         except PeerError as error:
             remark(f"note: {PHASE_LINES} lacks the last steps: {error}")
             return
@@ -103,20 +157,45 @@ class Monitoring:
         while self._phases is not None and not self._phases.complete_up_to(step) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
-    def _hear(self, process: int, rows: list[Any]) -> None:
+    def _report(self) -> list[Any]:
+        """What process 0 is to know: times of steps, and by name what is known besides. From any thread."""
+        report: list[Any] = [*self.timer.take()] if self._settings.phases else []
+        sample = None if self._sampler is None else self._sampler.take()
+        probed, self._probed = self._probed, []
+        return [*report, *([{"resources": sample}] if sample else []), *([{"probe": probed}] if probed else [])]
+
+    def _hear(self, process: int, report: list[Any]) -> None:
         """From any thread. Telemetry that makes no sense is said once, and ends no run."""
-        assert self._phases is not None
+        assert self._phases is not None and self._resources is not None
         try:
-            self._phases.heard(process, rows)
+            self._phases.heard(process, [row for row in report if not isinstance(row, dict)])
+            for told in (row for row in report if isinstance(row, dict)):
+                if "resources" in told:
+                    self._resources.heard(process, told["resources"], self._step)
+                if "probe" in told:
+                    self._probes[process] = [float(seconds) for seconds in told["probe"]]
         except Exception as error:
             if not self._complained:
                 self._complained = True
                 remark(f"note: what process {process} tells of its steps makes no sense: {summary(error)}")
 
+    def _compare_probes(self) -> list[SlowDevice]:
+        """Once all have told of a probe."""
+        if len(self._probes) < self._identity.processes:
+            return []
+        probes, self._probes = self._probes, {}
+        seconds = {
+            (process, place): one for process, all_of_it in probes.items() for place, one in enumerate(all_of_it)
+        }
+        return self._slow_devices.see_probe(seconds)
+
     def close(self) -> None:
         """Lines that are on their way have a few seconds."""
-        if self._phases is not None:
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._phases is not None and self._resources is not None:
             self._phases.close()
+            self._resources.close()
 
     def _tell_of(self, found: Straggler, step: int) -> None:
         """Who holds the others up, or does no longer."""
@@ -139,6 +218,29 @@ class Monitoring:
             )
         else:
             self._status.line(f"note    step {step}: {who} no longer takes more time than the others for {doing}")
+
+    def _tell_of_device(self, one: SlowDevice, step: int) -> None:
+        process, device = one.device
+        host = self._hosts[process]
+        self._events.write(
+            "slow_device" if one.began else "slow_device_over",
+            step=step,
+            at_fault=process,
+            at_fault_host=host,
+            device=device,
+            slower=one.slower,
+            **({"why": one.why} if one.began else {}),
+        )
+        who = f"device {device} of process {process} on {host}"
+        if one.began:
+            self._status.line(f"WARNING step {step}: {who} is slow, and all wait for it: {one.why}")
+        else:
+            self._status.line(f"note    step {step}: {who} is as quick as the others again")
+
+    def _tell_of_fault(self, process: int, what: str, step: int) -> None:
+        host = self._hosts[process]
+        self._events.write("host_fault", step=step, at_fault=process, at_fault_host=host, why=what)
+        self._status.line(f"WARNING step {step}: process {process} on {host}: {what}")
 
     def _note_steps_again(self, later: list[dict[str, Any]]) -> None:
         """Lines of steps after the checkpoint that the run goes on from, which are taken again."""

@@ -205,8 +205,8 @@ class Session:
                 )
 
         self.monitoring = Monitoring(
-            self.directory, self.identity, self.hosts, self.heartbeat, self.events, self.status,
-            self.spending, step=self.step,
+            self.directory, self.identity, self.hosts, self.heartbeat, self.events, self.status, self.spending,
+            self.config.telemetry, self.program.placement.mesh.local_devices, step=self.step,
         )  # fmt: skip
         self._held.callback(self.monitoring.close)
         self.log = report.train_log(

@@ -13,7 +13,8 @@ from jaxmnt.errors import ConfigError, remark
 from jaxmnt.telemetry.events import LAST
 
 NOTIFIED = frozenset({
-    "failed", "peer_lost", "hang", "replicas_differ", "checkpoint_failed", "straggler", "loss_spike",
+    "failed", "peer_lost", "hang", "replicas_differ", "checkpoint_failed", "straggler", "slow_device",
+    "host_fault", "loss_spike",
 })  # fmt: skip
 """Kinds of events at which the command is run."""
 

@@ -14,6 +14,7 @@ DOING = {
     "device": "waiting for the devices",
     "save": "saving",
     "evaluation": "evaluating",
+    "probe": "timing each device by itself",
     "peers": "waiting for other processes between steps",
     "writing": "writing what one process writes for all",
     "other": "other work on the host",

@@ -8,6 +8,7 @@ const MARKS = {
   straggler: ["o", "straggler"], slow_device: ["o", "slow device"], checkpoint_failed: ["!", "save failed"],
   checkpoint_damaged: ["!", "checkpoint damaged"], replicas_differ: ["!", "replicas differ"],
   rows_skipped: ["-", "rows skipped"],
+  host_fault: ["!", "fault of a host"],
 };
 const zoomed = {};  // chart id → [first step, last step] that somebody looks at
 const hidden = {};  // chart id → names of series that somebody has switched off

@@ -1,0 +1,56 @@
+"""A product that each device computes by itself: the only sign of a slow device, on which all others wait.
+
+Legend: W width of a matrix.
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_WIDTH = {"cpu": 256, "gpu": 4096}
+"""In a run: a GPU is busy for less than a millisecond."""
+_REPEATS = 4
+"""Of which the quickest counts."""
+
+
+class TimedProduct:
+    """The product of two square matrices on each of these devices of this process, one after the other. Nothing else
+    should run on them."""
+
+    def __init__(self, devices: Sequence[jax.Device], width: int):
+        self.flops = 2 * width**3
+        dtype = jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16
+        self._product = jax.jit(lambda x_WW: x_WW @ x_WW)
+        self._matrices = [jax.device_put(np.ones((width, width), dtype), device) for device in devices]
+        for x_WW in self._matrices:
+            self._product(x_WW).block_until_ready()  # compiled for each device
+
+    def __call__(self) -> list[float]:
+        """Seconds of each device."""
+        return [min(self._time(x_WW) for _ in range(_REPEATS)) for x_WW in self._matrices]
+
+    def _time(self, x_WW: jax.Array) -> float:
+        started = time.perf_counter()
+        self._product(x_WW).block_until_ready()
+        return time.perf_counter() - started
+
+
+class DeviceProbe:
+    """The same during a run, every so many steps; 0 is never."""
+
+    def __init__(self, every: int, devices: Sequence[jax.Device]):
+        self._every, self._devices = every, devices
+        self._product: TimedProduct | None = None
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def __call__(self) -> list[float]:
+        """Seconds of each device."""
+        if self._product is None:
+            platform = self._devices[0].platform
+            self._product = TimedProduct(self._devices, _WIDTH.get(platform, _WIDTH["cpu"]))
+        return self._product()

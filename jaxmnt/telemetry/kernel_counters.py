@@ -1,0 +1,89 @@
+"""What the kernel counts of this host: memory, and bytes and errors of network interfaces and InfiniBand ports."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_WORD = 4
+"""Bytes in which an InfiniBand port counts its data: https://docs.nvidia.com/networking, "port_xmit_data"."""
+
+_ETHERNET = {"sent": "tx_bytes", "received": "rx_bytes"}
+_ETHERNET_ERRORS = ("rx_errors", "tx_errors")
+_INFINIBAND = {"sent": "port_xmit_data", "received": "port_rcv_data"}
+_INFINIBAND_ERRORS = (
+    "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)  # fmt: skip
+
+
+@dataclass
+class Traffic:
+    """Counts since the host was started."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes of each interface or port."""
+    received: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By interface or port, and by counter."""
+
+
+def ethernet(root: Path = Path("/sys")) -> Traffic:
+    """Of the interfaces that are devices; in a container, which sees none of these, of all but the loopback."""
+    found = Traffic()
+    interfaces = [path for path in _listed(root / "class" / "net") if path.name != "lo"]
+    devices = [path for path in interfaces if (path / "device").exists()]
+    for path in devices or interfaces:
+        _read_counters(found, path.name, path / "statistics", _ETHERNET, _ETHERNET_ERRORS, 1)
+    return found
+
+
+def infiniband(root: Path = Path("/sys")) -> Traffic:
+    """Of all ports, which of RoCE are Ethernet's."""
+    found = Traffic()
+    for device in _listed(root / "class" / "infiniband"):
+        for port in _listed(device / "ports"):
+            name = f"{device.name}/{port.name}"
+            _read_counters(found, name, port / "counters", _INFINIBAND, _INFINIBAND_ERRORS, _WORD)
+    return found
+
+
+def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
+    """Bytes that are resident of this process, and that are available on the host; nothing where the kernel does not
+    tell."""
+    found = {}
+    try:
+        found["host_bytes"] = int((proc / "self" / "statm").read_text().split()[1]) * _PAGE
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found["host_available_bytes"] = int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):  # not Linux
+        pass
+    return found
+
+
+def _read_counters(
+    found: Traffic, name: str, folder: Path, counters: dict[str, str], errors: tuple[str, ...], factor: int
+) -> None:
+    for which, counter in counters.items():
+        value = _count(folder / counter)
+        if value is not None:
+            getattr(found, which)[name] = value * factor
+    told = {counter: value for counter in errors if (value := _count(folder / counter)) is not None}
+    if told:
+        found.errors[name] = told
+
+
+def _count(path: Path) -> int | None:
+    """None where there is no such counter: devices differ."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # there is no such class of devices
+        return []
