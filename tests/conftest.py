@@ -51,6 +51,7 @@ TINY = {
     "train": {"steps": 20, "precision": "float32"},
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 4},
     "checkpoint": {"every_steps": 5},
+    "telemetry": {"sinks": []},
 }
 
 

@@ -317,6 +317,11 @@ class Telemetry(Section):
     probe_every: int = key(
         1000, "Steps between two products that each device computes by itself, to find a slow one; 0: never.", ge=0
     )
+    sinks: list[str] | None = key(
+        None, "Where metrics go besides: tensorboard, wandb, trackio, mlflow, dotted paths of classes of your own; "
+              "default tensorboard if it is installed.",
+    )  # fmt: skip
+    project: str = key("jaxmnt", "Project or experiment in which wandb, trackio and mlflow keep the run.", min_length=1)
     port: int | None = key(
         None, "Port on which process 0 answers /metrics (Prometheus), /status, /healthz and /stacks; 0: any free one.",
         ge=0, le=65535,

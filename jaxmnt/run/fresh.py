@@ -22,6 +22,8 @@ _OWN = (
     RESOURCES,
     f"{RESOURCES}.damaged",
     "report.html",
+    "tensorboard",
+    "wandb",
     "events",
     "hangs",
     "tokenizer",

@@ -3,7 +3,7 @@
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -138,6 +138,7 @@ def train_log(
     attempt: int,
     writer: bool,
     finished: Finished,
+    written: Callable[[dict[str, Any]], None],
 ) -> TrainLog:
     """The log of a run that goes on from `start`.
 
@@ -156,6 +157,7 @@ def train_log(
         log_every=config.train.log_every,
         cost=None if spending is None else spending.outlook,
         finished=finished,
+        written=written,
     )
 
 

@@ -31,7 +31,7 @@ from jaxmnt.run.monitoring import Monitoring
 from jaxmnt.run.preemption import StopRequest, stop_request
 from jaxmnt.run.replicas import Replicas
 from jaxmnt.run.resume import Consent, ResumePoint, open_run, refuse_other_data, starting_state
-from jaxmnt.run.rundir import run_directories, write_config
+from jaxmnt.run.rundir import plain_config, run_directories, write_config
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.spending import Spending, check_price
 from jaxmnt.run.watchdog import Watchdog
@@ -39,6 +39,7 @@ from jaxmnt.telemetry.events import FORMAT, Events, event_file, log_sizes, repai
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.notify import Notifier
 from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
+from jaxmnt.telemetry.sinks import SinkRun, Sinks, wanted_sinks
 from jaxmnt.telemetry.status_server import StatusServer
 from jaxmnt.training.compile import Program, build_spec, compile_program
 from jaxmnt.training.spec import ControlFlags
@@ -130,6 +131,7 @@ class Session:
         """
         self._notifier = Notifier(self.config.run.notify, self.identity.process_id, str(self.directory.absolute()))
         check_price(self.config)
+        wanted_sinks(self.config.telemetry.sinks)
         for where in run_directories(self.config):
             lock = self._held.enter_context(RunLock(where))
             self._held.enter_context(self.heartbeat.exit_handler.with_hook(lock.let_go))
@@ -212,6 +214,7 @@ class Session:
         self.log = report.train_log(
             self.config, self.program, self.start, self.training_data, self.status, self.monitoring.timer,
             self.spending, attempt=self.events.attempt, writer=self.writes, finished=finished,
+            written=self._open_sinks().put,
         )  # fmt: skip
         self._held.callback(self.log.close)
         self._serve_status()
@@ -219,6 +222,16 @@ class Session:
         memory = report.input_memory(self.status, self.config, self.training_data, self.batches.local_rows)
         self.events.write("data", digest=self.data.digest, **memory)
         self.evaluator = Evaluator(self.program, self.data)
+
+    def _open_sinks(self) -> Sinks:
+        """In process 0. A run that fails does not wait for them."""
+        run = SinkRun(
+            self.start.run, self.directory, plain_config(self.config), self.config.telemetry.project, self.step,
+            self.events.attempt,
+        )  # fmt: skip
+        sinks = Sinks(wanted_sinks(self.config.telemetry.sinks) if self.writes else [], run)
+        self._held.push(lambda error, *_: sinks.close(patient=error is None))
+        return sinks
 
     def _serve_status(self) -> None:
         settings = self.config.telemetry

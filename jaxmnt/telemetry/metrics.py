@@ -54,9 +54,11 @@ class TrainLog:
         log_every: int | None = None,
         cost: Cost | None = None,
         finished: Finished = lambda step, seconds, values: None,
+        written: Callable[[dict[str, Any]], None] = lambda record: None,
     ):
-        """`finished` is called with each step that is found finished on the devices, its seconds and its metrics.
-        `log_every` is for output that is not a terminal: steps between two lines, by default some seconds."""
+        """`finished` is called with each step that is found finished on the devices, its seconds and its metrics;
+        `written` with each line, by the one that writes. `log_every` is for output that is not a terminal: steps
+        between two lines, by default some seconds."""
         self.tokens = tokens
         """Real targets trained on so far."""
         self.stop_seen = False
@@ -74,6 +76,7 @@ class TrainLog:
         self._log_every = log_every
         self._cost = cost
         self._finished = finished
+        self._written = written
         self.latest: dict[str, Any] = {}
         """The record of the last step that was written. Not to be changed; for other threads to read."""
         self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
@@ -136,6 +139,7 @@ class TrainLog:
             "sources": {name: {"loss": means[name], "tokens": count} for name, (_, count) in sums.items()},
         }
         self._lines.write(record)
+        self._written(record)
         shown = "".join(f", {name} {mean:.4f}" for name, mean in means.items()) if len(means) > 1 else ""
         self._status.line(
             f"step {step}  held-out loss {loss:.4f}{shown} over {count(tokens)} tokens ({duration(seconds)})"
@@ -182,6 +186,7 @@ class TrainLog:
         record |= {"batch_digest": digest} if digest is not None else {}
         self.latest = record
         self._lines.write(record)
+        self._written(record)
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
         every = None if self._status.live else self._log_every
         due = self._status.due if every is None else step % every == 0
