@@ -317,6 +317,9 @@ class Telemetry(Section):
     probe_every: int = key(
         1000, "Steps between two products that each device computes by itself, to find a slow one; 0: never.", ge=0
     )
+    profile_at: int | None = key(
+        None, "Step from which one step is profiled, after a checkpoint, on one device of process 0.", ge=1
+    )
     sinks: list[str] | None = key(
         None, "Where metrics go besides: tensorboard, wandb, trackio, mlflow, dotted paths of classes of your own; "
               "default tensorboard if it is installed.",

@@ -22,6 +22,7 @@ _OWN = (
     RESOURCES,
     f"{RESOURCES}.damaged",
     "report.html",
+    "profiles",
     "tensorboard",
     "wandb",
     "events",

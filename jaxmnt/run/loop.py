@@ -3,9 +3,11 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jaxmnt.distributed.coordination import barrier, broadcast, waited_seconds
 from jaxmnt.run import report
+from jaxmnt.run.profiling import PROFILE_SECONDS
 from jaxmnt.run.session import Session
 from jaxmnt.telemetry.events import METRICS, peak_host_bytes, records
 
@@ -24,9 +26,8 @@ def train_steps(run: Session) -> None:
     while run.step < last and not run.preempted:
         run.watchdog.begins(run.step + 1)
         batch, digest = feed.take()
-        control = run.control.array(stop=run.stop.wanted, save=saves.wished())
-        with run.monitoring.timer.during("dispatch"):
-            run.state, metrics = run.program.step(run.state, batch | {"control": control})
+        wishes = {"save": saves.wished(), "profile": run.profiler.wished(run.step + 1)}
+        run.state, metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **wishes)})
         run.step, run.loss = run.step + 1, None
         if run.step < last:
             _stage(run)  # while the devices are busy
@@ -36,11 +37,14 @@ def train_steps(run: Session) -> None:
         run.preempted = log.stop_seen  # on all processes after the same step: the metrics add up everyone's flags
         if _due(run.step, settings.eval_every) or run.step == settings.steps:
             run.loss = _evaluate(run)
-        saved = saves.due(run.step, log.save_seen) or run.step == last or run.preempted
+        profile = run.profiler.due(log.profile_seen)
+        saved = saves.due(run.step, log.save_seen) or run.step == last or run.preempted or profile
         run.replicas.begin(run.step, run.state, saved=saved)
         if saved:
             _save(run)
-        saves.poll()
+        saves.poll(wait=profile)
+        if profile:
+            run.profiler.arm(saves.succeeded, run.step)
         for lock in run.locks:
             lock.check()
         log.pause(run.monitoring.probe(run.step, log.flush))
@@ -63,6 +67,20 @@ def conclude(run: Session) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _take_step(run: Session, batch: dict[str, Any]) -> Any:
+    """The state after a step, and its metrics. They are there later, unless the step is profiled."""
+    take = lambda: run.program.step(run.state, batch)
+    if not run.profiler.armed:
+        with run.monitoring.timer.during("dispatch"):
+            return take()
+    run.log.flush()
+    with run.watchdog.during("profiling", PROFILE_SECONDS), run.monitoring.timer.during("device"):
+        started = time.perf_counter()
+        taken = run.profiler.step(run.step + 1, take)
+        run.log.pause(time.perf_counter() - started - run.profiler.step_seconds)
+        return taken
 
 
 def _stage(run: Session) -> None:

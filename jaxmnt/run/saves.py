@@ -91,6 +91,11 @@ class CheckpointManager:
         """How long process 0 has prepared saves for all so far."""
         return self._saver.prepared_seconds
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether the last save did."""
+        return not self._failed_in_a_row
+
     def check_room(self) -> None:
         """Raises `UserError`, in all processes, if not even one checkpoint fits; says so if not all to be kept do."""
         told: str | None = None

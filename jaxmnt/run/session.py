@@ -29,6 +29,7 @@ from jaxmnt.run.failed_start import note_exit_reason
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.monitoring import Monitoring
 from jaxmnt.run.preemption import StopRequest, stop_request
+from jaxmnt.run.profiling import Profiler
 from jaxmnt.run.replicas import Replicas
 from jaxmnt.run.resume import Consent, ResumePoint, open_run, refuse_other_data, starting_state
 from jaxmnt.run.rundir import plain_config, run_directories, write_config
@@ -69,6 +70,7 @@ class Session:
     events: Events
     replicas: Replicas
     monitoring: Monitoring
+    profiler: Profiler
 
     def __init__(
         self,
@@ -217,6 +219,9 @@ class Session:
             written=self._open_sinks().put,
         )  # fmt: skip
         self._held.callback(self.log.close)
+        at = self.config.telemetry.profile_at
+        self.profiler = Profiler(self.directory, at, self.identity, self.events, self.status)
+        self._held.enter_context(self.profiler.listening())
         self._serve_status()
         self.feed_from(self.step)
         memory = report.input_memory(self.status, self.config, self.training_data, self.batches.local_rows)

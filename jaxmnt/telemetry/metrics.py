@@ -65,6 +65,8 @@ class TrainLog:
         """Whether some process wished to stop in the last step that was read."""
         self.save_seen = 0
         """The last step in which some process wished to save."""
+        self.profile_seen = 0
+        """The last step in which some process wished for a profile."""
         self._lines = LineWriter(run_dir / METRICS) if writer else None
         self._status = status
         self._steps = steps
@@ -105,6 +107,8 @@ class TrainLog:
         self.stop_seen = values["stop"] > 0
         if values["save"] > 0:
             self.save_seen = step
+        if values["profile"] > 0:
+            self.profile_seen = step
         if self._lines is not None:
             with self._timer.during("writing"):
                 self._write(step, values, step_seconds, wait_seconds, digest)

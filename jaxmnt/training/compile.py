@@ -32,7 +32,7 @@ from jaxmnt.parallel.sharding import (
 from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import build_schedule, unit_slots
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES, CONTROL_AXES, State, StepSpec, resolve_precision
+from jaxmnt.training.spec import BATCH_LOGICAL_AXES, CONTROL_AXES, ControlFlags, State, StepSpec, resolve_precision
 from jaxmnt.training.stage import NAMES
 from jaxmnt.training.state import (
     HOST_MEMORY,
@@ -280,7 +280,7 @@ def _abstract_batch(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
         name: jax.ShapeDtypeStruct(shape, BATCH_DTYPES[name], sharding=place(axes))
         for name, axes in BATCH_LOGICAL_AXES.items()
     }
-    flags = (spec.placement.mesh.size, 2)
+    flags = (spec.placement.mesh.size, ControlFlags.COUNT)
     return batch | {"control": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=place(CONTROL_AXES))}
 
 

@@ -93,11 +93,14 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Ke
 
 
 class ControlFlags:
-    """Whether this process asks to stop and to save, as an array that travels with a batch: the step adds up all flags.
+    """Whether this process asks to stop, to save, and for a profile, as an array that travels with a batch: the step
+    adds up all flags.
 
     So all processes learn of them in the metrics of the same step, and act after the same step. There are flags for
     each device, because two processes may share a batch shard.
     """
+
+    COUNT = 3
 
     def __init__(self, sharding: NamedSharding):
         devices = sharding.mesh.size
@@ -106,8 +109,8 @@ class ControlFlags:
             whole = np.tile(np.array(asked, np.int32), (devices, 1))
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-        self._arrays = {asked: flags(*asked) for asked in itertools.product((False, True), repeat=2)}
+        self._arrays = {asked: flags(*asked) for asked in itertools.product((False, True), repeat=self.COUNT)}
 
-    def array(self, *, stop: bool = False, save: bool = False) -> jax.Array:
-        """int32 [devices, 2], made once."""
-        return self._arrays[stop, save]
+    def array(self, *, stop: bool = False, save: bool = False, profile: bool = False) -> jax.Array:
+        """int32 [devices, 3], made once."""
+        return self._arrays[stop, save, profile]

@@ -2,7 +2,7 @@
 
 state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}},
 and "buffers": … if the model has state that no gradient touches.
-batch = {"tokens", "targets", "weights", "segments", "positions": [global rows, length], "control": [devices, 2]}
+batch = {"tokens", "targets", "weights", "segments", "positions": [global rows, length], "control": [devices, 3]}
 """
 
 import functools
@@ -59,7 +59,7 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     if buffers:
         new_state["buffers"] = jax.tree.map(keep_good, _updated_buffers(spec, buffers, found.layers), buffers)
     # Over all devices, so that no process misses another's wish.
-    stop, save = jnp.sum(batch["control"], axis=0)
+    stop, save, profile = jnp.sum(batch["control"], axis=0)
     metrics = {
         "loss": loss,
         "grad_norm": norm,
@@ -69,6 +69,7 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
         "bad_in_a_row": new_state["bad_steps"]["in_a_row"],
         "stop": stop,
         "save": save,
+        "profile": profile,
         "model": _layer_metrics(spec, found),
     }
     return new_state, metrics

@@ -1,0 +1,183 @@
+"""A profile of one step, in one process, of one device, when somebody asks for it.
+
+They ask by `telemetry.profile_at`, by the file PROFILE in the run directory, or by the signal SIGUSR2.
+
+On GPUs, ending a trace has crashed processes, and has taken minutes (https://github.com/jax-ml/jax/issues/40260). So a
+checkpoint is written first, and the others wait for as long as that takes.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from jaxmnt.distributed.coordination import barrier, broadcast
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import printable, summary
+from jaxmnt.storage import publish
+from jaxmnt.telemetry.device_profile import DeviceProfile, read_profile
+from jaxmnt.telemetry.events import Events
+from jaxmnt.telemetry.progress import StatusLine
+
+PROFILE_FILE = "PROFILE"
+"""Holds the number of the process that is to make the profile, or nothing for process 0."""
+PROFILES = "profiles"
+"""In a run directory: a folder for each profiled step, for XProf and TensorBoard's profile plugin."""
+SIGNAL = signal.SIGUSR2
+
+PROFILE_SECONDS = 1800.0
+"""For a profile to be made and written."""
+_LOOK_SECONDS = 2.0
+"""Between two looks for the file."""
+
+Result = TypeVar("Result")
+
+
+class Profiler:
+    """All processes have one, and call `step` for each step: what one of them wishes, all learn through the metrics."""
+
+    def __init__(self, run_dir: Path, at: int | None, identity: Identity, events: Events, status: StatusLine):
+        """With `at`, a profile is made of the first step from then on, once in a run."""
+        self._run_dir, self._at, self._identity = run_dir, at, identity
+        self._events, self._status = events, status
+        self._signalled = self._armed = False
+        self.step_seconds = 0.0
+        """What the last profiled step took by itself."""
+        self._looked = 0.0
+        self._handled = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While entered, the signal asks for a profile. In the main thread; else there is no signal."""
+        try:
+            before = signal.signal(SIGNAL, lambda *_: self._ask())
+        except ValueError:  # not the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(SIGNAL, before)
+
+    def _ask(self) -> None:
+        self._signalled = True
+
+    def wished(self, step: int) -> bool:
+        """Whether this process asks for a profile when `step` is taken. For the file and the config process 0 asks."""
+        if self._identity.process_id == 0 and time.monotonic() > self._looked + _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self._signalled |= (self._run_dir / PROFILE_FILE).exists()
+        due = self._at is not None and step >= self._at and self._identity.process_id == 0 and not self._done_before()
+        return self._signalled or due
+
+    def due(self, wished_in: int) -> bool:
+        """Whether a profile is to be made of the next step, given the last step in which somebody wished it. A save
+        comes first."""
+        return wished_in > self._handled
+
+    def arm(self, saved: bool, step: int) -> None:
+        """After that save: the next step is profiled if it succeeded."""
+        self._armed, self._handled = saved, step
+        if not saved:
+            self._status.line(f"WARNING step {step}: no profile is made, because the checkpoint before it failed")
+
+    @property
+    def armed(self) -> bool:
+        """Whether the next step is profiled."""
+        return self._armed
+
+    def step(self, step: int, take: Callable[[], Result]) -> Result:
+        """Takes a step, in one process under a profile, and returns when that is written and all know. All processes
+        call this together."""
+        self._armed = self._signalled = False
+        self._handled = step  # its own flags still have the wish
+        process = int(broadcast("who makes the profile", self._chosen(), self._identity))
+        folder = self._run_dir / PROFILES / str(step)
+        if self._identity.process_id == 0:
+            # Before it begins, so that a process that does not survive it is not asked again.
+            folder.mkdir(parents=True, exist_ok=True)
+            (self._run_dir / PROFILE_FILE).unlink(missing_ok=True)
+        if self._identity.process_id == process:
+            result = self._profiled(step, folder, lambda: self._timed(take))
+        else:
+            result = self._timed(take)
+        barrier("the profile is written", self._identity, PROFILE_SECONDS)
+        return result
+
+    def _timed(self, take: Callable[[], Result]) -> Result:
+        """When the devices have done it."""
+        started = time.perf_counter()
+        result = jax.block_until_ready(take())
+        self.step_seconds = time.perf_counter() - started
+        return result
+
+    def _chosen(self) -> str | None:
+        """The process that the file names, as process 0 reads it."""
+        if self._identity.process_id != 0:
+            return None
+        try:
+            text = (self._run_dir / PROFILE_FILE).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):  # asked for in another way
+            text = ""
+        return text if text.isdecimal() and int(text) < self._identity.processes else "0"
+
+    def _profiled(self, step: int, folder: Path, take: Callable[[], Result]) -> Result:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 0  # where CPUs tell of operations
+        if jax.default_backend() == "gpu":
+            options.advanced_configuration = {"gpu_num_chips_to_profile_per_task": 1}
+        started = time.perf_counter()
+        try:
+            jax.profiler.start_trace(str(folder), profiler_options=options)
+        except Exception as error:  # somebody else's trace may be under way
+            self._tell(step, folder, None, 0.0, summary(error))
+            return take()
+        try:
+            result = take()
+        finally:
+            jax.profiler.stop_trace()
+        found, trouble = None, None
+        files = sorted(folder.rglob("*.xplane.pb"))
+        try:
+            found = read_profile(files[0]) if files else None
+        except Exception as error:  # it is a file of another library
+            trouble = summary(error)
+        self._tell(step, folder, found, time.perf_counter() - started, trouble)
+        return result
+
+    def _tell(self, step: int, folder: Path, found: DeviceProfile | None, seconds: float, trouble: str | None) -> None:
+        told: dict[str, Any] = {} if found is None else asdict(found)
+        if found is not None:
+            publish(folder / "summary.json", json.dumps(told, indent=2) + "\n")
+        self._events.write(
+            "profile", step=step, file=str(folder), took_seconds=seconds, why=trouble or "", **_short(told)
+        )
+        if found is None:
+            self._status.line(f"WARNING step {step}: no profile was made: {trouble or 'the trace has no operations'}")
+            return
+        share = lambda part: f"{part / found.seconds:.0%}"
+        self._status.line(
+            f"profile step {step}: {found.seconds * 1e3:.1f} ms on a device: computation {share(found.computation)}, "
+            f"communication {share(found.communication)}, both at once {share(found.overlap)}, idle "
+            f"{share(found.idle)}; {printable(str(folder))}"
+        )
+
+    def _done_before(self) -> bool:
+        """Whether a profile was made, or begun, since the step that the config names."""
+        folders = (self._run_dir / PROFILES).glob("*")
+        done = any(folder.name.isdecimal() and int(folder.name) >= (self._at or 0) for folder in folders)
+        if done:
+            self._at = None
+        return done
+
+
+def _short(told: dict[str, Any]) -> dict[str, Any]:
+    """Without what is in the summary alone."""
+    return {name: value for name, value in told.items() if name != "operations"}
