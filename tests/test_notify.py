@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from conftest import until
 
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.termination import ExitHandler
 from jaxmnt.errors import ConfigError
+from jaxmnt.run.failed_start import FailedStartRecorder
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.notify import Notifier
@@ -41,6 +44,16 @@ def test_the_command_is_told_of_events_that_matter(told, tmp_path):
     kinds = {kind: (run, event) for kind, run, event in notes()}
     assert set(kinds) == {"straggler", "failed"} and {run for run, _ in kinds.values()} == {"/runs/a"}
     assert kinds["straggler"][1]["at_fault"] == 3 and kinds["failed"][1]["why"] == "boom"
+
+
+def test_a_start_that_fails_is_told_of(told, tiny):
+    command, notes = told
+    config = tiny(f"run.notify={json.dumps(command)}")
+    with pytest.raises(RuntimeError), FailedStartRecorder(config, Identity(), ExitHandler()):
+        raise RuntimeError("no memory")
+    until(lambda: len(notes()) == 1)
+    ((kind, _, event),) = notes()
+    assert kind == "failed" and "no memory" in event["why"]
 
 
 def test_one_process_tells(told):

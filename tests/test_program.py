@@ -232,7 +232,7 @@ def test_one_wish_to_stop_is_heard_by_all():
     program = _program(((("mesh", (("data", 2), ("model", 4))),), 8))
     batch = to_devices(rows(), list(range(ROWS)), ROWS, program.batch_sharding)
     for device in range(8):
-        flags = np.zeros((8, 2), np.int32)
+        flags = np.zeros((8, ControlFlags.COUNT), np.int32)
         flags[device, 0] = 1
         _, metrics = program.step(program.init(), batch | {"control": jax.device_put(flags, program.control_sharding)})
         assert [int(shard.data) for shard in metrics["stop"].addressable_shards] == [1] * 8

@@ -121,6 +121,25 @@ def test_handing_over_takes_no_time_while_a_sink_hangs(tmp_path):
     sinks.close(patient=False)
 
 
+def test_a_full_disk_leaves_losses_and_checkpoints_as_they_are(tiny, tmp_path, capfd):
+    """Under all that telemetry writes; the checkpoints are on another."""
+    files = ("metrics.jsonl", "phases.jsonl", "resources.jsonl")
+    settings = ("train.steps=8", "checkpoint.every_steps=4", "telemetry.sinks=[test_sinks.Kept]")
+    settings += ("telemetry.resources_every_seconds=0.1",)
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    run.mkdir()
+    for name in files:
+        (run / name).symlink_to("/dev/full")
+    assert train(tiny(*settings)) == ExitCode.FINISHED
+    told = {step: values["train/loss"] for step, _, values in Kept.told if "train/loss" in values}
+    err = capfd.readouterr().err
+    assert all(err.count(f"WARNING {run}/{name} cannot be written: No space left on device") == 1 for name in files)
+    assert train(tiny(*settings, f"run.dir={alone}")) == ExitCode.FINISHED
+    assert told == by_step(alone)
+    content = lambda where, step: json.loads((where / "checkpoints" / step / "jaxmnt.json").read_text())["content"]
+    assert all(content(run, step) == content(alone, step) for step in "48")
+
+
 def test_what_is_no_sink_is_refused(tiny, tmp_path):
     for names, words in (
         (["tensorbord"], "there is no sink 'tensorbord'; .*tensorboard"),

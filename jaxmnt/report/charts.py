@@ -130,7 +130,8 @@ def _resources(lines: Sequence[Record]) -> Iterable[Chart | None]:
     ) -> Chart | None:
         read = lambda line, field, which: _scaled(_extreme(_mapping(line, "of").get(field), which), factor)
         series = [Series(name, [read(line, field, which) for line in lines]) for name, (field, which) in fields.items()]
-        return _chart(Chart(id, title, what, unit, steps, series))
+        quiet = not any(value for one in series for value in one.values)
+        return None if quiet else _chart(Chart(id, title, what, unit, steps, series))
 
     most, mean, least = "max", "mean", "min"
     yield chart("memory", "Memory", "Of devices and of host processes; the most among all.", "GiB", {

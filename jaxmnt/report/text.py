@@ -64,7 +64,7 @@ def _how_it_ended(attempt: dict[str, Any]) -> str:
 def _straggler(one: dict[str, Any]) -> str:
     device = "" if one["device"] is None else f", device {one['device']}"
     until = "the end" if one["to_step"] is None else one["to_step"]
-    more = f" by {duration(one['slower_seconds'])}" if one["slower_seconds"] else ""
+    more = f" by {1e3 * one['slower_seconds']:.0f} ms" if one["slower_seconds"] else ""
     who = f"process {one['process']} on {one['host']}{device}"
     return printable(f"{who}: {one['phase']}{more}, from step {one['from_step']} to {until}")
 

@@ -19,6 +19,7 @@ from jaxmnt.distributed.termination import (
 )
 from jaxmnt.errors import ConfigError, ExitCode, UserError, summary
 from jaxmnt.telemetry.events import FAILED_START, Events, event_file, read_lines
+from jaxmnt.telemetry.notify import Notifier
 
 _ABOUT_THE_START = (ExitCode.CONFIG, ExitCode.PREFLIGHT)
 """With these a start ends by an error of ours. Where that names a host, it is noted as a failed start."""
@@ -34,6 +35,7 @@ class FailedStartRecorder:
     def __init__(self, config: Config, identity: Identity, exit_handler: ExitHandler):
         assert config.run.dir is not None
         self._run_dir, self._identity, self._exit_handler = Path(config.run.dir), identity, exit_handler
+        self._notify = config.run.notify
         self._over = False
         self._held = ExitStack()
 
@@ -81,12 +83,19 @@ class FailedStartRecorder:
 
     def _note(self, exit_reason: ExitReason) -> None:
         if not self._over and exit_reason.code not in _ABOUT_THE_START:
-            note_exit_reason(Events(self._run_dir, self._identity.process_id), exit_reason)
+            note_exit_reason(self._events(), exit_reason)
+
+    def _events(self) -> Events:
+        """Of this process; who is told of a run's events is told of these, too."""
+        events = Events(self._run_dir, self._identity.process_id)
+        with suppress(ConfigError):  # there is no such program, which the run itself will say
+            events.written = Notifier(self._notify, self._identity.process_id, str(self._run_dir.absolute()))
+        return events
 
     def _try_to_note(self, exit_reason: ExitReason) -> None:
         """The run directory may be what is wrong, and the error itself is told anyway."""
         with suppress(OSError, ValueError):
-            note_exit_reason(Events(self._run_dir, self._identity.process_id), exit_reason)
+            note_exit_reason(self._events(), exit_reason)
 
 
 def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from jaxmnt.errors import ConfigError, remark
-from jaxmnt.telemetry.events import LAST
+from jaxmnt.telemetry.events import FAILED_START, LAST
 
 NOTIFIED = frozenset({
-    "failed", "peer_lost", "hang", "replicas_differ", "checkpoint_failed", "straggler", "slow_device",
+    "failed", FAILED_START, "peer_lost", "hang", "replicas_differ", "checkpoint_failed", "straggler", "slow_device",
     "host_fault", "loss_spike",
 })  # fmt: skip
 """Kinds of events at which the command is run."""

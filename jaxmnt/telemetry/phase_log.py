@@ -129,16 +129,16 @@ def _short(seconds: float) -> float:
 
 def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
     """Of each phase that took some time: the mean over processes, and the longest with its process."""
-    longest = seconds.argmax(axis=0)
-    means = seconds.mean(axis=0)
-    some = [number for number in range(len(PHASES)) if seconds[longest[number], number] > 0]
+    longest, most = seconds.argmax(axis=0).tolist(), seconds.max(axis=0).tolist()
+    means = seconds.mean(axis=0).round(6).tolist()
+    some = [number for number, value in enumerate(most) if value > 0]
     each = {"each": [[_short(one) for one in row] for row in seconds.tolist()]} if len(seconds) <= MOST_EACH else {}
     return {
         "kind": "phases",
         "step": step,
         "time": time.time(),
         "processes": len(seconds),
-        "mean": {PHASES[number]: round(float(means[number]), 6) for number in some},
-        "longest": {PHASES[number]: [float(seconds[longest[number], number]), int(longest[number])] for number in some},
+        "mean": {PHASES[number]: means[number] for number in some},
+        "longest": {PHASES[number]: [most[number], longest[number]] for number in some},
         **each,
     }

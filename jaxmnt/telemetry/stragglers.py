@@ -76,6 +76,12 @@ class StragglerDetector:
                 self._times[phase].append(times_P)
         return self._look() if self._seen % _EVERY == 0 else []
 
+    def _may_be_slow(self, times_TP: np.ndarray, threshold: float) -> bool:
+        """Whether the processes differ by so much at all: what follows takes longer to find out."""
+        ordered_TP = np.sort(times_TP, axis=0)
+        middle_P = ordered_TP[len(ordered_TP) // 2], ordered_TP[(len(ordered_TP) - 1) // 2]
+        return bool(middle_P[0].max() - middle_P[1].min() > threshold)
+
     def _look(self) -> list[Straggler]:
         step = float(np.median(self._steps))
         threshold = max(_LEAST_SECONDS, _SHARE * step)
@@ -83,8 +89,11 @@ class StragglerDetector:
         for phase, recent in self._times.items():
             if len(recent) < self._windows[phase][1]:
                 continue
+            times_TP = np.stack(recent)
+            if not self._may_be_slow(times_TP, threshold) and not any(known == phase for _, known in self._known):
+                continue
             share, least = (_SELDOM_SHARE, _SELDOM_SECONDS) if phase in _SELDOM else (0.0, 0.0)
-            slow_P, slower_P = _outliers(np.stack(recent), max(threshold, least), share)
+            slow_P, slower_P = _outliers(times_TP, max(threshold, least), share)
             for process in range(self._processes):
                 known = (process, phase) in self._known
                 if slow_P[process] and not known:

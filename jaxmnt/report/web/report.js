@@ -63,7 +63,7 @@ function percent(share) {
 }
 
 function money(cost) {
-  return cost === null || cost === undefined ? "–" : cost.toLocaleString("en", { maximumFractionDigits: 2 });
+  return cost === null || cost === undefined ? "–" : cost.toLocaleString("en", cost < 1 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 2 });
 }
 
 function moment(seconds) {
