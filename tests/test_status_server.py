@@ -17,7 +17,8 @@ from jaxmnt.train import train
 STATUS = {
     "kind": "train", "step": 7, "steps": 100, "loss": 2.5, "tokens": 4096, "bad_steps": 1, "mfu": None, "hfu": 0.25,
     "tokens_per_second": 1e6, "phases": {"data": 0.25, "device": 1.5}, "stragglers": 1, "spent": math.inf,
-    "slow": [{"process": 3, "host": "a", "phase": "data"}],
+    "slow": [{"process": 3, "host": "a", "phase": "data"}], "model": {'router"s load': 0.5},
+    "resources": {"gpu_celsius": {"mean": 60.0, "min": [50.0, 2], "max": [70.0, 1]}},
 }  # fmt: skip
 
 
@@ -45,6 +46,9 @@ def test_prometheus_can_read_it(server):
     assert found["jaxmnt_step", None] == 7 and found["jaxmnt_tokens_total", None] == 4096
     assert found["jaxmnt_phase_seconds", "device"] == 1.5 and found["jaxmnt_stragglers", None] == 1
     assert found["jaxmnt_hfu", None] == 0.25 and found["jaxmnt_spent", None] == math.inf
+    told = {tuple(one.labels.values()): one.value for family in text_string_to_metric_families(text)
+            for one in family.samples if one.labels}  # fmt: skip
+    assert told["routers load",] == 0.5 and told["gpu_celsius", "max"] == 70.0
     assert not any(name == "jaxmnt_mfu" for name, _ in found), "what is not known is left out"
     assert list(text_string_to_metric_families(prometheus_text({}))) == []
 

@@ -42,9 +42,9 @@ def train_steps(run: Session) -> None:
         run.replicas.begin(run.step, run.state, saved=saved)
         if saved:
             _save(run)
-        saves.poll(wait=profile)
+        saves.poll()
         if profile:
-            run.profiler.arm(saves.succeeded, run.step)
+            _arm_profiler(run)
         for lock in run.locks:
             lock.check()
         log.pause(run.monitoring.probe(run.step, log.flush))
@@ -67,6 +67,15 @@ def conclude(run: Session) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _arm_profiler(run: Session) -> None:
+    """Once the checkpoint counts: the profiler may end the run."""
+    with run.watchdog.during("saving", run.config.watchdog.save_seconds), _during(run, "save"):
+        started = time.perf_counter()
+        run.saves.poll(wait=True)
+        run.log.pause(time.perf_counter() - started)
+    run.profiler.arm(run.saves.succeeded, run.step)
 
 
 def _take_step(run: Session, batch: dict[str, Any]) -> Any:

@@ -49,6 +49,7 @@ class Profiler:
         self._signalled = self._armed = False
         self.step_seconds = 0.0
         """What the last profiled step took by itself."""
+        self._looks = identity.process_id == 0
         self._looked = 0.0
         self._handled = 0
 
@@ -70,7 +71,7 @@ class Profiler:
 
     def wished(self, step: int) -> bool:
         """Whether this process asks for a profile when `step` is taken. For the file and the config process 0 asks."""
-        if self._identity.process_id == 0 and time.monotonic() > self._looked + _LOOK_SECONDS:
+        if self._looks and time.monotonic() > self._looked + _LOOK_SECONDS:
             self._looked = time.monotonic()
             self._signalled |= (self._run_dir / PROFILE_FILE).exists()
         due = self._at is not None and step >= self._at and self._identity.process_id == 0 and not self._done_before()
@@ -85,6 +86,7 @@ class Profiler:
         """After that save: the next step is profiled if it succeeded."""
         self._armed, self._handled = saved, step
         if not saved:
+            self._signalled, self._at = False, None  # or it would ask for saves until the run is given up
             self._status.line(f"WARNING step {step}: no profile is made, because the checkpoint before it failed")
 
     @property
@@ -100,15 +102,23 @@ class Profiler:
         process = int(broadcast("who makes the profile", self._chosen(), self._identity))
         folder = self._run_dir / PROFILES / str(step)
         if self._identity.process_id == 0:
-            # Before it begins, so that a process that does not survive it is not asked again.
-            folder.mkdir(parents=True, exist_ok=True)
-            (self._run_dir / PROFILE_FILE).unlink(missing_ok=True)
+            self._note_begun(folder)
         if self._identity.process_id == process:
             result = self._profiled(step, folder, lambda: self._timed(take))
         else:
             result = self._timed(take)
         barrier("the profile is written", self._identity, PROFILE_SECONDS)
         return result
+
+    def _note_begun(self, folder: Path) -> None:
+        """Before a profile begins, so that a process that does not survive it is not asked again."""
+        self._at = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (self._run_dir / PROFILE_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            self._looks = False
+            self._status.line(f"WARNING {printable(str(error))}: the file {PROFILE_FILE} is not looked for any more")
 
     def _timed(self, take: Callable[[], Result]) -> Result:
         """When the devices have done it."""

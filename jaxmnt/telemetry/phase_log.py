@@ -132,7 +132,7 @@ def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
     longest, most = seconds.argmax(axis=0).tolist(), seconds.max(axis=0).tolist()
     means = seconds.mean(axis=0).round(6).tolist()
     some = [number for number, value in enumerate(most) if value > 0]
-    each = {"each": [[_short(one) for one in row] for row in seconds.tolist()]} if len(seconds) <= MOST_EACH else {}
+    each = {"each": [[_short(one) for one in row] for row in seconds.tolist()]} if 1 < len(seconds) <= MOST_EACH else {}
     return {
         "kind": "phases",
         "step": step,

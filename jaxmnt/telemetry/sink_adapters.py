@@ -4,9 +4,14 @@ A run that goes on from a checkpoint takes some steps again, so steps are told a
 wants them to grow.
 """
 
+import os
+import socket
+import time
 from typing import Any
 
 from jaxmnt.telemetry.sinks import SinkRun
+
+_FLUSH_SECONDS = 2.0
 
 
 class TensorBoard:
@@ -14,23 +19,35 @@ class TensorBoard:
 
     def __init__(self, run: SinkRun):
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2, summary_pb2
         folder = run.directory / "tensorboard"
-        self._writer = EventFileWriter(str(folder))
+        folder.mkdir(exist_ok=True)
+        now = time.time()
+        # Without TensorBoard's own writer, which has one more thread and queue.
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.{run.attempt}"
+        self._file = (folder / name).open("ab")
+        self._records = RecordWriter(self._file)
+        self._flushed = 0.0
+        self._add(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
         if run.step or run.attempt:
             # What an earlier attempt wrote of later steps does not count any more.
             began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(step=run.step + 1, session_log=began))
+            self._add(event_pb2.Event(wall_time=now, step=run.step + 1, session_log=began))
 
     def write(self, step: int, time: float, values: dict[str, float]) -> None:
         told = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        summary = self._summary.Summary(value=told)
-        self._writer.add_event(self._event.Event(wall_time=time, step=step, summary=summary))
+        self._add(self._event.Event(wall_time=time, step=step, summary=self._summary.Summary(value=told)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        if time.monotonic() > self._flushed + _FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            self._records.flush()
 
 
 class WeightsAndBiases:

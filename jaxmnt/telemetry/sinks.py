@@ -20,6 +20,8 @@ from jaxmnt.errors import ConfigError, nearest, remark, summary
 
 _MOST_WAITING = 10_000
 """Lines for one sink. Of more, the newest are dropped, and said."""
+_GATHER_SECONDS = 1.0
+"""For which lines are gathered before a sink gets them."""
 _CLOSE_SECONDS = 15.0
 """For all sinks together to write what they have when the run ends."""
 
@@ -140,7 +142,8 @@ class _Worker:
                 self._waiting.append(record)
             else:
                 self._dropped += 1
-            self._changed.notify()
+            if len(self._waiting) == 1:
+                self._changed.notify()
 
     def end(self) -> None:
         with self._changed:
@@ -178,7 +181,10 @@ class _Worker:
 
     def _next(self) -> dict[str, Any] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ending)
+            if not self._waiting and not self._ending:
+                self._changed.wait_for(lambda: self._waiting or self._ending)
+                # More at a time cost the run less than each by itself.
+                self._changed.wait_for(lambda: self._ending, _GATHER_SECONDS)
             return self._waiting[0] if self._waiting else None
 
     def _written(self) -> None:

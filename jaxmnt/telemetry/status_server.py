@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -123,7 +123,31 @@ def prometheus_text(status: Status) -> str:
         full = "jaxmnt_phase_seconds"
         lines += [f"# HELP {full} Mean over processes, of the last step.", f"# TYPE {full} gauge"]
         lines += [f'{full}{{phase="{phase}"}} {_number(seconds)}' for phase, seconds in sorted(phases.items())]
+    for name, told, what in (
+        ("model_metric", status.get("model"), "A metric of the model's layers, of the last step."),
+        ("resource", _resources(status.get("resources")), "What hosts and devices use; the statistic is over all."),
+    ):
+        values = [(labels, value) for labels, value in _labelled(told or {}) if isinstance(value, int | float)]
+        lines += [f"# HELP jaxmnt_{name} {what}", f"# TYPE jaxmnt_{name} gauge"] if values else []
+        lines += [f"jaxmnt_{name}{{{labels}}} {_number(value)}" for labels, value in values]
     return "\n".join(lines) + "\n"
+
+
+def _resources(told: Any) -> dict[str, Any]:
+    """By quantity and statistic, without the process that has an extreme."""
+    plain = lambda value: value[0] if isinstance(value, list) else value
+    return {
+        f"{quantity}/{statistic}": plain(value)
+        for quantity, of in (told or {}).items()
+        for statistic, value in of.items()
+    }
+
+
+def _labelled(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Labels of each value: its name, and behind / a statistic."""
+    for name, value in sorted(values.items()):
+        first, _, second = (part.replace("\\", "").replace('"', "").replace("\n", "") for part in name.partition("/"))
+        yield (f'name="{first}",statistic="{second}"' if second else f'name="{first}"'), value
 
 
 def stacks() -> str:
