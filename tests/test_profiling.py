@@ -6,7 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from conftest import launch, losses, metrics
+from conftest import launch, losses, metrics, until
 
 from jaxmnt.errors import ExitCode
 from jaxmnt.run import profiling
@@ -45,13 +45,14 @@ def test_a_step_is_profiled_after_a_checkpoint(tiny, tmp_path, capsys):
 
 
 def test_a_file_and_a_signal_ask_for_profiles(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(profiling, "_LOOK_SECONDS", 0.02)
     run, asked = tmp_path / "run", []
     wished = profiling.Profiler.wished
 
     def ask(self, step):
         if step == 3:
             (run / "PROFILE").write_text("99\n")  # no such process: 0 does it
+            until(lambda: self._signalled)
         if step == 12:
             os.kill(os.getpid(), signal.SIGUSR2)
         asked.append(step)

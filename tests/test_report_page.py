@@ -126,7 +126,7 @@ def test_what_failed_is_told_with_its_lines_and_its_cost(tmp_path, capsys):
         )
     )
     (run / "launch").mkdir()
-    (run / "launch" / "starts.json").write_text(json.dumps([{"began": began[0], "code": 1}, "nonsense"]))
+    (run / "launch" / "starts.json").write_text(json.dumps([{"began": began[0] - 12, "code": 1}, "nonsense"]))
     one, two = report_of([str(run)])["runs"][0]["failures"]
     assert (one["kind"], one["why"], one["process"], one["host"]) == ("failed", "ValueError: bad luck", 1, "b")
     assert one["source"] == "logs/process-1.log" and len(one["lines"]) == 10
@@ -153,8 +153,8 @@ def test_stragglers_hosts_and_changes_are_in_the_report(tmp_path):
     with (run / "phases.jsonl").open("a") as file:
         for steps, slow in ((100, 0.4), (300, 0.2)):
             own = [[0.01, 0.02, 0.03, 0.1], [0.01, slow, 0.5, 0.9]]
-            file.write(json.dumps({"kind": "processes", "time": 1.0, "steps": steps, "own": own}) + "\n")
-        file.write('{"kind": "processes", "time": 1.0, "steps": 1, "own": [["x"]]}\n')
+            file.write(json.dumps({"kind": "processes", "step": 1, "time": 1.0, "steps": steps, "own": own}) + "\n")
+        file.write('{"kind": "processes", "step": 1, "time": 1.0, "steps": 1, "own": [["x"]]}\n')
     (run / "events" / "1.jsonl").write_text('{"kind": "start", "time": 1.0, "attempt": 0, "host": "b"}\n')
     (told,) = report_of([str(run)])["runs"]
     assert [(one["from_step"], one["to_step"], one["host"]) for one in told["stragglers"]] == [
@@ -195,6 +195,66 @@ def test_what_is_not_there_is_said_and_the_rest_is_shown(tmp_path, capsys):
     assert "config.yaml is not there" in text and "steps 1 to 5" in text
     with pytest.raises(ConfigError, match=r"such\.html cannot be written"):
         main([str(run), "--output", str(run / "no" / "such.html")])
+
+
+ODD = (
+    {"kind": "phases", "time": 5.0, "mean": {"data": 1.0}},
+    {"kind": "straggler", "time": 1100.0, "attempt": 0, "step": 2, "phase": ["data"], "device": {}},
+    {"kind": "straggler", "time": 1100.0, "attempt": 0, "step": 2, "phase": "data", "slower_seconds": "much"},
+    {"kind": "start", "time": 1.0, "attempt": 9, "devices": 10**400},
+    {"kind": "start", "time": 1.0, "attempt": 8, "devices": -3},
+    {"kind": "started", "time": 1101.0, "attempt": 0, "seconds": {"import": 10**400}},
+    {"kind": "loss_spike", "time": 1e305, "attempt": 0, "step": 2},
+    {"kind": "loss_spike", "time": 1795458710123456, "attempt": 0, "step": 2},
+    {"kind": "start", "time": 1100.0, "attempt": 0, "step": 0, "clock_ahead": [float("nan"), 1]},
+    {"kind": "profile", "time": 1102.0, "attempt": 0},
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_line_that_makes_no_sense_spoils_nothing(tmp_path, odd, capsys):
+    run = synthetic(tmp_path / "run", 5)
+    for name in ("events/0.jsonl", "phases.jsonl", "metrics.jsonl", "resources.jsonl", "events/1.jsonl"):
+        with (run / name).open("a") as file:
+            file.write(json.dumps(odd) + "\n")
+    trace = tmp_path / "trace.json"
+    assert main([str(run), "--perfetto", str(trace)]) == 0 and json.loads(trace.read_text())
+    (told,) = report_of([str(run)])["runs"]
+    assert told["summary"]["step"] == 5 and all(0 <= one["time"] < 1e11 for one in told["timeline"])
+
+
+def test_odd_configs_are_shown_or_said(tmp_path):
+    run = synthetic(tmp_path / "run", 2)
+    (run / "config.yaml").write_text("a: [2024-01-01, {2024-01-02: [x]}]\nb: .nan\n")
+    assert json.loads(as_json(report_of([str(run)])))["runs"][0]["config"]["b"] is None
+    (run / "config.yaml").write_text("a: &x {b: *x}\n")
+    assert "contains itself" in report_of([str(run)])["runs"][0]["notes"][0]
+    for place in (".", "/"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            main([str(run), "--output", place])
+
+
+def test_a_start_that_came_to_nothing_is_no_reason_of_the_attempt_before(tmp_path):
+    log = Log(tmp_path / "run")
+    log.start(0)
+    log.step(1)
+    log.now += 60
+    log.event("hang", why="no progress", at_fault=1)
+    first = log.now
+    log.event("start_failed", why="process 3 did not connect", attempt=1, time=first + 340)
+    log.now += 400
+    log.attempt += 1
+    log.start(1)
+    log.step(2)
+    log.now += 5
+    log.event("peer_lost", why="process 1 went away", at_fault=1)
+    run = log.write()
+    began = [event["began"] for event in log.events if event["kind"] == "start"]
+    (run / "launch").mkdir()
+    starts = [{"began": began[0] - 3, "code": 137}, {"began": began[1] - 3, "code": 4}]
+    (run / "launch" / "starts.json").write_text(json.dumps(starts))
+    one, two = report_of([str(run)])["runs"][0]["failures"]
+    assert (one["kind"], one["exit_code"], two["kind"], two["exit_code"]) == ("hang", 137, "peer_lost", 4)
 
 
 def test_a_newer_format_is_said(tmp_path):

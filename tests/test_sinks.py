@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from conftest import losses
 
+from jaxmnt.distributed.heartbeat import ending_on_exceptions_in_threads, heartbeat_alone
+from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.telemetry.sinks import SinkRun, Sinks, scalars, wanted_sinks
+from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, scalars, wanted_sinks
 from jaxmnt.train import train
 
 RECORD = {
@@ -144,6 +146,24 @@ def test_a_full_disk_leaves_losses_and_checkpoints_as_they_are(tiny, tmp_path, c
         assert {name: array["content"] for name, array in one.items()} == {
             name: array["content"] for name, array in other.items()
         }
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_in_a_thread_of_a_sinks_library_ends_no_run(monkeypatch, capsys):
+    heartbeat, ended = heartbeat_alone(Identity()), []
+    monkeypatch.setattr(heartbeat, "end", lambda *reason: ended.append(reason))
+
+    def fail():
+        raise OSError("no space left")
+
+    for may_fail, times in ((frozenset(), 1), (packages_of(["test_sinks.Kept"]), 1), (packages_of(["wandb"]), 2)):
+        heartbeat.may_fail = may_fail
+        with ending_on_exceptions_in_threads(heartbeat):
+            thread = threading.Thread(target=fail)
+            thread.start()
+            thread.join()
+        assert len(ended) == times
+    assert "no space left" in capsys.readouterr().err, "it is printed in any case"
 
 
 def test_what_is_no_sink_is_refused(tiny, tmp_path):

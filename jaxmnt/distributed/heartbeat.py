@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from types import TracebackType
 from typing import Any, NoReturn
 
 from jaxmnt.distributed.identity import Identity
@@ -90,6 +91,8 @@ class Heartbeat:
         self._reports: deque[tuple[int, list[Any]]] = deque(maxlen=_MOST_REPORTS)
         """Those that nobody has wanted to hear yet."""
         self._take_report: Callable[[int, list[Any]], None] | None = None
+        self.may_fail: frozenset[str] = frozenset()
+        """Packages without which the run goes on: exceptions in their threads are printed and no more."""
         self._own: ExitReason | None = None
         """Set when this process fails by itself: what others say of it does not matter then."""
         self._halted: str | None = None
@@ -414,6 +417,12 @@ def heartbeat_alone(identity: Identity) -> Heartbeat:
     return Heartbeat(identity, {}, ExitHandler(identity.label), 0.0, 0.0)
 
 
+def _packages_in(trace: TracebackType | None) -> Iterator[str]:
+    while trace is not None:
+        yield str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        trace = trace.tb_next
+
+
 @contextlib.contextmanager
 def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
     """Inside, an exception that nobody catches, in whatever thread, ends the process as one in the main thread does."""
@@ -422,6 +431,8 @@ def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
         threading.__excepthook__(arguments)
         error = arguments.exc_value
         if error is None or isinstance(error, SystemExit):
+            return
+        if heartbeat.may_fail & set(_packages_in(arguments.exc_traceback)):
             return
         if may_mean_a_lost_peer(error):
             heartbeat.miss()

@@ -41,6 +41,8 @@ class ExitHandler:
     def __init__(self, label: str = ""):
         self.exit_reason: ExitReason | None = None
         """Why the main thread is about to end, if it is."""
+        self.hurried = False
+        """Whether something is left that could keep this process from ending."""
         self._prefix = f"jaxmnt: {label}: " if label else "jaxmnt: "
         self._hooks: list[ExitHook] = []
         self._begun = threading.Lock()
@@ -66,7 +68,7 @@ class ExitHandler:
         No thread that a library has left behind, such as one of Orbax in the barrier of a save that failed, may keep a
         process from ending, and no shutdown barrier of JAX its peers.
         """
-        if not at_once and code in (ExitCode.FINISHED, ExitCode.STOPPED):
+        if not at_once and not self.hurried and code in (ExitCode.FINISHED, ExitCode.STOPPED):
             return code
         self._begin()
         self._exit(self.exit_reason, code, told=True)

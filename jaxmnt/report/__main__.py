@@ -78,9 +78,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _publish(path: Path, text: str) -> None:
     try:
         publish(path, text)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # or a path without a name
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{printable(str(path))} cannot be written: {error.strerror}; give another place with --output, --perfetto"
+            f"{printable(str(path))} cannot be written: {why}; give another place with --output, --perfetto"
         ) from error
 
 

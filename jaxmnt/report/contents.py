@@ -189,7 +189,7 @@ def _stragglers(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
         open_ones: dict[tuple[Any, ...], dict[str, Any]] = {}
         for record in attempt.events:
             kind = record["kind"]
-            key = tuple(record.get(name) for name in ("at_fault", "phase", "device"))
+            key = tuple(record.get(name) for name in ("at_fault", "phase", "device", "found_by"))
             if kind in ("straggler", "slow_device"):
                 one = {
                     "attempt": attempt.number,
@@ -301,19 +301,31 @@ def _config(run_dir: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{path} is not there: the report has no config"
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         return {}, f"{path} cannot be read ({' '.join(str(error).split())[:120]}): the report has no config"
-    flat: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for name, item in value.items():
-                add(f"{prefix}.{name}" if prefix else str(name), item)
-        else:
-            flat[prefix] = value if isinstance(value, str | int | float | bool | list | None) else str(value)
-
     if not isinstance(tree, dict):
         return {}, f"{path} holds no settings: the report has no config"
-    add("", tree)
-    return flat, None
+    try:
+        return _flat(tree), None
+    except RecursionError:
+        return {}, f"{path} contains itself: the report has no config"
+
+
+def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted keys, with values as JSON has them."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = _plain(value)
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _differences(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ _BAD = {"failed": 0, FAILED_START: 0, "hang": 1, "peer_lost": 2}
 """Events that tell of a failure; those that tell more first."""
 _MOST_LINES = 10
 _TAIL_BYTES = 65536
+_SLACK_SECONDS = 60.0
+"""By which clocks and ends of processes may differ."""
 _A_JOB_SECONDS = 600.0
 """After an attempt's end, for the job's script to write its last line."""
 _TELLING = re.compile(r"error|exception|traceback|fatal|abort|killed|out of memory|\boom\b|segfault|signal|xid", re.I)
@@ -147,11 +149,19 @@ def _then(attempt: Attempt, following: Attempt | None) -> str:
 
 
 def _by_attempt(run_dir: Path, attempts: Sequence[Attempt]) -> list[_Told]:
-    """The events of all processes, by the attempt in whose time they are: each process counts its own attempts."""
+    """The events of all processes.
+
+    Process 0 says of which attempt; others count their own, so theirs belong to the attempt in whose time they are. A
+    start that came to nothing is no attempt's.
+    """
     told = [_Told() for _ in attempts]
+    numbers = {attempt.number: place for place, attempt in enumerate(attempts)}
     for path in event_files(run_dir):
         for record in read_lines(path):
-            place = _place(record["time"], attempts)
+            if path.stem == "0" and "attempt" in record:
+                place = numbers.get(record["attempt"])
+            else:
+                place = _place(record["time"], attempts)
             if place is not None and record["kind"] in _BAD:
                 told[place].bad.append(record)
             elif place is not None and record["kind"] == "start" and "process" in record:
@@ -160,8 +170,9 @@ def _by_attempt(run_dir: Path, attempts: Sequence[Attempt]) -> list[_Told]:
 
 
 def _place(time: float, attempts: Sequence[Attempt]) -> int | None:
+    """The last that had begun by then, if that was not long over."""
     begun = [place for place, attempt in enumerate(attempts) if attempt.began <= time]
-    return begun[-1] if begun else None
+    return begun[-1] if begun and time <= attempts[begun[-1]].ended + _SLACK_SECONDS else None
 
 
 def _noted_starts(run_dir: Path) -> list[Record]:
@@ -175,11 +186,14 @@ def _noted_starts(run_dir: Path) -> list[Record]:
 
 
 def _noted_code(starts: list[Record], attempt: Attempt) -> int | None:
-    for start in starts:
-        began, code = start.get("began"), start.get("code")
-        if isinstance(began, int | float) and type(code) is int and attempt.began - 600 <= began <= attempt.ended:
-            return code
-    return None
+    """Of the last start that was noted before the attempt began, if that is not long ago."""
+    known = [
+        (start["began"], start["code"])
+        for start in starts
+        if isinstance(start.get("began"), int | float) and type(start.get("code")) is int
+    ]
+    last = max((one for one in known if one[0] <= attempt.began + _SLACK_SECONDS / 12), default=None)
+    return last[1] if last is not None and last[0] >= attempt.began - _A_JOB_SECONDS else None
 
 
 def _sizes(told: _Told, process: int) -> dict[str, int]:

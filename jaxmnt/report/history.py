@@ -1,6 +1,5 @@
 """The attempts of a run, from its events and metrics: when each began and ended, and what is known of it."""
 
-import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,9 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.telemetry.events import LAST, METRICS, event_file, read_lines
 
 Record = dict[str, Any]
+
+_MOST = 1e18
+"""Of seconds, or of anything that is counted."""
 
 
 @dataclass
@@ -159,4 +161,4 @@ def number(record: Record, name: str) -> float:
     value = record.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return 0.0
-    return float(value) if math.isfinite(value) and value >= 0 else 0.0
+    return float(value) if 0 <= value < _MOST else 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmnt.report.history import Attempt, Record, number, read_attempts
 from jaxmnt.report.page import as_json
-from jaxmnt.telemetry.events import PHASE_LINES, event_files, read_lines
+from jaxmnt.telemetry.events import PHASE_LINES, event_files, read_lines, records
 from jaxmnt.telemetry.phases import DOING, PHASES
 
 Span = dict[str, Any]
@@ -20,6 +20,9 @@ _STEPS, _PHASES, _EVENTS = 1, 2, 3
 """Tracks of a process."""
 _ALL = 1_000_000
 """In place of a process: what is told of all together."""
+_MOST_AHEAD = 1e9
+_MOST_STEPS = 5000
+"""The newest; more would make a file that no browser opens."""
 _BESIDE = ("kind", "time", "process", "host", "attempt")
 
 
@@ -37,16 +40,21 @@ def _of_run(run_dir: Path) -> Iterator[Span]:
     yield from _named(
         _ALL, f"{run_dir}: all processes", {_STEPS: "steps", _PHASES: "phases, mean", _EVENTS: "attempts"}
     )
+    ends = {line["step"]: line["time"] for attempt in attempts for line in attempt.steps}
+    first = sorted(ends)[-_MOST_STEPS:][0] if ends else 0
     for attempt in attempts:
-        yield from _of_attempt(attempt)
-    yield from _phases(read_lines(run_dir / PHASE_LINES))
+        yield from _of_attempt(attempt, first)
+    yield from _phases([line for line in records(run_dir / PHASE_LINES) if line.get("step", 0) >= first], ends)
     for path in event_files(run_dir):
         yield from _of_process(int(path.stem), run_dir, read_lines(path))
 
 
-def _of_attempt(attempt: Attempt) -> Iterator[Span]:
+def _of_attempt(attempt: Attempt, first: int) -> Iterator[Span]:
+    """With its steps from `first` on."""
     yield _span(_ALL, _EVENTS, f"attempt {attempt.number}", attempt.began, attempt.seconds, {"end": attempt.end})
     for line in attempt.steps:
+        if line["step"] < first:
+            continue
         seconds = number(line, "step_seconds")
         told = {name: line.get(name) for name in ("loss", "grad_norm", "tokens_per_second", "mfu")}
         yield _span(_ALL, _STEPS, f"step {line['step']}", line["time"] - seconds, seconds, told)
@@ -63,13 +71,14 @@ def _of_attempt(attempt: Attempt) -> Iterator[Span]:
         )
 
 
-def _phases(lines: Sequence[Record]) -> Iterator[Span]:
-    """The phases of a step one after the other: in which order they were is not known. Of each process where the lines
-    have all; the mean of all in any case."""
+def _phases(lines: Sequence[Record], ends: dict[int, float]) -> Iterator[Span]:
+    """The phases of a step one after the other up to its end: in which order they were is not known. Of each process
+    where the lines have all; the mean of all in any case."""
     for line in lines:
         mean, each = line.get("mean"), line.get("each")
         if line["kind"] != "phases" or not isinstance(mean, dict):
             continue
+        line = line | {"time": ends.get(line["step"], line["time"])}  # its own is when process 0 heard of it
         yield from _one_after_the_other(_ALL, line, [number(mean, phase) for phase in PHASES])
         for process, seconds in enumerate(each if isinstance(each, list) else []):
             if isinstance(seconds, list) and len(seconds) == len(PHASES):
@@ -117,9 +126,8 @@ def _of_process(process: int, run_dir: Path, records: Sequence[Record]) -> Itera
 
 def _ahead(bounds: Any) -> float:
     """The middle of the bounds between which a clock is ahead of process 0's."""
-    if isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(one, int | float) for one in bounds):
-        return sum(bounds) / 2
-    return 0.0
+    known = isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(one, int | float) for one in bounds)
+    return float(sum(bounds) / 2) if known and all(abs(one) < _MOST_AHEAD for one in bounds) else 0.0
 
 
 def _named(process: int, name: str, tracks: dict[int, str]) -> Iterator[Span]:

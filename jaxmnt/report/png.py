@@ -54,7 +54,7 @@ def _draw(axes: Any, title: str, charts: list[tuple[str, dict[str, Any], list[An
     first = charts[0][1]
     if first["style"] == "stack":
         values = [[value or 0.0 for value in one["values"]] for one in first["series"]]
-        labels = [one["name"] for one in first["series"]]
+        labels = [_text(one["name"]) for one in first["series"]]
         axes.stackplot(first["steps"], values, labels=labels, colors=_COLORS[: len(values)])
     else:
         lines = [(run, chart, one) for run, chart, _ in charts for one in chart["series"]]
@@ -67,7 +67,7 @@ def _draw(axes: Any, title: str, charts: list[tuple[str, dict[str, Any], list[An
                 if one["points"]
                 else {"linestyle": _STYLES[place % 4]}
             )
-            label = f"{run}: {one['name']}" if several else one["name"]
+            label = _text(f"{run}: {one['name']}" if several else one["name"])
             axes.plot(
                 *zip(*told, strict=True), label=label, color=_COLORS[place % len(_COLORS)], linewidth=1.3, **style
             )
@@ -79,8 +79,13 @@ def _draw(axes: Any, title: str, charts: list[tuple[str, dict[str, Any], list[An
                 linewidth=0.8,
                 linestyle="--" if restart else ":",
             )
-    axes.set_title(title)
+    axes.set_title(_text(title))
     axes.set_xlabel("step")
     axes.set_ylabel(first["unit"])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def _text(text: str) -> str:
+    """Without what Matplotlib takes for mathematics, or for a label to be hidden."""
+    return text.replace("$", r"\$").lstrip("_")

@@ -11,11 +11,12 @@ from typing import Any
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.report.contents import report_of
 from jaxmnt.report.page import as_json, page
-from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, event_file
+from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, event_files
 from jaxmnt.telemetry.local_http import LocalHandler, LocalServer
 
 WATCH_SECONDS = 5.0
 """Between two questions of the page."""
+_STALE_SECONDS = 60.0
 _PATIENCE = 10.0
 """Times what a report took to make, before the next is made: a long run takes seconds."""
 
@@ -49,29 +50,35 @@ class LatestReport:
         self._seen: list[Any] | None = None
         self._report: dict[str, Any] = {}
         self._version = 0
-        self._not_before = 0.0
+        self._not_before = self._made = 0.0
         self._lock = threading.Lock()
 
     def get(self) -> tuple[str, dict[str, Any]]:
         with self._lock:
             seen = self._state()
-            if seen != self._seen and time.monotonic() >= self._not_before:
+            stale = time.monotonic() > self._made + _STALE_SECONDS  # whether a run goes on is told by the clock, too
+            if (seen != self._seen or stale) and time.monotonic() >= self._not_before:
                 started = time.monotonic()
                 self._report = report_of(self._runs, self._price) | {"watch_seconds": WATCH_SECONDS}
                 self._seen, self._version = seen, self._version + 1
+                self._made = time.monotonic()
                 self._not_before = time.monotonic() + _PATIENCE * (time.monotonic() - started)
             return f'"{os.getpid()}-{self._version}"', self._report
 
     def _state(self) -> list[Any]:
         found: list[Any] = []
         for run in map(Path, self._runs):
-            for path in (run / METRICS, run / PHASE_LINES, run / RESOURCES, event_file(run, 0), run / "config.yaml"):
+            for path in _files(run):
                 try:
                     status = path.stat()
                     found.append((status.st_mtime_ns, status.st_size))
                 except OSError:
                     found.append(None)
         return found
+
+
+def _files(run: Path) -> list[Path]:
+    return [run / METRICS, run / PHASE_LINES, run / RESOURCES, run / "config.yaml", *event_files(run)]
 
 
 class _Handler(LocalHandler):

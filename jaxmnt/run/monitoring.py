@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ _LAST_SECONDS = 10.0
 _ON_THE_WAY_SECONDS = 2.0
 """For what heartbeats have sent before."""
 _LOOK_SECONDS = 0.02
+_AGAIN_SECONDS = 3600.0
+"""After which the same fault of a host is told again."""
 
 
 class Monitoring:
@@ -63,6 +66,7 @@ class Monitoring:
         self._resources: ResourceLog | None = None
         self._slow_devices = SlowDeviceDetector()
         self._losses = LossSpikeDetector()
+        self._told_faults: dict[tuple[str, str], float] = {}
         self._complained = False
         self._step = step
         self._sampler: ResourceSampler | None = None
@@ -111,7 +115,11 @@ class Monitoring:
         settle()
         started = time.perf_counter()
         with self.timer.during("probe"):
-            self._probed = self._probe()
+            try:
+                self._probed = self._probe()
+            except Exception as error:  # such as no memory left; no other process waits for it
+                self._probe = DeviceProbe(0, [])
+                remark(f"note: telemetry.probe_every: devices are not timed any more: {summary(error)}")
         return time.perf_counter() - started
 
     def finished(self, step: int, loss: float) -> None:
@@ -137,8 +145,9 @@ class Monitoring:
             for found in self._phases.take_findings():
                 self._tell_of(found, step)
             slow, faults = self._resources.take_findings()
-            for one in [*slow, *self._compare_probes()]:
-                self._tell_of_device(one, step)
+            for found_by, devices in (("clock", slow), ("probe", self._compare_probes())):
+                for one in devices:
+                    self._tell_of_device(one, found_by, step)
             for process, what in faults:
                 self._tell_of_fault(process, what, step)
 
@@ -219,7 +228,7 @@ class Monitoring:
         else:
             self._status.line(f"note    step {step}: {who} no longer takes more time than the others for {doing}")
 
-    def _tell_of_device(self, one: SlowDevice, step: int) -> None:
+    def _tell_of_device(self, one: SlowDevice, found_by: str, step: int) -> None:
         process, device = one.device
         host = self._hosts[process]
         self._events.write(
@@ -228,6 +237,7 @@ class Monitoring:
             at_fault=process,
             at_fault_host=host,
             device=device,
+            found_by=found_by,
             slower=one.slower,
             **({"why": one.why} if one.began else {}),
         )
@@ -235,10 +245,15 @@ class Monitoring:
         if one.began:
             self._status.line(f"WARNING step {step}: {who} is slow, and all wait for it: {one.why}")
         else:
-            self._status.line(f"note    step {step}: {who} is as quick as the others again")
+            self._status.line(f"note    step {step}: {who} is as quick as the others again (by its {found_by})")
 
     def _tell_of_fault(self, process: int, what: str, step: int) -> None:
+        """Once an hour of the same: a bad cable counts errors all day, and all processes of its host see them."""
         host = self._hosts[process]
+        same = host, re.sub(r"\b\d+ (more|uncorrected)", r"\1", what)
+        if time.monotonic() < self._told_faults.get(same, -_AGAIN_SECONDS) + _AGAIN_SECONDS:
+            return
+        self._told_faults[same] = time.monotonic()
         self._events.write("host_fault", step=step, at_fault=process, at_fault_host=host, why=what)
         self._status.line(f"WARNING step {step}: process {process} on {host}: {what}")
 

@@ -7,10 +7,12 @@ checkpoint is written first, and the others wait for as long as that takes.
 """
 
 import json
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,35 +49,41 @@ class Profiler:
         self._run_dir, self._at, self._identity = run_dir, at, identity
         self._events, self._status = events, status
         self._signalled = self._armed = False
+        if at is not None and self._done_before(at):
+            self._at = None
         self.step_seconds = 0.0
         """What the last profiled step took by itself."""
-        self._looks = identity.process_id == 0
-        self._looked = 0.0
+        self._lock = threading.Lock()
+        self._end = threading.Event()
         self._handled = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While entered, the signal asks for a profile. In the main thread; else there is no signal."""
-        try:
+        """While entered, the file and the signal ask for a profile; the signal in the main thread alone."""
+        if self._identity.process_id == 0:
+            threading.Thread(target=self._look, name="PROFILE", daemon=True).start()
+        before = None
+        with suppress(ValueError):  # not the main thread
             before = signal.signal(SIGNAL, lambda *_: self._ask())
-        except ValueError:  # not the main thread
-            yield
-            return
         try:
             yield
         finally:
-            signal.signal(SIGNAL, before)
+            self._end.set()
+            if before is not None:
+                signal.signal(SIGNAL, before)
 
     def _ask(self) -> None:
         self._signalled = True
 
+    def _look(self) -> None:
+        """In a thread: a file system may hang."""
+        while not self._end.wait(_LOOK_SECONDS):
+            with suppress(OSError), self._lock:  # the file system may come back
+                self._signalled |= (self._run_dir / PROFILE_FILE).exists()
+
     def wished(self, step: int) -> bool:
         """Whether this process asks for a profile when `step` is taken. For the file and the config process 0 asks."""
-        if self._looks and time.monotonic() > self._looked + _LOOK_SECONDS:
-            self._looked = time.monotonic()
-            self._signalled |= (self._run_dir / PROFILE_FILE).exists()
-        due = self._at is not None and step >= self._at and self._identity.process_id == 0 and not self._done_before()
-        return self._signalled or due
+        return self._signalled or (self._at is not None and step >= self._at and self._identity.process_id == 0)
 
     def due(self, wished_in: int) -> bool:
         """Whether a profile is to be made of the next step, given the last step in which somebody wished it. A save
@@ -86,7 +94,10 @@ class Profiler:
         """After that save: the next step is profiled if it succeeded."""
         self._armed, self._handled = saved, step
         if not saved:
-            self._signalled, self._at = False, None  # or it would ask for saves until the run is given up
+            # Or it would ask for saves until the run is given up.
+            self._at = None
+            self._end.set()
+            self._signalled = False
             self._status.line(f"WARNING step {step}: no profile is made, because the checkpoint before it failed")
 
     @property
@@ -97,12 +108,14 @@ class Profiler:
     def step(self, step: int, take: Callable[[], Result]) -> Result:
         """Takes a step, in one process under a profile, and returns when that is written and all know. All processes
         call this together."""
-        self._armed = self._signalled = False
+        self._armed = False
         self._handled = step  # its own flags still have the wish
         process = int(broadcast("who makes the profile", self._chosen(), self._identity))
         folder = self._run_dir / PROFILES / str(step)
-        if self._identity.process_id == 0:
-            self._note_begun(folder)
+        with self._lock:
+            if self._identity.process_id == 0:
+                self._note_begun(folder)
+            self._signalled = False
         if self._identity.process_id == process:
             result = self._profiled(step, folder, lambda: self._timed(take))
         else:
@@ -117,7 +130,7 @@ class Profiler:
             folder.mkdir(parents=True, exist_ok=True)
             (self._run_dir / PROFILE_FILE).unlink(missing_ok=True)
         except OSError as error:
-            self._looks = False
+            self._end.set()
             self._status.line(f"WARNING {printable(str(error))}: the file {PROFILE_FILE} is not looked for any more")
 
     def _timed(self, take: Callable[[], Result]) -> Result:
@@ -135,7 +148,8 @@ class Profiler:
             text = (self._run_dir / PROFILE_FILE).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):  # asked for in another way
             text = ""
-        return text if text.isdecimal() and int(text) < self._identity.processes else "0"
+        known = re.fullmatch("[0-9]{1,9}", text) and int(text) < self._identity.processes
+        return text if known else "0"
 
     def _profiled(self, step: int, folder: Path, take: Callable[[], Result]) -> Result:
         options = jax.profiler.ProfileOptions()
@@ -149,45 +163,41 @@ class Profiler:
         except Exception as error:  # somebody else's trace may be under way
             self._tell(step, folder, None, 0.0, summary(error))
             return take()
+        found, trouble = None, "the trace has no operations"
         try:
             result = take()
         finally:
-            jax.profiler.stop_trace()
-        found, trouble = None, None
-        files = sorted(folder.rglob("*.xplane.pb"))
-        try:
-            found = read_profile(files[0]) if files else None
-        except Exception as error:  # it is a file of another library
-            trouble = summary(error)
-        self._tell(step, folder, found, time.perf_counter() - started, trouble)
+            try:
+                jax.profiler.stop_trace()
+                found = self._read(folder)
+            except Exception as error:  # a profile ends no run
+                trouble = summary(error)
+        self._tell(step, folder, found, time.perf_counter() - started, "" if found else trouble)
         return result
 
-    def _tell(self, step: int, folder: Path, found: DeviceProfile | None, seconds: float, trouble: str | None) -> None:
-        told: dict[str, Any] = {} if found is None else asdict(found)
+    def _read(self, folder: Path) -> DeviceProfile | None:
+        """The newest trace in a folder, whose summary is written beside it."""
+        files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        found = read_profile(files[-1]) if files else None
         if found is not None:
-            publish(folder / "summary.json", json.dumps(told, indent=2) + "\n")
-        self._events.write(
-            "profile", step=step, file=str(folder), took_seconds=seconds, why=trouble or "", **_short(told)
-        )
+            publish(folder / "summary.json", json.dumps(asdict(found), indent=2) + "\n")
+        return found
+
+    def _tell(self, step: int, folder: Path, found: DeviceProfile | None, seconds: float, trouble: str) -> None:
+        told: dict[str, Any] = {} if found is None else asdict(found)
+        told.pop("operations", None)  # they are in the summary
+        self._events.write("profile", step=step, file=str(folder), took_seconds=seconds, why=trouble, **told)
         if found is None:
-            self._status.line(f"WARNING step {step}: no profile was made: {trouble or 'the trace has no operations'}")
+            self._status.line(f"WARNING step {step}: no profile was made: {trouble}")
             return
-        share = lambda part: f"{part / found.seconds:.0%}"
+        share = lambda part: f"{part / max(found.seconds, 1e-12):.0%}"
         self._status.line(
             f"profile step {step}: {found.seconds * 1e3:.1f} ms on a device: computation {share(found.computation)}, "
             f"communication {share(found.communication)}, both at once {share(found.overlap)}, idle "
             f"{share(found.idle)}; {printable(str(folder))}"
         )
 
-    def _done_before(self) -> bool:
+    def _done_before(self, at: int) -> bool:
         """Whether a profile was made, or begun, since the step that the config names."""
         folders = (self._run_dir / PROFILES).glob("*")
-        done = any(folder.name.isdecimal() and int(folder.name) >= (self._at or 0) for folder in folders)
-        if done:
-            self._at = None
-        return done
-
-
-def _short(told: dict[str, Any]) -> dict[str, Any]:
-    """Without what is in the summary alone."""
-    return {name: value for name, value in told.items() if name != "operations"}
+        return any(folder.name.isdecimal() and int(folder.name) >= at for folder in folders)

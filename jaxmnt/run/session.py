@@ -40,7 +40,7 @@ from jaxmnt.telemetry.events import FORMAT, Events, event_file, log_sizes, repai
 from jaxmnt.telemetry.metrics import TrainLog
 from jaxmnt.telemetry.notify import Notifier
 from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
-from jaxmnt.telemetry.sinks import SinkRun, Sinks, wanted_sinks
+from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, wanted_sinks
 from jaxmnt.telemetry.status_server import StatusServer
 from jaxmnt.training.compile import Program, build_spec, compile_program
 from jaxmnt.training.spec import ControlFlags
@@ -234,8 +234,15 @@ class Session:
             self.start.run, self.directory, plain_config(self.config), self.config.telemetry.project, self.step,
             self.events.attempt,
         )  # fmt: skip
-        sinks = Sinks(wanted_sinks(self.config.telemetry.sinks) if self.writes else [], run)
-        self._held.push(lambda error, *_: sinks.close(patient=error is None))
+        names = wanted_sinks(self.config.telemetry.sinks) if self.writes else []
+        sinks = Sinks(names, run)
+        self.heartbeat.may_fail = packages_of(names)
+
+        def close(error: type[BaseException] | None, *_: object) -> None:
+            if not sinks.close(patient=error is None):
+                self.heartbeat.exit_handler.hurried = True  # a library's own thread may keep a process for ever
+
+        self._held.push(close)
         return sinks
 
     def _serve_status(self) -> None:

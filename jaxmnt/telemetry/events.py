@@ -37,6 +37,8 @@ _PADDING = b" \t\r\n\0"
 _NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("step", "loss", "grad_norm", "tokens"),
     "eval": ("step", "loss"),
+    "phases": ("step",),
+    "processes": ("step",),
     "start": ("attempt",),
     "checkpoint_commit": ("step",),
     "preempted": ("process", "asked_by"),
@@ -44,6 +46,11 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("failed", "peer_lost", "hang", "start_failed", "start_abandoned"), ("process",)),
 }
 """What a record of this kind is never without, besides its kind and time."""
+
+
+_LATEST = 1e11
+"""Unix seconds; a time in milliseconds is none."""
+_MOST_DEVICES = 1 << 24
 
 
 def _is_text(value: Any) -> bool:
@@ -64,13 +71,17 @@ def _or_null(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _RIGHT: dict[str, Callable[[Any], bool]] = {
     "kind": _is_text,
-    "time": _is_number,
+    "time": lambda value: _is_number(value) and 0 <= value < _LATEST,
     "host": _is_text,
     "why": _is_text,
     "asked_by": _or_null(_is_text),
     "reason": _or_null(_is_text),
     "at_fault": _or_null(_is_count),
     "at_fault_host": _or_null(_is_text),
+    "phase": _is_text,
+    "devices": lambda value: _is_count(value) and value < _MOST_DEVICES,
+    "device": _or_null(_is_count),
+    "found_by": _is_text,
     "finished": lambda value: isinstance(value, bool),
     "loss": _or_null(_is_number),
     "grad_norm": _or_null(_is_number),
@@ -81,6 +92,7 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
             "data_wait_seconds",
             "blocked_seconds",
             "began",
+            "slower_seconds",
             "until",
             "cost_per_gpu_hour",
             "tokens_per_second",

@@ -63,7 +63,8 @@ class WeightsAndBiases:
             config=run.config,
             dir=str(run.directory),
             resume="allow",
-            settings=wandb.Settings(silent=True, console="off"),
+            # By default a button of its page interrupts the process, which would ask the run to stop.
+            settings=wandb.Settings(silent=True, console="off", stop_fn=lambda: None),
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

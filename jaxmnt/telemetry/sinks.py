@@ -60,6 +60,7 @@ class Sink(Protocol):
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 """Sinks by name, and the package that each needs."""
+_WITH_THREADS = frozenset({*_PACKAGES.values(), "tensorboardX", "torch", "gradio_client"})
 _OURS = "jaxmnt.telemetry.sink_adapters"
 _CLASSES = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "trackio": "Trackio", "mlflow": "MLflow"}
 
@@ -85,6 +86,11 @@ def wanted_sinks(names: Sequence[str] | None) -> list[str]:
     return list(names)
 
 
+def packages_of(names: Sequence[str]) -> frozenset[str]:
+    """Packages in whose threads an exception is a matter of sinks."""
+    return _WITH_THREADS | {name.partition(".")[0] for name in names if "." in name} if names else frozenset()
+
+
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -98,6 +104,8 @@ def _import(path: str) -> Callable[[SinkRun], Sink]:
         raise ConfigError(f"telemetry.sinks: {path} cannot be imported: {error}; correct the path") from error
     except AttributeError:
         raise ConfigError(f"telemetry.sinks: {module} has no {name}; correct the path") from None
+    except Exception as error:  # of the user's module
+        raise ConfigError(f"telemetry.sinks: {path} cannot be imported: {summary(error)}; correct it") from error
     missing = [method for method in ("write", "close") if not callable(getattr(found, method, None))]
     if missing:
         raise ConfigError(f"telemetry.sinks: {path} must be a class with the methods write and close")
@@ -115,13 +123,17 @@ class Sinks:
         for worker in self._workers:
             worker.put(record)
 
-    def close(self, *, patient: bool = True) -> None:
-        """Returns when all sinks have written what they have, or after some seconds; if it is not `patient`, one."""
+    def close(self, *, patient: bool = True) -> bool:
+        """Returns when all sinks have written what they have, or after some seconds; if it is not `patient`, one.
+
+        Whether all have ended.
+        """
         deadline = time.monotonic() + (_CLOSE_SECONDS if patient else 1.0)
         for worker in self._workers:
             worker.end()
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
+        return not any(worker.alive for worker in self._workers)
 
 
 class _Worker:
@@ -149,6 +161,10 @@ class _Worker:
         with self._changed:
             self._ending = True
             self._changed.notify()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)

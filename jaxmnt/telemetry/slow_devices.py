@@ -46,8 +46,9 @@ class SlowDeviceDetector:
 
     @property
     def known(self) -> list[SlowDevice]:
-        """Those that are slow now."""
-        return [self._known[device] for device in sorted(self._known)]
+        """Those that are slow now. From any thread."""
+        known = dict(self._known)
+        return [known[device] for device in sorted(known)]
 
     def see_probe(self, seconds: Mapping[Device, float]) -> list[SlowDevice]:
         """What is new after each of these devices took so many seconds for the same product."""

@@ -14,6 +14,8 @@ const zoomed = {};  // chart id → [first step, last step] that somebody looks 
 const hidden = {};  // chart id → names of series that somebody has switched off
 const pressed = {};  // chart id → name of a button of the chart → whether it is down
 let drawn = [];
+let newest = null;
+let sought = "";  // in the config
 
 // Small things.
 
@@ -67,6 +69,7 @@ function money(cost) {
 }
 
 function moment(seconds) {
+  if (!(Math.abs(seconds) < 8e12)) return "–";
   return new Date(1e3 * seconds).toISOString().replace("T", " ").slice(0, 19) + " UTC";
 }
 
@@ -259,11 +262,11 @@ function configOf(runs, differences) {
 function settings(caption, values) {
   const entries = Object.entries(values);
   const holder = element("div", {});
-  const show = (sought) => holder.replaceChildren(table(`${caption}: ${entries.length} settings`, ["Key", "Value"],
-    entries.filter(([key]) => key.includes(sought)).map(([key, value]) => [key, plain(value)])));
-  show("");
+  const show = (part) => holder.replaceChildren(table(`${caption}: ${entries.length} settings`, ["Key", "Value"],
+    entries.filter(([key]) => key.includes(part)).map(([key, value]) => [key, plain(value)])));
+  show(sought);
   const search = element("input", { type: "search", placeholder: "part of a key", "aria-label": "Find a setting",
-    oninput: (event) => show(event.target.value.trim()) });
+    value: sought, oninput: (event) => { sought = event.target.value.trim(); show(sought); } });
   return element("details", {}, element("summary", {}, "Show"), search, holder);
 }
 
@@ -422,7 +425,7 @@ function chartCard(chart) {
   if (kinds.length) {
     legend.append(element("span", { class: "soft" }, kinds.map((kind) => `${MARKS[kind][0]} ${MARKS[kind][1]}`).join("  ")));
   }
-  drawn.push({ draw, resize: () => shown && shown.setSize({ width: Math.max(240, plot.clientWidth), height: 250 }) });
+  drawn.push({ draw, destroy: () => shown && shown.destroy(), resize: () => shown && shown.setSize({ width: Math.max(240, plot.clientWidth), height: 250 }) });
   return card;
 }
 
@@ -467,6 +470,9 @@ function drawMarks(self, marks) {
 // The whole.
 
 function render(data) {
+  newest = data;
+  const held = document.activeElement && document.activeElement.closest("[data-chart]");
+  for (const one of drawn) if (one.destroy) one.destroy();
   drawn = [];
   const runs = data.runs;
   const grid = element("div", { class: "charts" }, ...chartsOf(runs).map(chartCard));
@@ -483,6 +489,10 @@ function render(data) {
     element("p", { class: "soft" }, `Made ${moment(data.made)} by jaxmnt ${data.jaxmnt} from the run's own lines. ` +
       "Charts: uPlot 1.6.32 by Leon Sorokin, MIT licence."));
   redraw();
+  if (held) {
+    const plot = document.querySelector(`[data-chart="${CSS.escape(held.dataset.chart)}"] .plot`);
+    if (plot) plot.focus({ preventScroll: true });
+  }
 }
 
 function titled(part, run, runs) {
@@ -522,5 +532,5 @@ addEventListener("resize", () => {
   cancelAnimationFrame(waiting);
   waiting = requestAnimationFrame(() => drawn.forEach((one) => one.resize()));
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => render(given));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => render(newest));
 if (given.watch_seconds) watch(given.watch_seconds);
