@@ -12,7 +12,7 @@ from conftest import command, metrics, until
 
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.report.__main__ import main
-from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
+from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, sliding_ettr, typical_step
 from jaxmnt.report.history import read_attempts
 
 LAPS = {
@@ -179,6 +179,9 @@ def test_the_last_hour_counts_by_itself(tmp_path):
         log.step(number)
     whole = goodput(read_attempts(log.write()))
     assert whole.ettr_last_hour == pytest.approx((3600 - 900) / 3600)
+    sliding = sliding_ettr(read_attempts(tmp_path / "run"))
+    assert len(sliding) == 579 and sliding[-1] == pytest.approx(whole.ettr_last_hour)
+    assert sliding[398] == pytest.approx(1.0) and min(sliding[50:]) == pytest.approx(2700 / 3600, abs=0.01)
     assert whole.seconds["other"] == pytest.approx(900)
 
 

@@ -133,17 +133,18 @@ def _dumped(tree: dict[str, Any]) -> str:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Dotted key → value for every key but the cluster's, those of mappings such as data.sources included."""
-    flat: dict[str, Any] = {}
+    return flat(config.model_dump(exclude=NOT_OF_THE_RUN))
 
-    def add(prefix: str, value: Any) -> None:
+
+def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value. An empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
         if isinstance(value, dict) and value:
-            for name, item in value.items():
-                add(f"{prefix}.{name}" if prefix else name, item)
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            flat[prefix] = value
-
-    add("", config.model_dump(exclude=NOT_OF_THE_RUN))
-    return flat
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

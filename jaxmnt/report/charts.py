@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxmnt.report.goodput import sliding_ettr
 from jaxmnt.report.history import Attempt, Record
 from jaxmnt.telemetry.phases import DOING, PHASES
 
@@ -43,6 +44,8 @@ class Chart:
     """A stack adds its series up."""
     log: bool = False
     """Whether a logarithmic scale is of use."""
+    ceiling: float | None = None
+    """Up to where a stack is shown at first, if few steps rise far above the others, as evaluations do."""
 
 
 def charts_of(attempts: Sequence[Attempt], phases: Sequence[Record], resources: Sequence[Record]) -> list[Chart]:
@@ -55,6 +58,7 @@ def charts_of(attempts: Sequence[Attempt], phases: Sequence[Record], resources: 
             {"real": "tokens_per_second", "with padding": "padded_tokens_per_second"}),
         _of(lines, "mfu", "FLOPs utilisation", "Of what the devices can do at most: model FLOPs of real tokens (MFU), "
             "and all FLOPs of all tokens (HFU).", "%", {"MFU": "mfu", "HFU": "hfu"}, factor=100.0),
+        _ettr(attempts, lines),
         _of(lines, "step_seconds", "Step time", "From one finished step to the next, without saves and evaluations.",
             "ms", {"step": "step_seconds", "waiting for input": "data_wait_seconds"}, factor=1e3, log=True),
         _phases(phases),
@@ -91,6 +95,14 @@ def _of(
     series = [Series(name, [_scaled(line.get(field), factor) for line in lines]) for name, field in fields.items()]
     told = series[:1] + [one for one in series[1:] if one.values != series[0].values]
     return _chart(Chart(id, title, what, unit, [line["step"] for line in lines], told, log=log))
+
+
+def _ettr(attempts: Sequence[Attempt], lines: Sequence[Record]) -> Chart | None:
+    shares: list[float | None] = [100 * share for share in sliding_ettr(attempts)]
+    what = "Share of the last hour, or of the run so far, that went into steps that count."
+    return _chart(
+        Chart("ettr", "Goodput (ETTR)", what, "%", [line["step"] for line in lines], [Series("last hour", shares)])
+    )
 
 
 def _phases(lines: Sequence[Record]) -> Chart | None:
@@ -168,9 +180,16 @@ def _chart(chart: Chart) -> Chart | None:
     if not series:
         return None
     rows = _rows_to_draw([one.values for one in series], MOST_POINTS, together=chart.style == "stack")
+    ceiling = _ceiling([one.values for one in series]) if chart.style == "stack" else None
     shown = [Series(one.name, [_rounded(one.values[row]) for row in rows], one.points) for one in series]
     steps = [chart.steps[row] for row in rows]
-    return Chart(chart.id, chart.title, chart.what, chart.unit, steps, shown, chart.style, chart.log)
+    return Chart(chart.id, chart.title, chart.what, chart.unit, steps, shown, chart.style, chart.log, ceiling)
+
+
+def _ceiling(columns: Sequence[Sequence[float | None]]) -> float | None:
+    sums = np.nansum(np.array([[np.nan if one is None else one for one in column] for column in columns]), axis=0)
+    most = 1.3 * float(np.quantile(sums, 0.97))
+    return most if 0 < 3 * most < float(sums.max()) else None
 
 
 def _rows_to_draw(columns: Sequence[Sequence[float | None]], most: int, *, together: bool) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 import jaxmnt
+from jaxmnt.config.load import flat
 from jaxmnt.errors import printable
 from jaxmnt.report.charts import charts_of
 from jaxmnt.report.failures import failures
@@ -304,20 +305,9 @@ def _config(run_dir: Path) -> tuple[dict[str, Any], str | None]:
     if not isinstance(tree, dict):
         return {}, f"{path} holds no settings: the report has no config"
     try:
-        return _flat(tree), None
+        return {key: _plain(value) for key, value in flat(tree).items()}, None
     except RecursionError:
         return {}, f"{path} contains itself: the report has no config"
-
-
-def _flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted keys, with values as JSON has them."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = _plain(value)
-    return flat
 
 
 def _plain(value: Any) -> Any:

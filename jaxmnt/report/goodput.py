@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxmnt.report.history import Attempt, Record, number
 
 PARTS = {
@@ -161,6 +163,24 @@ def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> fl
                 productive += min(seconds, line["time"] - since)
     span = attempts[-1].ended - since
     return min(1.0, productive / span) if span > 0 else 0.0
+
+
+def sliding_ettr(attempts: Sequence[Attempt]) -> list[float]:
+    """After each step that counts, in order: the share of productive time in the hour before, or so far."""
+    typical = typical_step(attempts)
+    times, productive = [], []
+    for attempt in attempts:
+        bad = _bad_steps(attempt)
+        for line, seconds, _ in _divided(attempt, typical):
+            times.append(line["time"])
+            productive.append(0.0 if line["step"] in bad else seconds)
+    if not times:
+        return []
+    ordered = np.maximum.accumulate(np.array(times))  # clocks may be set
+    total = np.concatenate([[0.0], np.cumsum(productive)])
+    before = total[np.searchsorted(ordered, ordered - _HOUR, side="right")]
+    span = np.minimum(_HOUR, ordered - attempts[0].began)
+    return np.clip((total[1:] - before) / np.maximum(span, 1e-9), 0.0, 1.0).tolist()
 
 
 def _bad_steps(attempt: Attempt) -> set[int]:

@@ -83,7 +83,13 @@ def _draw(axes: Any, title: str, charts: list[tuple[str, dict[str, Any], list[An
     axes.set_xlabel("step")
     axes.set_ylabel(first["unit"])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    if first["ceiling"] is not None:
+        axes.set_ylim(0, first["ceiling"])
+        axes.set_ylabel(f"{first['unit']} (few steps are higher)")
+    if first["style"] == "stack":
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+    else:
+        axes.legend(fontsize=8)
 
 
 def _text(text: str) -> str:

@@ -9,6 +9,7 @@ import socket
 import time
 from typing import Any
 
+from jaxmnt.config.load import flat
 from jaxmnt.telemetry.sinks import SinkRun
 
 _FLUSH_SECONDS = 2.0
@@ -82,9 +83,7 @@ class Trackio:
     def __init__(self, run: SinkRun):
         import trackio
 
-        self._run = trackio.init(
-            project=run.project, name=run.id, config=_flat(run.config), resume="allow", embed=False
-        )
+        self._run = trackio.init(project=run.project, name=run.id, config=flat(run.config), resume="allow", embed=False)
 
     def write(self, step: int, time: float, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values}, step=step)
@@ -114,7 +113,7 @@ class MLflow:
             return
         made = self._client.create_run(experiment, run_name=run.directory.name, tags={self._TAG: run.id})
         self._id = made.info.run_id
-        parameters = [Param(key, str(value)[:500]) for key, value in _flat(run.config).items()]
+        parameters = [Param(key, str(value)[:500]) for key, value in flat(run.config).items()]
         for first in range(0, len(parameters), self._MOST_PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + self._MOST_PARAMETERS])
 
@@ -124,14 +123,3 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

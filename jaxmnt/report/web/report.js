@@ -333,7 +333,7 @@ function chartCard(chart) {
   const legend = element("div", { class: "legend" });
   const numbers = columns.flat().filter((value) => value !== null && value !== undefined);
   const positive = numbers.every((value) => value > 0);
-  const top = stack ? usual(stacked(columns)) : null;
+  const top = chart.ceiling;
   const down = pressed[chart.key] || (pressed[chart.key] = {});
   const toggle = (name) => element("button", { "aria-pressed": String(!!down[name]), onclick: (event) => {
     down[name] = !down[name];
@@ -427,14 +427,6 @@ function chartCard(chart) {
   }
   drawn.push({ draw, destroy: () => shown && shown.destroy(), resize: () => shown && shown.setSize({ width: Math.max(240, plot.clientWidth), height: 250 }) });
   return card;
-}
-
-// What few steps rise far above, such as evaluations above all others; null where nothing does.
-function usual(sums) {
-  const tops = sums[sums.length - 1].filter((value) => value !== null).sort((one, two) => one - two);
-  if (!tops.length) return null;
-  const most = 1.3 * tops[Math.floor(0.97 * (tops.length - 1))];
-  return tops[tops.length - 1] > 3 * most ? most : null;
 }
 
 // Some room above and below; a stack begins at 0, and ends at its ceiling.
