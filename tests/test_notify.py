@@ -61,7 +61,8 @@ def test_one_process_tells(told):
     for process in (0, 1, 2):
         notifier = Notifier(command, process, "a")
         notifier({"kind": "peer_lost", "at_fault": 0, "why": "process 0 of 3 on a disconnected", "by": process})
-        notifier({"kind": "peer_lost", "at_fault": 0, "why": "process 0 of 3 on a failed: it told", "by": process})
+        notifier({"kind": "peer_lost", "at_fault": 0, "why": "process 0 of 3 on a failed: it told", "by": process,
+                  "by_itself": True})  # fmt: skip
         notifier({"kind": "peer_lost", "at_fault": 2, "by": process})
     until(lambda: len(notes()) == 2)
     assert sorted((event["at_fault"], event["by"]) for _, _, event in notes()) == [(0, 1), (2, 0)]

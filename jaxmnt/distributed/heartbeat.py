@@ -262,7 +262,8 @@ class Heartbeat:
         if kind == "bye" and process in self._connections:
             self._drop(process)
         elif kind == "failed":
-            self._tell_all(self._exit_reason("peer_lost", f"failed: {why}", code, process))
+            failed = self._exit_reason("peer_lost", f"failed: {why}", code, process)
+            self._tell_all(replace(failed, by_itself=True))
         elif kind == "stopped":
             self._tell_all(AbandonedStart(ABANDONED, why, ExitCode.STOPPED, process, self._hosts[process]))
         elif kind == "halted":
@@ -315,7 +316,8 @@ class Heartbeat:
             if isinstance(exit_reason, AbandonedStart):
                 told |= {"code": int(exit_reason.code), "asked_by": None}
             if exit_reason.kind == "failed":
-                told |= {"kind": "peer_lost", "why": self._blame(exit_reason.process, f"failed: {exit_reason.why}")}
+                why = self._blame(exit_reason.process, f"failed: {exit_reason.why}")
+                told |= {"kind": "peer_lost", "why": why, "by_itself": True}
             self._broadcast({"kind": "verdict", "exit_reason": told})
             until = time.monotonic() + _GOING_LAST_SECONDS
             while self._connections and time.monotonic() < until:
@@ -368,7 +370,8 @@ def _exit_reason_from(record: dict[str, Any]) -> ExitReason:
     exit_reason = AbandonedStart(**record) if record["kind"] == ABANDONED else ExitReason(**record)
     texts = (exit_reason.kind, exit_reason.why, "" if exit_reason.host is None else exit_reason.host)
     process = 0 if exit_reason.process is None else exit_reason.process
-    if not all(type(one) is str for one in texts) or type(process) is not int or process < 0:
+    sound = type(process) is int and process >= 0 and type(exit_reason.by_itself) is bool
+    if not sound or not all(type(one) is str for one in texts):
         raise TypeError("no exit_reason")
     return replace(exit_reason, why=printable_lines(exit_reason.why))
 

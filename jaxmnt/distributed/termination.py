@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from jaxmnt.distributed.identity import Identity
@@ -30,6 +30,8 @@ class ExitReason:
     process: int | None = None
     """The process at fault, if one is known."""
     host: str | None = None
+    by_itself: bool = False
+    """Whether the process at fault has said so itself."""
 
 
 ExitHook = Callable[[ExitReason], None]
@@ -152,9 +154,10 @@ class AbandonedStart(ExitReason):
 def exit_reason_of(error: UserError) -> AbandonedStart:
     """How a process ends that has met with one of these errors."""
     process, waited = next(iter(error.processes), None), time.monotonic() - _began
+    ended = AbandonedStart(ABANDONED, str(error), ExitCode.STOPPED, process, waited_seconds=waited)
     if isinstance(error, StoppedError):
-        return AbandonedStart(ABANDONED, str(error), ExitCode.STOPPED, process, None, STOPPED, error.asked_by, waited)
-    return AbandonedStart(ABANDONED, str(error), ExitCode.STOPPED, process, None, PEERS, None, waited)
+        return replace(ended, reason=STOPPED, asked_by=error.asked_by)
+    return replace(ended, reason=PEERS)
 
 
 def stopped(reason: str, identity: Identity) -> StoppedError:

@@ -113,4 +113,5 @@ def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:
         code=int(exit_reason.code),
         at_fault=exit_reason.process,
         at_fault_host=exit_reason.host,
+        by_itself=exit_reason.by_itself,
     )

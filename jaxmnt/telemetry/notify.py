@@ -63,5 +63,5 @@ class Notifier:
 
     def _is_ours(self, event: dict[str, Any]) -> bool:
         if event["kind"] == "peer_lost" and event.get("at_fault") == 0:
-            return self._process == 1 and " failed: " not in event.get("why", "")  # else process 0 has told
+            return self._process == 1 and not event.get("by_itself")  # else process 0 has told
         return self._process == 0
