@@ -45,7 +45,7 @@ PUBLISHED = [  # model FLOP/s a GPU and tokens/s a GPU, as the source prints the
 
 METRICS = {
     "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 48, "stop": 0, "save": 0, "bad_steps": 0,
-    "model": {},
+    "profile": 0, "model": {},
 }  # fmt: skip
 
 

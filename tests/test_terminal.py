@@ -12,7 +12,7 @@ from jaxmnt.telemetry.progress import StatusLine
 
 METRICS = {
     "loss": 2.34567, "grad_norm": 0.5123, "learning_rate": 3e-4, "tokens": 4096, "stop": 0, "save": 0, "bad_steps": 0,
-    "model": {},
+    "profile": 0, "model": {},
 }  # fmt: skip
 
 

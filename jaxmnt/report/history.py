@@ -10,6 +10,7 @@ from jaxmnt.telemetry.events import LAST, METRICS, event_file, read_lines
 
 Record = dict[str, Any]
 
+_MOST_DEVICES = 1 << 24
 _MOST = 1e18
 """Of seconds, or of anything that is counted."""
 
@@ -109,13 +110,14 @@ def attempts_so_far(run_dir: Path) -> list[Attempt]:
 
 
 def _begun(start: Record) -> Attempt:
+    devices = int(number(start, "devices"))
     began = start["time"] if start.get("began") is None else number(start, "began")
     price = start.get("cost_per_gpu_hour")
     return Attempt(
         number=start["attempt"],
         began=min(began, start["time"]),
         ended=start["time"],
-        devices=start["devices"] if type(start.get("devices")) is int else 1,
+        devices=devices if 0 < devices < _MOST_DEVICES else 1,
         cost_per_gpu_hour=price if type(price) in (int, float) else None,
         resumed_after=start.get("step", 0),
         end=None,

@@ -50,7 +50,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 _LATEST = 1e11
 """Unix seconds; a time in milliseconds is none."""
-_MOST_DEVICES = 1 << 24
 
 
 def _is_text(value: Any) -> bool:
@@ -79,7 +78,6 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
     "at_fault": _or_null(_is_count),
     "at_fault_host": _or_null(_is_text),
     "phase": _is_text,
-    "devices": lambda value: _is_count(value) and value < _MOST_DEVICES,
     "device": _or_null(_is_count),
     "found_by": _is_text,
     "finished": lambda value: isinstance(value, bool),
