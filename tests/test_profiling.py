@@ -37,6 +37,13 @@ def test_a_step_is_profiled_after_a_checkpoint(tiny, tmp_path, capsys):
     assert "profile step" in capsys.readouterr().out
     line = next(line for line in metrics(run) if line["step"] == one["step"])
     assert line["step_seconds"] < one["took_seconds"] + 1
+
+
+@pytest.mark.slow
+def test_a_profile_is_made_once_and_changes_nothing(tiny, tmp_path):
+    at = ("train.steps=12", "checkpoint.every_steps=100", "mesh.fsdp=2")
+    run = tmp_path / "run"
+    assert train(tiny(*at, "telemetry.profile_at=4", "train.stop_after=10")) == ExitCode.STOPPED
     assert train(tiny(*at, "telemetry.profile_at=4")) == ExitCode.FINISHED
     assert len(told(run, "profile")) == 1, "once in a run"
     alone = tmp_path / "alone"

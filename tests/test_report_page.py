@@ -59,6 +59,7 @@ def chart(report: dict, id: str) -> dict:
     return next(one for one in report["runs"][0]["charts"] if one["id"] == id)
 
 
+@pytest.mark.slow
 def test_a_long_run_fits_and_keeps_its_spikes(tmp_path):
     spikes = (17, 40_123, 99_999)
     report = report_of([str(synthetic(tmp_path / "run", 100_000, spikes=spikes))])
