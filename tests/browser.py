@@ -124,15 +124,13 @@ def browser(folder: Path) -> Iterator[Browser]:
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
 
-    def as_3_and_4() -> None:
-        one, two = os.dup(to_read), os.dup(from_write)
-        os.dup2(one, 3)
-        os.dup2(two, 4)
-
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
                "--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars"]  # fmt: skip
+    # It wants its pipes as 3 and 4. A shell puts them there: JAX's threads do not go with os.fork, which Python uses if
+    # it is to do that.
+    put = ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{from_write}', "bash"]
     process = subprocess.Popen(
-        command, preexec_fn=as_3_and_4, close_fds=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        [*put, *command], pass_fds=(to_read, from_write), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, env=os.environ | {"HOME": str(folder)},
     )  # fmt: skip
     os.close(to_read)
