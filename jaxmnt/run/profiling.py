@@ -77,9 +77,10 @@ class Profiler:
 
     def _look(self) -> None:
         """In a thread: a file system may hang."""
-        while not self._end.wait(_LOOK_SECONDS):
+        while not self._end.is_set():
             with suppress(OSError), self._lock:  # the file system may come back
                 self._signalled |= (self._run_dir / PROFILE_FILE).exists()
+            self._end.wait(_LOOK_SECONDS)
 
     def wished(self, step: int) -> bool:
         """Whether this process asks for a profile when `step` is taken. For the file and the config process 0 asks."""
