@@ -24,7 +24,7 @@ from jaxmnt.report.__main__ import main
 from jaxmnt.report.charts import MOST_POINTS
 from jaxmnt.report.contents import report_of
 from jaxmnt.report.page import as_json, page
-from jaxmnt.report.perfetto import write_trace
+from jaxmnt.report.perfetto import trace_of
 from jaxmnt.report.watch import LatestReport, server_for
 from jaxmnt.telemetry.events import FORMAT
 from jaxmnt.telemetry.phases import PHASES
@@ -299,7 +299,7 @@ def test_a_trace_has_all_processes_on_one_clock(tmp_path):
     }
     started = {"kind": "started", "time": 1045.0, "attempt": 0, "process": 1, "host": "b", "seconds": {"import": 3.0}}
     (run / "events" / "1.jsonl").write_text(json.dumps(start) + "\n" + json.dumps(started) + "\n")
-    trace = json.loads(write_trace([str(run)]))["traceEvents"]
+    trace = json.loads(trace_of([str(run)]))["traceEvents"]
     of = lambda process, name: [one for one in trace if one["pid"] == process and one["name"] == name]
     assert of(1, "start")[0]["ts"] == pytest.approx(1e6 * (1007.0 - 5.0)), "its clock is 5 s ahead"
     assert (of(1, "start: import")[0]["ts"], of(1, "start: import")[0]["dur"]) == (1e6 * 1000.0, 3e6)

@@ -28,9 +28,7 @@ class PretendNvml:
 
     def __init__(self, gpus: int):
         self.gpus = [
-            SimpleNamespace(
-                clock=1980, load=97, milliwatts=650_000, celsius=61, used=70 << 30, reasons=0, ecc=3, uuid=f"GPU-{n}"
-            )
+            SimpleNamespace(clock=1980, load=97, milliwatts=650_000, celsius=61, reasons=0, ecc=3, uuid=f"GPU-{n}")
             for n in range(gpus)
         ]
         self.xids: list[tuple[int, int]] = []
@@ -69,9 +67,6 @@ class PretendNvml:
     def nvmlDeviceGetTemperature(self, gpu, sensor):
         return gpu.celsius
 
-    def nvmlDeviceGetMemoryInfo(self, gpu):
-        return SimpleNamespace(used=gpu.used)
-
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu):
         return gpu.reasons
 
@@ -103,7 +98,7 @@ def test_gpus_are_read_by_number_and_by_name():
     nvml.gpus[2].reasons = pynvml.nvmlClocksEventReasonHwThermalSlowdown | pynvml.nvmlClocksEventReasonSwPowerCap
     reader = GpuReader(["2", "GPU-0"], nvml)
     two, zero = reader.read()
-    assert (two.clock_mhz, two.utilisation, two.watts, two.celsius, two.used_bytes) == (1980, 97, 650.0, 61, 70 << 30)
+    assert (two.clock_mhz, two.utilisation, two.watts, two.celsius) == (1980, 97, 650.0, 61)
     assert two.throttled == ["too hot (hardware)"] and zero.throttled == [], "a power limit is no fault"
     assert reader.faults() == []
     nvml.gpus[0].ecc, nvml.xids = 5, [(2, 79), (2, 48)]

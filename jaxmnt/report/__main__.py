@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     # They import NumPy, for which --help shall not wait.
     from jaxmnt.report.contents import report_of
     from jaxmnt.report.page import as_json, page
-    from jaxmnt.report.perfetto import write_trace
+    from jaxmnt.report.perfetto import trace_of
     from jaxmnt.report.text import failures_text, summary_text
     from jaxmnt.report.watch import serve
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         _publish(where, page(report))
         print(f"page    {printable(str(where))}")
     if options.perfetto is not None:
-        _publish(options.perfetto, write_trace(options.run))
+        _publish(options.perfetto, trace_of(options.run))
         print(f"trace   {printable(str(options.perfetto))}; open it at https://ui.perfetto.dev")
     if options.png is not None:
         from jaxmnt.report.png import write_pngs  # an extra, and slow to import

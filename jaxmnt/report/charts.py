@@ -162,10 +162,11 @@ def _resources(lines: Sequence[Record]) -> Iterable[Chart | None]:
     yield chart("gpu_power", "GPU power", "A GPU.", "W", {
         "mean": ("gpu_watts", mean), "highest": ("gpu_watts", most),
     })  # fmt: skip
-    yield chart("network", "Network", "What a host sends and receives, over all its interfaces.", "MB/s", {
-        "sent, mean": ("network_sent_per_second", mean), "received, mean": ("network_received_per_second", mean),
-        "sent, most": ("network_sent_per_second", most), "sent, least": ("network_sent_per_second", least),
-    }, 1e-6)  # fmt: skip
+    for links, title in (("network", "Network"), ("infiniband", "InfiniBand")):
+        yield chart(links, title, "What a host sends and receives, over all its ports.", "MB/s", {
+            "sent, mean": (f"{links}_sent_per_second", mean), "received, mean": (f"{links}_received_per_second", mean),
+            "sent, most": (f"{links}_sent_per_second", most), "sent, least": (f"{links}_sent_per_second", least),
+        }, 1e-6)  # fmt: skip
 
 
 def _extreme(told: Any, which: str) -> Any:

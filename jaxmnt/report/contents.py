@@ -17,7 +17,7 @@ from jaxmnt.report.charts import charts_of
 from jaxmnt.report.failures import failures
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
 from jaxmnt.report.history import Attempt, Record, number, read_run_records
-from jaxmnt.telemetry.events import FORMAT, PHASE_LINES, RESOURCES, event_file, event_files, read_lines
+from jaxmnt.telemetry.events import FORMAT, PHASE_LINES, RESOURCES, event_files, read_lines
 from jaxmnt.telemetry.phase_log import QUANTILES
 
 VERSION = 1
@@ -80,8 +80,7 @@ def _of_run(run: str, price: float | None) -> dict[str, Any]:
     config, trouble = _config(run_dir)
     over = not _is_under_way(run_dir, attempts)
     phase_lines = read_lines(run_dir / PHASE_LINES)
-    starts = [record for record in read_lines(event_file(run_dir, 0)) if record["kind"] == "start"]
-    newest = starts[-1] if starts else {}
+    newest = attempts[-1].start
     notes += [trouble] if trouble else []
     if newest.get("format", FORMAT) > FORMAT:
         notes.append(

@@ -152,31 +152,30 @@ def _divided(attempt: Attempt, typical: float) -> Iterator[tuple[Record, float, 
             yield line, whole - data, data
 
 
-def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> float:
-    """The productive share of the time from then on."""
-    since = max(since, attempts[0].began)
-    productive = 0.0
+def _productive(attempts: Sequence[Attempt], typical: float) -> Iterator[tuple[float, float]]:
+    """When each step was done, and its productive seconds; a bad step has none."""
     for attempt in attempts:
         bad = _bad_steps(attempt)
         for line, seconds, _ in _divided(attempt, typical):
-            if line["time"] > since and line["step"] not in bad:
-                productive += min(seconds, line["time"] - since)
+            yield line["time"], 0.0 if line["step"] in bad else seconds
+
+
+def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> float:
+    """The productive share of the time from then on."""
+    since = max(since, attempts[0].began)
+    recent = [(time, seconds) for time, seconds in _productive(attempts, typical) if time > since]
+    productive = sum(min(seconds, time - since) for time, seconds in recent)
     span = attempts[-1].ended - since
     return min(1.0, productive / span) if span > 0 else 0.0
 
 
 def sliding_ettr(attempts: Sequence[Attempt]) -> list[float]:
     """After each step that counts, in order: the share of productive time in the hour before, or so far."""
-    typical = typical_step(attempts)
-    times, productive = [], []
-    for attempt in attempts:
-        bad = _bad_steps(attempt)
-        for line, seconds, _ in _divided(attempt, typical):
-            times.append(line["time"])
-            productive.append(0.0 if line["step"] in bad else seconds)
-    if not times:
+    told = list(_productive(attempts, typical_step(attempts)))
+    if not told:
         return []
-    ordered = np.maximum.accumulate(np.array(times))  # clocks may be set
+    times, productive = np.array(told).T
+    ordered = np.maximum.accumulate(times)  # clocks may be set
     total = np.concatenate([[0.0], np.cumsum(productive)])
     before = total[np.searchsorted(ordered, ordered - _HOUR, side="right")]
     span = np.minimum(_HOUR, ordered - attempts[0].began)

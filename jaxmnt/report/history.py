@@ -32,6 +32,8 @@ class Attempt:
     """The kind of its last event: end, failed, hang, …; None if it broke off without a word."""
     laps: dict[str, float]
     """Seconds of the phases of its start; empty if it did not get to a step."""
+    start: Record = field(default_factory=dict)
+    """The event of its start."""
     events: list[Record] = field(default_factory=list)
     steps: list[Record] = field(default_factory=list)
     """Lines of the steps that still count."""
@@ -122,6 +124,7 @@ def _begun(start: Record) -> Attempt:
         resumed_after=start.get("step", 0),
         end=None,
         laps={},
+        start=start,
     )
 
 

@@ -26,7 +26,7 @@ _MOST_STEPS = 5000
 _BESIDE = ("kind", "time", "process", "host", "attempt")
 
 
-def write_trace(runs: Sequence[str]) -> str:
+def trace_of(runs: Sequence[str]) -> str:
     """The trace of these run directories; each has processes of its own there."""
     spans: list[Span] = []
     for place, run in enumerate(runs):

@@ -83,10 +83,6 @@ class Monitoring:
         self._resources = ResourceLog(run_dir, identity.processes)
         heartbeat.hear_reports(self._hear)
 
-    @property
-    def _is_process_0(self) -> bool:
-        return self._phases is not None
-
     def status(self) -> dict[str, Any]:
         """What is known at this moment, in process 0. From any thread."""
         assert self._phases is not None and self._resources is not None
@@ -124,7 +120,7 @@ class Monitoring:
 
     def finished(self, step: int, loss: float) -> None:
         """A step is finished on the devices."""
-        spike = self._losses.see(loss) if self._is_process_0 and math.isfinite(loss) else None
+        spike = self._losses.see(loss) if self._phases is not None and math.isfinite(loss) else None
         if spike is not None:
             self._events.write("loss_spike", step=step, loss=spike.loss, typical=spike.typical)
             self._status.line(

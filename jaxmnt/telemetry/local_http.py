@@ -2,6 +2,7 @@
 
 import socket
 import socketserver
+from abc import ABC, abstractmethod
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,7 +28,7 @@ class LocalServer6(LocalServer):
     address_family = socket.AF_INET6
 
 
-class LocalHandler(BaseHTTPRequestHandler):
+class LocalHandler(ABC, BaseHTTPRequestHandler):
     """Reads no body, writes no log."""
 
     timeout = 10.0
@@ -37,9 +38,9 @@ class LocalHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.respond()
 
+    @abstractmethod
     def respond(self) -> None:
         """Answers a request."""
-        raise NotImplementedError
 
     def log_message(self, *_: Any) -> None:
         """Nothing: the output of the process is not for that."""

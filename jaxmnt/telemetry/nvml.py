@@ -25,7 +25,6 @@ class GpuState:
     """Percent of the time in which a kernel ran."""
     watts: float | None
     celsius: int | None
-    used_bytes: int | None
     throttled: list[str]
     """Why the hardware or its driver keeps the clocks down."""
 
@@ -79,10 +78,9 @@ class GpuReader:
         utilisation = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         milliwatts = ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         celsius = ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        used = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
         reasons = ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
         throttled = [what for mask, what in self._masks.items() if reasons & mask]
-        return GpuState(clock, utilisation, None if milliwatts is None else milliwatts / 1e3, celsius, used, throttled)
+        return GpuState(clock, utilisation, None if milliwatts is None else milliwatts / 1e3, celsius, throttled)
 
     def _uncorrected(self, handle: Any) -> int | None:
         """Memory errors that could not be corrected, since the driver was loaded."""
