@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmnt.config.schema import Telemetry
+from jaxmnt.config.monitoring import Telemetry
 from jaxmnt.distributed.coordination import gather
 from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.identity import Identity

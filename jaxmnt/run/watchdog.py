@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxmnt.config.schema import Watchdog as Settings
+from jaxmnt.config.monitoring import Watchdog as Settings
 from jaxmnt.distributed.heartbeat import Heartbeat, Position
 from jaxmnt.errors import remark
 
