@@ -348,6 +348,23 @@ def test_a_phase_that_gets_further_is_alive_and_one_that_does_not_is_named(watch
     assert "test_a_phase_that_gets_further" in (tmp_path / "hangs" / "3.txt").read_text()
 
 
+def test_the_main_thread_is_among_the_stacks_of_many(watchdog, tmp_path):
+    """Python's own list of stacks ends after 100 threads, the newest first."""
+    _, heartbeat = watchdog()
+    end = threading.Event()
+    idle = [threading.Thread(target=end.wait) for _ in range(110)]
+    for thread in idle:
+        thread.start()
+    try:
+        heartbeat.note_stacks()
+        text = (tmp_path / "hangs" / "3.txt").read_text()
+        assert text.count("test_the_main_thread_is_among") == 1, "by its own list alone"
+    finally:
+        end.set()
+        for thread in idle:
+            thread.join()
+
+
 def test_the_watchdog_can_be_turned_off(watchdog):
     made, heartbeat = watchdog(step_seconds=None, first_step_seconds=None)
     made.steps_begin(1)

@@ -4,7 +4,6 @@ A step may take `watchdog.factor` times the median of the last ones, but at leas
 between steps and takes long in good health (compiling, restoring, evaluating, saving) has limits of its own.
 """
 
-import faulthandler
 import statistics
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from jaxmnt.config.monitoring import Watchdog as Settings
 from jaxmnt.distributed.heartbeat import Heartbeat, Position
 from jaxmnt.errors import remark
+from jaxmnt.telemetry.stacks import write_stacks
 
 _LOOK_SECONDS = 1.0
 _REMEMBERED = 64
@@ -96,10 +96,9 @@ class Watchdog:
         """Appends the stacks of all threads to `run.dir/hangs/PROCESS.txt`."""
         try:
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
-            with self._stacks.open("a", encoding="utf-8") as file:
-                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}: {self.position()}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+            with self._stacks.open("ab") as file:
+                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}: {self.position()}\n".encode())
+                write_stacks(file)
         except OSError as error:
             remark(f"note: no stacks in {self._stacks}: {error.strerror}")
 

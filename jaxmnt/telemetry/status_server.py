@@ -3,7 +3,6 @@
 Bound to this host unless told otherwise. It reads what the run has noted, and changes nothing.
 """
 
-import faulthandler
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 from jaxmnt.errors import remark
 from jaxmnt.telemetry.local_http import HERE, LocalHandler, LocalServer, LocalServer6
+from jaxmnt.telemetry.stacks import write_stacks
 from jaxmnt.telemetry.writer import finite
 
 Status = dict[str, Any]
@@ -152,8 +152,8 @@ def _labelled(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def stacks() -> str:
     """Where each thread of this process is."""
-    with tempfile.TemporaryFile("w+b") as file:  # faulthandler writes to descriptors
-        faulthandler.dump_traceback(file, all_threads=True)
+    with tempfile.TemporaryFile("w+b") as file:  # with a descriptor, as stacks need it
+        write_stacks(file)
         file.seek(0, os.SEEK_SET)
         return file.read().decode(errors="replace")
 
