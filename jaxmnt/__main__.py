@@ -17,6 +17,8 @@ COMMANDS = {
     "drill": ("jaxmnt.drill.__main__", "force the failures of a long run on the same config made small"),
     "report": ("jaxmnt.report.__main__", "show what the time of a run went into, and what it cost"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
+    "score": ("jaxmnt.score", "log-likelihoods of texts by a trained model"),
+    "convert": ("jaxmnt.convert", "models from and to the files of Hugging Face"),
     "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),
 }
 

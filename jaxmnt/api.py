@@ -49,22 +49,18 @@ class Run:
         """The logits of the token after each: float32 [B, L, ids] for int [B, L].
 
         Each row is a document of its own. Raises `ValueError` for tokens of another shape, for ids that the model does
-        not have, and for rows or lengths that do not divide among the devices of the mesh.
+        not have, and for rows that do not divide among the devices of the mesh.
         """
-        tokens_BL, sizes = np.asarray(tokens), self._spec.placement.sizes
+        tokens_BL, shards = np.asarray(tokens), self._spec.placement.batch_shards
         if tokens_BL.ndim != 2 or tokens_BL.dtype.kind not in "iu":
             raise ValueError(f"tokens must be integers [rows, length], not {tokens_BL.dtype} {list(tokens_BL.shape)}")
         if tokens_BL.size and not 0 <= tokens_BL.min() <= tokens_BL.max() < self._spec.data_vocab_size:
             raise ValueError(f"tokens must be ids from 0 to {self._spec.data_vocab_size - 1}")
-        for length, shards, what in (
-            (tokens_BL.shape[0], self._spec.placement.batch_shards, "rows"),
-            (tokens_BL.shape[1], sizes["model"], "tokens of a row"),
-        ):
-            if length == 0 or length % shards:
-                raise ValueError(
-                    f"the number of {what} must be a positive multiple of {shards}, the devices that "
-                    f"share them, not {length}"
-                )
+        if tokens_BL.size == 0 or tokens_BL.shape[0] % shards:
+            raise ValueError(
+                f"the number of rows must be a positive multiple of {shards}, the devices that share them, not "
+                f"{tokens_BL.shape[0]}, and a row must have a token"
+            )
         sharding = self._spec.placement.sharding(("batch", "length"))
         return self._logits(self.params, self._buffers, jax.device_put(tokens_BL.astype(np.int32), sharding))
 

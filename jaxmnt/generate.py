@@ -1,165 +1,237 @@
-"""python -m jaxmnt.generate --run RUN[@STEP] [--prompt TEXT]: continues a prompt with a checkpoint of a run.
+"""python -m jaxmnt.generate --run RUN[@STEP] [--prompt TEXT | --input FILE]: continues text with a checkpoint of a run.
 
 RUN is a run directory, or the folder or gs:// address of checkpoint.dir; without STEP its newest whole checkpoint.
-Neither the data nor the folder that the run was started in are needed.
+Neither the data nor the folder that the run was started in are needed. FILE has JSON lines with "prompt", or with
+"messages" for --chat; each becomes a line with "text", "tokens" and "finish" (end, stop or length).
 """
 
 import argparse
+import itertools
+import json
 import math
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.trained_model import add_arguments, json_lines, load_model, read_vocabulary, size_of
 
 if TYPE_CHECKING:
-    from jaxmnt.checkpoint.commit import Committed
-    from jaxmnt.config import Config
-    from jaxmnt.data.run_tokenizer import RunTokenizer
-    from jaxmnt.data.tokenizer import Tokenizer
+    from jaxmnt.trained_model import TrainedModel, Vocabulary
 
 _TOKENS = 200
 _SEEDS = 2**31
+_NOT_YET = "\ufffd"
+"""What a decoder shows for a character of which bytes are missing."""
+
+
+@dataclass
+class Request:
+    """A prompt, and what has been generated for it."""
+
+    ids: list[int]
+    prompt: str
+    """What is shown before the text: nothing in a chat."""
+    record: dict[str, Any]
+    """The line that it came from."""
+    room: int
+    """How many tokens may follow."""
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+
+    def take(self, token: int, vocabulary: "Vocabulary", stops: Sequence[str]) -> None:
+        """One more token."""
+        import numpy as np
+
+        if self.finish is not None:
+            return
+        if token in vocabulary.ends:
+            self.finish = "end"
+            return
+        self.tokens.append(token)
+        self.text = vocabulary.tokenizer.decode(np.array(self.tokens))
+        if found := [place for stop in stops if (place := self.text.find(stop)) >= 0]:
+            self.text, self.finish = self.text[: min(found)], "stop"
+        elif len(self.tokens) == self.room:
+            self.finish = "length"
+
+    @property
+    def settled(self) -> str:
+        """The text without a character at its end that is not whole yet."""
+        return self.text if self.finish else self.text.rstrip(_NOT_YET)
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    wanted = _TOKENS if options.tokens is None else options.tokens
-    if wanted < 1 or not 0 <= options.temperature < math.inf:
-        raise ConfigError("--tokens takes a number from 1 up, --temperature one from 0 up")
-    if not -_SEEDS <= options.seed < _SEEDS:
-        raise ConfigError(f"--seed: {options.seed} is out of range; give a number below {_SEEDS}")
+    _check(options)
 
-    from jaxmnt.checkpoint.refs import find
-    from jaxmnt.config.load import parse_config
+    from jaxmnt.checkpoint.refs import find, roots_of
+    from jaxmnt.huggingface import companions
 
     checkpoint = find(options.run, "--run")
-    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
-    tokenizer, vocab_size, end = _tokenizer(options, checkpoint, config)
-    window = config.data.sequence_length
-    prompt = _encoded(options.prompt, tokenizer, vocab_size, end)
-    room = window - len(prompt)
-    if room < 1:
-        raise ConfigError(f"--prompt: {len(prompt)} tokens fill the model's window of {window}; shorten it")
-    if options.tokens is not None and wanted > room:
-        print(
-            f"note    --tokens: {wanted} and the prompt's {len(prompt)} are more than the model's window of {window} "
-            f"tokens; {room} are generated",
-            file=sys.stderr,
-        )
-
-    import numpy as np
-
-    from jaxmnt.checkpoint.restore import restore
-    from jaxmnt.distributed.identity import Identity
-    from jaxmnt.training.compile import inference_spec
-    from jaxmnt.training.inference import sample
-    from jaxmnt.training.state import abstract_state, model_state
-
-    spec = inference_spec(config, vocab_size)
-    state = restore(checkpoint, model_state(abstract_state(spec)), Identity()).state
-    start = np.array(prompt, np.int32)
-    tokens = sample(
-        spec, state["params"], state.get("buffers", {}), start, min(wanted, room), options.temperature, options.seed
-    )
-    ended = np.flatnonzero(tokens == (-1 if end is None else end))
-    text = tokenizer.decode(tokens[: ended[0]] if len(ended) else tokens)
-    print(options.prompt + text)
+    files = companions.kept(roots_of(options.run, checkpoint))
+    vocabulary = read_vocabulary(options.run, options.tokenizer, checkpoint, files)
+    window = int(checkpoint.manifest.config["data"]["sequence_length"])
+    requests = _requests(options, vocabulary, window, files)
+    first = next(requests, None)
+    if first is None:
+        return ExitCode.FINISHED
+    model = load_model(checkpoint, vocabulary, options.overrides, options.batch)
+    for batch in _batches(itertools.chain([first], requests), 1 if options.input is None else options.batch):
+        _run(model, batch, options)
     return ExitCode.FINISHED
 
 
-def _tokenizer(
-    options: argparse.Namespace, checkpoint: "Committed", config: "Config"
-) -> "tuple[Tokenizer, int, int | None]":
-    """What turns text into the run's tokens and back, how many ids the model knows, and the end of a document's."""
-    from jaxmnt.data.manifest import NAMELESS
-    from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer, load
+def _run(model: "TrainedModel", batch: list[tuple[int, Request]], options: argparse.Namespace) -> None:
+    """Generates for a batch, and shows it: text as it comes, or a line for each at the end."""
+    import numpy as np
 
-    known = _known(options, checkpoint)
-    if known is not None and known.name == "synthetic":
-        raise ConfigError("--run: it was trained on random tokens (data.synthetic), which no text stands for")
-    if known is not None and known.name != NAMELESS:
-        tokenizer = known.open()
-        if options.tokenizer is not None:
-            given = choose_tokenizer(options.tokenizer, known.description.get("end_token"), for_text=False)
-            if given.description != tokenizer.description:
-                raise ConfigError(
-                    f"--tokenizer: {options.tokenizer} is not the one that the run was trained with, which it keeps; "
-                    "leave it out"
-                )
-        return tokenizer, known.vocab_size, known.end_of_document
-    if options.tokenizer is None:
-        raise ConfigError(
-            "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
-            "path of the tokenizer.json that made them"
-        )
-    if known is None:
-        return _named_for_unknown(options.tokenizer, config)
-    named = load(options.tokenizer)
-    if isinstance(named, HuggingFace) and named.vocab_size != known.vocab_size:
-        print(
-            f"note    --tokenizer: {options.tokenizer} has {named.vocab_size} ids, the run's tokens "
-            f"{known.vocab_size}: it may not be theirs",
-            file=sys.stderr,
-        )
-    return named, known.vocab_size, known.end_of_document
+    from jaxmnt.training.inference import Generator, Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    requests = [request for _, request in batch]
+    generator = Generator(model.spec, model.params, model.buffers, sampling)
+    most = max(request.room for request in requests)
+    shown = "" if options.input is not None else _show("", requests[0].prompt)
+    prompts = [np.array(request.ids, np.int32) for request in requests]
+    for tokens in generator.generate(prompts, most, [number for number, _ in batch]):
+        for request, token in zip(requests, tokens, strict=True):
+            request.take(int(token), model.vocabulary, options.stop)
+        if options.input is None:
+            shown = _show(shown, requests[0].prompt + _unstopped(requests[0], options.stop))
+        if all(request.finish for request in requests):
+            break
+    if options.input is None:
+        print()
+        return
+    for request in requests:
+        told = {"text": request.text, "tokens": len(request.tokens), "finish": request.finish}
+        print(json.dumps(request.record | told, ensure_ascii=False), flush=True)
 
 
-def _named_for_unknown(given: str, config: "Config") -> "tuple[Tokenizer, int, int | None]":
-    """What the command line names, for a run that neither keeps a tokenizer nor has its data here."""
-    from jaxmnt.data.tokenizer import load
-
-    rows, named = config.model.vocab_size, load(given)
-    assert rows is not None
-    return named, min(rows, named.vocab_size), named.end_of_document
-
-
-def _known(options: argparse.Namespace, checkpoint: "Committed") -> "RunTokenizer | None":
-    """What the run keeps, or its data says; None if neither does and the command line names a tokenizer."""
-    from jaxmnt.checkpoint.refs import tokenizer_of
-
-    try:
-        return tokenizer_of(options.run, checkpoint)
-    except ConfigError as error:
-        if options.tokenizer is not None:
-            return None
-        raise ConfigError(
-            f"--tokenizer: not given, and the run does not tell: {error}; name bytes or a tokenizer.json"
-        ) from error
+def _unstopped(request: Request, stops: Sequence[str]) -> str:
+    """The text that will stay, whatever comes: not the beginning of what may become a stop string."""
+    text = request.settled
+    if request.finish:
+        return text
+    longest = max((length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])), default=0)
+    return text[: len(text) - longest]
 
 
-def _encoded(prompt: str, tokenizer: "Tokenizer", vocab_size: int, end: int | None) -> list[int]:
-    """The ids of the prompt, after the end of the document before."""
-    text = prompt.encode("utf-8", errors="replace").decode()  # what a terminal hands over need not be text
-    ids = [] if end is None else [end]
-    ids += tokenizer.encode_batch([text])[0].tolist()
+def _show(shown: str, text: str) -> str:
+    """Writes what is new of the text. What a decoder has changed its mind about stays as it was shown."""
+    if text.startswith(shown):
+        print(text[len(shown) :], end="", flush=True)
+        return text
+    return shown
+
+
+def _requests(
+    options: argparse.Namespace, vocabulary: "Vocabulary", window: int, files: dict[str, bytes]
+) -> Iterator[Request]:
+    """What is asked for, line by line."""
+    if options.input is None:
+        record: dict[str, Any] = {"prompt": options.prompt}
+        if options.chat:
+            system = [{"role": "system", "content": options.system}] if options.system else []
+            record = {"messages": [*system, {"role": "user", "content": options.prompt}]}
+        yield _request(options, vocabulary, window, files, "--prompt", record)
+        return
+    for where, record in json_lines(options.input):
+        yield _request(options, vocabulary, window, files, where, record)
+
+
+def _request(
+    options: argparse.Namespace,
+    vocabulary: "Vocabulary",
+    window: int,
+    files: dict[str, bytes],
+    where: str,
+    record: dict[str, Any],
+) -> Request:
+    if options.chat:
+        prompt, ids = "", vocabulary.encode(_rendered(files, record, where), markup=True, where=where)
+    else:
+        prompt = record.get("prompt")  # type: ignore[assignment]
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{where}: it must have a "prompt" with a text')
+        ids = vocabulary.start + vocabulary.encode(prompt, where=where)
     if not ids:
         raise ConfigError(
-            "--prompt: missing; this run's data has no end-of-document id that could start a sample: give some text"
+            f"{where}: empty; this run's data has no end-of-document id that could start a sample: give some text"
         )
-    if max(ids) >= vocab_size:
-        raise ConfigError(
-            f"--tokenizer: it makes id {max(ids)} of the prompt, and the run has ids below {vocab_size}; "
-            "give the one that made its tokens"
+    room = window - len(ids)
+    if room < 1:
+        raise ConfigError(f"{where}: {len(ids)} tokens fill the model's window of {window}; shorten it")
+    wanted = _TOKENS if options.tokens is None else options.tokens
+    if options.tokens is not None and wanted > room:
+        print(
+            f"note    --tokens: {wanted} and the prompt's {len(ids)} are more than the model's window of {window} "
+            f"tokens; {room} are generated",
+            file=sys.stderr,
         )
-    return ids
+    return Request(ids, prompt, record, min(wanted, room))
+
+
+def _rendered(files: dict[str, bytes], record: dict[str, Any], where: str) -> str:
+    from jaxmnt.data.chat_template import chat_template, render, special_tokens
+
+    template, messages = chat_template(files), record.get("messages")
+    if template is None:
+        raise ConfigError("--chat: the run has no chat template; leave it out, or begin with a model that has one")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ConfigError(f'{where}: it must have "messages", a list of objects with "role" and "content"')
+    return render(template, messages, special_tokens(files))
+
+
+def _batches(requests: Iterable[Request], size: int) -> Iterator[list[tuple[int, Request]]]:
+    """Requests with their numbers, so many at a time."""
+    numbered = enumerate(requests)
+    while batch := list(itertools.islice(numbered, size)):
+        yield batch
+
+
+def _check(options: argparse.Namespace) -> None:
+    size_of(options, "batch")
+    if (options.tokens is not None and options.tokens < 1) or not 0 <= options.temperature < math.inf:
+        raise ConfigError("--tokens takes a number from 1 up, --temperature one from 0 up")
+    if not -_SEEDS <= options.seed < _SEEDS:
+        raise ConfigError(f"--seed: {options.seed} is out of range; give a number below {_SEEDS}")
+    size_of(options, "top_k", 0)
+    if not 0 < options.top_p <= 1:
+        raise ConfigError("--top-p takes a number above 0, up to 1")
+    if not all(options.stop):
+        raise ConfigError("--stop: an empty text is everywhere; give some text")
+    if options.system and not options.chat:
+        raise ConfigError("--system: only a conversation has a system message; add --chat")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.generate", description=__doc__, codes=HERE)
-    parser.add_argument("--run", required=True, metavar="RUN[@STEP]", help="run directory, as in run.dir")
-    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    add_arguments(parser)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    source.add_argument("--input", metavar="FILE", help="JSON lines instead (-: standard input)")
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="of a run on token arrays: bytes, or the tokenizer.json that made them"
+        "--chat", action="store_true", help="the prompt is a user's turn, written by the chat template of the model"
     )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
     parser.add_argument(
         "--tokens", type=int, metavar="N", help=f"at most so many new tokens ({_TOKENS}, or what the window holds)"
     )
     parser.add_argument(
         "--temperature", type=float, default=0.7, metavar="T", help="0 is the likeliest; 1 as trained (0.7)"
     )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only of the K likeliest tokens (0: all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="only of the likeliest with probability P together (1)"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another number, another sample")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import select
+import shutil
 import sys
 import time
 from typing import Any, TextIO
@@ -146,3 +147,10 @@ def checked(code: int) -> int:
 def _raw(stream: TextIO | None) -> _Raw | None:
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     return raw if isinstance(raw, _Raw) else None
+
+
+def progress(name: str) -> None:
+    """Shows on a terminal what is being worked on, in place of what was shown before; empty clears it."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{name[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)

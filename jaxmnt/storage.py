@@ -92,9 +92,9 @@ class Address:
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
 
-    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+    def write_bytes(self, content: bytes) -> None:
         with _in_words(self):
-            self._blob().upload_from_string(text.encode(encoding), content_type="application/octet-stream")
+            self._blob().upload_from_string(content, content_type="application/octet-stream")
 
     def unlink(self, missing_ok: bool = False) -> None:
         with suppress(*([FileNotFoundError] if missing_ok else [])), _in_words(self):
@@ -229,13 +229,13 @@ def json_digest(tree: Any) -> str:
 
 def publish(path: StoragePath, text: str) -> None:
     """Writes a file whole or not at all."""
-    if isinstance(path, Address):
-        return path.write_text(text)
     publish_bytes(path, text.encode())
 
 
-def publish_bytes(path: Path, content: bytes) -> None:
+def publish_bytes(path: StoragePath, content: bytes) -> None:
     """Like `publish`."""
+    if isinstance(path, Address):
+        return path.write_bytes(content)
     temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that kills leave no more than one
     temporary.unlink(missing_ok=True)
     with temporary.open("xb") as file:  # a new one, so never through a link

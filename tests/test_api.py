@@ -68,8 +68,7 @@ def test_rows_that_do_not_divide(whole_run):
     there = jaxmnt.load_run(whole_run.run.dir, mesh={"fsdp": 2, "model": 2})
     with pytest.raises(ValueError, match="the number of rows must be a positive multiple of 2"):
         there(np.zeros((3, 4), int))
-    with pytest.raises(ValueError, match="the number of tokens of a row must be a positive multiple of 2"):
-        there(np.zeros((2, 5), int))
+    assert there(np.zeros((2, 5), int)).shape[:2] == (2, 5), "a length need not divide"
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,12 @@ def test_changes_are_classified(tmp_path):
 def test_every_key_is_documented_and_in_the_schema():
     schema, named = (
         json.loads(json_schema()),
-        {"data.sources.NAME": "Source", "data.grain": "Grain", "data.sources.NAME.grain": "Grain"},
+        {
+            "data.sources.NAME": "Source",
+            "data.grain": "Grain",
+            "data.sources.NAME.grain": "Grain",
+            "model.rope_scaling": "RopeScaling",
+        },
     )
     for key, field in fields_by_key().items():
         assert field.description and field.description.endswith("."), key

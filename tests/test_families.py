@@ -81,12 +81,17 @@ def test_a_family_is_its_mathematics(family, mesh):
 @pytest.mark.parametrize(
     ("model", "mesh", "words"),
     [
-        ({"family": "lama"}, {}, "model.family: lama is not known; known: gemma2, llama, qwen2, qwen3"),
+        (
+            {"family": "lama"},
+            {},
+            "model.family: lama is not known; known: gemma2, gemma3, gpt2, llama, mistral, olmo2, olmo3, qwen2",
+        ),
         ({"family": "json.JSONDecoder"}, {}, "json.JSONDecoder is not a subclass of jaxmnt.models.contract.Family"),
         ({"family": "jaxmnt.models.contract.Family"}, {}, "jaxmnt.models.contract.Family lacks the method layer"),
         ({"family": "no.such.place"}, {}, "model.family: no.such.place cannot be imported"),
         ({"sliding_window": 8}, {}, "model.sliding_window: the family llama has no such setting"),
-        ({"family": "gemma2", "num_layers": 5}, {}, "5 layers do not divide into the pattern local, global"),
+        ({"family": "gpt2"}, {}, "model.max_positions: the family gpt2 learns positions; set the longest"),
+        ({"family": "gpt2", "max_positions": 8}, {}, "data.sequence_length: 16 must be at most model.max_positions"),
         ({"family": "gemma2", "num_layers": 6}, {"pipeline": 4}, "the pattern of layers makes 3 of 6 layers"),
     ],
 )

@@ -8,10 +8,13 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxmnt import generate
+from jaxmnt import generate, score
 from jaxmnt.checkpoint import __main__ as checkpoint
 from jaxmnt.config.load import apply_overrides, parse_config
+from jaxmnt.data.chat_template import render
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.train import train
 
@@ -43,11 +46,16 @@ def asked(monkeypatch):
     """What is asked of the model, instead of asking it: the prompts and lengths. It answers 'xyz'."""
     found = []
 
-    def sample(spec, params, buffers, prompt, length, temperature, seed):
-        found.append((prompt.tolist(), length, spec.data_vocab_size))
-        return np.frombuffer(b"xyz", np.uint8).astype(np.int32)
+    class Asked:
+        def __init__(self, spec, params, buffers, sampling):
+            self.size = spec.data_vocab_size
 
-    monkeypatch.setattr("jaxmnt.training.inference.sample", sample)
+        def generate(self, prompts, most, numbers):
+            found.append((prompts[0].tolist(), most, self.size))
+            yield from ([np.full(len(prompts), token, np.int32) for token in b"xyz"])
+            yield np.full(len(prompts), 256, np.int32)
+
+    monkeypatch.setattr("jaxmnt.training.inference.Generator", Asked)
     return found
 
 
@@ -153,7 +161,7 @@ def test_documents_that_nothing_ends(moved, asked):
     token_arrays(moved, end=None)
     generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", "bytes"])
     assert asked[-1][0] == [97, 98]
-    with pytest.raises(ConfigError, match="--prompt: missing"):
+    with pytest.raises(ConfigError, match="--prompt: empty"):
         generate.main(["--run", str(run(moved)), "--tokenizer", "bytes"])
 
 
@@ -214,3 +222,137 @@ def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
     (linked / "tokenizer").symlink_to(tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match="is a link"):
         keep(linked, RunTokenizer({"name": "bytes", "end_of_document": 256}, 257, None))
+
+
+def lines(path: Path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def shown(capsys) -> list[dict]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_lines_are_continued_in_batches_as_one_by_one(moved, tmp_path, capsys):
+    asked = [{"prompt": text, "id": number} for number, text in enumerate(["ab", "a longer one", "", "z"])]
+    command = ["--run", str(run(moved)), "--input", lines(tmp_path / "in", asked), "--tokens", "5", "--seed", "3"]
+    assert generate.main([*command, "--batch", "3"]) == ExitCode.FINISHED
+    found = shown(capsys)
+    assert [{key: one[key] for key in ("prompt", "id")} for one in found] == asked
+    assert all(one["finish"] in ("length", "end") and one["tokens"] <= 5 for one in found)
+    assert generate.main([*command, "--batch", "1"]) == ExitCode.FINISHED
+    assert shown(capsys) == found
+    assert generate.main([*command, "--batch", "3", "mesh.fsdp=2", "mesh.model=4"]) == ExitCode.FINISHED
+    assert shown(capsys) == found, "on eight devices"
+
+
+def test_a_stop_text_is_not_shown(moved, asked, tmp_path, capsys):
+    command = ["--run", str(run(moved)), "--prompt", "ab"]
+    assert generate.main([*command, "--stop", "yz", "--stop", "zz"]) == ExitCode.FINISHED
+    assert capsys.readouterr().out == "abx\n"
+    stopped = ["--input", lines(tmp_path / "in", [{"prompt": "ab"}]), "--stop", "y"]
+    assert generate.main([*command[:2], *stopped]) == ExitCode.FINISHED
+    assert shown(capsys) == [{"prompt": "ab", "text": "x", "tokens": 2, "finish": "stop"}]
+    assert generate.main([*command[:2], "--input", str(tmp_path / "in")]) == ExitCode.FINISHED
+    assert shown(capsys) == [{"prompt": "ab", "text": "xyz", "tokens": 3, "finish": "end"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ("[1]", "in:1: this line must be an object"),
+        ("{", "in:1: this line is not JSON"),
+        ('{"text": "a"}', 'in:1: it must have a "prompt" with a text'),
+        ('{"prompt": 3}', 'in:1: it must have a "prompt" with a text'),
+    ],
+)
+def test_a_line_that_says_nothing_is_named(moved, asked, tmp_path, record, words):
+    (tmp_path / "in").write_text(record + "\n")
+    with pytest.raises(ConfigError, match=words):
+        generate.main(["--run", str(run(moved)), "--input", str(tmp_path / "in")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--top-p", "0"], "--top-p takes a number above 0"),
+        (["--top-k", "-1"], "--top-k takes a number from 0 up"),
+        (["--stop", ""], "--stop: an empty text is everywhere"),
+        (["--batch", "0"], "--batch takes a number from 1 up"),
+        (["--system", "Be short."], "--system: only a conversation"),
+        (["--chat"], "--chat: the run has no chat template"),
+        (["train.steps=3"], "train.steps: only the mesh can be set here"),
+        (["mesh.pipeline=2"], "mesh.pipeline: a model is called without a pipeline"),
+        (["--input", "nowhere.jsonl"], "--input: nowhere.jsonl cannot be read"),
+    ],
+)
+def test_what_generate_cannot_do_is_said(moved, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        generate.main(["--run", str(run(moved)), *arguments])
+
+
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{%- if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif -%}
+<{{ message.role }}>{{ message.content | trim }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def test_a_chat_is_rendered_by_the_models_own_template(moved, asked, tmp_path, capsys):
+    (run(moved) / "huggingface").mkdir()
+    (run(moved) / "huggingface" / "config.json").write_text('{"eos_token_id": [121, 9999]}')
+    config = {"bos_token": {"content": "^"}, "chat_template": [{"name": "default", "template": TEMPLATE}]}
+    (run(moved) / "huggingface" / "tokenizer_config.json").write_text(json.dumps(config))
+    command = ["--run", str(run(moved)), "--chat"]
+    assert generate.main([*command, "--prompt", " hi "]) == ExitCode.FINISHED
+    assert bytes(asked[-1][0]) == b"^<user>hi\n<assistant>"
+    assert capsys.readouterr().out == "x\n", "the turn ends at y, by the model's own config"
+    told = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}]
+    assert generate.main([*command, "--input", lines(tmp_path / "in", told)]) == ExitCode.FINISHED
+    assert bytes(asked[-1][0]) == b"^<system>s\n<user>u\n<assistant>"
+    assert shown(capsys) == [told[0] | {"text": "x", "tokens": 1, "finish": "end"}]
+    with pytest.raises(ConfigError, match="cannot render this conversation: TemplateError: no tools here"):
+        told[0]["messages"][0]["role"] = "tool"
+        generate.main([*command, "--input", lines(tmp_path / "in", told)])
+    with pytest.raises(ConfigError, match=r'in:1: it must have "messages", a list of objects'):
+        generate.main([*command, "--input", lines(tmp_path / "in", [{"prompt": "x"}])])
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "may never end|too much"),
+        ("{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "render"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[0].missing.deeper }}", "UndefinedError"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+    ],
+)
+def test_a_template_that_misbehaves_ends_with_words(monkeypatch, template, words):
+    monkeypatch.setattr("jaxmnt.data.chat_template._SECONDS", 2)
+    with pytest.raises(ConfigError, match=words):
+        render(template, [{"role": "user", "content": "hi"}], {})
+
+
+def test_scores_of_texts(moved, tmp_path, capsys):
+    records = [{"text": "def f():"}, {"context": "def ", "continuation": "f():"}, {"text": "x" * 100}]
+    command = ["--run", str(run(moved)), "--input", lines(tmp_path / "in", records)]
+    assert score.main([*command, "--batch", "2"]) == ExitCode.FINISHED
+    found = shown(capsys)
+    assert [one["tokens"] for one in found] == [8, 5, 100], "the blank belongs to what follows"
+    assert found[0]["log_likelihood"] < found[1]["log_likelihood"] < 0
+    assert score.main([*command, "--batch", "1", "mesh.model=2", "mesh.fsdp=4"]) == ExitCode.FINISHED
+    for one, other in zip(found, shown(capsys), strict=True):
+        assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], rel=1e-5)
+    with pytest.raises(ConfigError, match=r'in:1: it must have "text", or "context" and "continuation"'):
+        score.main(["--run", str(run(moved)), "--input", lines(tmp_path / "in", [{"prompt": "a"}])])
+
+
+@given(count=st.integers(2, 200), begin=st.integers(1, 199), window=st.integers(2, 40))
+def test_each_wanted_token_is_scored_once(count, begin, window):
+    wanted = score.Wanted(list(range(count)), min(begin, count - 1))
+    scored = []
+    for piece in score.windows(wanted, window):
+        assert 1 <= piece.begin < len(piece.ids) <= window + 1
+        scored += piece.ids[piece.begin :]
+    assert scored == list(range(wanted.begin, count))

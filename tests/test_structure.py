@@ -22,6 +22,8 @@ NAMING_AXES = {
     "training/compile.py": "the section pipeline of the config",
     "plan/budget.py": "bytes by axis",
     "drill/course.py": "a mesh that is made small",
+    "trained_model.py": "the mesh of a command that calls a model",
+    "score.py": "the context of a text, which is no axis",
 }
 
 

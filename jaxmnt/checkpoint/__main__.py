@@ -6,7 +6,6 @@ folder or gs:// address of checkpoint.dir. No JAX and none of the devices that w
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode, UserError, printable
+from jaxmnt.output import progress
 
 if TYPE_CHECKING:
     from jaxmnt.storage import StoragePath
@@ -83,16 +83,16 @@ def _verify(options: argparse.Namespace) -> int:
     for one in paths:
         started = time.perf_counter()
         try:
-            checkpoint = verify(one, run, _progress)
+            checkpoint = verify(one, run, progress)
         except DamagedError as damage:
-            _progress("")
+            progress("")
             if path is None and (doing := unfinished(one)):
                 print(f"{one}: no checkpoint, {doing}")
                 continue
             bad += 1
             print(f"{one}: NOT WHOLE: {damage}")
             continue
-        _progress("")
+        progress("")
         manifest = checkpoint.manifest
         seconds = time.perf_counter() - started
         print(f"{one}: whole, {len(manifest.arrays)} arrays, {_size(manifest.bytes)} read in {seconds:.1f} s")
@@ -165,8 +165,8 @@ def _export(options: argparse.Namespace) -> int:
     except ConfigError as error:  # a run from before runs kept theirs, without its data here
         tokenizer = None
         print(f"note    the export has no tokenizer: {error}", file=sys.stderr)
-    files = export(checkpoint, options.output, int(options.file_gb * 1e9), _progress, tokenizer)
-    _progress("")
+    files = export(checkpoint, options.output, int(options.file_gb * 1e9), progress, tokenizer)
+    progress("")
     for file in files:
         print(file)
     return ExitCode.FINISHED
@@ -176,12 +176,6 @@ def _linked(path: "StoragePath") -> str:
     from jaxmnt.storage import is_link
 
     return f"a link to {path.readlink()}" if isinstance(path, Path) and is_link(path) else ""
-
-
-def _progress(name: str) -> None:
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r{name[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)
 
 
 def _date(moment: float, *, seconds: bool = False) -> str:

@@ -47,7 +47,7 @@ class Reader:
         """Begins to read a part of an array; the memory is filled when `finish` has returned."""
         store = self._store(name)
         part = store[tuple(index)] if index else store
-        memory = _aligned(tuple(part.shape), store.dtype.numpy_dtype)
+        memory = aligned(tuple(part.shape), store.dtype.numpy_dtype)
         return memory, ts.array(memory).write(part)
 
     def finish(self, name: str, reading: Any) -> None:
@@ -68,6 +68,10 @@ class Reader:
         self._store(name)  # whose shape it is, however large the manifest says that it is
         for start, index in cut(array, most_bytes):
             yield start, self.read(name, index)
+
+    def chunk(self, name: str) -> tuple[int, ...]:
+        """What is read at a time, even if a part of it is wanted."""
+        return tuple(self._store(name).chunk_layout.read_chunk.shape)
 
     def content(self, name: str) -> str:
         """The digest of the array as it is in the files."""
@@ -119,7 +123,7 @@ def cut(array: Array, most_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[
         yield start, tuple(slice(begin, min(begin + step, extent)) for begin, step, extent in ends)
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Uninitialised memory that begins where a CPU device wants an array to begin, so that it need not copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)

@@ -141,7 +141,7 @@ def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
     Raises `ConfigError` if neither is there.
     """
     config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
-    return of_run(_roots_of(text, checkpoint), config.data, folders_started_in(text, checkpoint, config))
+    return of_run(roots_of(text, checkpoint), config.data, folders_started_in(text, checkpoint, config))
 
 
 def folders_started_in(text: str, checkpoint: Committed, config: Config) -> list[Path]:
@@ -149,12 +149,12 @@ def folders_started_in(text: str, checkpoint: Committed, config: Config) -> list
     count. Empty if nothing tells.
     """
     assert config.run.dir is not None
-    roots = [root for root in _roots_of(text, checkpoint) if isinstance(root, Path)]
+    roots = [root for root in roots_of(text, checkpoint) if isinstance(root, Path)]
     found = [_started_in(root, config.run.dir) for root in roots]
     return [folder for folder in found if folder is not None]
 
 
-def _roots_of(text: str, checkpoint: Committed) -> list[StoragePath]:
+def roots_of(text: str, checkpoint: Committed) -> list[StoragePath]:
     """Where the checkpoint's run may be: where `text` says, and where the checkpoint is."""
     run, at, step = text.rpartition("@")
     return [storage_path(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]

@@ -62,7 +62,7 @@ def restore(
     except UserError as error:
         trouble = error
     read_seconds = time.perf_counter() - started  # not the waiting for slower processes
-    _raise_together(f"{where}: read", trouble, identity)
+    raise_together(f"{where}: read", trouble, identity)
     started = time.perf_counter()
     if verify:
         _verify(where, checkpoint.manifest, arrays, identity)
@@ -174,7 +174,7 @@ def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identi
         raise DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
 
 
-def _raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:
+def raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:
     """Raises the trouble of the first process that has any, in all of them; without ending the run."""
     kind = "" if trouble is None else "damaged" if isinstance(trouble, DamagedError) else "other"
     first = lambda told: next((text for text in told if text), "")

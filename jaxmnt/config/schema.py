@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxmnt.config.clusters import Gke, Launch, Slurm
+from jaxmnt.config.model import Model, complete_model
 from jaxmnt.config.monitoring import Telemetry, Watchdog
 from jaxmnt.config.section import Section, key
 from jaxmnt.errors import nearest
@@ -175,42 +176,6 @@ class Data(Section):
         return self.document_mask or self.rows == "packed"
 
 
-class Model(Section):
-    family: str = key(
-        "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class.", resume="breaks"
-    )
-    vocab_size: int | None = key(
-        None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", resume="breaks", ge=2
-    )
-    hidden_size: int = key(512, "Width of the residual stream.", resume="breaks", ge=1)
-    num_layers: int = key(8, "Decoder layers.", resume="breaks", ge=1)
-    num_heads: int = key(8, "Query heads.", resume="breaks", ge=1)
-    num_kv_heads: int | None = key(None, "Key and value heads; default num_heads.", resume="breaks", ge=1)
-    head_dim: int | None = key(None, "Width of a head; default hidden_size / num_heads.", resume="breaks", ge=2)
-    intermediate_size: int | None = key(
-        None, "Width of the gated MLP; default 8/3 hidden_size rounded up to 64.", resume="breaks", ge=1
-    )
-    tie_embeddings: bool = key(False, "Use the embedding as the output head.", resume="breaks")
-    rope_theta: float = key(10000.0, "Base of the rotary embedding's wavelengths.", resume="maths", gt=0)
-    norm_epsilon: float = key(1e-5, "Added to the mean square in RMSNorm.", resume="maths", gt=0)
-    sliding_window: int | None = key(
-        None, "Tokens that a layer with a window sees, its own among them; default all.", resume="breaks", ge=1
-    )
-    attention_scale: float | None = key(
-        None, "Multiplies the scores of attention; default head_dim to the power of -1/2.", resume="breaks", gt=0
-    )
-    attention_soft_cap: float | None = key(
-        None, "Bends the scores of attention to stay below it; default no cap.", resume="breaks", gt=0
-    )
-    logit_soft_cap: float | None = key(
-        None, "Bends the logits to stay below it; default no cap.", resume="breaks", gt=0
-    )
-    dropout: float = key(0.0, "Dropout on the output of attention and MLP.", resume="maths", ge=0, lt=1)
-    attention: Literal["auto", "xla", "cudnn"] = key(
-        "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."
-    )
-
-
 class OptimizerRule(Section):
     pattern: str = key(..., "Names of parameters, such as layers.mlp.*; * matches any text.", resume="breaks")
     kind: Literal["adamw", "muon"] | None = key(None, "Optimizer of these; default adamw.", resume="breaks")
@@ -366,7 +331,7 @@ class Config(Section):
             )
         _check_data(self.data)
         check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)
-        return self.model_copy(update={"model": _complete_model(self.model), "mesh": _complete_mesh(self.mesh)})
+        return self.model_copy(update={"model": complete_model(self.model), "mesh": _complete_mesh(self.mesh)})
 
 
 def _check_data(data: Data) -> None:
@@ -443,30 +408,6 @@ def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
             f"pipeline.layers: {cut} does not cut {layers} layers into {pieces} pieces of at least 1; "
             f"give {pieces} numbers whose sum is {layers}"
         )
-
-
-def _complete_model(model: Model) -> Model:
-    """Fills in the sizes that follow from others."""
-    heads = model.num_heads
-    update: dict[str, int] = {}
-    if model.head_dim is None:
-        if model.hidden_size % heads:
-            raise ValueError(
-                f"model.num_heads: {heads} heads do not divide model.hidden_size {model.hidden_size}; "
-                "change one of them or set model.head_dim"
-            )
-        update["head_dim"] = model.hidden_size // heads
-    if (update.get("head_dim") or model.head_dim or 0) % 2:
-        raise ValueError("model.head_dim: rotary embeddings need an even width; choose an even head_dim")
-    kv_heads = model.num_kv_heads or heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"model.num_kv_heads: {kv_heads} must divide model.num_heads {heads}; choose a divisor of {heads}"
-        )
-    update["num_kv_heads"] = kv_heads
-    if model.intermediate_size is None:
-        update["intermediate_size"] = -(-model.hidden_size * 8 // 3 // 64) * 64
-    return model.model_copy(update=update)
 
 
 def _complete_mesh(mesh: Mesh) -> Mesh:

@@ -99,6 +99,16 @@ class HuggingFace:
         self._digest = hashlib.sha256(text.encode()).hexdigest()
 
     @property
+    def start(self) -> list[int]:
+        """What the tokenizer itself puts before a text, such as the id of <s>."""
+        return list(self._plain.encode("", add_special_tokens=True).ids)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token."""
+        return dict(self._plain.get_vocab(with_added_tokens=True))
+
+    @property
     def description(self) -> dict[str, Any]:
         return {
             "name": "huggingface",

@@ -13,9 +13,10 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmnt.config.schema import Model
+from jaxmnt.config.model import Model
 from jaxmnt.models.contract import LayerContext
-from jaxmnt.models.layers import Angles, project, rotate, weight
+from jaxmnt.models.layers import project, weight
+from jaxmnt.models.rotary import Angles, rotate
 from jaxmnt.parallel.collectives import gather_sequence, index_along, scatter_sequence
 from jaxmnt.parallel.sharding import Placement
 
@@ -40,8 +41,9 @@ class Attention(nnx.Module):
         shared = KVHeads(self.heads, self.kv_heads, placement)
         q_BLHK, k_BLGK, v_BLGK = self.projections(x_BLD, shared)
         angles = self.angles(context)
-        q_BLHK = checkpoint_name(rotate(q_BLHK, angles), "query")
-        k_BLGK = checkpoint_name(rotate(k_BLGK, angles), "key")
+        if angles is not None:
+            q_BLHK, k_BLGK = rotate(q_BLHK, angles), rotate(k_BLGK, angles)
+        q_BLHK, k_BLGK = checkpoint_name(q_BLHK, "query"), checkpoint_name(k_BLGK, "key")
         v_BLGK = checkpoint_name(v_BLGK, "value")
         k_BLGK, v_BLGK = shared.for_queries(k_BLGK), shared.for_queries(v_BLGK)
         a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options())
@@ -58,8 +60,8 @@ class Attention(nnx.Module):
             shared.project(x_BLD, self.value[...]),
         )
 
-    def angles(self, context: LayerContext) -> Angles:
-        """The rotary tables for queries and keys."""
+    def angles(self, context: LayerContext) -> Angles | None:
+        """The rotary tables for queries and keys; None: they are not rotated."""
         return context.rotary[""]
 
     def options(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class KVHeads:
     """
 
     def __init__(self, heads: int, kv_heads: int, placement: Placement):
-        self._placement = placement
+        self.placement = placement
         num_shards = placement.num_shards("heads")
         self._split = num_shards > 1 and placement.num_shards("kv_heads") == 1
         if not self._split:
@@ -95,7 +97,7 @@ class KVHeads:
         """Keys or values of the heads that this device computes, from the weights at hand."""
         if not self._split:
             return project(x_BLD, w_DGK)
-        own = jnp.asarray(self._own)[index_along("heads", self._placement)]
+        own = jnp.asarray(self._own)[index_along("heads", self.placement)]
 
         @functools.partial(jax.checkpoint, prevent_cse=False)  # backward is not to keep weights
         def project_own(x_BLD: jax.Array, w_DGK: jax.Array) -> jax.Array:
@@ -103,14 +105,14 @@ class KVHeads:
 
         return project_own(x_BLD, w_DGK)
 
-    def own(self, array_GK: jax.Array) -> jax.Array:
-        """The rows of the heads that this device computes, from those at hand."""
+    def own(self, array: jax.Array, axis: int) -> jax.Array:
+        """What belongs to the heads that this device computes, from those at hand along `axis`."""
         if not self._split:
-            return array_GK
-        return jnp.take(array_GK, jnp.asarray(self._own)[index_along("heads", self._placement)], axis=0)
+            return array
+        return jnp.take(array, jnp.asarray(self._own)[index_along("heads", self.placement)], axis=axis)
 
     def for_queries(self, k_BLGK: jax.Array) -> jax.Array:
         """Keys or values so that the heads are shared by equal groups of queries, or else one for each query."""
         if not self._split or self._grouped:
             return k_BLGK
-        return jnp.take(k_BLGK, jnp.asarray(self._of_query)[index_along("heads", self._placement)], axis=2)
+        return jnp.take(k_BLGK, jnp.asarray(self._of_query)[index_along("heads", self.placement)], axis=2)

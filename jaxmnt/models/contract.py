@@ -16,10 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmnt.config.schema import Model
+from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.cache import Cache
+from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.kernels import Kernel, attend
-from jaxmnt.models.layers import Angles, Embedding, Head, RMSNorm, rotary_angles
+from jaxmnt.models.layers import Embedding, Head, RMSNorm
+from jaxmnt.models.rotary import Angles, rotary_angles
 from jaxmnt.parallel.sharding import GATHERED, RULES, Placement, is_axes, parameter_name
 
 Params = dict[str, Any]
@@ -46,6 +49,8 @@ class LayerContext(NamedTuple):
     """Random keys of the rows, of this layer and step; None without dropout and in evaluation."""
     kernel: Kernel
     placement: Placement
+    cache: Cache | None = None
+    """While tokens are generated: the keys and values of those before."""
 
     def keys(self, count: int) -> list[jax.Array | None]:
         """So many independent keys of each row, [B] each."""
@@ -55,6 +60,8 @@ class LayerContext(NamedTuple):
 
     def attend(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, **options: Any) -> jax.Array:
         """Causal attention inside documents, see `kernels.attend`."""
+        if self.cache is not None:
+            return self.cache.attend(q_BLHK, k_BLGK, v_BLGK, self.kernel, **options)
         return attend(q_BLHK, k_BLGK, v_BLGK, self.segments_BL, self.kernel, **options)
 
 
@@ -108,6 +115,12 @@ class Family(ABC):
     """Settings of `model` that are not every family's, and that this one has; see `registry.OPTIONAL`."""
     finishing: Sequence[str] = ()
     """Names of the modules that `finish_logits` uses."""
+    hugging_face: HuggingFace | None = None
+    """How it is written in the files of Hugging Face; None: it is in none. It is not inherited: a family that computes
+    something else is another one there."""
+
+    def __init_subclass__(cls) -> None:
+        cls.hugging_face = cls.__dict__.get("hugging_face")
 
     def __init__(self, config: Model, vocab_size: int):
         self.config, self.vocab_size = config, vocab_size
@@ -143,11 +156,20 @@ class Family(ABC):
 
     def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
         """The rotary tables that layers look up in their context."""
-        assert self.config.head_dim
-        return {"": rotary_angles(positions_BL, self.config.head_dim, self.config.rope_theta)}
+        config = self.config
+        assert config.head_dim
+        return {"": rotary_angles(positions_BL, config.head_dim, config.rope_theta, config.rope_scaling)}
 
-    def embed(self, ends: dict[str, Any], tokens_BL: jax.Array, dtype: jnp.dtype, placement: Placement) -> jax.Array:
-        """[B, L, D] in `dtype`: partial over the axes that split the vocabulary."""
+    def embed(
+        self,
+        ends: dict[str, Any],
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        dtype: jnp.dtype,
+        placement: Placement,
+    ) -> jax.Array:
+        """[B, L, D] in `dtype`: partial over the axes that split the vocabulary. Positions count from 0 in each
+        document; in each row, if documents are not kept apart."""
         return ends["embedding"](tokens_BL, dtype, placement)
 
     def final_norm(self, ends: dict[str, Any], y_BSD: jax.Array) -> jax.Array:

@@ -8,26 +8,47 @@ Shapes: B batch, L length, S a device's piece of the length, D model, V a device
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmnt.config.schema import Model
-from jaxmnt.errors import ConfigError
+from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention
-from jaxmnt.models.contract import AttentionShape, Family, LayerContext, LayerGroup, LayerOutput
+from jaxmnt.models.contract import LayerContext, LayerOutput
+from jaxmnt.models.huggingface import ATTENTION, ENDS, MLP, UNBIASED, HuggingFace, Setting, Tensor, common_settings
 from jaxmnt.models.layers import INIT_STD, GatedMLP, RMSNorm, dropout
+from jaxmnt.models.windows import Alternating, window
 from jaxmnt.parallel.sharding import Placement
 
-PATTERN = ("local", "global")
+NORMS = {
+    "attention_norm.scale": Tensor("model.layers.{}.input_layernorm.weight"),
+    "after_attention_norm.scale": Tensor("model.layers.{}.post_attention_layernorm.weight"),
+    "mlp_norm.scale": Tensor("model.layers.{}.pre_feedforward_layernorm.weight"),
+    "after_mlp_norm.scale": Tensor("model.layers.{}.post_feedforward_layernorm.weight"),
+}
 
-_gelu = functools.partial(jax.nn.gelu, approximate=True)
+
+def _written_scale(scale: float) -> float:
+    """`query_pre_attn_scalar`, an integer where it can be."""
+    scalar = scale**-2
+    return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar
 
 
-def _window(config: Model, kind: str) -> int | None:
-    return config.sliding_window if kind == "local" else None
+SCALE = Setting("attention_scale", lambda scalar: scalar**-0.5, _written_scale)
+ONLY = UNBIASED | {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False, None),
+}
+ASSUMED = {
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}  # fmt: skip
+
+gelu = functools.partial(jax.nn.gelu, approximate=True)
 
 
 class GemmaAttention(Attention):
@@ -35,7 +56,7 @@ class GemmaAttention(Attention):
 
     def __init__(self, config: Model, kind: str, output_std: float, rngs: nnx.Rngs):
         super().__init__(config, output_std, rngs)
-        self.window = _window(config, kind)
+        self.kind, self.window = kind, window(config, kind)
         self.soft_cap, self.scale = config.attention_soft_cap, config.attention_scale
 
     def options(self) -> dict[str, Any]:
@@ -45,14 +66,14 @@ class GemmaAttention(Attention):
 class Block(nnx.Module):
     """One layer with norms on both sides."""
 
-    def __init__(self, config: Model, kind: str, rngs: nnx.Rngs):
+    def __init__(self, config: Model, kind: str, attention: type[GemmaAttention], rngs: nnx.Rngs):
         assert config.intermediate_size
         output_std = INIT_STD / (2 * config.num_layers) ** 0.5
         norm = functools.partial(RMSNorm, config.hidden_size, config.norm_epsilon, offset=1.0)
         self.attention_norm, self.after_attention_norm = norm(), norm()
-        self.attention = GemmaAttention(config, kind, output_std, rngs)
+        self.attention = attention(config, kind, output_std, rngs)
         self.mlp_norm, self.after_mlp_norm = norm(), norm()
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, output_std, rngs, _gelu)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, output_std, rngs, gelu)
         self.dropout = config.dropout
 
     def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
@@ -63,32 +84,43 @@ class Block(nnx.Module):
         return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, context.placement))
 
 
-class Gemma2(Family):
+class Gemma2(Alternating):
     """Layers in pairs: the first of each has a window (`model.sliding_window`)."""
 
-    settings = ("sliding_window", "attention_scale", "attention_soft_cap", "logit_soft_cap")
-
-    def groups(self) -> list[LayerGroup]:
-        layers = self.config.num_layers
-        if layers % len(PATTERN):
-            raise ConfigError(
-                f"model.num_layers: {layers} layers do not divide into the pattern {', '.join(PATTERN)}; "
-                f"use a multiple of {len(PATTERN)}"
-            )
-        return [LayerGroup("layers", PATTERN, layers // len(PATTERN))]
+    settings: Sequence[str] = (*Alternating.settings, "attention_scale", "attention_soft_cap", "logit_soft_cap")
+    pattern_length = 2
+    attention: type[GemmaAttention] = GemmaAttention
+    hugging_face = HuggingFace(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        ATTENTION | MLP | NORMS,
+        ENDS,
+        common_settings(
+            sliding_window=Setting("sliding_window"),
+            query_pre_attn_scalar=SCALE,
+            attn_logit_softcapping=Setting("attention_soft_cap"),
+            final_logit_softcapping=Setting("logit_soft_cap"),
+        ),
+        only=ONLY,
+        assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return Block(self.config, kind, rngs)
-
-    def attention_shape(self, kind: str) -> AttentionShape:
-        return super().attention_shape(kind)._replace(window=_window(self.config, kind))
+        return Block(self.config, kind, self.attention, rngs)
 
     def after(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         return super().after(rngs) | {"norm": RMSNorm(self.config.hidden_size, self.config.norm_epsilon, offset=1.0)}
 
-    def embed(self, ends: dict[str, Any], tokens_BL: jax.Array, dtype: jnp.dtype, placement: Placement) -> jax.Array:
+    def embed(
+        self,
+        ends: dict[str, Any],
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        dtype: jnp.dtype,
+        placement: Placement,
+    ) -> jax.Array:
         scale = jnp.asarray(self.config.hidden_size**0.5, dtype)
-        return super().embed(ends, tokens_BL, dtype, placement) * scale
+        return super().embed(ends, tokens_BL, positions_BL, dtype, placement) * scale
 
     def finish_logits(self, ends: dict[str, Any], logits_CV: jax.Array) -> jax.Array:
         cap = self.config.logit_soft_cap

@@ -23,9 +23,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmnt.parallel.collectives import gather_sequence, index_along, scatter_sequence
 from jaxmnt.parallel.sharding import Placement
 
-Angles = tuple[jax.Array, jax.Array]
-"""Cosines and sines [B, L, 1, K/2] of the rotary embedding, in float32."""
-
 INIT_STD = 0.02
 """Standard deviation of initial weights, as in GPT-2 and Llama."""
 
@@ -67,16 +64,17 @@ def _matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class Embedding(nnx.Module):
-    """A row of D numbers for each token id."""
+    """A row of D numbers for each token id, or each position (`axis`)."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, rngs: nnx.Rngs):
-        self.table = weight(rngs, (vocab_size, hidden_size), ("vocab", "embed"))
+    def __init__(self, rows: int, hidden_size: int, rngs: nnx.Rngs, axis: str = "vocab"):
+        self.table = weight(rngs, (rows, hidden_size), (axis, "embed"))
+        self.axis = axis
 
     def __call__(self, tokens_BL: jax.Array, dtype: jnp.dtype, placement: Placement) -> jax.Array:
         """[B, L, D] in `dtype` with the rows of this device's part of the vocabulary, and zeros for tokens of other
         parts: partial over the axes that split the vocabulary."""
         table_VD = self.table[...]
-        own_BL = tokens_BL - index_along("vocab", placement) * table_VD.shape[0]
+        own_BL = tokens_BL - index_along(self.axis, placement) * table_VD.shape[0]
         inside_BL = (own_BL >= 0) & (own_BL < table_VD.shape[0])
         return _look_up(dtype, table_VD, jnp.where(inside_BL, own_BL, table_VD.shape[0]))
 
@@ -123,6 +121,27 @@ def _normalise(x_BSD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Arra
     return (x32_BSD * inverse_BS1 * scale_D).astype(x_BSD.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Layer normalisation (Ba et al. 2016, arXiv:1607.06450) with scale and bias, computed in float32."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), axes=("norm",))
+        self.epsilon = epsilon
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return _standardise(x_BSD, self.scale[...], self.bias[...], self.epsilon)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+def _standardise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon: float) -> jax.Array:
+    """Backward keeps x alone, as `_normalise`."""
+    x32_BSD = x_BSD.astype(jnp.float32)
+    centred_BSD = x32_BSD - jnp.mean(x32_BSD, axis=-1, keepdims=True)
+    inverse_BS1 = jax.lax.rsqrt(jnp.mean(jnp.square(centred_BSD), axis=-1, keepdims=True) + epsilon)
+    return (centred_BSD * inverse_BS1 * scale_D + bias_D).astype(x_BSD.dtype)
+
+
 Activation = Callable[[jax.Array], jax.Array]
 
 
@@ -154,35 +173,6 @@ class GatedMLP(nnx.Module):
 def _gated(gate_BLF: jax.Array, up_BLF: jax.Array, activation: Activation) -> jax.Array:
     """Backward keeps the two factors alone."""
     return activation(gate_BLF) * up_BLF
-
-
-def rotary_angles(positions_BL: jax.Array, head_dim: int, theta: float) -> Angles:
-    """The tables of the rotary embedding (Su et al. 2021, arXiv:2104.09864)."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-@jax.custom_vjp
-def rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
-    """Applies the rotary embedding, pairing the first half of a head with the second as Llama does.
-
-    Its transpose turns back, so that backward needs the angles alone, which are not differentiated.
-    """
-    return _rotate(x_BLHK, angles)
-
-
-def _rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
-    cos, sin = angles
-    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BLHK.dtype)
-
-
-rotate.defvjp(
-    lambda x_BLHK, angles: (_rotate(x_BLHK, angles), angles),
-    lambda angles, gradient_BLHK: (_rotate(gradient_BLHK, (angles[0], -angles[1])), None),
-)
 
 
 def dropout(x_BSD: jax.Array, rate: float, keys_B: jax.Array | None, placement: Placement) -> jax.Array:

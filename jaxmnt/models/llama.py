@@ -6,9 +6,10 @@ Shapes: B batch, S a device's piece of the length, D model.
 import jax
 from flax import nnx
 
-from jaxmnt.config.schema import Model
+from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention
 from jaxmnt.models.contract import Family, LayerContext, LayerOutput
+from jaxmnt.models.huggingface import ENDS, LLAMA, SILU, UNBIASED, HuggingFace, common_settings
 from jaxmnt.models.layers import INIT_STD, GatedMLP, RMSNorm, dropout
 
 
@@ -38,6 +39,17 @@ class Llama(Family):
     """All layers are alike."""
 
     attention = Attention
+    hugging_face = HuggingFace(
+        "llama",
+        "LlamaForCausalLM",
+        LLAMA,
+        ENDS,
+        common_settings(),
+        only=SILU | UNBIASED | {"mlp_bias": (False,)},
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        meaningless=frozenset({"pretraining_tp"}),
+        left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
         return Block(self.config, self.attention, rngs)

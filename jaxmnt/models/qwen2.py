@@ -7,9 +7,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmnt.config.schema import Model
+from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention, KVHeads
+from jaxmnt.models.huggingface import ENDS, LLAMA, SILU, HuggingFace, Tensor, common_settings
 from jaxmnt.models.llama import Llama
+
+BIASES = {
+    "attention.query_bias": Tensor("model.layers.{}.self_attn.q_proj.bias"),
+    "attention.key_bias": Tensor("model.layers.{}.self_attn.k_proj.bias"),
+    "attention.value_bias": Tensor("model.layers.{}.self_attn.v_proj.bias"),
+}
+
+UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+"""What Qwen's configs say of windows although `use_sliding_window` is false."""
 
 
 class BiasedAttention(Attention):
@@ -25,7 +35,7 @@ class BiasedAttention(Attention):
 
     def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BLHK, k_BLGK, v_BLGK = super().projections(x_BLD, shared)
-        key_bias_GK, value_bias_GK = shared.own(self.key_bias[...]), shared.own(self.value_bias[...])
+        key_bias_GK, value_bias_GK = (shared.own(one[...], axis=0) for one in (self.key_bias, self.value_bias))
         return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
 
 
@@ -33,3 +43,13 @@ class Qwen2(Llama):
     """All layers are alike."""
 
     attention = BiasedAttention
+    hugging_face = HuggingFace(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        LLAMA | BIASES,
+        ENDS,
+        common_settings(),
+        only=SILU | {"use_sliding_window": (False,)},
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        meaningless=UNUSED_WINDOW,
+    )

@@ -8,10 +8,12 @@ Shapes: B batch, L length, D model, H query heads, G key/value heads, K head wid
 import jax
 from flax import nnx
 
-from jaxmnt.config.schema import Model
+from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention, KVHeads
+from jaxmnt.models.huggingface import ENDS, LLAMA, NORMED_HEADS, SILU, UNBIASED, HuggingFace, common_settings
 from jaxmnt.models.layers import RMSNorm
 from jaxmnt.models.llama import Llama
+from jaxmnt.models.qwen2 import UNUSED_WINDOW
 
 
 class NormedAttention(Attention):
@@ -32,3 +34,13 @@ class Qwen3(Llama):
     """All layers are alike."""
 
     attention = NormedAttention
+    hugging_face = HuggingFace(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        LLAMA | NORMED_HEADS,
+        ENDS,
+        common_settings(),
+        only=SILU | UNBIASED | {"use_sliding_window": (False,)},
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128},
+        meaningless=UNUSED_WINDOW,
+    )

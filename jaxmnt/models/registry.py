@@ -3,18 +3,31 @@
 from inspect import isabstract
 
 from jaxmnt.config.load import import_dotted
-from jaxmnt.config.schema import Model
+from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.contract import Family
 
 FAMILIES = {
     "gemma2": "jaxmnt.models.gemma2.Gemma2",
+    "gemma3": "jaxmnt.models.gemma3.Gemma3",
+    "gpt2": "jaxmnt.models.gpt2.GPT2",
     "llama": "jaxmnt.models.llama.Llama",
+    "mistral": "jaxmnt.models.mistral.Mistral",
+    "olmo2": "jaxmnt.models.olmo2.Olmo2",
+    "olmo3": "jaxmnt.models.olmo3.Olmo3",
     "qwen2": "jaxmnt.models.qwen2.Qwen2",
     "qwen3": "jaxmnt.models.qwen3.Qwen3",
 }
 
-OPTIONAL = ("sliding_window", "attention_scale", "attention_soft_cap", "logit_soft_cap")
+OPTIONAL = (
+    "sliding_window",
+    "sliding_window_pattern",
+    "local_rope_theta",
+    "max_positions",
+    "attention_scale",
+    "attention_soft_cap",
+    "logit_soft_cap",
+)
 """Settings of `model` that only some families have (`Family.settings`)."""
 
 
@@ -23,14 +36,15 @@ def build_family(config: Model, vocab_size: int) -> Family:
 
     Raises `ConfigError` for a family that is not known, and for settings that it does not have.
     """
-    kind = _family_class(config.family)
+    kind = family_class(config.family)
     for name in OPTIONAL:
         if getattr(config, name) is not None and name not in kind.settings:
             raise ConfigError(f"model.{name}: the family {config.family} has no such setting; leave it out")
     return kind(config, vocab_size)
 
 
-def _family_class(name: str) -> type[Family]:
+def family_class(name: str) -> type[Family]:
+    """Raises `ConfigError` for a family that is not known."""
     path = FAMILIES.get(name, name if "." in name else None)
     if path is None:
         raise ConfigError(

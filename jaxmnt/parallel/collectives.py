@@ -132,10 +132,11 @@ def gather_sequence(x_BSD: jax.Array, placement: Placement) -> jax.Array:
 
 def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str) -> jax.Array:
     """[B, S, D]: the way out. Partial to split where `split`, the logical axis that was summed over, is split; else
-    replicated to split."""
+    replicated to split. Where the length stays whole (`whole_length`), partial to replicated."""
     over = placement.mesh_axes("sequence")
     if not over:
-        return x_BLD
+        # What the stages of a pipeline share of the vocabulary, they sum themselves (`sum_over_stages`).
+        return _sum(x_BLD, tuple(axis for axis in placement.mesh_axes(split) if axis != "pipeline"))
     if not placement.mesh_axes(split):
         return local_shard(x_BLD, placement)
     scatter = _with_transpose(functools.partial(_sum_and_scatter, over), functools.partial(_gather, over))

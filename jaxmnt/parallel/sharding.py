@@ -65,6 +65,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "kv_embed": ("fsdp",),
     "vocab": ("pipeline", "model"),
+    "positions": ("pipeline", "model"),  # of a learned table
     "heads": ("model",),
     "kv_heads": ("model",),
     "head_dim": (),
@@ -173,6 +174,11 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     placement = Placement(mesh, rules)
     _check_divides(config, placement)
     return placement
+
+
+def whole_length(placement: Placement) -> Placement:
+    """The placement with the length of rows whole between layers, as it has to be where it is one token."""
+    return Placement(placement.mesh, placement.rules | {"sequence": ()})
 
 
 def parameter_name(path: Any) -> str:

@@ -28,6 +28,7 @@ _OWN = (
     "events",
     "hangs",
     "tokenizer",
+    "huggingface",
     INDEX_FOLDER,
     "config.yaml",
     ACCEPTED,

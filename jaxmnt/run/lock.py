@@ -165,7 +165,7 @@ class RunLock:
                     return
                 if self._away:
                     continue
-                self._beat.write_text(f"{secrets.token_hex(4)} {number}", encoding="utf-8")
+                self._beat.write_bytes(f"{secrets.token_hex(4)} {number}".encode())
 
 
 def _describe_me() -> str:

@@ -47,6 +47,8 @@ def run(status: StatusLine, start: ResumePoint, identity: Identity) -> None:
             "fork": f"a branch of {source} after step {start.step}",
             "init": f"from the start, with the parameters of {source}",
         }[start.kind]
+    elif start.weights is not None:
+        begin = f"from the start, with the weights of {start.weights}"
     status.line(f"run     {start.directory}: {begin}, {where}")
     for remark in start.remarks:
         status.line(f"note    {remark}")

@@ -20,6 +20,9 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of
+from jaxmnt.huggingface.fits import SCHEME, refuse_what_does_not_fit
+from jaxmnt.huggingface.folder import Folder
+from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.run import fresh
 from jaxmnt.run.changes import (
     config_of,
@@ -88,6 +91,8 @@ class ResumePoint:
     """Of these, what tells of checkpoints that are not used."""
     fresh: bool = False
     """Whether --fresh was said: the same command would begin anew once more."""
+    weights: Path | None = None
+    """Instead of a checkpoint: the folder of Hugging Face whose weights to begin with."""
 
     @property
     def step(self) -> int:
@@ -239,6 +244,10 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
     if source is None:
         return ResumePoint(directory, run, [], None)
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
+    if config.run.init_from and source.startswith(SCHEME):
+        folder = Folder(Path(source.removeprefix(SCHEME)), key)
+        refuse_what_does_not_fit(folder, config.model, data.tokenizer, data.folder)
+        return ResumePoint(directory, run, [], None, "init", weights=folder.path)
     checkpoint = find(source, key)
     if config.run.init_from:
         return ResumePoint(directory, run, [], checkpoint, "init")
@@ -300,6 +309,7 @@ def _to_plain(start: ResumePoint) -> dict[str, Any]:
         "checkpoint": None if checkpoint is None else str(checkpoint.path),
         "manifest": None if checkpoint is None else to_plain(checkpoint.manifest),
         "kind": start.kind,
+        "weights": None if start.weights is None else str(start.weights),
         "changes": start.changes,
         "remarks": start.remarks,
         "damaged": start.damaged,
@@ -319,6 +329,7 @@ def _from_plain(plain: dict[str, Any]) -> ResumePoint:
         [Change(*change) for change in plain["changes"]],
         plain["remarks"],
         plain["damaged"],
+        weights=None if plain["weights"] is None else Path(plain["weights"]),
     )
 
 
@@ -366,7 +377,17 @@ def starting_state(
             verify_seconds=restored.verify_seconds,
         )
         return start, completed(program, program.from_canonical(restored.state))
+    if start.weights is not None:
+        return start, _begun_with_weights(program, start.weights, identity, events)
     return start, program.init()
+
+
+def _begun_with_weights(program: Program, path: Path, identity: Identity, events: Events) -> dict[str, Any]:
+    """The state at the start of a run, with the parameters of a folder of Hugging Face."""
+    abstract = program.canonical_abstract_state["params"]
+    loaded = load_parameters(path, program.spec.definition, abstract, identity)
+    events.write("restore", step=0, source="hf", bytes=loaded.bytes, read_seconds=loaded.seconds, verify_seconds=0.0)
+    return completed(program, program.from_canonical({"params": loaded.params}))
 
 
 def wanted_of(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import UserError
+from jaxmnt.huggingface import companions
 from jaxmnt.run import report
 from jaxmnt.run.changes import unreadable_is_retryable
 from jaxmnt.run.compile_cache import use_compile_cache
@@ -311,6 +312,11 @@ class Session:
         write_config(self.directory, self.config)
         for where in run_directories(self.config):
             keep(where, of_data(self.data.tokenizer, self.data.vocab_size, self.data.folder))
+        if self.start.kind != "own":
+            source = self.config.run.init_from or self.config.run.fork_from
+            files = companions.of_source(self.start.weights, source, self.start.checkpoint)
+            for where in run_directories(self.config) if files else []:
+                companions.keep(where, files)
         for change in self.start.changes:
             self.events.write("config_change", **change._asdict())
 

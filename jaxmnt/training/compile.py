@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jaxmnt.parallel.sharding import (
     check_whole,
     is_axes,
     parameter_name,
+    whole_length,
 )
 from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
@@ -168,25 +169,28 @@ def compile_program(
 def inference_spec(
     config: Config, data_vocab_size: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
 ) -> StepSpec:
-    """What calling a trained model takes, on one device by default. The mesh has no pipeline.
+    """What calling a trained model takes, on one device by default. The mesh has no pipeline, and rows are whole.
 
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
     mesh, devices = mesh or Mesh(data=1), devices or jax.local_devices()[:1]
     if mesh.pipeline != 1:
         raise ConfigError("mesh.pipeline: a model is called without a pipeline; use fsdp and model instead")
-    rows = math.prod(resolve_sizes(mesh, len(devices))[axis] for axis in BATCH_AXES)  # any that the mesh takes
+    sizes = resolve_sizes(mesh, len(devices))
+    rows = math.prod(sizes[axis] for axis in BATCH_AXES)  # any that the mesh takes
     one = config.model_copy(
         update={
             "mesh": mesh,
             "pipeline": Pipeline(),
-            "data": config.data.model_copy(update={"global_batch_size": rows}),
+            "data": config.data.model_copy(update={"global_batch_size": rows, "sequence_length": sizes["model"]}),
             "train": config.train.model_copy(update={"microbatch_size": None, "loss": None}),
             "model": config.model.model_copy(update={"attention": "xla"}),
             "optimizer": config.optimizer.model_copy(update={"offload": False}),
         }
     )
-    return build_spec(one, data_vocab_size, devices)
+    spec = build_spec(one, data_vocab_size, devices)
+    placement = whole_length(spec.placement)
+    return replace(spec, placement=placement, layout=replace(spec.layout, placement=placement))
 
 
 def build_spec(
@@ -199,6 +203,11 @@ def build_spec(
     model = config.model
     vocab, mlp = model.vocab_size, model.intermediate_size
     assert vocab is not None and mlp is not None, "resolve the vocabulary first"
+    if model.max_positions is not None and config.data.sequence_length > model.max_positions:
+        raise ConfigError(
+            f"data.sequence_length: {config.data.sequence_length} must be at most model.max_positions "
+            f"({model.max_positions}), the positions that the model has learned; lower it"
+        )
     definition = define(build_family(model, vocab))
     stacks = [group.name for group in definition.groups]
     placement = build_placement(config, build_mesh(config.mesh, devices, hosts), stacks)
@@ -216,6 +225,7 @@ def build_spec(
         **{stack: Dimension(units) if units != tuple(range(len(units))) else None for stack, units in order.items()},
         "vocab": padded(vocab, placement.num_shards("vocab")),
         "mlp": padded(mlp, placement.num_shards("mlp")),
+        "positions": padded(model.max_positions or 0, placement.num_shards("positions")),
     }
     layout = Layout(placement, {axis: found for axis, found in dimensions.items() if found is not None})
     _check_sizes(definition, layout)

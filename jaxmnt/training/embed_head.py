@@ -56,7 +56,8 @@ class EmbedAndHead:
     def _embed(self, params: Params, rows: Batch) -> jax.Array:
         spec = self._spec
         ends = spec.definition.ends(params)
-        x_BLD = self._family.embed(ends, rows["tokens"], spec.dtype, spec.placement).astype(spec.dtype)
+        x_BLD = self._family.embed(ends, rows["tokens"], rows["positions"], spec.dtype, spec.placement)
+        x_BLD = x_BLD.astype(spec.dtype)
         # Each part of the vocabulary has the rows of its own tokens, so these sums have one term that is not 0.
         x_BSD = collectives.scatter_sequence(x_BLD, spec.placement, "vocab")
         return collectives.sum_over_stages(x_BSD, spec.placement)

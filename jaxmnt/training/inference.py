@@ -1,23 +1,30 @@
-"""Calling a trained model: the logits of whole rows on a mesh, and sampling a continuation on one device.
+"""Calling a trained model on a mesh: logits of whole rows, scores of texts, and tokens one after another.
 
-Sampling computes the whole window again for each token, without a key/value cache: simple, and quick enough to look
-at a model. It is not a server.
+The mesh has no pipeline. Rows are whole on each device of `model`, which has its share of the heads and of the MLP.
 
-Shapes: B rows, L length, D model, V vocabulary.
+Shapes: B rows, L length, Q new tokens, T tokens of a chunk, D model, V vocabulary.
 """
 
 import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmnt.models.contract import Params
+from jaxmnt.parallel.collectives import index_along, max_over
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
-from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.stage import Layers, always, microbatch_rows
+from jaxmnt.training.loss import Logits, chunk_count
+from jaxmnt.training.spec import Batch, StepSpec
+from jaxmnt.training.stage import Caching, Layers, always, microbatch_rows
+
+_LEAST = 16
+"""Lengths are rounded up to a power of two from here on, so that few programs are compiled."""
 
 
 def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
@@ -25,74 +32,270 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
     it, all of one document.
 
     `params` and `buffers` are as they are stored, on the shardings of `canonical_abstract`. B must divide among the
-    batch shards, and L among the devices of `model`. To be jitted; the mesh has no pipeline.
+    batch shards. To be jitted.
     """
-    axes, placement = (spec.definition.axes, spec.definition.buffer_axes), spec.placement
-    placed = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
-    call = jax.shard_map(
-        lambda *arguments: _local_logits(spec, *arguments),
-        mesh=placement.mesh,
-        in_specs=(*jax.tree.map(placement.spec, axes, is_leaf=is_axes), placement.spec(("batch", "length"))),
-        out_specs=placement.spec(("batch", "length", "vocab")),
-        check_vma=False,
-    )
-    # float32 means float32, as in training.
-    with jax.default_matmul_precision("highest" if spec.dtype == jnp.float32 else "default"):
-        return call(*placed, tokens_BL)[..., : spec.data_vocab_size]
+
+    def logits(params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
+        return EmbedAndHead(spec, params, whole=False).logits(_last_layer(spec, params, buffers, tokens_BL))
+
+    found = _on_mesh(spec, logits, ("batch", "length", "vocab"))(params, buffers, tokens_BL)
+    return found[..., : spec.data_vocab_size]
 
 
-def sample(
-    spec: StepSpec, params: Params, buffers: Params, prompt: np.ndarray, length: int, temperature: float, seed: int
-) -> np.ndarray:
-    """int32 token ids that continue `prompt`; both together are at most the window of the config.
+class Scores(NamedTuple):
+    """Of each token given those before it."""
 
-    `temperature` divides the logits; 0 takes the likeliest token.
+    log_p_BL: jax.Array
+    likeliest_BL: jax.Array
+    """Whether no other token was likelier."""
+
+
+def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array, targets_BL: jax.Array) -> Scores:
+    """Log-likelihoods in float32 of `targets`, the tokens that follow `tokens`; as `row_logits`, but for a chunk of
+    tokens at a time, so that the logits of all are never there."""
+
+    def scores(params: Params, buffers: Params, tokens_BL: jax.Array, targets_BL: jax.Array) -> Scores:
+        y_BLD = _last_layer(spec, params, buffers, tokens_BL)
+        ends = EmbedAndHead(spec, params, whole=False)
+        limit = spec.config.train.loss_chunk_mib
+        chunks = chunk_count(targets_BL.size, spec.definition.vocab_size, spec.placement, limit)
+        size = -(-targets_BL.size // chunks)
+        cut = lambda x: jnp.pad(x, ((0, chunks * size - len(x)),) + ((0, 0),) * (x.ndim - 1)).reshape(
+            chunks, size, *x.shape[1:]
+        )
+
+        def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> Scores:
+            y_TD, targets_T = chunk
+            logits = _as_logits(spec, ends.logits(y_TD[None])[0])
+            picked_T = logits.pick(targets_T)
+            best_T = max_over("vocab", jnp.max(logits.values_CV, axis=-1), spec.placement)
+            return Scores(picked_T - logits.log_sum_exp(), picked_T >= best_T)
+
+        found = jax.lax.map(of_chunk, (cut(y_BLD.reshape(-1, y_BLD.shape[-1])), cut(targets_BL.reshape(-1))))
+        return Scores(*(one.reshape(-1)[: targets_BL.size].reshape(targets_BL.shape) for one in found))
+
+    return Scores(*_on_mesh(spec, scores, ("batch", "length"))(params, buffers, tokens_BL, targets_BL))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from the logits."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest."""
+    top_k: int = 0
+    """Only so many of the likeliest; 0: of all."""
+    top_p: float = 1.0
+    """Only the likeliest that together have this probability (Holtzman et al. 2019, arXiv:1904.09751)."""
+    seed: int = 0
+
+
+class Generator:
+    """Generates continuations of prompts, a token for each at a time, with a key/value cache.
+
+    The random numbers of a prompt depend on the seed and on its number alone, not on the others in the batch.
     """
-    window = spec.config.data.sequence_length
-    assert len(prompt) > 0 and len(prompt) + length <= window
-    tokens = np.zeros((1, window), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    run = jax.jit(functools.partial(_continue, spec, length, temperature))
-    filled = run(params, buffers, tokens, jnp.int32(len(prompt)), jax.random.key(seed))
-    return np.asarray(filled)[0, len(prompt) : len(prompt) + length]
+
+    def __init__(self, spec: StepSpec, params: Params, buffers: Params, sampling: Sampling):
+        """`params` and `buffers` are as they are stored."""
+        self._spec = spec
+        axes = (spec.definition.axes, spec.definition.buffer_axes)
+        place = lambda trees: map_with_axes(spec.layout.to_device_layout, trees, axes)
+        placed = jax.jit(place)((params, buffers)) if spec.layout.dimensions else (params, buffers)
+        self._weights: tuple[Params, Params] = placed
+        self._begin = jax.jit(functools.partial(_begin, spec, sampling), static_argnums=0)
+        self._step = jax.jit(functools.partial(_step, spec, sampling), static_argnums=0, donate_argnums=4)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], most: int, numbers: Sequence[int] | None = None
+    ) -> Iterator[np.ndarray]:
+        """The next token of each prompt, int32 [prompts], again and again, `most` times or until nobody asks for more.
+
+        Prompts are not empty. `numbers` are those of the prompts (default: from 0). The next tokens are computed while
+        these are looked at.
+        """
+        assert prompts and all(len(prompt) for prompt in prompts)
+        spec, count = self._spec, len(prompts)
+        rows = -(-count // spec.placement.batch_shards) * spec.placement.batch_shards
+        longest = max(map(len, prompts))
+        width = rounded_length(longest)
+        tokens_BL = np.zeros((rows, width), np.int32)
+        for row, prompt in zip(tokens_BL, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (rows - count), np.int32)
+        numbers_B = np.array([*(numbers or range(count)), *range(rows - count)], np.int32)
+        put = lambda array: jax.device_put(array, spec.placement.sharding(("batch", *[None] * (array.ndim - 1))))
+        places, weights = max(width, rounded_length(longest + most)), self._weights
+        lengths, numbers_on_device = put(lengths_B), put(numbers_B)
+        token_B, caches = self._begin(places, *weights, put(tokens_BL), lengths, numbers_on_device)
+        for made in range(most):
+            following = None
+            if made + 1 < most:
+                positions = lengths + made
+                following = self._step(places, *weights, token_B, caches, positions, numbers_on_device)
+            yield np.asarray(token_B)[:count]
+            if following is not None:
+                token_B, caches = following
 
 
-def _continue(
+def _begin(
     spec: StepSpec,
-    length: int,
-    temperature: float,
+    sampling: Sampling,
+    places: int,
     params: Params,
     buffers: Params,
-    tokens_1L: jax.Array,
-    start: jax.Array,
-    key: jax.Array,
+    tokens_BL: jax.Array,
+    lengths_B: jax.Array,
+    numbers_B: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """The first new token of each row, and the caches."""
+
+    def run(params: Params, buffers: Params, tokens_BL: jax.Array, lengths_B: jax.Array) -> Any:
+        positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
+        y_BLD, caches = _cached(spec, params, buffers, tokens_BL, Caching(places, positions_BL), None)
+        y_B1D = jnp.take_along_axis(y_BLD, (lengths_B - 1)[:, None, None], axis=1)
+        return EmbedAndHead(spec, params, whole=False).logits(y_B1D)[:, 0], caches
+
+    logits_BV, caches = _generating(spec, run)(params, buffers, tokens_BL, lengths_B)
+    return _sampled(spec, sampling, logits_BV, lengths_B, numbers_B), caches
+
+
+def _step(
+    spec: StepSpec,
+    sampling: Sampling,
+    places: int,
+    params: Params,
+    buffers: Params,
+    token_B: jax.Array,
+    caches: Any,
+    positions_B: jax.Array,
+    numbers_B: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """The token after `token`, which stands at `positions`."""
+
+    def run(params: Params, buffers: Params, token_B: jax.Array, positions_B: jax.Array, caches: Any) -> Any:
+        caching = Caching(places, positions_B[:, None])
+        y_B1D, kept = _cached(spec, params, buffers, token_B[:, None], caching, caches)
+        return EmbedAndHead(spec, params, whole=False).logits(y_B1D)[:, 0], kept
+
+    logits_BV, caches = _generating(spec, run)(params, buffers, token_B, positions_B, caches)
+    return _sampled(spec, sampling, logits_BV, positions_B + 1, numbers_B), caches
+
+
+def _sampled(
+    spec: StepSpec, sampling: Sampling, logits_BV: jax.Array, positions_B: jax.Array, numbers_B: jax.Array
 ) -> jax.Array:
-    def add_token(i: jax.Array, tokens_1L: jax.Array) -> jax.Array:
-        y_1LD = _last_layer(spec, params, buffers, tokens_1L)
-        y_11D = jax.lax.dynamic_slice_in_dim(y_1LD, start + i - 1, 1, axis=1)
-        logits_V = EmbedAndHead(spec, params, whole=False).logits(y_11D)[0, 0, : spec.data_vocab_size]
-        if temperature == 0:
-            token = jnp.argmax(logits_V)
-        else:
-            token = jax.random.categorical(jax.random.fold_in(key, i), logits_V / temperature)
-        return tokens_1L.at[0, start + i].set(token.astype(jnp.int32))
+    """[B], the tokens at these positions of the prompts with these numbers."""
+    logits_BV = logits_BV[:, : spec.data_vocab_size]
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < spec.data_vocab_size:
+        least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    if sampling.top_p < 1:
+        sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+        before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV, axis=-1), axis=-1) - jax.nn.softmax(sorted_BV, axis=-1)
+        least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    start = jax.random.key(sampling.seed)
+    key = lambda number, position: jax.random.fold_in(jax.random.fold_in(start, number), position)
+    return jax.vmap(jax.random.categorical)(jax.vmap(key)(numbers_B, positions_B), logits_BV).astype(jnp.int32)
 
-    return jax.lax.fori_loop(0, length, add_token, tokens_1L)
+
+# -- on one device of the mesh
 
 
-def _local_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
-    """On one device of the mesh."""
-    return EmbedAndHead(spec, params, whole=False).logits(_last_layer(spec, params, buffers, tokens_BL))
+def _on_mesh(spec: StepSpec, function: Callable[..., Any], out: tuple[str, ...]) -> Callable[..., Any]:
+    """The function of parameters and buffers as they are stored and of arrays [B, L], on each device's pieces."""
+    axes, placement = (spec.definition.axes, spec.definition.buffer_axes), spec.placement
+
+    def run(params: Params, buffers: Params, *rows: jax.Array) -> Any:
+        placed = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
+        call = jax.shard_map(
+            function,
+            mesh=placement.mesh,
+            in_specs=(*_specs(spec), *[placement.spec(("batch", "length"))] * len(rows)),
+            out_specs=placement.spec(out),
+            check_vma=False,
+        )
+        with _precision(spec):
+            return call(*placed, *rows)
+
+    return run
+
+
+def _generating(spec: StepSpec, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of parameters and buffers as they are placed, of arrays [B, …], and of caches, if it takes any, on
+    each device's pieces. It returns logits [B, V] and caches."""
+    placement = spec.placement
+    kept = placement.spec((None, "batch", None, "heads", None))
+
+    def run(params: Params, buffers: Params, *rest: Any) -> Any:
+        along = [kept if not isinstance(one, jax.Array) else placement.spec(("batch",)) for one in rest]
+        call = jax.shard_map(
+            function,
+            mesh=placement.mesh,
+            in_specs=(*_specs(spec), *along),
+            out_specs=(placement.spec(("batch", "vocab")), kept),
+            check_vma=False,
+        )
+        with _precision(spec):
+            return call(params, buffers, *rest)
+
+    return run
+
+
+def _specs(spec: StepSpec) -> Any:
+    axes = (spec.definition.axes, spec.definition.buffer_axes)
+    return jax.tree.map(spec.placement.spec, axes, is_leaf=is_axes)
+
+
+def _precision(spec: StepSpec) -> Any:
+    """float32 means float32, as in training."""
+    return jax.default_matmul_precision("highest" if spec.dtype == jnp.float32 else "default")
+
+
+def _rows(tokens_BL: jax.Array, positions_BL: jax.Array) -> Batch:
+    return {"tokens": tokens_BL, "positions": positions_BL, "segments": jnp.ones_like(tokens_BL)}
 
 
 def _last_layer(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
     """The output of the last layer for rows of one document each."""
-    positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
-    rows = {"tokens": tokens_BL, "positions": positions_BL, "segments": jnp.ones_like(tokens_BL)}
-    x_BSD = EmbedAndHead(spec, params, whole=False).embed(rows)
+    rows = _rows(tokens_BL, jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape))
+    x_BLD = EmbedAndHead(spec, params, whole=False).embed(rows)
     seen = microbatch_rows(spec, rows, None)
     for group in spec.definition.groups:
         order = jnp.arange(group.units)
         own = (params[group.name], buffers.get(group.name, {}))
-        x_BSD = Layers(spec, group, *own, order, group.units, whole=False).evaluate(x_BSD, jnp.int32(0), seen, always)
-    return x_BSD
+        x_BLD = Layers(spec, group, *own, order, group.units, whole=False).evaluate(x_BLD, jnp.int32(0), seen, always)
+    return x_BLD
+
+
+def _cached(
+    spec: StepSpec, params: Params, buffers: Params, tokens_BQ: jax.Array, caching: Caching, before: Any
+) -> tuple[jax.Array, Any]:
+    """The output of the last layer for new tokens, and the caches, by group."""
+    rows = _rows(tokens_BQ, caching.positions_BQ)
+    x_BQD = EmbedAndHead(spec, params, whole=False).embed(rows)
+    family = spec.definition.family
+    seen = microbatch_rows(spec, rows, None)._replace(
+        positions=caching.positions_BQ, segments=None, rotary=family.rotary(caching.positions_BQ)
+    )
+    kept = {}
+    for group in spec.definition.groups:
+        own = (params[group.name], buffers.get(group.name, {}))
+        layers = Layers(spec, group, *own, jnp.arange(group.units), group.units, whole=False)
+        x_BQD, kept[group.name] = layers.cached(x_BQD, seen, caching, None if before is None else before[group.name])
+    return x_BQD, kept
+
+
+def _as_logits(spec: StepSpec, values_TV: jax.Array) -> Logits:
+    """The logits of this device's part of the vocabulary, of ids that the data has."""
+    ids_V = index_along("vocab", spec.placement) * values_TV.shape[1] + jnp.arange(values_TV.shape[1])
+    return Logits(jnp.where(ids_V < spec.data_vocab_size, values_TV, -jnp.inf), ids_V, spec.placement)
+
+
+def rounded_length(length: int) -> int:
+    """Up to a power of two."""
+    return max(_LEAST, 1 << (length - 1).bit_length())

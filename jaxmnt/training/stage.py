@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
-from jaxmnt.models.layers import Angles
+from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel.collectives import SCATTERED, unshard
 from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.spec import Batch, StepSpec
@@ -69,6 +70,13 @@ def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -
     positions = rows["positions"] if apart else rows["positions"][:1]  # all rows count alike
     rotary = spec.definition.family.rotary(positions)
     return Rows(positions, rows["segments"] if apart else None, rotary, row_keys_B)
+
+
+class Caching(NamedTuple):
+    """How keys and values are kept: in so many places, of tokens at these positions."""
+
+    places: int
+    positions_BQ: jax.Array
 
 
 class Layers:
@@ -185,6 +193,21 @@ class Layers:
         end: jax.Array = self._scan(body, x_BSD)
         return end
 
+    def cached(self, x_BSD: jax.Array, rows: Rows, caching: Caching, before: Any) -> tuple[jax.Array, Any]:
+        """The output of all units for new tokens, and what their layers keep for the tokens after these: by place in
+        the pattern, [units, …]. `before` is what they kept last; None for prompts."""
+
+        def body(x_BSD: jax.Array, scanned: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            unit, kept_before = scanned
+            kept: list[Any] = []
+            for place in range(len(self._group.pattern)):
+                cache = Cache(*caching, None if kept_before is None else kept_before[place])
+                output = self._call(place, *self._arguments(unit, place, rows), x_BSD, cache=cache)
+                x_BSD, kept = output.x_BSD, [*kept, cache.kept]
+            return x_BSD, kept
+
+        return jax.lax.scan(body, x_BSD, (jnp.arange(self._depth), before))
+
     def _unit_forward(self, x_BSD: jax.Array, unit: jax.Array, rows: Rows) -> tuple[jax.Array, Residuals, Any]:
         kept: Residuals = []
         sums = {}
@@ -219,17 +242,29 @@ class Layers:
 
     def _apply(self, place: int) -> Callable[..., Any]:
         """A layer as ((x, term of the loss), sums) of its weights, its buffers, its number, the rows and x."""
-        spec, group = self._spec, self._group
 
-        def apply(weights: Params, buffers: Params, number: jax.Array, rows: Rows, x_BSD: jax.Array) -> Any:
-            keys = rows.row_keys
-            keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-            layer = spec.definition.layer(group, place, _merged(weights, buffers))
-            context = LayerContext(rows.positions, rows.segments, rows.rotary, keys, spec.kernel, spec.placement)
-            output, float32 = _checked(layer(x_BSD, context), x_BSD), lambda one: one.astype(jnp.float32)
+        def apply(*arguments: Any) -> Any:
+            output, float32 = self._call(place, *arguments), lambda one: one.astype(jnp.float32)
             return (output.x_BSD, jax.tree.map(float32, output.loss)), jax.tree.map(float32, dict(output.sums))
 
         return apply
+
+    def _call(
+        self,
+        place: int,
+        weights: Params,
+        buffers: Params,
+        number: jax.Array,
+        rows: Rows,
+        x_BSD: jax.Array,
+        cache: Cache | None = None,
+    ) -> LayerOutput:
+        """The layer at this place of the pattern."""
+        spec, keys = self._spec, rows.row_keys
+        keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+        layer = spec.definition.layer(self._group, place, _merged(weights, buffers))
+        context = LayerContext(rows.positions, rows.segments, rows.rotary, keys, spec.kernel, spec.placement, cache)
+        return _checked(layer(x_BSD, context), x_BSD)
 
     def _arguments(self, unit: jax.Array, place: int, rows: Rows) -> tuple[Params, Params, jax.Array, Rows]:
         """What a layer is applied to besides x; its weights ready for use."""

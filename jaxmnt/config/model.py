@@ -1,0 +1,127 @@
+"""Settings of the model: its family, its sizes, and what only some families have."""
+
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from jaxmnt.config.presets import preset
+from jaxmnt.config.section import Section, key
+
+
+class RopeScaling(Section):
+    """How rotary positions are stretched beyond the length of training (`models/rotary.py`)."""
+
+    type: Literal["none", "linear", "llama3", "yarn"] = key(
+        "none", "How rotary positions are stretched: all alike (linear), or the slow ones (llama3, yarn).",
+        resume="maths",
+    )  # fmt: skip
+    factor: float = key(1.0, "How many times as long.", resume="maths", ge=1)
+    original_max_positions: int = key(
+        8192, "For llama3 and yarn: the length of training before it was stretched.", resume="maths", ge=1
+    )
+    low_frequency_factor: float = key(
+        1.0, "For llama3: what turns fewer times than this in that length is stretched.", resume="maths", gt=0
+    )
+    high_frequency_factor: float = key(4.0, "For llama3: what turns more times than this is not.", resume="maths", gt=0)
+    beta_fast: float = key(32.0, "For yarn: what turns more times than this is not stretched.", resume="maths", gt=0)
+    beta_slow: float = key(1.0, "For yarn: what turns fewer times than this is stretched.", resume="maths", gt=0)
+    truncate: bool = key(True, "For yarn: round the transition's ends to whole frequencies.", resume="maths")
+    attention_factor: float | None = key(
+        None, "For yarn: multiplies queries and keys; default 0.1 · ln(factor) + 1.", resume="maths", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_frequency_factor: {self.low_frequency_factor:g} must be below "
+                f"model.rope_scaling.high_frequency_factor ({self.high_frequency_factor:g}); change one of them"
+            )
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(
+                f"model.rope_scaling.beta_slow: {self.beta_slow:g} must be below model.rope_scaling.beta_fast "
+                f"({self.beta_fast:g}); change one of them"
+            )
+        return self
+
+
+class Model(Section):
+    family: str = key(
+        "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class.", resume="breaks"
+    )
+    preset: str | None = key(
+        None, "Published model, whose settings count where none is given; docs/models.md lists them."
+    )
+    vocab_size: int | None = key(
+        None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", resume="breaks", ge=2
+    )
+    hidden_size: int = key(512, "Width of the residual stream.", resume="breaks", ge=1)
+    num_layers: int = key(8, "Decoder layers.", resume="breaks", ge=1)
+    num_heads: int = key(8, "Query heads.", resume="breaks", ge=1)
+    num_kv_heads: int | None = key(None, "Key and value heads; default num_heads.", resume="breaks", ge=1)
+    head_dim: int | None = key(None, "Width of a head; default hidden_size / num_heads.", resume="breaks", ge=2)
+    intermediate_size: int | None = key(
+        None, "Width of the gated MLP; default 8/3 hidden_size rounded up to 64.", resume="breaks", ge=1
+    )
+    tie_embeddings: bool = key(False, "Use the embedding as the output head.", resume="breaks")
+    rope_theta: float = key(10000.0, "Base of the rotary embedding's wavelengths.", resume="maths", gt=1)
+    local_rope_theta: float | None = key(
+        None, "The same in layers with a window, which have no rope_scaling; default rope_theta.", resume="maths", gt=1
+    )
+    rope_scaling: RopeScaling = RopeScaling()
+    max_positions: int | None = key(None, "The longest sequence, where positions are learned.", resume="breaks", ge=2)
+    norm_epsilon: float = key(1e-5, "Added to the mean square in RMSNorm.", resume="maths", gt=0)
+    sliding_window: int | None = key(
+        None, "Tokens that a layer with a window sees, its own among them; default all.", resume="breaks", ge=1
+    )
+    sliding_window_pattern: int | None = key(
+        None, "One layer of so many has no window, the last; default the family's.", resume="breaks", ge=1
+    )
+    attention_scale: float | None = key(
+        None, "Multiplies the scores of attention; default head_dim to the power of -1/2.", resume="breaks", gt=0
+    )
+    attention_soft_cap: float | None = key(
+        None, "Bends the scores of attention to stay below it; default no cap.", resume="breaks", gt=0
+    )
+    logit_soft_cap: float | None = key(
+        None, "Bends the logits to stay below it; default no cap.", resume="breaks", gt=0
+    )
+    dropout: float = key(0.0, "Dropout on the output of attention and MLP.", resume="maths", ge=0, lt=1)
+    attention: Literal["auto", "xla", "cudnn"] = key(
+        "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, raw: Any) -> Any:
+        """The preset's settings where none are given."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("preset"), str):
+            return raw
+        settings = preset(raw["preset"])
+        scaling = raw.get("rope_scaling")
+        both = {"rope_scaling": settings.get("rope_scaling", {}) | scaling} if isinstance(scaling, dict) else {}
+        return settings | raw | both
+
+
+def complete_model(model: Model) -> Model:
+    """Fills in the sizes that follow from others. Raises `ValueError` for those that contradict each other."""
+    heads = model.num_heads
+    update: dict[str, int] = {}
+    if model.head_dim is None:
+        if model.hidden_size % heads:
+            raise ValueError(
+                f"model.num_heads: {heads} heads do not divide model.hidden_size {model.hidden_size}; "
+                "change one of them or set model.head_dim"
+            )
+        update["head_dim"] = model.hidden_size // heads
+    if (update.get("head_dim") or model.head_dim or 0) % 2:
+        raise ValueError("model.head_dim: rotary embeddings need an even width; choose an even head_dim")
+    kv_heads = model.num_kv_heads or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"model.num_kv_heads: {kv_heads} must divide model.num_heads {heads}; choose a divisor of {heads}"
+        )
+    update["num_kv_heads"] = kv_heads
+    if model.intermediate_size is None:
+        update["intermediate_size"] = -(-model.hidden_size * 8 // 3 // 64) * 64
+    return model.model_copy(update=update)

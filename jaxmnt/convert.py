@@ -1,0 +1,117 @@
+"""python -m jaxmnt.convert from-hf|to-hf|settings: models from and to the files of Hugging Face, on any machine.
+
+from-hf makes a run directory with one checkpoint, which run.init_from, jaxmnt.generate and jaxmnt.checkpoint take like
+any other; run.init_from: hf:FOLDER reads the same files straight onto a mesh. to-hf writes a checkpoint for
+transformers and what reads its files, with the tokenizer and what else came with the model. Nothing of torch and no
+accelerator is needed.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.output import progress
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone are asked of JAX
+    return int({"from-hf": _from_hf, "to-hf": _to_hf, "settings": _settings}[options.command](options))
+
+
+def _from_hf(options: argparse.Namespace) -> int:
+    from jaxmnt.huggingface.folder import Folder
+    from jaxmnt.huggingface.run_from import make_run
+
+    path = make_run(Folder(options.folder, "from-hf"), options.output, options.dtype, progress)
+    progress("")
+    print(f"checkpoint {path}")
+    print(f"train from it with run.init_from={options.output} and the settings of {options.output / 'config.yaml'}")
+    return ExitCode.FINISHED
+
+
+def _to_hf(options: argparse.Namespace) -> int:
+    from jaxmnt.checkpoint.refs import find, roots_of, tokenizer_of
+    from jaxmnt.data.tokenizer import TOKENIZER_FILE
+    from jaxmnt.huggingface import companions
+    from jaxmnt.huggingface.export import plan_export, write_export
+
+    if options.file_gb <= 0:
+        raise ConfigError("--file-gb takes a number above 0")
+    process, processes = _place(options)
+    checkpoint = find(options.checkpoint, "checkpoint")
+    files = companions.kept(roots_of(options.checkpoint, checkpoint))
+    try:
+        tokenizer = tokenizer_of(options.checkpoint, checkpoint).text
+    except ConfigError as error:  # a run from before runs kept theirs, without its data here
+        tokenizer = None
+        if TOKENIZER_FILE not in files:
+            print(f"note    {options.output} has no tokenizer: {error}", file=sys.stderr)
+    export = plan_export(checkpoint, files, tokenizer, options.dtype, int(options.file_gb * 1e9))
+    done = write_export(export, options.output, process, processes, progress)
+    progress("")
+    if done:
+        print(f"{options.output}: {len(export.files)} files of {export.dtype.name}, {', '.join(sorted(export.about))}")
+    else:
+        print(f"the share of process {process} of {processes} is written; {options.output} is there when all are")
+    return ExitCode.FINISHED
+
+
+def _settings(options: argparse.Namespace) -> int:
+    import yaml
+
+    from jaxmnt.huggingface.config import read_config
+    from jaxmnt.huggingface.folder import CONFIG, Folder
+
+    folder = Folder(options.folder, "settings")
+    tree = {"model": read_config(folder.config, str(folder.path / CONFIG))}
+    print(yaml.safe_dump(tree, sort_keys=False), end="")
+    return ExitCode.FINISHED
+
+
+def _place(options: argparse.Namespace) -> tuple[int, int]:
+    """Which of how many processes this is: by the arguments, or by the launcher that started it."""
+    given = (options.process_id, options.processes)
+    if given == (None, None):
+        from jaxmnt.config.schema import Cluster
+        from jaxmnt.distributed.identity import identify
+
+        identity = identify(Cluster(), gpus=0)
+        return identity.process_id, identity.processes
+    process, processes = given
+    if process is None or processes is None or not 0 <= process < processes:
+        raise ConfigError("--process-id: give it with --processes, from 0 to one less")
+    return process, processes
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m jaxmnt.convert", description=__doc__, codes=HERE)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> Parser:
+        found: Parser = commands.add_parser(name, help=text, description=text, codes=HERE)
+        return found
+
+    reading = add("from-hf", "make a run directory of a folder of Hugging Face")
+    reading.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
+    reading.add_argument("output", type=Path, metavar="RUN", help="a new run directory")
+    reading.add_argument("--dtype", choices=_DTYPES[:2], default="float32", help="of the parameters (float32)")
+    writing = add("to-hf", "write a checkpoint as a folder of Hugging Face")
+    writing.add_argument("checkpoint", metavar="RUN[@STEP]", help="a run directory, or where its checkpoints are")
+    writing.add_argument("output", type=Path, metavar="FOLDER", help="a new folder")
+    writing.add_argument("--dtype", choices=_DTYPES, help="default: that of the model it came from, else float32")
+    writing.add_argument("--file-gb", type=float, default=5.0, metavar="GB", help="gigabytes a file (5)")
+    writing.add_argument("--processes", type=int, metavar="N", help="write in N processes, on one host or several")
+    writing.add_argument("--process-id", type=int, metavar="I", help="this one, from 0 (both: the launcher's)")
+    showing = add("settings", "print a folder's model as the section model of a config")
+    showing.add_argument("folder", type=Path, metavar="FOLDER")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,116 @@
+"""Rendering a conversation by a tokenizer's own template, in a process of its own.
+
+A template is somebody else's program. It runs in Jinja's sandbox, which keeps it from Python's objects, and in a child
+process with little memory and time, which keeps it from running for ever: python -m jaxmnt.data.chat_template reads a
+JSON object from its input and writes the text.
+"""
+
+import datetime
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxmnt.errors import ConfigError, printable
+
+Message = Mapping[str, Any]
+
+_SECONDS = 10
+_MEMORY = 1 << 30
+_LONGEST = 16 << 20
+_REFUSED = 3
+
+
+def chat_template(files: Mapping[str, bytes]) -> str | None:
+    """The template among the files that came with a model; None if there is none. Raises `ConfigError` for one that
+    cannot be read."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode(errors="replace")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        try:
+            found = json.loads(files.get(name, b"{}")).get("chat_template")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"--chat: {name} cannot be read: {error}; copy it again") from error
+        if isinstance(found, list):  # several by name
+            named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+            found = named.get("default")
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The names of special tokens that templates use, such as bos_token, from tokenizer_config.json."""
+    try:
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    found = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name) if isinstance(config, dict) else None
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def render(template: str, messages: Sequence[Message], tokens: Mapping[str, str]) -> str:
+    """The text of a conversation, up to where the model's turn begins.
+
+    Raises `ConfigError` for a template that raises, takes too long or too much memory, or is none.
+    """
+    request = {"template": template, "messages": list(messages), "tokens": dict(tokens)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__], input=json.dumps(request).encode(), capture_output=True,
+            timeout=_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"--chat: the chat template was not done after {_SECONDS} s; it may never end: use another"
+        ) from None
+    if done.returncode == 0:
+        return done.stdout.decode()
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    why = lines[-1] if done.returncode == _REFUSED and lines else "it took too much memory or time"
+    raise ConfigError(f"--chat: the chat template cannot render this conversation: {printable(why[:300])}")
+
+
+def _child() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    try:
+        from jinja2.exceptions import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        _refuse("this needs the jinja2 library; install it with: pip install 'jaxmnt[data]'")
+    request = json.loads(sys.stdin.buffer.read())
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        text = environment.from_string(request["template"]).render(
+            messages=request["messages"], add_generation_prompt=True, tools=None, documents=None, **request["tokens"]
+        )
+    except Exception as error:  # whatever somebody else's program raises
+        _refuse(f"{type(error).__name__}: {error}")
+    if len(text) > _LONGEST:
+        _refuse(f"it made {len(text)} characters")
+    sys.stdout.buffer.write(text.encode())
+
+
+def _refuse(why: str) -> NoReturn:
+    print(" ".join(why.split()), file=sys.stderr)
+    sys.exit(_REFUSED)
+
+
+if __name__ == "__main__":
+    _child()

@@ -1,0 +1,51 @@
+"""What belongs to a model of Hugging Face besides its weights, kept with a run: `huggingface/` in its directory.
+
+Its config.json (for keys that alter nothing, such as token ids), its tokenizer, its chat template, and what generation
+does by default. All of it comes along when the run is written for Hugging Face again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.refs import roots_of
+from jaxmnt.errors import UserError
+from jaxmnt.huggingface.folder import COMPANIONS, CONFIG
+from jaxmnt.storage import StoragePath, publish_bytes, read
+
+KEPT = "huggingface"
+
+
+def found_in(folder: StoragePath) -> dict[str, bytes]:
+    """The files of a folder by name; empty if it has no config.json."""
+    found: dict[str, bytes] = {}
+    for name in (CONFIG, *COMPANIONS):
+        try:
+            found[name] = read(folder / name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return found if CONFIG in found else {}
+
+
+def kept(homes: Sequence[StoragePath]) -> dict[str, bytes]:
+    """The files that a run has in one of its places."""
+    return next((found for home in homes if (found := found_in(home / KEPT))), {})
+
+
+def of_source(weights: Path | None, source: str | None, checkpoint: Committed | None) -> dict[str, bytes]:
+    """The files that came with what a run begins with: a folder, or a checkpoint that `source` names."""
+    if weights is not None:
+        return found_in(weights)
+    return {} if source is None or checkpoint is None else kept(roots_of(source, checkpoint))
+
+
+def keep(home: StoragePath, files: dict[str, bytes]) -> None:
+    """Writes them into a run's directory. By process 0."""
+    try:
+        (home / KEPT).mkdir(parents=True, exist_ok=True)
+        for name, content in sorted(files.items()):
+            publish_bytes(home / KEPT / name, content)
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{home / KEPT} cannot be written: {error.strerror}; fix that") from error

@@ -1,0 +1,297 @@
+"""A checkpoint as a folder of Hugging Face: on any machine, or on several at a time, without JAX's devices.
+
+Files hold whole tensors, of one parameter after another, so that a checkpoint whose chunks span many layers is read
+once. Each process writes some of the files into a folder beside the one that is asked for; whoever finds that all are
+there compares what was read with the digests, and publishes the folder by renaming it. So processes need not talk, and
+what was interrupted goes on where it was.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmnt.checkpoint import digest
+from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.config.load import parse_config
+from jaxmnt.data.tokenizer import TOKENIZER_FILE
+from jaxmnt.errors import ConfigError
+from jaxmnt.huggingface.config import write_config
+from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE
+from jaxmnt.huggingface.tensors import Part, parts_of
+from jaxmnt.models.contract import define
+from jaxmnt.models.registry import build_family
+
+_PIECE_BYTES = 256 << 20
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONG_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class Work(NamedTuple):
+    """Layers of the parameters that share tensors; of one that is not stacked, all of it."""
+
+    parameters: tuple[str, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Export:
+    """What becomes of a checkpoint: the files, and what each holds. The same in all processes."""
+
+    checkpoint: Committed
+    parts: dict[str, list[Part]]
+    files: dict[str, list[Work]]
+    dtype: np.dtype
+    about: dict[str, bytes]
+    """The other files of the folder, by name."""
+
+    @property
+    def id(self) -> str:
+        """Tells this export from others into the same folder."""
+        manifest = self.checkpoint.manifest
+        about = [manifest.run, manifest.step, self.dtype.name, sorted(self.files)]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:8]
+
+    def tensors(self, file: str) -> list[Part]:
+        """The tensors of a file, each once, in their order."""
+        found: dict[str, Part] = {}
+        for work in self.files[file]:
+            for parameter in work.parameters:
+                for part in self.parts[parameter][work.begin : work.end]:
+                    found.setdefault(part.name, part)
+        return list(found.values())
+
+
+def plan_export(
+    checkpoint: Committed, companions: dict[str, bytes], tokenizer: str | None, dtype: str | None, file_bytes: int
+) -> Export:
+    """`companions` are files that came with the model, `tokenizer` the text of the run's own tokenizer.json, which
+    counts. Without `dtype` it is that of the model that the run came from, else float32.
+
+    Raises `ConfigError` for a family that Hugging Face does not know.
+    """
+    manifest = checkpoint.manifest
+    config = parse_config(manifest.config, f"the config in {checkpoint.path}")
+    rows = config.model.vocab_size
+    assert rows is not None
+    definition = define(build_family(config.model, rows))
+    source = json.loads(companions[CONFIG]) if CONFIG in companions else {}
+    longest = {"max_position_embeddings": config.data.sequence_length}
+    tree = write_config(config.model, longest | source.get("text_config", {}) | source)
+    parts = parts_of(definition)
+    wanted = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
+    if wanted not in _LONG_NAMES.values():
+        raise ConfigError(f"--dtype: {wanted} is not one of {', '.join(_LONG_NAMES.values())}")
+    tree |= {"dtype": wanted, "torch_dtype": wanted}
+    about = {name: content for name, content in companions.items() if name != CONFIG}
+    if tokenizer is not None:
+        about[TOKENIZER_FILE] = tokenizer.encode()
+    about[CONFIG] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
+    files = _divided(parts, np.dtype(wanted).itemsize, file_bytes)
+    export = Export(checkpoint, parts, files, np.dtype(wanted), about)
+    if len(files) > 1:
+        places = {part.name: file for file in files for part in export.tensors(file)}
+        total = sum(_bytes(part, export.dtype) for file in files for part in export.tensors(file))
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        about[INDEX] = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    return export
+
+
+def write_export(
+    export: Export, folder: Path, process: int = 0, processes: int = 1, tell: Callable[[str], None] = lambda name: None
+) -> bool:
+    """Writes this process's share of the files. Whether the folder is there now: else others are still writing.
+
+    Raises `ConfigError` if it was there before, and `DamagedError` if an array is not what was saved.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; name a new folder")
+    building = folder.with_name(f".{folder.name}.{export.id}.building")
+    building.mkdir(parents=True, exist_ok=True)
+    own = sorted(export.files)[process::processes]
+    reader = Reader(export.checkpoint, sorted({_stored(name) for file in own for name in _parameters(export, file)}))
+    for file in own:
+        if not (building / f"{file}.digests").exists():
+            _write_file(export, reader, file, building, tell)
+    return _publish(export, building, folder)
+
+
+def _publish(export: Export, building: Path, folder: Path) -> bool:
+    """Renames the folder if all files are there, whoever wrote them."""
+    try:
+        told = [json.loads((building / f"{file}.digests").read_text()) for file in sorted(export.files)]
+    except FileNotFoundError:
+        return folder.exists()
+    shares: dict[str, digest.Lanes] = {}
+    for one in told:
+        for name, lanes in one.items():
+            shares[name] = digest.add(shares.get(name, digest.ZERO), (lanes[0], lanes[1]))
+    arrays = export.checkpoint.manifest.arrays
+    if wrong := sorted(name for name in shares if digest.to_text(shares[name]) != arrays[name].content):
+        shutil.rmtree(building, ignore_errors=True)
+        raise DamagedError(f"checkpoint {export.checkpoint.path}: array {wrong[0]} is not what was saved")
+    with contextlib.suppress(FileNotFoundError):  # another process that saw all files is publishing, too
+        for name, content in sorted(export.about.items()):
+            (building / name).write_bytes(content)
+        for path in sorted(building.glob("*.digests")):
+            path.unlink()
+        building.rename(folder)
+    return True
+
+
+# -- which file holds what
+
+
+def _divided(parts: dict[str, list[Part]], item: int, file_bytes: int) -> dict[str, list[Work]]:
+    """Files of about so many bytes."""
+    files: list[list[Work]] = [[]]
+    room = file_bytes
+    for parameters in _bundles(parts):
+        layers = len(parts[parameters[0]])
+        layer_bytes = sum(math.prod(parts[name][0].shape) for name in parameters) * item
+        begin = 0
+        while begin < layers:
+            fits = min(layers - begin, room // layer_bytes)
+            if fits == 0 and files[-1]:
+                files.append([])
+                room = file_bytes
+                continue
+            fits = max(1, fits)
+            files[-1].append(Work(parameters, begin, begin + fits))
+            begin, room = begin + fits, room - fits * layer_bytes
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{n + 1:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files)}
+
+
+def _bundles(parts: dict[str, list[Part]]) -> list[tuple[str, ...]]:
+    """The parameters, those together that are parts of the same tensors."""
+    by_tensor: dict[str, list[str]] = {}
+    for name, several in sorted(parts.items()):
+        by_tensor.setdefault(several[0].name, []).append(name)
+    return [tuple(names) for names in by_tensor.values()]
+
+
+def _parameters(export: Export, file: str) -> Iterator[str]:
+    for work in export.files[file]:
+        yield from work.parameters
+
+
+def _stored(parameter: str) -> str:
+    """Its name in the checkpoint."""
+    return f"params/{parameter.replace('.', '/')}"
+
+
+# -- one file
+
+
+def _write_file(export: Export, reader: Reader, file: str, building: Path, tell: Callable[[str], None]) -> None:
+    """Writes a file beside its place, renames it, and says what was read for it."""
+    path = building / f".{file}.{os.getpid()}"
+    places = _begin_file(path, export.tensors(file), export.dtype)
+    shares: dict[str, digest.Lanes] = {}
+    for work in export.files[file]:
+        for parameter in work.parameters:
+            tell(parameter)
+            name = _stored(parameter)
+            shares[name] = digest.add(
+                shares.get(name, digest.ZERO), _copy(export, reader, parameter, work, path, places)
+            )
+    with path.open("rb+") as written:
+        os.fsync(written.fileno())
+    path.rename(building / file)
+    (building / f"{file}.digests").write_text(json.dumps(shares))
+
+
+def _begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, int]:
+    """Makes a file of the right size with its header; the place of each tensor in it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in tensors:
+        size = _bytes(part, dtype)
+        header[part.name] = {"dtype": _NAMES[dtype], "shape": list(part.whole), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return {part.name: 8 + len(text) + header[part.name]["data_offsets"][0] for part in tensors}
+
+
+def _copy(
+    export: Export, reader: Reader, parameter: str, work: Work, path: Path, places: dict[str, int]
+) -> digest.Lanes:
+    """Copies layers of a parameter into their tensors, piece by piece; the share of the array's digest."""
+    name, parts = _stored(parameter), export.parts[parameter]
+    shape, total = export.checkpoint.manifest.arrays[name].shape, digest.ZERO
+    stacked = len(shape) > len(parts[0].shape)
+    for start, index in _pieces(reader, name, shape, parts[0], work, stacked):
+        piece = reader.read(name, index)
+        total = digest.add(total, digest.block_digest(piece, start, shape))
+        layers, inner = (piece, start[1:]) if stacked else (piece[None], start)
+        for number, layer in enumerate(layers):
+            part = parts[start[0] + number if stacked else 0]
+            _put(path, places[part.name], part, inner, layer.astype(export.dtype), export.dtype)
+    return total
+
+
+def _pieces(
+    reader: Reader, name: str, shape: tuple[int, ...], part: Part, work: Work, stacked: bool
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Pieces of about `_PIECE_BYTES`, where possible of whole chunks: of some layers, or of a part of each. A layer is
+    cut along its first input and its first output alone, so that a piece is a rectangle of its matrix."""
+    begins, extents = [0] * len(shape), list(shape)
+    if stacked:
+        begins[0], extents[0] = work.begin, work.end - work.begin
+    first = 1 if stacked else 0
+    cuttable = ([0] if stacked else []) + [first + n for n in {0, part.tensor.inputs} if first + n < len(shape)]
+    chunk, steps = reader.chunk(name), list(extents)
+    item = np.dtype(np.float32).itemsize
+    for dimension in cuttable:
+        if math.prod(steps) * item <= _PIECE_BYTES:
+            break
+        inner = math.prod(steps) // max(1, steps[dimension]) * item
+        whole_chunks = _PIECE_BYTES // max(1, inner) // chunk[dimension] * chunk[dimension]
+        steps[dimension] = min(steps[dimension], max(chunk[dimension], whole_chunks))
+    ends = [begin + extent for begin, extent in zip(begins, extents, strict=True)]
+    for start in itertools.product(*(range(b, e, max(1, s)) for b, e, s in zip(begins, ends, steps, strict=True))):
+        yield start, tuple(slice(s, min(s + step, end)) for s, step, end in zip(start, steps, ends, strict=True))
+
+
+def _put(path: Path, place: int, part: Part, inner: Sequence[int], layer: np.ndarray, dtype: np.dtype) -> None:
+    """Writes a piece of a layer, which begins at the index `inner` of it, into its rows and columns of the tensor."""
+    inputs, whole = part.tensor.inputs, part.whole
+    if inputs == 0:
+        flat = np.ravel(layer)
+        begin = part.offset[0] + int(np.ravel_multi_index(tuple(inner), part.shape) if inner else 0)
+        with path.open("rb+") as file:
+            file.seek(place + begin * dtype.itemsize)
+            file.write(flat.tobytes())
+        return
+    along: Callable[[slice], tuple[int, int]] = lambda of: (
+        math.prod(layer.shape[of]),
+        inner[of.start] * math.prod(part.shape[of][1:]),
+    )
+    (n_in, at_in), (n_out, at_out) = along(slice(0, inputs)), along(slice(inputs, len(part.shape)))
+    matrix = layer.reshape(n_in, n_out)
+    (top, left), turned = part.offset, part.tensor.transposed
+    matrix, row, column = (matrix.T, at_out, at_in) if turned else (matrix, at_in, at_out)
+    target = np.memmap(path, dtype, "r+", place, whole)
+    target[top + row : top + row + matrix.shape[0], left + column : left + column + matrix.shape[1]] = matrix
+
+
+def _bytes(part: Part, dtype: np.dtype) -> int:
+    return math.prod(part.whole) * dtype.itemsize

@@ -1,0 +1,210 @@
+"""A folder with a model of Hugging Face: its config.json and its safetensors files, checked before anything is used."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401 (NumPy has bfloat16 once it is imported)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxmnt.errors import ConfigError, UserError, nearest, printable
+from jaxmnt.huggingface.tensors import Part
+from jaxmnt.models.huggingface import HuggingFace
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""What belongs to a model besides its weights, and is passed on as it is."""
+
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype("bfloat16"), "F16": np.dtype(np.float16)}
+_LARGEST_JSON = 64 << 20
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: str
+    """The file's name in the folder."""
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    begin: int
+    """Its first byte in the file."""
+
+
+class Folder:
+    """The model in a folder. Opening reads the headers of all files; nothing is executed.
+
+    Raises `ConfigError` for a folder that has none, and for files that are damaged or contradict each other.
+    """
+
+    def __init__(self, path: Path, key: str):
+        """`key` names in errors what asked for the folder."""
+        self.path, self._key = path, key
+        if not path.is_dir():
+            raise ConfigError(f"{key}: {path} is not a folder; name one with a config.json and safetensors files")
+        self.config = read_json(path / CONFIG, key)
+        self._headers: dict[str, dict[str, Any]] = {}
+        self._descriptors: dict[str, int] = {}
+
+    def tensors(self, written: HuggingFace) -> dict[str, Stored]:
+        """What the files hold, by the names that the family has; without what it leaves out."""
+        found: dict[str, Stored] = {}
+        left_out = [re.compile(pattern) for pattern in written.left_out]
+        for file, names in sorted(self._files().items()):
+            opened = self._opened(file)
+            for name in sorted(opened if names is None else names):
+                here = _renamed(name, written.renamed)
+                if any(pattern.fullmatch(one) for pattern in left_out for one in (name, here)):
+                    continue
+                if here in found:
+                    raise ConfigError(f"{self._key}: {here} is in {found[here].file} and in {file}; remove one of them")
+                kind = opened[name]["dtype"]
+                if kind not in DTYPES:
+                    raise ConfigError(
+                        f"{self._key}: {printable(name)} in {self.path / file} is of type {kind}; those that are read "
+                        f"are {', '.join(DTYPES)}"
+                    )
+                shape, (begin, _) = tuple(opened[name]["shape"]), opened[name]["data_offsets"]
+                found[here] = Stored(file, shape, DTYPES[kind], begin)
+        return found
+
+    def check(self, written: HuggingFace, parts: Mapping[str, list[Part]], *, tied: bool) -> dict[str, Stored]:
+        """The tensors, if they are those of a model with these parameters. Names what is missing, too much or of
+        another shape."""
+        found = self.tensors(written)
+        wanted = {part.name: part for several in parts.values() for part in several}
+        for name, part in wanted.items():
+            if name not in found:
+                close = nearest(name, sorted(found)) if len(found) < 5000 else ""
+                raise ConfigError(f"{self._key}: {self.path} lacks the tensor {name}; {close}".rstrip("; "))
+            if found[name].shape != part.whole:
+                raise ConfigError(
+                    f"{self._key}: {name} in {self.path / found[name].file} is {list(found[name].shape)}, and by "
+                    f"{CONFIG} it must be {list(part.whole)}"
+                )
+        unused = {written.ends["head.kernel"].name} if tied else set()  # some files have the embedding twice
+        if stray := sorted(found.keys() - wanted.keys() - unused):
+            more = f" and {len(stray) - 1} more" if len(stray) > 1 else ""
+            raise ConfigError(
+                f"{self._key}: {self.path / found[stray[0]].file} has the tensor {printable(stray[0])}{more}, which a "
+                f"model of {CONFIG} does not; without it the model would compute something else"
+            )
+        return {name: found[name] for name in wanted}
+
+    def read(self, stored: Stored, offset: tuple[int, int], into: np.ndarray) -> int:
+        """Fills a contiguous matrix with the rows and columns of a tensor from `offset` on; a vector is one column.
+        Returns how many bytes it took."""
+        rows, columns = into.shape
+        width = stored.shape[1] if len(stored.shape) == 2 else 1
+        try:
+            if columns != width:
+                path, shape = self.path / stored.file, (stored.shape[0], width)
+                whole = np.memmap(path, stored.dtype, "r", stored.begin, shape)
+                into[...] = whole[offset[0] : offset[0] + rows, offset[1] : offset[1] + columns]
+                return into.nbytes
+            left, place = memoryview(into.view(np.uint8).reshape(-1)), stored.begin + offset[0] * width * into.itemsize
+            while left:
+                taken = os.preadv(self._descriptor(stored.file), [left], place)
+                if taken == 0:
+                    raise OSError("the file has become shorter")
+                left, place = left[taken:], place + taken
+        except OSError as error:
+            raise UserError(
+                f"{self._key}: {self.path / stored.file} cannot be read: {error}; check that it is mounted and whole"
+            ) from error
+        return into.nbytes
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _files(self) -> dict[str, Iterable[str] | None]:
+        """Each file, and the tensors that the index says that it has; None without an index."""
+        if (self.path / INDEX).is_file():
+            index = read_json(self.path / INDEX, self._key).get("weight_map")
+            if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+                raise ConfigError(f"{self._key}: {self.path / INDEX} has no weight_map of files; copy it again")
+            files: dict[str, list[str]] = {}
+            for name, file in index.items():
+                self._check_name(file)
+                files.setdefault(file, []).append(name)
+            for file, names in files.items():
+                if missing := sorted(set(names) - set(self._opened(file))):
+                    raise ConfigError(
+                        f"{self._key}: {self.path / file} lacks the tensor {printable(missing[0])}, which {INDEX} says "
+                        "is there; copy both again"
+                    )
+            return dict(files)
+        if (self.path / SINGLE).is_file():
+            return {SINGLE: None}
+        others = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in self.path.glob(pattern)
+        )
+        if others:
+            raise ConfigError(
+                f"{self._key}: {self.path} has {others[0]}, a pickle, which may run code and is not read; convert "
+                "it to safetensors"
+            )
+        raise ConfigError(f"{self._key}: {self.path} has neither {SINGLE} nor {INDEX}")
+
+    def _check_name(self, file: str) -> None:
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ConfigError(f"{self._key}: {self.path / INDEX} names {printable(file)}, not a file of the folder")
+        if not file.endswith(".safetensors"):
+            raise ConfigError(f"{self._key}: {self.path / INDEX} names {printable(file)}; only safetensors are read")
+        if not (self.path / file).is_file():
+            raise ConfigError(f"{self._key}: {self.path / INDEX} names {printable(file)}, which is not there; copy it")
+
+    def _opened(self, file: str) -> dict[str, Any]:
+        """The header of a file that the library has found sound, by name; places count from the file's beginning."""
+        if file not in self._headers:
+            path = self.path / file
+            try:
+                with safe_open(path, "numpy"):
+                    pass
+                with path.open("rb") as opened:
+                    length = int.from_bytes(opened.read(8), "little")
+                    header = json.loads(opened.read(length))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(
+                    f"{self._key}: {path} is not a whole safetensors file: {printable(str(error))}; copy it again"
+                ) from error
+            header.pop("__metadata__", None)
+            for about in header.values():
+                about["data_offsets"] = [8 + length + place for place in about["data_offsets"]]
+            self._headers[file] = header
+        return self._headers[file]
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(self.path / file, os.O_RDONLY)
+        return self._descriptors[file]
+
+
+def read_json(path: Path, key: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ConfigError` if there is none."""
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ConfigError(f"{key}: {path} is larger than {_LARGEST_JSON >> 20} MiB, which no such file is")
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{key}: {path} is not there; name a folder that has it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {printable(str(error))}; copy it again") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{key}: {path} must be an object; copy it again")
+    return tree
+
+
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    for theirs, ours in renamed.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name

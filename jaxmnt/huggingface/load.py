@@ -1,0 +1,133 @@
+"""From the files of Hugging Face onto the devices of any mesh.
+
+All processes together read each byte once, in rows as they lie in the files, whatever the mesh: a parameter's tensors
+are first spread over all devices by rows, and the devices then exchange what they need. So a file system serves the
+model once, and not once for each replica, and no process reads pieces of rows.
+
+Shapes: U layers of a stack, R rows and C columns of a tensor.
+"""
+
+import itertools
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmnt.checkpoint.names import like, named
+from jaxmnt.checkpoint.reader import aligned
+from jaxmnt.checkpoint.restore import raise_together
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import UserError
+from jaxmnt.huggingface.folder import Folder, Stored
+from jaxmnt.huggingface.tensors import Part, parts_of
+from jaxmnt.models.contract import Definition, Params
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Parameters, and what it took to get them."""
+
+    params: Params
+    bytes: int
+    """Read by this process."""
+    seconds: float
+
+
+def load_parameters(path: Path, definition: Definition, abstract: Params, identity: Identity) -> Loaded:
+    """The parameters of `abstract`, on its shardings and in its dtypes, from the files of the folder `path`.
+
+    All processes return, or all raise: `ConfigError` if the files are of another model, `UserError` if they cannot be
+    read. On the host a parameter of all layers is there at a time, and the next one, as it is in the files; only what
+    the devices of this process take of it.
+    """
+    started = time.perf_counter()
+    written, wanted = definition.family.hugging_face, named(abstract)
+    parts = {name.replace(".", "/"): several for name, several in parts_of(definition).items()}
+    assert written is not None
+    reader: _Reader | None = None
+    try:
+        folder, tied = Folder(path, "run.init_from"), definition.family.config.tie_embeddings
+        reader, trouble = _Reader(folder, folder.check(written, parts, tied=tied)), None
+    except UserError as error:
+        trouble = error
+    raise_together(f"open {path.name}", trouble, identity)
+    assert reader is not None
+    arrays: dict[str, jax.Array] = {}
+    with ThreadPoolExecutor(1) as ahead:
+        begin = lambda name: ahead.submit(reader.spread, parts[name], wanted[name].sharding)
+        reading = {name: begin(name) for name in list(wanted)[:1]}
+        for name, following in itertools.zip_longest(wanted, list(wanted)[1:]):
+            matrices_URC = reading.pop(name).result()
+            if following is not None:
+                reading[following] = begin(following)
+            arrays[name] = _converted(matrices_URC, parts[name][0], wanted[name])
+            del matrices_URC
+    reader.close()
+    raise_together(f"load {path.name}", reader.trouble, identity)
+    return Loaded(like(abstract, arrays), reader.bytes, time.perf_counter() - started)
+
+
+class _Reader:
+    """Reads the share of this process. What cannot be read is noted and left as zeros, since the others are about to
+    exchange their shares with this one."""
+
+    def __init__(self, folder: Folder, stored: dict[str, Stored]):
+        self._folder, self._stored = folder, stored
+        self.bytes = 0
+        self.trouble: UserError | None = None
+
+    def spread(self, parts: list[Part], sharding: NamedSharding) -> jax.Array:
+        """[U, R, C] in the dtype of the files, rows over all devices but for the axes that split the stack; rows are
+        filled up to what the devices divide."""
+        mesh = sharding.mesh
+        first = sharding.spec[0] if len(sharding.spec) and len(parts) > 1 else None
+        over_units = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+        over_rows = tuple(name for name in mesh.axis_names if name not in over_units)
+        devices = math.prod(mesh.shape[name] for name in over_rows)
+        rows, columns = parts[0].matrix
+        shape = (len(parts), -(-rows // devices) * devices, columns)
+        dtype = np.result_type(*{self._stored[part.name].dtype for part in parts})
+        spread = NamedSharding(mesh, P(over_units or None, over_rows or None))
+        shards = []
+        for device, index in spread.addressable_devices_indices_map(shape).items():
+            assert index is not None
+            (begin, end), (top, bottom), _ = (one.indices(extent)[:2] for one, extent in zip(index, shape, strict=True))
+            memory = aligned((end - begin, bottom - top, columns), dtype)
+            for part, own in zip(parts[begin:end], memory, strict=True):
+                self._fill(part, top, own[: max(0, rows - top)])
+            shards.append(jax.device_put(memory, SingleDeviceSharding(device)))
+        return jax.make_array_from_single_device_arrays(shape, spread, shards)
+
+    def close(self) -> None:
+        self._folder.close()
+
+    def _fill(self, part: Part, top: int, own: np.ndarray) -> None:
+        """Rows of a part from `top` on."""
+        stored = self._stored[part.name]
+        read = own if stored.dtype == own.dtype else np.empty(own.shape, stored.dtype)
+        try:
+            if own.size and self.trouble is None:
+                self.bytes += self._folder.read(stored, (part.offset[0] + top, part.offset[1]), read)
+        except UserError as error:
+            self.trouble = error
+        if read is not own:
+            own[...] = read
+
+
+def _converted(matrices_URC: jax.Array, part: Part, wanted: Any) -> jax.Array:
+    """The parameter as it is stored."""
+    rows, stacked = part.matrix[0], len(wanted.shape) > len(part.shape)
+
+    def convert(matrices_URC: jax.Array) -> jax.Array:
+        whole = jax.vmap(part.to_parameter)(matrices_URC[:, :rows])
+        return (whole if stacked else whole[0]).astype(wanted.dtype)
+
+    array = jax.jit(convert, out_shardings=wanted.sharding)(matrices_URC)
+    return jax.block_until_ready(array)  # one at a time, for the memory

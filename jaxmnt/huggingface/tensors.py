@@ -1,0 +1,112 @@
+"""Which tensors of Hugging Face a model's parameters are, and how one becomes the other.
+
+A tensor is looked at as a matrix, rows before columns as they lie in the file; a vector has one column. Several
+parameters may share one: then each is a part of its outputs.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmnt.errors import ConfigError
+from jaxmnt.models.contract import Definition
+from jaxmnt.models.huggingface import Tensor
+from jaxmnt.parallel.sharding import parameter_name
+
+
+class Part(NamedTuple):
+    """What one tensor has of a parameter: all of it, or one layer of a stack."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    """Of the parameter, or of one layer's."""
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the parameter's part of the tensor."""
+        if self.tensor.inputs == 0:
+            return math.prod(self.shape), 1
+        inputs = math.prod(self.shape[: self.tensor.inputs])
+        outputs = math.prod(self.shape[self.tensor.inputs :])
+        return (outputs, inputs) if self.tensor.transposed else (inputs, outputs)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor in its file."""
+        rows, columns = self.matrix
+        if self.tensor.inputs == 0:
+            return (rows * self.tensor.parts,)
+        return (rows * self.tensor.parts, columns) if self.tensor.transposed else (rows, columns * self.tensor.parts)
+
+    @property
+    def offset(self) -> tuple[int, int]:
+        """The row and column of the tensor at which the part begins; of a vector, the place and 0."""
+        rows, columns = self.matrix
+        part = self.tensor.part
+        by_rows = self.tensor.transposed or self.tensor.inputs == 0
+        return (part * rows, 0) if by_rows else (0, part * columns)
+
+    def to_parameter(self, matrix: Any) -> Any:
+        """Our array from rows and columns, in NumPy or JAX."""
+        return (matrix.T if self._turned else matrix).reshape(self.shape)
+
+    def to_matrix(self, array: Any) -> Any:
+        """Rows and columns from our array, in NumPy or JAX."""
+        rows, columns = self.matrix
+        return array.reshape(columns, rows).T if self._turned else array.reshape(rows, columns)
+
+    @property
+    def _turned(self) -> bool:
+        return self.tensor.transposed and self.tensor.inputs > 0
+
+
+def parts_of(definition: Definition) -> dict[str, list[Part]]:
+    """For each parameter, such as layers.attention.query, its tensors: one, or one for each layer of its stack.
+
+    Raises `ConfigError` for a family that is not in the files of Hugging Face.
+    """
+    written = definition.family.hugging_face
+    if written is None:
+        raise ConfigError(
+            f"model.family: {definition.family.config.family} says nothing of Hugging Face's names; add hugging_face "
+            "to the class (docs/models.md)"
+        )
+    numbers = _layer_numbers(definition)
+    found: dict[str, list[Part]] = {}
+    for path, leaf in jax.tree.leaves_with_path(definition.abstract):
+        name = parameter_name(path)
+        group, _, rest = name.partition(".")
+        if group not in numbers:
+            _check_has(written.ends, name, name)
+            found[name] = [Part(written.ends[name], leaf.shape)]
+            continue
+        place, _, inner = rest.partition(".")
+        several = place.isdecimal()
+        inner, number = (inner, int(place)) if several else (rest, 0)
+        _check_has(written.layer, inner, name)
+        tensor = written.layer[inner]
+        found[name] = [
+            Part(tensor._replace(name=tensor.name.format(layer)), leaf.shape[1:]) for layer in numbers[group][number]
+        ]
+    return found
+
+
+def _check_has(tensors: Mapping[str, Tensor], name: str, parameter: str) -> None:
+    if name not in tensors:
+        raise ConfigError(f"model.family: its hugging_face says nothing of {name} (of {parameter}); add its tensor")
+
+
+def _layer_numbers(definition: Definition) -> dict[str, list[range]]:
+    """For each group and each place of its pattern, which of the model's layers its units are."""
+    numbers, first = {}, 0
+    for group in definition.groups:
+        length = len(group.pattern)
+        numbers[group.name] = [range(first + place, first + group.num_layers, length) for place in range(length)]
+        first += group.num_layers
+    return numbers

@@ -1,0 +1,68 @@
+"""Gemma 3's text model (Gemma Team 2025, arXiv:2503.19786): Gemma 2's layers with an RMSNorm on each head's query and
+key and without soft caps; five layers with a window to one without, whose rotary positions have a larger base.
+
+Shapes: B batch, L length, D model, H query heads, G key/value heads, K head width.
+"""
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from jaxmnt.config.model import Model
+from jaxmnt.models.attention import KVHeads
+from jaxmnt.models.contract import LayerContext
+from jaxmnt.models.gemma2 import ASSUMED, NORMS, ONLY, SCALE, Gemma2, GemmaAttention
+from jaxmnt.models.huggingface import ATTENTION, ENDS, MLP, NORMED_HEADS, HuggingFace, Setting, common_settings
+from jaxmnt.models.layers import RMSNorm
+from jaxmnt.models.rotary import Angles
+from jaxmnt.models.windows import two_rotaries
+
+
+class NormedAttention(GemmaAttention):
+    """Attention that normalises queries and keys before it rotates them. All heads share the scales."""
+
+    def __init__(self, config: Model, kind: str, output_std: float, rngs: nnx.Rngs):
+        super().__init__(config, kind, output_std, rngs)
+        assert config.head_dim
+        self.query_norm = RMSNorm(config.head_dim, config.norm_epsilon, offset=1.0)
+        self.key_norm = RMSNorm(config.head_dim, config.norm_epsilon, offset=1.0)
+
+    def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BLHK, k_BLGK, v_BLGK = super().projections(x_BLD, shared)
+        return self.query_norm(q_BLHK), self.key_norm(k_BLGK), v_BLGK
+
+    def angles(self, context: LayerContext) -> Angles:
+        return context.rotary[self.kind]
+
+
+class Gemma3(Gemma2):
+    """Five layers with a window, then one without; what is left of six at the end has windows."""
+
+    settings: Sequence[str] = (*Gemma2.settings, "local_rope_theta")
+    pattern_length = 6
+    attention = NormedAttention
+    hugging_face = HuggingFace(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        ATTENTION | NORMED_HEADS | MLP | NORMS,
+        ENDS,
+        common_settings(
+            sliding_window=Setting("sliding_window"),
+            query_pre_attn_scalar=SCALE,
+            attn_logit_softcapping=Setting("attention_soft_cap"),
+            final_logit_softcapping=Setting("logit_soft_cap"),
+        ),
+        only=ONLY,
+        assumed=ASSUMED | {"vocab_size": 262208},
+        renamed={
+            "language_model.model.": "model.",
+            "model.language_model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+        },
+        left_out=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+        nested="text_config",
+    )
+
+    def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
+        return two_rotaries(self.config, positions_BL)

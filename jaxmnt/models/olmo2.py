@@ -1,0 +1,113 @@
+"""OLMo 2 (OLMo Team 2024, arXiv:2501.00656): norms after attention and MLP, and an RMSNorm over all heads of the
+queries, and over all of the keys.
+
+Shapes: B batch, L length, S a device's piece of the length, D model, H query heads, G key/value heads, K head width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmnt.config.model import Model
+from jaxmnt.models.attention import Attention, KVHeads
+from jaxmnt.models.contract import LayerContext, LayerOutput
+from jaxmnt.models.huggingface import (
+    ATTENTION,
+    ENDS,
+    MLP,
+    NORMED_HEADS,
+    SILU,
+    UNBIASED,
+    HuggingFace,
+    Tensor,
+    common_settings,
+)
+from jaxmnt.models.layers import INIT_STD, GatedMLP, RMSNorm, dropout, project
+from jaxmnt.models.llama import Llama
+from jaxmnt.parallel.collectives import sum_over
+from jaxmnt.parallel.sharding import Placement
+
+LAYER = {
+    **(ATTENTION | NORMED_HEADS | MLP),
+    "after_attention_norm.scale": Tensor("model.layers.{}.post_attention_layernorm.weight"),
+    "after_mlp_norm.scale": Tensor("model.layers.{}.post_feedforward_layernorm.weight"),
+}
+
+
+class ProjectionNorm(nnx.Module):
+    """RMSNorm over the heads of all devices and their width."""
+
+    def __init__(self, heads: int, width: int, axis: str, epsilon: float):
+        self.scale = nnx.Param(jnp.ones((heads, width), jnp.float32), axes=(axis, "norm"))
+        self.axis, self.size, self.epsilon = axis, heads * width, epsilon
+
+    def __call__(self, x_BLHK: jax.Array, placement: Placement) -> jax.Array:
+        squares_BL11 = jnp.sum(jnp.square(x_BLHK.astype(jnp.float32)), axis=(-2, -1), keepdims=True)
+        mean_BL11 = sum_over(self.axis, squares_BL11, placement) / self.size
+        return _scaled(x_BLHK, jax.lax.rsqrt(mean_BL11 + self.epsilon), self.scale[...])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _scaled(x_BLHK: jax.Array, inverse_BL11: jax.Array, scale_HK: jax.Array) -> jax.Array:
+    """Backward keeps x, and not its float32 copies."""
+    return (x_BLHK.astype(jnp.float32) * inverse_BL11 * scale_HK).astype(x_BLHK.dtype)
+
+
+class OlmoAttention(Attention):
+    """Attention that normalises queries and keys before it rotates them."""
+
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
+        super().__init__(config, output_std, rngs)
+        assert config.num_kv_heads and config.head_dim
+        self.query_norm = ProjectionNorm(config.num_heads, config.head_dim, "heads", config.norm_epsilon)
+        self.key_norm = ProjectionNorm(config.num_kv_heads, config.head_dim, "kv_heads", config.norm_epsilon)
+
+    def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BLHK = self.query_norm(project(x_BLD, self.query[...]), shared.placement)
+        # The norm is over all heads, so where their weights are at hand all are computed, and then chosen from.
+        k_BLGK = shared.own(self.key_norm(project(x_BLD, self.key[...]), shared.placement), axis=2)
+        return q_BLHK, k_BLGK, shared.project(x_BLD, self.value[...])
+
+
+class Block(nnx.Module):
+    """One layer, with norms after attention and MLP and none before."""
+
+    def __init__(self, config: Model, attention: Attention, output_std: float, rngs: nnx.Rngs):
+        assert config.intermediate_size
+        self.attention = attention
+        self.after_attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, output_std, rngs)
+        self.after_mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.dropout = config.dropout
+
+    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
+        attention_keys, mlp_keys = context.keys(2)
+        a_BSD = self.after_attention_norm(self.attention(x_BSD, context))
+        x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, context.placement)
+        m_BSD = self.after_mlp_norm(self.mlp(x_BSD, context.placement))
+        return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, context.placement))
+
+
+def output_std(config: Model) -> float:
+    """Of the initial values of outputs; GPT-2's scaling."""
+    return INIT_STD / (2 * config.num_layers) ** 0.5
+
+
+class Olmo2(Llama):
+    """All layers are alike."""
+
+    hugging_face = HuggingFace(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        LAYER,
+        ENDS,
+        common_settings(),
+        only=SILU | UNBIASED,
+        assumed={"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    )
+
+    def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
+        std = output_std(self.config)
+        return Block(self.config, OlmoAttention(self.config, std, rngs), std, rngs)

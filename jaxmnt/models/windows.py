@@ -1,0 +1,46 @@
+"""What families share whose layers alternate between those with a window and those without."""
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxmnt.config.model import Model
+from jaxmnt.models.contract import AttentionShape, Family, LayerGroup
+from jaxmnt.models.rotary import Angles, rotary_angles
+
+LOCAL, GLOBAL = "local", "global"
+
+
+def window(config: Model, kind: str) -> int | None:
+    """How many tokens a layer of this kind sees; None: all before it."""
+    return config.sliding_window if kind == LOCAL else None
+
+
+class Alternating(Family):
+    """A pattern of layers with a window and at its end one without. If it does not divide the layers, the first of it
+    come once more at the end, as a group `last_layers`."""
+
+    settings: Sequence[str] = ("sliding_window", "sliding_window_pattern")
+    pattern_length: int
+    """Where `model.sliding_window_pattern` is not set."""
+
+    def groups(self) -> list[LayerGroup]:
+        layers, length = self.config.num_layers, self.config.sliding_window_pattern or self.pattern_length
+        pattern = (LOCAL,) * (length - 1) + (GLOBAL,)
+        groups = [
+            LayerGroup("layers", pattern, layers // length),
+            LayerGroup("last_layers", pattern[: layers % length], 1),
+        ]
+        return [group for group in groups if group.num_layers]
+
+    def attention_shape(self, kind: str) -> AttentionShape:
+        return super().attention_shape(kind)._replace(window=window(self.config, kind))
+
+
+def two_rotaries(config: Model, positions_BL: jax.Array) -> dict[str, Angles]:
+    """Tables for the two kinds: that of layers with a window has its own base, and is not stretched."""
+    assert config.head_dim
+    return {
+        LOCAL: rotary_angles(positions_BL, config.head_dim, config.local_rope_theta or config.rope_theta),
+        GLOBAL: rotary_angles(positions_BL, config.head_dim, config.rope_theta, config.rope_scaling),
+    }

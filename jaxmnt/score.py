@@ -1,0 +1,130 @@
+"""python -m jaxmnt.score --run RUN[@STEP] --input FILE: log-likelihoods of texts by a checkpoint of a run.
+
+FILE has JSON lines with "text", or with "context" and "continuation", of which the continuation alone is scored. Each
+becomes a line with "log_likelihood" (in nats), "tokens" that were scored, and whether each was the likeliest
+("greedy"). A text longer than the model's window is scored in pieces, each token once.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.trained_model import add_arguments, json_lines, load_model, read_vocabulary, size_of
+
+if TYPE_CHECKING:
+    from jaxmnt.trained_model import TrainedModel, Vocabulary
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Token ids, of which those from `begin` on are scored; the first one never is."""
+
+    ids: list[int]
+    begin: int
+
+
+@dataclass(frozen=True)
+class Score:
+    log_likelihood: float
+    tokens: int
+    greedy: bool
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    size_of(options, "batch")
+
+    from jaxmnt.checkpoint.refs import find, roots_of
+    from jaxmnt.huggingface import companions
+
+    checkpoint = find(options.run, "--run")
+    files = companions.kept(roots_of(options.run, checkpoint))
+    vocabulary = read_vocabulary(options.run, options.tokenizer, checkpoint, files)
+    lines = ((record, wanted_of(vocabulary, record, where)) for where, record in json_lines(options.input))
+    first = next(lines, None)
+    if first is None:
+        return ExitCode.FINISHED
+    model = load_model(checkpoint, vocabulary, options.overrides, options.batch)
+    everything = itertools.chain([first], lines)
+    while some := list(itertools.islice(everything, 16 * options.batch)):
+        for (record, _), found in zip(some, scores(model, [one for _, one in some], options.batch), strict=True):
+            told = {"log_likelihood": found.log_likelihood, "tokens": found.tokens, "greedy": found.greedy}
+            print(json.dumps(record | told, ensure_ascii=False), flush=True)
+    return ExitCode.FINISHED
+
+
+def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> Wanted:
+    """What is to be scored of a line. Raises `ConfigError` for one that says nothing."""
+    text, context, continuation = (record.get(name) for name in ("text", "context", "continuation"))
+    if isinstance(text, str):
+        context, continuation = "", text
+    if not isinstance(context, str) or not isinstance(continuation, str):
+        raise ConfigError(f'{where}: it must have "text", or "context" and "continuation"')
+    # A blank between the two belongs to the word after it, as tokens have it.
+    kept = context.rstrip()
+    context, continuation = kept, context[len(kept) :] + continuation
+    before = vocabulary.start + vocabulary.encode(context, where=where)
+    whole = vocabulary.start + vocabulary.encode(context + continuation, where=where)
+    if len(whole) < 2:
+        raise ConfigError(f"{where}: there is nothing before the first token, and nothing to score; give a context")
+    return Wanted(whole, max(1, min(len(before), len(whole))))
+
+
+def scores(model: "TrainedModel", wanted: Sequence[Wanted], batch: int) -> list[Score]:
+    """The scores in the order in which they are wanted, so many rows at a time, of like length."""
+    import functools
+
+    import jax
+    import numpy as np
+
+    from jaxmnt.training.inference import rounded_length, row_scores
+
+    run = jax.jit(functools.partial(row_scores, model.spec))
+    pieces = [(index, piece) for index, one in enumerate(wanted) for piece in windows(one, model.window)]
+    pieces.sort(key=lambda piece: len(piece[1].ids))
+    totals = [Score(0.0, 0, True) for _ in wanted]
+    shards = model.spec.placement.batch_shards
+    rows = -(-batch // shards) * shards
+    sharding = model.spec.placement.sharding(("batch", None))
+    for start in range(0, len(pieces), rows):
+        some = pieces[start : start + rows]
+        width = rounded_length(max(len(piece.ids) - 1 for _, piece in some))
+        ids = np.zeros((rows, width + 1), np.int32)
+        for row, (_, piece) in zip(ids, some, strict=False):
+            row[: len(piece.ids)] = piece.ids
+        put = lambda array: jax.device_put(np.ascontiguousarray(array), sharding)
+        found = jax.device_get(run(model.params, model.buffers, put(ids[:, :-1]), put(ids[:, 1:])))
+        for (index, piece), log_p, best in zip(some, found.log_p_BL, found.likeliest_BL, strict=False):
+            here, old = slice(piece.begin - 1, len(piece.ids) - 1), totals[index]
+            log_likelihood = old.log_likelihood + float(np.sum(log_p[here], dtype=np.float64))
+            totals[index] = Score(
+                log_likelihood, old.tokens + here.stop - here.start, old.greedy and bool(best[here].all())
+            )
+    return totals
+
+
+def windows(wanted: Wanted, window: int) -> Iterator[Wanted]:
+    """Pieces that fit the window, `window` inputs each, so that each wanted token is scored once: all but the first
+    have half of the window before them."""
+    begin, end = wanted.begin, len(wanted.ids)
+    while begin < end:
+        first = max(0, begin - 1 - (window // 2 if begin > wanted.begin else window - 1))
+        last = min(end, first + window + 1)
+        yield Wanted(wanted.ids[first:last], begin - first)
+        begin = last
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m jaxmnt.score", description=__doc__, codes=HERE)
+    add_arguments(parser)
+    parser.add_argument("--input", default="-", metavar="FILE", help="JSON lines (default: standard input)")
+    return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

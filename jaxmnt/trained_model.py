@@ -1,0 +1,216 @@
+"""A checkpoint's model on the devices here, with its tokenizer: what generate and score have in common."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxmnt.commands import Parser
+from jaxmnt.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from jaxmnt.checkpoint.commit import Committed
+    from jaxmnt.config import Config
+    from jaxmnt.config.schema import Mesh
+    from jaxmnt.data.run_tokenizer import RunTokenizer
+    from jaxmnt.data.tokenizer import Tokenizer
+    from jaxmnt.training.spec import StepSpec
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What turns text into a run's tokens and back."""
+
+    tokenizer: "Tokenizer"
+    size: int
+    """How many ids the model knows."""
+    start: list[int]
+    """What stands before a text."""
+    ends: frozenset[int]
+    """Ids that end what is generated."""
+
+    def encode(self, text: str, *, markup: bool = False, where: str = "--prompt") -> list[int]:
+        """The ids of a text without a start; `markup` says that names of special tokens stand for them."""
+        text = text.encode("utf-8", errors="replace").decode()  # what a terminal hands over need not be text
+        ids: list[int] = self.tokenizer.encode_batch([text], markup=markup)[0].tolist()
+        if ids and max(ids) >= self.size:
+            raise ConfigError(
+                f"--tokenizer: it makes id {max(ids)} of {where}, and the run has ids below {self.size}; give the one "
+                "that made its tokens"
+            )
+        return ids
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that can be called."""
+
+    spec: "StepSpec"
+    params: Any
+    buffers: Any
+    vocabulary: Vocabulary
+    window: int
+    """The longest text that it was trained for, in tokens."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """What both commands take."""
+    parser.add_argument("--run", required=True, metavar="RUN[@STEP]", help="run directory, as in run.dir")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="of a run on token arrays: bytes, or the tokenizer.json that made them"
+    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows at a time (8)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="mesh.AXIS=N", help="mesh of the devices here; default: all on mesh.model"
+    )
+
+
+def read_vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
+    """The vocabulary of a checkpoint, which `run` names. `files` are what came with its model, if it came from Hugging
+    Face: what starts a text there and what ends it, too.
+
+    Raises `ConfigError` if neither the run nor `tokenizer` tells.
+    """
+    from jaxmnt.config.load import parse_config
+    from jaxmnt.data.tokenizer import HuggingFace
+
+    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    found, size, end = _tokenizer(run, tokenizer, checkpoint, config)
+    ends = {end} if end is not None else set()
+    ends |= {one for one in _ends_of(files) if one < size}
+    start = [end] if end is not None else []
+    # As long as it has not been trained further, a text begins as the model knows it from elsewhere.
+    if files and checkpoint.manifest.tokens == 0 and isinstance(found, HuggingFace) and found.start:
+        start = found.start
+    return Vocabulary(found, size, start, frozenset(ends))
+
+
+def load_model(checkpoint: "Committed", vocabulary: Vocabulary, overrides: Sequence[str], batch: int) -> TrainedModel:
+    """The model on the mesh that `overrides` say, of this process's devices."""
+    import jax
+
+    from jaxmnt.checkpoint.restore import restore
+    from jaxmnt.config.load import parse_config
+    from jaxmnt.distributed.identity import Identity
+    from jaxmnt.training.compile import inference_spec
+    from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
+
+    if batch < 1:
+        raise ConfigError("--batch takes a number from 1 up")
+    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    devices = jax.local_devices()
+    spec = inference_spec(config, vocabulary.size, _mesh(config, overrides, len(devices)), devices)
+    state = restore(checkpoint, model_state(canonical_abstract(spec, abstract_state(spec))), Identity()).state
+    window = config.data.sequence_length
+    return TrainedModel(spec, state["params"], state.get("buffers", {}), vocabulary, window)
+
+
+def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, or of standard input (-), each with its place for messages."""
+    name = "standard input" if path == "-" else path
+    try:
+        with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as source:
+            lines = list(source)
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{name}:{number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: this line is not JSON: {printable(str(error))}; correct it") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f'{where}: this line must be an object, such as {{"prompt": "…"}}')
+            yield where, record
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--input: {name} cannot be read: {error}") from error
+
+
+def _mesh(config: "Config", overrides: Sequence[str], devices: int) -> "Mesh":
+    from jaxmnt.config.load import apply_overrides, parse_config
+
+    tree: dict[str, Any] = {}
+    for key in apply_overrides(tree, list(overrides)):
+        if not key.startswith("mesh."):
+            raise ConfigError(f"{key}: only the mesh can be set here; the rest is the run's")
+    if not overrides:
+        # A layer's weights stay where they are along `model`; over fsdp each token would gather all of them.
+        axis = "model" if config.model.num_heads % devices == 0 else "fsdp"
+        tree = {"mesh": {axis: devices, "data": 1, "allow_split_hosts": True}}
+    return parse_config(tree, "the command line").mesh
+
+
+def _tokenizer(
+    run: str, given: str | None, checkpoint: "Committed", config: "Config"
+) -> "tuple[Tokenizer, int, int | None]":
+    """What turns text into the run's tokens and back, how many ids the model knows, and the end of a document's."""
+    from jaxmnt.data.manifest import NAMELESS
+    from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer, load
+
+    known = _known(run, given, checkpoint)
+    if known is not None and known.name == "synthetic":
+        raise ConfigError("--run: it was trained on random tokens (data.synthetic), which no text stands for")
+    if known is not None and known.name != NAMELESS:
+        tokenizer = known.open()
+        if given is not None:
+            chosen = choose_tokenizer(given, known.description.get("end_token"), for_text=False)
+            if chosen.description != tokenizer.description:
+                raise ConfigError(
+                    f"--tokenizer: {given} is not the one that the run was trained with, which it keeps; leave it out"
+                )
+        return tokenizer, known.vocab_size, known.end_of_document
+    if given is None:
+        raise ConfigError(
+            "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
+            "path of the tokenizer.json that made them"
+        )
+    named = load(given)
+    if known is None:
+        rows = config.model.vocab_size
+        assert rows is not None
+        return named, min(rows, named.vocab_size), named.end_of_document
+    if isinstance(named, HuggingFace) and named.vocab_size != known.vocab_size:
+        print(
+            f"note    --tokenizer: {given} has {named.vocab_size} ids, the run's tokens {known.vocab_size}: it may not "
+            "be theirs",
+            file=sys.stderr,
+        )
+    return named, known.vocab_size, known.end_of_document
+
+
+def _known(run: str, given: str | None, checkpoint: "Committed") -> "RunTokenizer | None":
+    """What the run keeps, or its data says; None if neither does and the command line names a tokenizer."""
+    from jaxmnt.checkpoint.refs import tokenizer_of
+
+    try:
+        return tokenizer_of(run, checkpoint)
+    except ConfigError as error:
+        if given is not None:
+            return None
+        raise ConfigError(
+            f"--tokenizer: not given, and the run does not tell: {error}; name bytes or a tokenizer.json"
+        ) from error
+
+
+def _ends_of(files: dict[str, bytes]) -> set[int]:
+    """Ids that end a text or a turn by what came with a model."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            end = json.loads(files.get(name, b"{}")).get("eos_token_id")
+        except (ValueError, AttributeError, RecursionError):
+            continue  # what is damaged there is only a hint
+        found |= {one for one in (end if isinstance(end, list) else [end]) if isinstance(one, int) and one >= 0}
+    return found
+
+
+def size_of(options: argparse.Namespace, name: str, least: int = 1) -> int:
+    """A number of the command line. Raises `ConfigError` if it is too small."""
+    value = int(getattr(options, name))
+    if value < least:
+        raise ConfigError(f"--{name.replace('_', '-')} takes a number from {least} up")
+    return value

@@ -1,0 +1,392 @@
+"""From and to the files of Hugging Face: the same bits there and back, what a config.json means, and bad folders."""
+
+import functools
+import json
+import shutil
+import struct
+
+import jax
+import numpy as np
+import pytest
+from conftest import events, mostly_slow
+from safetensors.numpy import load_file, save_file
+from test_huggingface import NAMES, REFERENCE, expected, near, texts
+
+from jaxmnt import convert
+from jaxmnt.checkpoint.export import verify
+from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.refs import find
+from jaxmnt.config.load import parse_config
+from jaxmnt.config.presets import PRESETS
+from jaxmnt.data.tokenizer import HuggingFace
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.huggingface import export as exports
+from jaxmnt.huggingface.config import read_config, write_config
+from jaxmnt.huggingface.fits import as_told, refuse_what_does_not_fit
+from jaxmnt.huggingface.folder import Folder
+from jaxmnt.huggingface.load import load_parameters
+from jaxmnt.models.contract import define
+from jaxmnt.models.registry import build_family
+from jaxmnt.train import train
+from jaxmnt.training.compile import inference_spec
+from jaxmnt.training.inference import row_logits
+from jaxmnt.training.state import abstract_state
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a model that tests may spoil."""
+
+    def copy(name):
+        shutil.copytree(REFERENCE / name, tmp_path / name, ignore=shutil.ignore_patterns("expected*"))
+        return tmp_path / name
+
+    return copy
+
+
+def tree(name):
+    return json.loads((REFERENCE / name / "config.json").read_text())
+
+
+# -- there and back
+
+
+@pytest.mark.parametrize("name", mostly_slow({0, 4, 5, 16}, NAMES))
+def test_there_and_back_the_files_hold_the_same_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(exports, "_PIECE_BYTES", 2000)
+    assert convert.main(["from-hf", str(REFERENCE / name), str(tmp_path / "run")]) == ExitCode.FINISHED
+    verify(tmp_path / "run" / "checkpoints" / "0", None)
+    written = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--file-gb", "6e-5", "--processes", "3"]
+    for process in (2, 0, 1):
+        assert not (tmp_path / "out").exists(), "one share is not all"
+        assert convert.main([*written, "--process-id", str(process)]) == ExitCode.FINISHED
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {key: load_file(tmp_path / "out" / file)[key] for key, file in index.items()}
+    before = load_file(REFERENCE / name / "model.safetensors")
+    assert found.keys() == before.keys()
+    for key, array in before.items():
+        assert (found[key].dtype, found[key].tobytes()) == (array.dtype, array.tobytes()), key
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    models = [parse_config({"model": read_config(one, "config.json")}).model for one in (after, tree(name))]
+    assert as_told(models[0]) == as_told(models[1])
+    told = {key: value for key, value in tree(name).items() if value is not None}
+    assert {key: after.get(key, value) for key, value in told.items()} == told, "nothing is told otherwise"
+
+
+def test_an_export_that_was_interrupted_goes_on(tmp_path, monkeypatch):
+    convert.main(["from-hf", str(REFERENCE / "qwen2-b"), str(tmp_path / "run"), "--dtype", "bfloat16"])
+    command = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--file-gb", "6e-5"]
+    whole, written = exports._write_file, []
+
+    def once(export, reader, file, *rest):
+        if written:
+            raise OSError("gone")
+        written.append(file)
+        whole(export, reader, file, *rest)
+
+    monkeypatch.setattr(exports, "_write_file", once)
+    with pytest.raises(OSError, match="gone"):
+        convert.main(command)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(exports, "_write_file", lambda *all: (written.append(all[2]), whole(*all)))
+    assert convert.main(command) == ExitCode.FINISHED
+    assert len(written) == len(set(written)), "no file is written twice"
+    assert [path.name for path in tmp_path.iterdir() if "building" in path.name] == []
+    with pytest.raises(ConfigError, match="out exists already; name a new folder"):
+        convert.main(command)
+
+
+def test_an_export_of_damaged_arrays_is_none(tmp_path):
+    convert.main(["from-hf", str(REFERENCE / "llama-a"), str(tmp_path / "run")])
+    checkpoint = find(str(tmp_path / "run"), "run")
+    wrong = checkpoint.manifest.arrays["params/norm/scale"]
+    checkpoint.manifest.arrays["params/norm/scale"] = type(wrong)(wrong.shape, wrong.dtype, "0" * 16)
+    export = exports.plan_export(checkpoint, {}, None, None, 1 << 30)
+    with pytest.raises(DamagedError, match="array params/norm/scale is not what was saved"):
+        exports.write_export(export, tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_a_run_begins_with_the_weights_of_a_folder(tiny, tmp_path):
+    """Straight onto a mesh; what came with the model goes on with the run, and out of it."""
+    source = tmp_path / "model"
+    shutil.copytree(REFERENCE / "llama-a", source, ignore=shutil.ignore_patterns("expected*"))
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    sections = read_config(tree("llama-a"), "config.json")
+    chosen = {"data.path": "null", "data.synthetic": "53", "run.init_from": f"hf:{source}", "model.vocab_size": "53"}
+    overrides = [f"{key}={value}" for key, value in chosen.items()]
+
+    def config(*more):
+        made = tiny(*overrides, "mesh.fsdp=2", "train.stop_after=1", "optimizer.learning_rate=1e-30", *more)
+        return made.model_copy(update={"model": parse_config({"model": sections}).model})
+
+    assert train(config(f"run.dir={tmp_path / 'run'}"), devices=jax.devices()[:2]) == ExitCode.STOPPED
+    assert [event["source"] for event in events(tmp_path / "run", "restore")] == ["hf"]
+    assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == ExitCode.FINISHED
+    after, before = (load_file(path / "model.safetensors") for path in (tmp_path / "out", source))
+    for key, array in before.items():
+        np.testing.assert_allclose(after[key], array, atol=1e-6)
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.6}'
+    assert (tmp_path / "out" / "chat_template.jinja").exists()
+    other = config(f"run.dir={tmp_path / 'other'}")
+    other = other.model_copy(update={"model": other.model.model_copy(update={"rope_theta": 1e4, "num_kv_heads": 6})})
+    with pytest.raises(ConfigError, match=r"set model.num_kv_heads=3 model.rope_theta=500000.0, or take the section"):
+        train(other, devices=jax.devices()[:2])
+
+
+# -- what a config.json means
+
+
+def test_rope_is_read_as_it_was_said_before():
+    for name in ("llama-a", "qwen3-a", "gemma3-a", "olmo3-a", "llama-b"):
+        new, old = tree(name), tree(name)
+        parameters = old.pop("rope_parameters")
+        full = dict(parameters.get("full_attention", parameters))
+        if "sliding_attention" in parameters and name.startswith("gemma"):
+            old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        old |= {"rope_theta": full.pop("rope_theta"), "rope_scaling": full}
+        full["type"] = full.pop("rope_type")
+        assert read_config(old, "old") == read_config(new, "new"), name
+
+
+def test_windows_are_read_from_a_list_or_a_number():
+    listed, counted = tree("gemma3-a"), tree("gemma3-a")
+    del counted["layer_types"]
+    assert read_config(counted | {"sliding_window_pattern": 3}, "n") == read_config(listed, "l")
+    shorter = listed | {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+    assert read_config(shorter, "s")["sliding_window_pattern"] > 2
+
+
+def test_the_text_model_of_a_larger_one_is_taken(folder):
+    path = folder("gemma3-b")
+    arrays = load_file(path / "model.safetensors")
+    larger = {f"language_model.{key}": array for key, array in arrays.items()}
+    save_file(larger | {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)}, path / "model.safetensors")
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": tree("gemma3-b"), "vision_config": {}})
+    )
+    near(logits(path), expected("gemma3-b")["logits"], 2e-5, "the text model")
+
+
+def logits(path, **changes):
+    """Of the first document, by the model in a folder."""
+    settings = read_config(json.loads((path / "config.json").read_text()), "config.json") | changes
+    config = parse_config({"model": settings, "data": {"sequence_length": 600}, "train": {"precision": "float32"}})
+    spec = inference_spec(config, config.model.vocab_size)
+    params = load_parameters(path, spec.definition, abstract_state(spec)["params"], Identity()).params
+    return np.asarray(jax.jit(functools.partial(row_logits, spec))(params, {}, texts(path.name)[0][None, :-1]))[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_scaling": {}}, {"rope_theta": 400000.0}])
+def test_a_fault_of_positions_would_show(folder, changes):
+    """A permutation that is left out, as between halves and neighbours, and what scales or bases are wrong."""
+    path = folder("llama-a")
+    if not changes:
+        arrays = load_file(path / "model.safetensors")
+        for key in [key for key in arrays if "q_proj" in key or "k_proj" in key]:
+            heads = arrays[key].reshape(-1, 2, 5, arrays[key].shape[1])
+            arrays[key] = np.ascontiguousarray(heads.swapaxes(1, 2).reshape(arrays[key].shape))
+        save_file(arrays, path / "model.safetensors")
+    with pytest.raises(AssertionError, match="positions"):
+        near(logits(path, **changes), expected("llama-a")["logits"], 2e-5, "positions")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("llama-a", {"model_type": "lama"}, "model_type is lama; known are gemma2, gemma3_text, gpt2, llama"),
+        ("llama-a", {"model_type": None}, "model_type is missing"),
+        ("llama-a", {"attention_bias": True}, "attention_bias is True, and the family llama computes only False"),
+        ("llama-a", {"hidden_act": "gelu"}, "hidden_act is gelu, and the family llama computes only silu"),
+        ("llama-a", {"clever_routing": 3}, "clever_routing is not a key that the family llama has, and may alter"),
+        ("llama-a", {"quantization_config": {}}, "quantised weights are not read"),
+        ("llama-a", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama-a", {"hidden_size": "wide"}, "hidden_size is wide, and must be a number"),
+        ("llama-a", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope; known are default, linear"),
+        ("llama-a", {"rope_parameters": {"rope_type": "linear", "factr": 2}}, "factr is not a key that rope_type"),
+        ("llama-a", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0, and must be a number above 1"),
+        ("llama-a", {"layer_types": ["sliding_attention"] * 3}, "must be full_attention for all 3 layers"),
+        ("qwen2-a", {"use_sliding_window": True}, "use_sliding_window is True, and the family qwen2 computes only F"),
+        ("gemma3-a", {"layer_types": ["full_attention"] + ["sliding_attention"] * 6}, "must repeat a pattern of"),
+        ("gemma3-a", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gpt2-a", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ],
+)
+def test_what_would_alter_the_maths_is_refused(name, change, words):
+    with pytest.raises(ConfigError, match=words):
+        read_config({key: value for key, value in (tree(name) | change).items() if value is not None}, "config.json")
+
+
+# -- folders that are not what they say
+
+
+def header_of(path):
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_file(path, header, data):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def spoil(path, how):
+    weights = path / "model.safetensors"
+    arrays, norm = load_file(weights), "model.layers.1.input_layernorm.weight"
+    header, data = header_of(weights)
+    index = {"weight_map": dict.fromkeys(arrays, "model.safetensors")}
+    if how == "missing":
+        del arrays[norm]
+        save_file(arrays, weights)
+    elif how == "extra":
+        save_file(arrays | {"model.layers.0.self_attn.q_proj.bias": np.zeros(60, np.float32)}, weights)
+    elif how == "misshapen":
+        save_file(arrays | {norm: np.zeros(35, np.float32)}, weights)
+    elif how == "type":
+        save_file(arrays | {norm: np.zeros(36, np.int8)}, weights)
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "offsets":
+        header[norm]["data_offsets"][1] += 4
+        write_file(weights, header, data)
+    elif how == "beyond":
+        header[norm]["data_offsets"] = [1 << 40, (1 << 40) + 144]
+        write_file(weights, header, data)
+    elif how == "pickle":
+        weights.unlink()
+        (path / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+    elif how == "nothing":
+        weights.unlink()
+    elif how == "no json":
+        (path / "config.json").write_text("[1, 2")
+    else:
+        index["weight_map"][norm] = {
+            "no shard": "model-00002.safetensors", "outside": "../other/model.safetensors",
+            "not there": "model.safetensors", "a pickle": "pytorch_model.bin",
+        }[how]  # fmt: skip
+        if how == "not there":
+            del arrays[norm]
+            save_file(arrays, weights)
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", r"lacks the tensor model\.layers\.1\.input_layernorm\.weight"),
+        ("extra", r"has the tensor model\.layers\.0\.self_attn\.q_proj\.bias, which a model of config.json does not"),
+        ("misshapen", r"input_layernorm\.weight in .* is \[35\], and by config.json it must be \[36\]"),
+        ("type", r"input_layernorm\.weight in .* is of type I8; those that are read are F32, BF16, F16"),
+        ("truncated", "model.safetensors is not a whole safetensors file: .*; copy it again"),
+        ("offsets", "model.safetensors is not a whole safetensors file"),
+        ("beyond", "model.safetensors is not a whole safetensors file"),
+        ("no shard", r"names model-00002\.safetensors, which is not there; copy it"),
+        ("outside", r"names \.\./other/model\.safetensors, not a file of the folder"),
+        ("not there", r"model\.safetensors lacks the tensor .*, which model.safetensors.index.json says is there"),
+        ("a pickle", r"names pytorch_model\.bin; only safetensors are read"),
+        ("pickle", r"has pytorch_model\.bin, a pickle, which may run code and is not read; convert it to safetensors"),
+        ("nothing", r"has neither model.safetensors nor model.safetensors.index.json"),
+        ("no json", r"config\.json cannot be read: .*; copy it again"),
+    ],
+)
+def test_a_folder_that_is_not_what_it_says_is_named(folder, how, words, tmp_path):
+    path = folder("llama-a")
+    spoil(path, how)
+    with pytest.raises(ConfigError, match=words):
+        convert.main(["from-hf", str(path), str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists(), "nothing is left of it"
+
+
+def test_another_vocabulary_is_refused(folder, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    path, data = folder("llama-a"), tmp_path / "data"
+    data.mkdir()
+
+    def save(where, words):
+        made = tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="?")
+        )
+        made.save(str(where / "tokenizer.json"))
+        return HuggingFace(where / "tokenizer.json").description
+
+    model = parse_config({"model": read_config(tree("llama-a"), "config.json")}).model
+    fits = functools.partial(refuse_what_does_not_fit, Folder(path, "run.init_from"), model)
+    fits({"name": "bytes"}, data)  # a model without a tokenizer.json: nobody can tell
+    own = save(path, "?ab")
+    for other in ({"name": "bytes"}, save(data, "?ba")):
+        with pytest.raises(ConfigError, match="the data was not made with the tokenizer of the model"):
+            fits(other, data)
+    fits(own, tmp_path)
+    save(data, "?ab")
+    with (data / "tokenizer.json").open("a") as file:
+        file.write("\n")  # the same vocabulary in another file
+    fits(HuggingFace(data / "tokenizer.json").description, data)
+
+
+# -- published models
+
+PUBLISHED = {
+    # In Meta's, Mistral's, Qwen's, Google's, Ai2's and OpenAI's reports and model cards; those of Gemma without the
+    # embedding, as its reports count.
+    "llama2-7b": "6.74B", "llama2-13b": "13.02B", "llama2-70b": "68.98B", "llama3-8b": "8.03B",
+    "llama3.1-405b": "405.85B", "llama3.2-1b": "1.23B", "llama3.2-3b": "3.21B", "mistral-7b-v0.1": "7.24B",
+    "mistral-nemo-12b": "12.2B", "qwen2.5-0.5b": "0.49B", "qwen2.5-1.5b": "1.54B", "qwen2.5-3b": "3.09B",
+    "qwen2.5-7b": "7.61B", "qwen2.5-72b": "72.7B", "qwen3-0.6b": "0.6B", "qwen3-1.7b": "1.7B", "qwen3-4b": "4.0B",
+    "qwen3-8b": "8.2B", "qwen3-14b": "14.8B", "qwen3-32b": "32.8B", "gemma2-2b": 2024517888,
+    "gemma2-9b": 8324201984, "gemma2-27b": 26047480320, "gemma3-1b": "698M", "gemma3-4b": "3209M",
+    "gemma3-12b": "10759M", "gemma3-27b": "25600M", "gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M",
+    "gpt2-xl": "1558M",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_slow({10, 21, 25, 34}, list(PRESETS)))
+def test_a_published_model_has_the_parameters_of_the_reference(name):
+    model = parse_config({"model": {"preset": name}}).model
+    written = json.loads((REFERENCE / "presets.json").read_text())[name]
+    assert write_config(model, {}) == written["config"], "make tests/reference/presets.json again"
+    definition = define(build_family(model, model.vocab_size))
+    assert definition.parameter_count == written["parameters"]
+    if name in PUBLISHED:
+        check_published(PUBLISHED[name], definition, model)
+
+
+def check_published(told, definition, model):
+    """To every digit that was published, rounded or cut off."""
+    count = definition.parameter_count
+    if model.family.startswith("gemma"):
+        count -= model.vocab_size * model.hidden_size
+    if isinstance(told, int):
+        assert count == told
+        return
+    digits, unit = told[:-1], {"B": 1e9, "M": 1e6}[told[-1]]
+    places = len(digits.partition(".")[2])
+    exact = count / unit
+    assert float(digits) in (round(exact, places), int(exact * 10**places) / 10**places)
+
+
+def test_settings_of_a_preset_count_where_none_are_given():
+    model = parse_config({"model": {"preset": "llama3.2-1b", "num_layers": 2, "rope_scaling": {"factor": 4.0}}}).model
+    assert (model.num_layers, model.hidden_size, model.tie_embeddings) == (2, 2048, True)
+    assert (model.rope_scaling.type, model.rope_scaling.factor) == ("llama3", 4.0)
+    again = parse_config({"model": model.model_dump()}).model
+    assert again == model
+    with pytest.raises(ConfigError, match=r"model.preset: llama4 is not known; did you mean llama"):
+        parse_config({"model": {"preset": "llama4"}})
+
+
+def test_the_settings_of_a_folder_are_printed(capsys):
+    assert convert.main(["settings", str(REFERENCE / "gemma2-a")]) == ExitCode.FINISHED
+    text = capsys.readouterr().out
+    assert "family: gemma2" in text and "logit_soft_cap: 4.0" in text
+
+
+def test_a_family_of_ones_own_has_no_names_there():
+    """Although it may be a subclass of one that has."""
+    own = parse_config({"model": {"family": "pretend_family.Pretend"}}).model
+    with pytest.raises(
+        ConfigError, match=r"pretend_family\.Pretend is not in the files of Hugging Face; those that are"
+    ):
+        write_config(own, {})

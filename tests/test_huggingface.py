@@ -1,0 +1,212 @@
+"""Families against the reference implementation: random models that transformers wrote, with its logits, gradients and
+continuations (tests/reference/make.py), read as a run reads them, on one device and split in every way."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import mostly_slow
+from safetensors.numpy import load_file
+
+from jaxmnt.config.load import parse_config
+from jaxmnt.data.feed import to_devices
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.huggingface.config import read_config
+from jaxmnt.huggingface.folder import Folder
+from jaxmnt.huggingface.load import load_parameters
+from jaxmnt.huggingface.tensors import parts_of
+from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.training.compile import build_spec, inference_spec
+from jaxmnt.training.inference import Generator, Sampling, row_logits, row_scores
+from jaxmnt.training.state import abstract_state, canonical_abstract
+from jaxmnt.training.step import mean_gradients
+
+REFERENCE = Path(__file__).parent / "reference"
+NAMES = sorted(path.parent.name for path in REFERENCE.glob("*/expected.safetensors"))
+LENGTH = 600
+ROWS = ((0,), (1, 2), (3,), (4, 5, 6))
+"""Which documents share a row."""
+GREEDY = Sampling(temperature=0)
+MESH = {"fsdp": 2, "model": 2, "pipeline": 2}
+
+
+@functools.cache
+def expected(name):
+    return load_file(REFERENCE / name / "expected.safetensors")
+
+
+def texts(name):
+    found = expected(name)
+    return np.split(found["tokens"], np.cumsum(found["lengths"])[:-1])
+
+
+@functools.cache
+def chosen(name, **sections):
+    folder = Folder(REFERENCE / name, "hf")
+    return parse_config(
+        {
+            "model": read_config(folder.config, "config.json"),
+            "data": {"sequence_length": LENGTH, "global_batch_size": len(ROWS), "rows": "packed"},
+            "train": {"precision": "float32"},
+        }
+    )
+
+
+def packed(name):
+    """The documents in rows, and zeros behind them."""
+    fields = {
+        field: np.zeros((len(ROWS), LENGTH), np.int32) for field in ("tokens", "targets", "segments", "positions")
+    }
+    fields["weights"] = np.zeros((len(ROWS), LENGTH), np.float32)
+    documents = texts(name)
+    for row, members in enumerate(ROWS):
+        at = 0
+        for number, document in enumerate(members):
+            text = documents[document]
+            place = (row, slice(at, at + len(text) - 1))
+            fields["tokens"][place], fields["targets"][place], fields["weights"][place] = text[:-1], text[1:], 1
+            fields["segments"][place], fields["positions"][place] = number + 1, np.arange(len(text) - 1)
+            at += len(text) - 1
+    return fields
+
+
+def loaded(name, spec):
+    """The parameters as a run gets them, on the mesh."""
+    stored = canonical_abstract(spec, abstract_state(spec))["params"]
+    return load_parameters(REFERENCE / name, spec.definition, stored, Identity()).params
+
+
+def tensors_of(definition, params):
+    """By the reference's names, from our parameters: whole tensors, of which several parameters may be parts."""
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(params)):
+        parts = parts_of(definition)[jax.tree_util.keystr(path, simple=True, separator=".")]
+        for part, array in zip(parts, leaf if len(leaf.shape) > len(part_shape(parts)) else [leaf], strict=True):
+            whole = found.setdefault(part.name, np.zeros(part.whole, np.float32))
+            matrix = whole[:, None] if whole.ndim == 1 else whole
+            (top, left), (rows, columns) = part.offset, part.matrix
+            matrix[top : top + rows, left : left + columns] = part.to_matrix(array)
+    return found
+
+
+def part_shape(parts):
+    return parts[0].shape
+
+
+def near(found, wanted, tolerance, what):
+    error = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert error <= tolerance, f"{what}: {error:.2e}"
+
+
+@pytest.mark.parametrize("name", mostly_slow({0, 2, 12}, NAMES))
+def test_logits_are_those_of_the_reference(name):
+    config = chosen(name)
+    spec = inference_spec(config, config.model.vocab_size)
+    params = loaded(name, spec)
+    logits = jax.jit(functools.partial(row_logits, spec))(params, {}, texts(name)[0][None, :-1])
+    near(np.asarray(logits)[0], expected(name)["logits"], 2e-5, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), mostly_slow({1, 11}, [(name, mesh) for name in NAMES for mesh in ({}, MESH)])
+)
+def test_loss_and_each_gradient_are_those_of_the_reference(name, mesh):
+    config = chosen(name)
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"data": 1, **mesh})})
+    spec = build_spec(config, config.model.vocab_size, jax.devices()[: 8 if mesh else 1])
+    batch = to_devices(packed(name), list(range(len(ROWS))), len(ROWS), spec.placement.sharding(("batch", "length")))
+    axes, shardings = spec.definition.axes, jax.tree.map(lambda leaf: leaf.sharding, abstract_state(spec)["params"])
+    place = lambda params: map_with_axes(spec.layout.to_device_layout, params, axes)
+    params = jax.jit(place, out_shardings=shardings)(loaded(name, spec))
+
+    def compute(params, batch):
+        found = mean_gradients(spec, params, {}, batch, jnp.int32(0))
+        return found.sums.loss * found.scale, found.gradients
+
+    loss, gradients = jax.jit(compute)(params, batch)
+    gradients = jax.jit(lambda tree: map_with_axes(spec.layout.to_checkpoint_layout, tree, axes))(gradients)
+    wanted = expected(name)
+    assert float(loss) == pytest.approx(wanted["losses"].sum() / sum(wanted["lengths"] - 1), rel=1e-5)
+    found = tensors_of(spec.definition, gradients)
+    named = {key.removeprefix("gradient."): value for key, value in wanted.items() if key.startswith("gradient.")}
+    assert found.keys() == named.keys()
+    for key, value in named.items():
+        near(found[key], value, 1e-4, key)
+
+
+@functools.cache
+def called(name, **mesh):
+    """The model on a mesh of one device or several, and its parameters."""
+    config = chosen(name)
+    sizes = config.mesh.model_copy(update={"data": 1, **mesh})
+    devices = int(np.prod(list(mesh.values()), initial=1))
+    spec = inference_spec(config, config.model.vocab_size, sizes, jax.devices()[:devices])
+    return spec, loaded(name, spec)
+
+
+def prompts(name):
+    found = expected(name)
+    return [texts(name)[1][start : start + length] for start, length in zip(found["starts"], (5, 17, 40), strict=True)]
+
+
+def generated(name, asked, most=64, sampling=GREEDY, **mesh):
+    """[prompts, most]"""
+    spec, params = called(name, **mesh)
+    return np.stack(list(Generator(spec, params, {}, sampling).generate(asked, most)), axis=1)
+
+
+@pytest.mark.parametrize("name", mostly_slow({4, 12}, NAMES))
+def test_greedy_generation_is_that_of_the_reference(name):
+    """Of three prompts of different lengths at once, with a cache; without one, and one by one."""
+    wanted = expected(name)["generated"]
+    np.testing.assert_array_equal(generated(name, prompts(name)), wanted)
+    for prompt, row in zip(prompts(name), wanted, strict=True):
+        np.testing.assert_array_equal(generated(name, [prompt])[0], row)
+    spec, params = called(name)
+    whole = np.concatenate([prompts(name)[1], wanted[1]])
+    logits = jax.jit(functools.partial(row_logits, spec))(params, {}, whole[None, :-1])
+    np.testing.assert_array_equal(np.argmax(logits[0, 16:], -1), wanted[1])
+
+
+@pytest.mark.parametrize("name", mostly_slow({2}, [name for name in NAMES if name.endswith("a")]))
+def test_generation_on_a_mesh_is_the_same(name):
+    """Over heads that divide and heads that do not, and rows that are filled up."""
+    np.testing.assert_array_equal(
+        generated(name, prompts(name), 24, model=2, fsdp=2), expected(name)["generated"][:, :24]
+    )
+
+
+@pytest.mark.parametrize("name", mostly_slow({6}, NAMES))
+def test_log_likelihoods_are_those_of_the_reference(name):
+    spec, params = called(name)
+    found = functools.partial(jax.jit(functools.partial(row_scores, spec)), params, {})
+    for text, loss in zip(texts(name), expected(name)["losses"], strict=True):
+        padded = np.zeros((1, LENGTH + 1), np.int32)
+        padded[0, : len(text)] = text
+        scores = found(padded[:, :-1], padded[:, 1:])
+        near(-np.sum(np.asarray(scores.log_p_BL)[0, : len(text) - 1], dtype=np.float64), loss, 1e-5, name)
+
+
+def test_a_sample_depends_on_its_seed_and_number_alone():
+    sampling = Sampling(temperature=1.3, top_k=20, top_p=0.9, seed=3)
+    together = generated("llama-b", prompts("llama-b"), 12, sampling)
+    np.testing.assert_array_equal(together, generated("llama-b", prompts("llama-b"), 12, sampling, fsdp=2))
+    assert (together != generated("llama-b", prompts("llama-b"), 12, Sampling(1.3, 20, 0.9, seed=4))).any()
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    """Of those that top-k and top-p leave."""
+    spec, params = called("llama-b")
+    prompt = prompts("llama-b")[0]
+    logits = np.asarray(jax.jit(functools.partial(row_logits, spec))(params, {}, prompt[None]))[0, -1]
+    drawn = generated("llama-b", [prompt] * 4000, 1, Sampling(2.0, 6, 0.8))[:, 0]
+    p = np.exp(logits / 2 - np.max(logits / 2))
+    order = np.argsort(-p)[:6]
+    p = p[order] / p[order].sum()
+    kept = np.concatenate([[True], np.cumsum(p)[:-1] < 0.8])
+    assert set(drawn) == set(order[kept])
+    shares = np.array([np.mean(drawn == token) for token in order[kept]])
+    np.testing.assert_allclose(shares, p[kept] / p[kept].sum(), atol=0.03)
