@@ -18,6 +18,7 @@ COMMANDS = {
     "report": ("jaxmnt.report.__main__", "show what the time of a run went into, and what it cost"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
     "score": ("jaxmnt.score", "log-likelihoods of texts by a trained model"),
+    "lm_eval": ("jaxmnt.lm_eval", "tasks of the lm-evaluation-harness on a trained model"),
     "convert": ("jaxmnt.convert", "models from and to the files of Hugging Face"),
     "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),
 }

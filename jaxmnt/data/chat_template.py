@@ -56,12 +56,12 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     return found
 
 
-def render(template: str, messages: Sequence[Message], tokens: Mapping[str, str]) -> str:
-    """The text of a conversation, up to where the model's turn begins.
+def render(template: str, messages: Sequence[Message], tokens: Mapping[str, str], begins_turn: bool = True) -> str:
+    """The text of a conversation, up to where the model's turn begins (or to its end, without `begins_turn`).
 
     Raises `ConfigError` for a template that raises, takes too long or too much memory, or is none.
     """
-    request = {"template": template, "messages": list(messages), "tokens": dict(tokens)}
+    request = {"template": template, "messages": list(messages), "tokens": dict(tokens), "begins_turn": begins_turn}
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__], input=json.dumps(request).encode(), capture_output=True,
@@ -98,7 +98,11 @@ def _child() -> None:
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         text = environment.from_string(request["template"]).render(
-            messages=request["messages"], add_generation_prompt=True, tools=None, documents=None, **request["tokens"]
+            messages=request["messages"],
+            add_generation_prompt=request["begins_turn"],
+            tools=None,
+            documents=None,
+            **request["tokens"],
         )
     except Exception as error:  # whatever somebody else's program raises
         _refuse(f"{type(error).__name__}: {error}")
