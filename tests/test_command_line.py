@@ -34,6 +34,12 @@ CODES = {
     "drill": HERE,
     "report": HERE,
     "generate": HERE,
+    "score": HERE,
+    "lm_eval": HERE,
+    "convert": HERE,
+    "convert from-hf": HERE,
+    "convert to-hf": HERE,
+    "convert settings": HERE,
     "schema": HERE,
 }
 
@@ -62,7 +68,7 @@ def helped():
 def test_help_imports_nothing_heavy_and_the_table_has_all_commands(helped):
     assert helped["heavy"] == []
     assert set(COMMANDS) == {name.partition(" ")[0] for name in CODES if name}
-    for name in ("launch", "checkpoint"):
+    for name in ("launch", "checkpoint", "convert"):
         listed = {word.partition(" ")[2] for word in CODES if word.startswith(f"{name} ")}
         lines = helped["texts"][f"{name}/200"].splitlines()
         assert listed == {line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")}

@@ -2,6 +2,9 @@
 continuations (tests/reference/make.py), read as a run reads them, on one device and split in every way."""
 
 import functools
+import os
+import subprocess
+import venv
 from pathlib import Path
 
 import jax
@@ -210,3 +213,26 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert set(drawn) == set(order[kept])
     shares = np.array([np.mean(drawn == token) for token in order[kept]])
     np.testing.assert_allclose(shares, p[kept] / p[kept].sum(), atol=0.03)
+
+
+@pytest.mark.exhaustive
+def test_the_reference_makes_the_same_numbers_again(tmp_path):
+    """With the versions of requirements.txt, in an environment of their own (REFERENCE_PYTHON: one that is there)."""
+    python = os.environ.get("REFERENCE_PYTHON")
+    if python is None:
+        venv.create(tmp_path / "venv", with_pip=True)
+        python = str(tmp_path / "venv" / "bin" / "python")
+        wanted = ["-r", str(REFERENCE / "requirements.txt")]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+    subprocess.run([python, str(REFERENCE / "make.py"), str(tmp_path / "made")], check=True)
+    for name in ("about.json", "presets.json"):
+        assert (tmp_path / "made" / name).read_text() == (REFERENCE / name).read_text()
+    for name in NAMES:
+        for file in ("expected.safetensors", "model.safetensors"):
+            found, wanted = load_file(tmp_path / "made" / name / file), load_file(REFERENCE / name / file)
+            assert found.keys() == wanted.keys()
+            for key, array in wanted.items():
+                if file == "model.safetensors" or array.dtype.kind == "i":
+                    assert found[key].tobytes() == array.tobytes(), f"{name}: {key}"
+                else:  # products may be added up in another order elsewhere
+                    near(found[key], array, 1e-5, f"{name}: {key}")
