@@ -137,6 +137,7 @@ def test_every_key_is_documented_and_in_the_schema():
         json.loads(json_schema()),
         {
             "data.sources.NAME": "Source",
+            "data.eval_sets.NAME": "EvalSet",
             "data.grain": "Grain",
             "data.sources.NAME.grain": "Grain",
             "model.rope_scaling": "RopeScaling",

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from conftest import command, events, losses, metrics, mostly_slow
 
+from jaxmnt import prepare
 from jaxmnt.checkpoint.commit import newest_valid, step_directories
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.data.manifest import sealed
@@ -338,3 +339,22 @@ def test_window_geometry_of_the_tests(prepared):
     assert data.tokens("eval") > 1000
     windows = Windows(data.stream("eval"), 32, False)
     assert windows.all_rows == windows.rows + 1
+
+
+def test_further_sets_are_evaluated_beside_what_is_held_out(tiny, prepared, tmp_path):
+    """One with held-out documents, of which these count, and one without, of which all count."""
+    words = tmp_path / "words.txt"
+    words.write_text("one of them here, and another one\n" * 30)
+    assert prepare.main(["--input", str(words), "--output", str(tmp_path / "all"), "--eval-fraction", "0"]) == 0
+    sets = {"same": {"path": str(prepared)}, "all": {"path": str(tmp_path / "all")}}
+    config = tiny("train.steps=2", "optimizer.warmup_steps=1", f"data.eval_sets={json.dumps(sets)}")
+    assert train(config, devices=one_device()) == 0
+    (line,) = metrics(config.run.dir, "eval")
+    own, everything = open_prepared(prepared), open_prepared(tmp_path / "all")
+    assert {name: one["tokens"] for name, one in line["sources"].items()} == {
+        "data": own.tokens("eval"), "same": own.tokens("eval"), "all": everything.tokens("train"),
+    }  # fmt: skip
+    assert line["sources"]["same"]["loss"] == line["sources"]["data"]["loss"] == line["loss"]
+    assert line["tokens"] == own.tokens("eval"), "only what is the run's own counts into the mean"
+    with pytest.raises(ConfigError, match=r"data.eval_sets: 'a b' is taken, or is not of letters"):
+        tiny('data.eval_sets={"a b": {"path": "x"}}')

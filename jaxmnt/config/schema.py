@@ -127,6 +127,10 @@ class Source(Section):
     on_end: Literal["repeat", "stop"] | None = key(None, "As data.on_end, for this source.", resume="maths")
 
 
+class EvalSet(Section):
+    path: str = key(..., "Prepared data: its held-out documents are evaluated, or all of it if none are held out.")
+
+
 class WeightChange(Section):
     from_step: int = key(
         ..., "Steps after which the weights change, counted as if no rows were skipped.", resume="maths", ge=1
@@ -145,6 +149,7 @@ class Data(Section):
     path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.")
     grain: Grain = Grain()
     sources: dict[str, Source] = key({}, "Instead of path: sources by name, each with path or grain, and weight.")
+    eval_sets: dict[str, EvalSet] = key({}, "What to evaluate besides the sources' own held-out text, by name.")
     weight_changes: list[WeightChange] = key([], "Other weights from given steps on.", resume="maths")
     synthetic: int | None = key(
         None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
@@ -345,6 +350,9 @@ def _check_data(data: Data) -> None:
             raise ValueError(f"data.sources: {name!r} is not a name; use letters, digits, - and _")
         where = f"data.sources.{name}"
         _check_grain(f"{where}.grain", source.grain, f"{where}.path" if source.path is not None else None)
+    for name in data.eval_sets:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in {"data", *data.sources}:
+            raise ValueError(f"data.eval_sets: {name!r} is taken, or is not of letters, digits, - and _; rename it")
     if data.weight_changes and not data.sources:
         raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
     weights, step = {name: source.weight for name, source in data.sources.items()}, 0

@@ -118,8 +118,8 @@ class RowSource:
 class EvaluationData:
     """Every held-out token of one source once, in order; the last batch is filled up with rows without targets."""
 
-    def __init__(self, config: Config, part: Any):
-        self._reader = _reader(part, "eval", config.data)
+    def __init__(self, config: Config, part: Any, split: str = "eval"):
+        self._reader = _reader(part, split, config.data)
 
     def batches(self, rows: Sequence[int], global_rows: int, *, prefetch: int, threads: int) -> Iterator[Rows]:
         """Batches of `global_rows` rows, of which the given ones are read."""

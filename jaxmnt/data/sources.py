@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,6 +161,8 @@ class Sources:
     """The opened sources by name, in the order of the names."""
 
     parts: dict[str, Part]
+    eval_sets: dict[str, PreparedData] = field(default_factory=dict)
+    """What is evaluated besides."""
 
     @property
     def vocab_size(self) -> int:
@@ -199,7 +201,8 @@ class Sources:
             {
                 name: replace(part, path=paths[name]) if isinstance(part, PreparedData) else part
                 for name, part in self.parts.items()
-            }
+            },
+            self.eval_sets,
         )
 
     @property
@@ -222,7 +225,17 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     like, folder = next(iter(parts.values()), None), None if run_dir is None else Path(run_dir)
     for name in [name for name in keys if name not in parts]:
         parts[name] = open_grain(named[name].grain, f"{keys[name]}.grain", like, folder)
-    sources = Sources({name: parts[name] for name in keys})
+    wanted = sorted(settings.eval_sets.items())
+    sets = {name: _open(chosen.path, f"data.eval_sets.{name}.path") for name, chosen in wanted}
+    sources = Sources({name: parts[name] for name in keys}, sets)
+    for name, one in sets.items():
+        if (one.vocab_size, one.tokenizer) != (sources.vocab_size, sources.tokenizer):
+            raise ConfigError(
+                f"data.eval_sets.{name}: it was prepared with another tokenizer than the data that is trained on; "
+                "prepare it with the same"
+            )
+        with _reading(one.path):
+            one.check()
     for name, part in sources.parts.items():
         if (part.vocab_size, part.tokenizer) != (sources.vocab_size, sources.tokenizer):
             if like is None:

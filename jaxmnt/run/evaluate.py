@@ -21,13 +21,16 @@ class Sums(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates on the held-out split of each source that has one; its rows are planned once."""
+    """Evaluates on the held-out split of each source that has one, and on the sets of the config; rows are planned
+    once."""
 
     def __init__(self, program: Program, data: Sources):
         config = program.spec.config
         self._program = program
         self._wishes = ControlFlags(program.control_sharding)
         self._parts = {name: EvaluationData(config, part) for name, part in data.parts.items() if part.tokens("eval")}
+        for name, part in data.eval_sets.items():
+            self._parts[name] = EvaluationData(config, part, "eval" if part.tokens("eval") else "train")
         self._rows = process_rows(program.batch_sharding, program.eval_rows, config.data.sequence_length)
 
     def compile(self) -> None:
@@ -41,7 +44,7 @@ class Evaluator:
         stop: Callable[[], bool] = lambda: False,
         got_further: Callable[[], None] = lambda: None,
     ) -> dict[str, Sums] | None:
-        """The result of each source; all processes get the same. Empty if nothing is held out.
+        """The result of each source and set; all processes get the same. Empty if nothing is held out.
 
         `stop` asks with each batch whether this process wants to stop, and `got_further` is called after it. None, in
         all processes after the same batch, if one of them did.

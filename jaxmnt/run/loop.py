@@ -138,7 +138,7 @@ def _evaluate(run: Session) -> float | None:
     run.log.pause(seconds)
     if results is None:
         run.preempted = True
-    return run.log.write_eval(run.step, results, seconds) if results else None
+    return run.log.write_eval(run.step, results, seconds, run.config.data.eval_sets) if results else None
 
 
 def was_not_evaluated(run: Session) -> bool:

@@ -1,7 +1,7 @@
 """metrics.jsonl: what is recorded of each step."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,13 +122,17 @@ class TrainLog:
         """Steps are timed from now on."""
         self._ready_at, self._paused = time.perf_counter(), 0.0
 
-    def write_eval(self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float) -> float:
+    def write_eval(
+        self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float, sets: Collection[str] = ()
+    ) -> float:
         """Writes the mean loss over all held-out tokens, which it returns, and of each source.
 
-        `sums` has (sum of losses, tokens) of each.
+        `sums` has (sum of losses, tokens) of each. `sets` are the names of those that are evaluated besides, and count
+        into the mean only if nothing else is held out.
         """
-        tokens = sum(count for _, count in sums.values())
-        loss = sum(total for total, _ in sums.values()) / tokens
+        own = {name: one for name, one in sums.items() if name not in sets} or sums
+        tokens = sum(count for _, count in own.values())
+        loss = sum(total for total, _ in own.values()) / tokens
         if self._lines is None:
             return loss
         means = {name: total / count for name, (total, count) in sums.items()}
