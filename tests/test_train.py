@@ -22,6 +22,7 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.data.store import open_prepared
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.report.contents import report_of
 from jaxmnt.train import train
 from jaxmnt.training.compile import compile_program
 
@@ -358,3 +359,33 @@ def test_further_sets_are_evaluated_beside_what_is_held_out(tiny, prepared, tmp_
     assert line["tokens"] == own.tokens("eval"), "only what is the run's own counts into the mean"
     with pytest.raises(ConfigError, match=r"data.eval_sets: 'a b' is taken, or is not of letters"):
         tiny('data.eval_sets={"a b": {"path": "x"}}')
+
+
+def sampled(tiny, devices, *overrides):
+    """What was sampled after steps 2 and 4, and the run's directory."""
+    asked = ["telemetry.samples=[ab, '']", "telemetry.sample_tokens=7", "train.steps=4", "train.eval_every=2"]
+    config = tiny(*asked, "optimizer.warmup_steps=1", *overrides)
+    assert train(config, devices=jax.devices()[:devices]) == 0
+    told = events(config.run.dir, "samples")
+    assert [event["step"] for event in told] == [2, 4]
+    return [[(one["prompt"], one["text"]) for one in event["samples"]] for event in told], config.run.dir
+
+
+def test_prompts_are_continued_after_each_evaluation(tiny):
+    texts, directory = sampled(tiny, 1)
+    assert [[prompt for prompt, _ in one] for one in texts] == [["ab", ""], ["ab", ""]]
+    (run,) = report_of([directory])["runs"]
+    assert [one["step"] for one in run["samples"]] == [4, 2]
+    assert [(one["prompt"], one["text"]) for one in run["samples"][0]["samples"]] == texts[1]
+
+
+@pytest.mark.slow
+def test_samples_are_the_same_on_any_mesh(tiny, tmp_path):
+    alone, _ = sampled(tiny, 1, f"run.dir={tmp_path / 'alone'}")
+    split, _ = sampled(tiny, 8, f"run.dir={tmp_path / 'split'}", "mesh.pipeline=2", "mesh.model=2", "mesh.fsdp=2")
+    assert split == alone
+
+
+def test_tokens_that_are_no_text_cannot_be_sampled(tiny):
+    with pytest.raises(ConfigError, match=r"telemetry.samples: the data is of tokens whose tokenizer is not recorded"):
+        train(tiny("data.path=null", "data.synthetic=300", "telemetry.samples=[a]"), devices=one_device())

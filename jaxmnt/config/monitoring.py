@@ -36,6 +36,8 @@ class Telemetry(Section):
     profile_at: int | None = key(
         None, "Step from which one step is profiled, after a checkpoint, on one device of process 0.", ge=1
     )
+    samples: list[str] = key([], "Prompts that are continued after each evaluation, for the events and the report.")
+    sample_tokens: int = key(64, "How many tokens each of them is continued by.", ge=1)
     sinks: list[str] | None = key(
         None, "Where metrics go besides: tensorboard, wandb, trackio, mlflow, dotted paths of classes of your own; "
               "default tensorboard if it is installed.",

@@ -24,6 +24,7 @@ VERSION = 1
 """Of what `--json` prints. It changes when a field that was there means something else or is gone."""
 
 _MOST_MARKS = 500
+_MOST_SAMPLES = 20
 """Of a kind; more cannot be told apart."""
 _MOST_PROCESSES = 64
 """That are shown one by one: those that work longest."""
@@ -102,6 +103,7 @@ def _of_run(run: str, price: float | None) -> dict[str, Any]:
             attempts, [line for line in phase_lines if line["kind"] == "phases"], read_lines(run_dir / RESOURCES)
         )],
         "processes": _processes(run_dir, phase_lines),
+        "samples": _samples(attempts),
         "config": config,
         "changes": [
             {"attempt": attempt.number, **{name: record.get(name) for name in ("key", "before", "now", "resume")}}
@@ -210,6 +212,22 @@ def _stragglers(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     return found
 
 
+def _samples(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+    """What the model wrote after evaluations, the newest first."""
+    told: dict[int, list[dict[str, str]]] = {}
+    for record in (record for attempt in attempts for record in attempt.events if record["kind"] == "samples"):
+        samples = record.get("samples")
+        if "step" in record and isinstance(samples, list):
+            pairs = [(one.get("prompt"), one.get("text")) for one in samples if isinstance(one, dict)]
+            told[record["step"]] = [
+                {"prompt": prompt, "text": text}
+                for prompt, text in pairs
+                if isinstance(prompt, str) and isinstance(text, str)
+            ]
+    newest = sorted(told, reverse=True)
+    return [{"step": step, "samples": told[step]} for step in newest[:1] + _thinned(newest[1:], _MOST_SAMPLES)]
+
+
 def _marks(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """What is marked in charts, at its step."""
     marks = [
@@ -240,10 +258,10 @@ def _first_event(attempt: Attempt) -> Record:
     return {"kind": "start", "time": attempt.began, "step": attempt.resumed_after}
 
 
-def _thinned(records: list[Any]) -> list[Any]:
-    if len(records) <= _MOST_MARKS:
+def _thinned(records: list[Any], most: int = _MOST_MARKS) -> list[Any]:
+    if len(records) <= most:
         return records
-    return [records[place * len(records) // _MOST_MARKS] for place in range(_MOST_MARKS)]
+    return [records[place * len(records) // most] for place in range(most)]
 
 
 _SAID = ("why", "bad", "key", "before", "now", "phase", "loss", "typical", "at_fault", "at_fault_host", "asked_by",

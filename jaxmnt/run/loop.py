@@ -134,6 +134,8 @@ def _evaluate(run: Session) -> float | None:
         run.evaluator.compile()
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _during(run, "evaluation"):
         results = run.evaluator(run.state, stop, run.watchdog.got_further)
+        if run.sampler.wanted and results is not None:
+            run.events.write("samples", step=run.step, samples=run.sampler(run.state, run.step))
     seconds = time.perf_counter() - started
     run.log.pause(seconds)
     if results is None:

@@ -34,6 +34,7 @@ from jaxmnt.run.profiling import Profiler
 from jaxmnt.run.replicas import Replicas
 from jaxmnt.run.resume import Consent, ResumePoint, open_run, refuse_other_data, starting_state
 from jaxmnt.run.rundir import plain_config, run_directories, write_config
+from jaxmnt.run.samples import Sampler
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.spending import Spending, check_price
 from jaxmnt.run.watchdog import Watchdog
@@ -66,6 +67,7 @@ class Session:
     batches: Feed
     control: ControlFlags
     evaluator: Evaluator
+    sampler: Sampler
     saves: CheckpointManager
     log: TrainLog
     events: Events
@@ -228,6 +230,7 @@ class Session:
         memory = report.input_memory(self.status, self.config, self.training_data, self.batches.local_rows)
         self.events.write("data", digest=self.data.digest, **memory)
         self.evaluator = Evaluator(self.program, self.data)
+        self.sampler = Sampler(self.program, self.data)
 
     def _open_sinks(self) -> Sinks:
         """In process 0. A run that fails does not wait for them."""

@@ -56,8 +56,9 @@ def read_profile(path: Path) -> DeviceProfile | None:
         seconds=whole,
         computation=_length(computation),
         communication=_length(communication),
-        overlap=summed - _length(busy),
-        idle=whole - _length(busy),
+        # What is left of sums that are equal may be a rounding below 0.
+        overlap=max(0.0, summed - _length(busy)),
+        idle=max(0.0, whole - _length(busy)),
         operations=dict(sorted(longest.items(), key=lambda item: -item[1])[:10]),
     )
 

@@ -185,10 +185,11 @@ def _step(
 def _sampled(
     spec: StepSpec, sampling: Sampling, logits_BV: jax.Array, positions_B: jax.Array, numbers_B: jax.Array
 ) -> jax.Array:
-    """[B], the tokens at these positions of the prompts with these numbers."""
+    """[B], the tokens at these positions of the prompts with these numbers; on all devices, for the host to read."""
     logits_BV = logits_BV[:, : spec.data_vocab_size]
+    whole = lambda token_B: jax.lax.with_sharding_constraint(token_B.astype(jnp.int32), spec.placement.sharding(()))
     if sampling.temperature == 0:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        return whole(jnp.argmax(logits_BV, axis=-1))
     logits_BV = logits_BV / sampling.temperature
     if 0 < sampling.top_k < spec.data_vocab_size:
         least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
@@ -200,7 +201,7 @@ def _sampled(
         logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
     start = jax.random.key(sampling.seed)
     key = lambda number, position: jax.random.fold_in(jax.random.fold_in(start, number), position)
-    return jax.vmap(jax.random.categorical)(jax.vmap(key)(numbers_B, positions_B), logits_BV).astype(jnp.int32)
+    return whole(jax.vmap(jax.random.categorical)(jax.vmap(key)(numbers_B, positions_B), logits_BV))
 
 
 # -- on one device of the mesh

@@ -138,6 +138,17 @@ function stragglersOf(run) {
     table("Who held the others up", ["Who", "Host", "Phase", "Steps", "By how much"], rows));
 }
 
+function samplesOf(run) {
+  if (!run.samples.length) return null;
+  const written = (one) => one.samples.map((sample) =>
+    element("pre", {}, element("b", {}, sample.prompt), sample.text));
+  const [newest, ...earlier] = run.samples;
+  return element("section", { id: "samples" }, element("h2", {}, "Samples"),
+    element("p", { class: "soft" }, `What the model wrote after step ${newest.step}; the prompts are bold.`),
+    ...written(newest),
+    ...earlier.map((one) => element("details", {}, element("summary", {}, `step ${one.step}`), ...written(one))));
+}
+
 function goodputOf(run) {
   const { seconds, wall_seconds: wall, parts } = run.goodput;
   const told = Object.entries(seconds).filter(([, value]) => value > 0).sort((one, two) => two[1] - one[1]);
@@ -476,7 +487,7 @@ function render(data) {
     element("section", { id: "charts" }, element("h2", {}, "Charts"),
       element("p", { class: "soft" }, "Drag to zoom, double click to see all again; or use the keyboard: arrows, + − 0."), grid),
     element("div", { id: "time" }, ...runs.flatMap((run) =>
-      [goodputOf(run), attemptsOf(run), processesOf(run)].filter(Boolean).map((part) => titled(part, run, runs)))),
+      [samplesOf(run), goodputOf(run), attemptsOf(run), processesOf(run)].filter(Boolean).map((part) => titled(part, run, runs)))),
     configOf(runs, data.config_differences),
     element("p", { class: "soft" }, `Made ${moment(data.made)} by jaxmnt ${data.jaxmnt} from the run's own lines. ` +
       "Charts: uPlot 1.6.32 by Leon Sorokin, MIT licence."));

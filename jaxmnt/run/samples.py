@@ -1,0 +1,94 @@
+"""Samples of a model in training: prompts that are continued after each evaluation, for the events and the report."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmnt.config.schema import Config, Mesh
+from jaxmnt.data.manifest import NAMELESS
+from jaxmnt.data.run_tokenizer import of_data
+from jaxmnt.data.sources import Sources
+from jaxmnt.data.tokenizer import Tokenizer
+from jaxmnt.errors import ConfigError
+from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.parallel.sharding import SCALES_AND_BIASES
+from jaxmnt.training.compile import Program, inference_spec
+from jaxmnt.training.inference import Generator, Sampling
+from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
+
+_TEMPERATURE = 0.7
+
+
+class Sampler:
+    """Continues the prompts of the config, on all devices of the run.
+
+    A pipeline's stages become more ways of fsdp, since a model is called without a pipeline. For that the devices hold
+    the parameters once more for a while, in the dtype of computation.
+    """
+
+    def __init__(self, program: Program, data: Sources):
+        """Raises `ConfigError` if the data's tokens are no text."""
+        self._config, self._program, self._data = program.spec.config, program, data
+        self._tokenizer = _tokenizer(self._config, data)
+        self._place: Callable[[Any], Any] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self._config.telemetry.samples)
+
+    def compile(self) -> None:
+        """What moves the parameters to where they are called."""
+        if self._place is not None:
+            return
+        program, mesh = self._program, self._config.mesh
+        sizes = program.spec.placement.sizes
+        called_on = Mesh(
+            data=sizes["data"], fsdp=sizes["fsdp"] * sizes["pipeline"], model=sizes["model"],
+            allow_split_hosts=mesh.allow_split_hosts,
+        )  # fmt: skip
+        devices = list(program.spec.placement.mesh.devices.flat)
+        self._spec = inference_spec(self._config, self._data.vocab_size, called_on, devices)
+        wanted = model_state(canonical_abstract(self._spec, abstract_state(self._spec)))
+        axes = self._spec.definition.axes
+
+        def place(model: Any) -> Any:
+            cast = lambda leaf, names: leaf if SCALES_AND_BIASES & {*names} else leaf.astype(self._spec.dtype)
+            return model | {"params": map_with_axes(cast, model["params"], axes)}
+
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        self._place = jax.jit(place, out_shardings=shardings)
+
+    def __call__(self, state: Any, step: int) -> list[dict[str, str]]:
+        """Each prompt with its continuation: the same in all processes."""
+        self.compile()
+        assert self._place is not None and self._tokenizer is not None
+        settings = self._config.telemetry
+        model = self._place(self._program.to_canonical(model_state(state)))
+        sampling = Sampling(_TEMPERATURE, seed=self._config.seed + step)
+        generator = Generator(self._spec, model["params"], model.get("buffers", {}), sampling)
+        end = self._data.end_of_document
+        prompts = []
+        for text in settings.samples:
+            ids = ([] if end is None else [end]) + self._tokenizer.encode_batch([text])[0].tolist()
+            prompts.append(np.array(ids or [0], np.int32)[-self._config.data.sequence_length :])
+        made = np.stack(list(generator.generate(prompts, settings.sample_tokens)), axis=1)
+        return [
+            {"prompt": text, "text": self._tokenizer.decode(row[: _length(row, end)])}
+            for text, row in zip(settings.samples, made, strict=True)
+        ]
+
+
+def _length(row: np.ndarray, end: int | None) -> int:
+    """Up to the end of the document."""
+    ended = np.flatnonzero(row == (-1 if end is None else end))
+    return int(ended[0]) if len(ended) else len(row)
+
+
+def _tokenizer(config: Config, data: Sources) -> Tokenizer | None:
+    if not config.telemetry.samples:
+        return None
+    if data.tokenizer["name"] in (NAMELESS, "synthetic"):
+        raise ConfigError("telemetry.samples: the data is of tokens whose tokenizer is not recorded; leave it out")
+    return of_data(data.tokenizer, data.vocab_size, data.folder).open()
