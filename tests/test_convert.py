@@ -8,7 +8,7 @@ import struct
 import jax
 import numpy as np
 import pytest
-from conftest import events, mostly_slow
+from conftest import events, launch, mostly_slow
 from safetensors.numpy import load_file, save_file
 from test_huggingface import NAMES, REFERENCE, expected, near, texts
 
@@ -390,3 +390,27 @@ def test_a_family_of_ones_own_has_no_names_there():
         ConfigError, match=r"pretend_family\.Pretend is not in the files of Hugging Face; those that are"
     ):
         write_config(own, {})
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["llama-a", "gpt2-b"])
+def test_processes_together_read_each_byte_once(tmp_path, name):
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "init_from": f"hf:{REFERENCE / name}"},
+        "model": read_config(json.loads((REFERENCE / name / "config.json").read_text()), "config.json"),
+        "data": {"synthetic": 53, "global_batch_size": 4, "sequence_length": 16},
+        "train": {"steps": 2, "stop_after": 1, "precision": "float32"},
+        "optimizer": {"learning_rate": 1e-30},
+        "mesh": {"fsdp": 4},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    done = launch(tmp_path / "config.yaml", processes=4, devices=1)
+    assert done.returncode == ExitCode.STOPPED, done.stderr
+    read = [event["bytes"] for process in range(4) for event in events(tmp_path / "run", "restore", process)]
+    arrays = load_file(REFERENCE / name / "model.safetensors")
+    assert len(read) == 4 and sum(read) == sum(array.nbytes for array in arrays.values())
+    assert max(read) < 1.2 * min(read), "and each its share"
+    assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    for key, array in load_file(tmp_path / "out" / "model.safetensors").items():
+        np.testing.assert_allclose(array, np.asarray(arrays[key], np.float32), atol=1e-6, err_msg=key)

@@ -501,3 +501,17 @@ def test_a_process_that_never_comes_is_no_failure(tiny_file, tmp_path, address):
     key = (run / "run.key").read_text().strip()
     told = [path for path in run.rglob("*") if path.is_file() and key in path.read_text()]
     assert told == [run / "run.key"] and key not in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_processes_sample_together(tiny_file, tmp_path):
+    """Stages are processes; what they write is the same text, and what one process writes."""
+    asked = ["telemetry.samples=[ab, '']", "telemetry.sample_tokens=6", "train.steps=4", "train.eval_every=2"]
+    settings = [*asked, "optimizer.warmup_steps=1", "train.microbatch_size=2"]
+    split = launch(tiny_file, *settings, "mesh.pipeline=2", "mesh.model=2", processes=2, devices=2)
+    assert split.returncode == 0, split.stderr
+    told = [[one["samples"] for one in events(tmp_path / "run", "samples", process)] for process in (0, 1)]
+    assert told[0] == told[1] and len(told[0]) == 2
+    alone = command("jaxmnt.train", "--config", str(tiny_file), *settings, f"run.dir={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    assert [one["samples"] for one in events(tmp_path / "alone", "samples")] == told[0]

@@ -7,6 +7,7 @@ model once, and not once for each replica, and no process reads pieces of rows.
 Shapes: U layers of a stack, R rows and C columns of a tensor.
 """
 
+import functools
 import itertools
 import math
 import time
@@ -123,11 +124,18 @@ class _Reader:
 
 def _converted(matrices_URC: jax.Array, part: Part, wanted: Any) -> jax.Array:
     """The parameter as it is stored."""
-    rows, stacked = part.matrix[0], len(wanted.shape) > len(part.shape)
+    nameless = Part(part.tensor._replace(name=""), part.shape)
+    stacked = len(wanted.shape) > len(part.shape)
+    array = _converter(nameless, stacked, wanted.dtype, wanted.sharding)(matrices_URC)
+    return jax.block_until_ready(array)  # one at a time, for the memory
+
+
+@functools.lru_cache(maxsize=128)
+def _converter(part: Part, stacked: bool, dtype: Any, sharding: NamedSharding) -> Any:
+    """Compiled once for all parameters that lie alike."""
 
     def convert(matrices_URC: jax.Array) -> jax.Array:
-        whole = jax.vmap(part.to_parameter)(matrices_URC[:, :rows])
-        return (whole if stacked else whole[0]).astype(wanted.dtype)
+        whole = jax.vmap(part.to_parameter)(matrices_URC[:, : part.matrix[0]])
+        return (whole if stacked else whole[0]).astype(dtype)
 
-    array = jax.jit(convert, out_shardings=wanted.sharding)(matrices_URC)
-    return jax.block_until_ready(array)  # one at a time, for the memory
+    return jax.jit(convert, out_shardings=sharding)
