@@ -110,24 +110,25 @@ def load_model(checkpoint: "Committed", vocabulary: Vocabulary, overrides: Seque
 
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, or of standard input (-), each with its place for messages."""
+    """The objects of a file of JSON lines, or of standard input (-) as they come, each with its place for messages."""
     name = "standard input" if path == "-" else path
     try:
         with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as source:
-            lines = list(source)
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{name}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: this line is not JSON: {printable(str(error))}; correct it") from error
-            if not isinstance(record, dict):
-                raise ConfigError(f'{where}: this line must be an object, such as {{"prompt": "…"}}')
-            yield where, record
+            for number, line in enumerate(source, 1):
+                if line.strip():
+                    yield f"{name}:{number}", _object(line, f"{name}:{number}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input: {name} cannot be read: {error}") from error
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: this line is not JSON: {printable(str(error))}; correct it") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f'{where}: this line must be an object, such as {{"prompt": "…"}}')
+    return record
 
 
 def _mesh(config: "Config", overrides: Sequence[str], devices: int) -> "Mesh":

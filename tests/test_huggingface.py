@@ -14,6 +14,7 @@ import pytest
 from conftest import mostly_slow
 from safetensors.numpy import load_file
 
+from jaxmnt import convert
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.feed import to_devices
 from jaxmnt.distributed.identity import Identity
@@ -225,6 +226,10 @@ def test_the_reference_makes_the_same_numbers_again(tmp_path):
         wanted = ["-r", str(REFERENCE / "requirements.txt")]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
     subprocess.run([python, str(REFERENCE / "make.py"), str(tmp_path / "made")], check=True)
+    for name in NAMES:
+        convert.main(["from-hf", str(REFERENCE / name), str(tmp_path / "runs" / name)])
+        convert.main(["to-hf", str(tmp_path / "runs" / name), str(tmp_path / "back" / name), "--file-gb", "1e-4"])
+    subprocess.run([python, str(REFERENCE / "make.py"), "check", str(tmp_path / "back")], check=True)
     for name in ("about.json", "presets.json"):
         assert (tmp_path / "made" / name).read_text() == (REFERENCE / name).read_text()
     for name in NAMES:

@@ -1,5 +1,6 @@
 """Where checkpoints are: the same in a folder and in Google Cloud Storage, and errors that say which of it is wrong."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,12 +9,15 @@ import jax
 import pytest
 from conftest import command, events, launch, losses
 from gcs_server import TOKEN, Faults, Server
+from safetensors.numpy import load_file
 
-from jaxmnt import storage
+from jaxmnt import convert, storage
 from jaxmnt.checkpoint import commit
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, Manifest
+from jaxmnt.config.load import parse_config
 from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.huggingface.config import read_config
 from jaxmnt.run import fresh, lock
 from jaxmnt.storage import storage_path
 from jaxmnt.train import train
@@ -177,6 +181,22 @@ def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_r
         train(tiny(f"run.dir={tmp_path / 'second'}"), devices=one_device())
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*whole.* is of run .*, gs://bucket/.* is of run "):
         train(tiny(there[0], f"run.dir={shutil.copytree(whole_run.run.dir, tmp_path / 'whole')}"), devices=one_device())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_bucket_becomes_a_folder(tiny, tmp_path, address):
+    """With what came with the model, and without the run's directory."""
+    source = Path(__file__).parent / "reference" / "qwen2-b"
+    model = parse_config({"model": read_config(json.loads((source / "config.json").read_text()), "config.json")}).model
+    config = tiny("data.path=null", "data.synthetic=53", f"run.init_from=hf:{source}", f"checkpoint.dir={address}",
+                  "train.stop_after=1", "optimizer.learning_rate=1e-30", "model.vocab_size=53")  # fmt: skip
+    assert train(config.model_copy(update={"model": model}), devices=one_device()) == ExitCode.STOPPED
+    shutil.rmtree(config.run.dir)
+    assert convert.main(["to-hf", address, str(tmp_path / "out")]) == ExitCode.FINISHED
+    wanted, found = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert {key: array.tobytes() for key, array in found.items()} == {key: a.tobytes() for key, a in wanted.items()}
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert told["dtype"] == "bfloat16" and told["max_position_embeddings"] == 640, "as the model's own says"
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """Makes what families are compared with, by the reference implementation: python tests/reference/make.py [FOLDER]
+With check FOLDER it compares models that were converted there and back.
 
 Needs the versions of tests/reference/requirements.txt, in an environment of their own. For each model a folder with
 config.json and model.safetensors, as transformers writes them, and expected.safetensors:
@@ -22,7 +23,7 @@ from pathlib import Path
 import safetensors
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
 LENGTHS = (600, 250, 350, 599, 100, 200, 299)
@@ -195,7 +196,22 @@ def count(config):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def check(folder):
+    """Whether models in `folder`, converted there and back, still compute the same here."""
+    for name in MODELS:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / name, dtype=torch.float32, attn_implementation="eager"
+        )
+        wanted = load_file(HERE / name / "expected.safetensors")
+        with torch.no_grad():
+            logits = model(wanted["tokens"][None, : LENGTHS[0]].long()).logits[0]
+        error = (logits - wanted["logits"]).abs().max() / wanted["logits"].abs().max()
+        assert error <= 2e-6, f"{name}: {error:.1e}"
+
+
 def main():
+    if sys.argv[1:2] == ["check"]:
+        return check(Path(sys.argv[2]))
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
