@@ -47,7 +47,7 @@ def _to_hf(options: argparse.Namespace) -> int:
     checkpoint = find(options.checkpoint, "checkpoint")
     files = companions.kept(roots_of(options.checkpoint, checkpoint))
     try:
-        tokenizer = tokenizer_of(options.checkpoint, checkpoint).text
+        tokenizer = tokenizer_of(options.checkpoint, checkpoint)
     except ConfigError as error:  # a run from before runs kept theirs, without its data here
         tokenizer = None
         if TOKENIZER_FILE not in files:

@@ -11,10 +11,12 @@ from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmnt import generate, score
+from jaxmnt import convert, generate, score
 from jaxmnt.checkpoint import __main__ as checkpoint
 from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.chat_template import render
+from jaxmnt.data.run_tokenizer import RunTokenizer, keep
+from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.train import train
 
@@ -356,3 +358,19 @@ def test_each_wanted_token_is_scored_once(count, begin, window):
         assert 1 <= piece.begin < len(piece.ids) <= window + 1
         scored += piece.ids[piece.begin :]
     assert scored == list(range(wanted.begin, count))
+
+
+def test_a_run_becomes_a_folder_with_its_tokenizer(moved, tmp_path, capsys):
+    """What begins and ends a text there is told, or it would be what is usual for the family."""
+    pytest.importorskip("tokenizers")
+    assert convert.main(["to-hf", str(run(moved)), str(tmp_path / "bytes")]) == ExitCode.FINISHED
+    told = json.loads((tmp_path / "bytes" / "config.json").read_text())
+    assert (told["eos_token_id"], told["bos_token_id"], told["max_position_embeddings"]) == (256, None, 32)
+    assert not (tmp_path / "bytes" / "tokenizer.json").exists(), "bytes have none"
+    path = letters_json(tmp_path / "tokenizer.json")
+    for home in (run(moved), moved / "kept" / "a"):
+        keep(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
+    assert convert.main(["to-hf", str(run(moved)), str(tmp_path / "letters")]) == ExitCode.FINISHED
+    assert json.loads((tmp_path / "letters" / "config.json").read_text())["eos_token_id"] == 11
+    assert (tmp_path / "letters" / "tokenizer.json").read_text() == path.read_text()
+    assert json.loads((tmp_path / "letters" / "tokenizer_config.json").read_text())["eos_token"] == "?"

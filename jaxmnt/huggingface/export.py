@@ -25,6 +25,7 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.config.load import parse_config
+from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface.config import write_config
@@ -75,10 +76,14 @@ class Export:
 
 
 def plan_export(
-    checkpoint: Committed, companions: dict[str, bytes], tokenizer: str | None, dtype: str | None, file_bytes: int
+    checkpoint: Committed,
+    companions: dict[str, bytes],
+    tokenizer: RunTokenizer | None,
+    dtype: str | None,
+    file_bytes: int,
 ) -> Export:
-    """`companions` are files that came with the model, `tokenizer` the text of the run's own tokenizer.json, which
-    counts. Without `dtype` it is that of the model that the run came from, else float32.
+    """`companions` are files that came with the model, `tokenizer` is the run's own, which counts. Without `dtype` it
+    is that of the model that the run came from, else float32.
 
     Raises `ConfigError` for a family that Hugging Face does not know.
     """
@@ -88,16 +93,21 @@ def plan_export(
     assert rows is not None
     definition = define(build_family(config.model, rows))
     source = json.loads(companions[CONFIG]) if CONFIG in companions else {}
-    longest = {"max_position_embeddings": config.data.sequence_length}
-    tree = write_config(config.model, longest | source.get("text_config", {}) | source)
+    # What is left out would mean a family's usual ids.
+    end = None if tokenizer is None else tokenizer.end_of_document
+    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    own = {"max_position_embeddings": config.data.sequence_length, **ids}
+    tree = write_config(config.model, own | source.get("text_config", {}) | source)
     parts = parts_of(definition)
     wanted = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
     if wanted not in _LONG_NAMES.values():
         raise ConfigError(f"--dtype: {wanted} is not one of {', '.join(_LONG_NAMES.values())}")
     tree |= {"dtype": wanted, "torch_dtype": wanted}
     about = {name: content for name, content in companions.items() if name != CONFIG}
-    if tokenizer is not None:
-        about[TOKENIZER_FILE] = tokenizer.encode()
+    if tokenizer is not None and tokenizer.text is not None:
+        about[TOKENIZER_FILE] = tokenizer.text.encode()
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.description.get("end_token")}
+        about.setdefault("tokenizer_config.json", (json.dumps(told, indent=2) + "\n").encode())
     about[CONFIG] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
     files = _divided(parts, np.dtype(wanted).itemsize, file_bytes)
     export = Export(checkpoint, parts, files, np.dtype(wanted), about)
