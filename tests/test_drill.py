@@ -2,14 +2,16 @@
 
 import json
 
+import jax
 import pytest
 from conftest import ROOT, command
 
-from jaxmnt.config.load import load_config
+from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.drill.__main__ import _may_cut
 from jaxmnt.drill.course import shrunk
 from jaxmnt.drill.faults import FAULTS, WITH_MORE, chosen, starts
 from jaxmnt.errors import ConfigError
+from jaxmnt.training.compile import build_spec
 
 pytestmark = pytest.mark.alone
 
@@ -59,6 +61,10 @@ def test_a_config_made_small_keeps_its_kinds_of_parallelism(tiny):
     for name in ("quickstart", "llama-8b", "qwen-72b"):
         small = shrunk(load_config(ROOT / "configs" / f"{name}.yaml"), 4, 100)
         assert small.model.hidden_size == 64 and small.train.steps == 100
+    for preset in ("gemma2-2b", "gemma3-1b", "olmo3-7b", "gpt2"):  # whose stages end with a whole pattern
+        split = {"pipeline": 2, "data": 1}
+        small = shrunk(parse_config({"model": {"preset": preset}, "mesh": split, "run": {"dir": "x"}}), 2, 100)
+        build_spec(small, small.model.vocab_size, jax.devices()[:2])
 
 
 def test_each_start_has_one_fault_that_ends_it():

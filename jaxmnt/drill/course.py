@@ -14,6 +14,7 @@ from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Checkpoint, Config, Mesh
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.models.registry import family_class
 from jaxmnt.telemetry.events import METRICS, event_files, read_lines
 
 EVERY = 4
@@ -46,7 +47,11 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) 
         "intermediate_size": 2 * _WIDTH,
         "attention": "auto",
     }
+    if "sliding_window_pattern" in family_class(model.family).settings:  # a stage ends with a whole pattern
+        small["model"] |= {"sliding_window_pattern": 2, "num_layers": 2 * max(2, pieces)}
+    small["telemetry"]["samples"] = []
     small["data"] |= {
+        "eval_sets": {},
         "sequence_length": data.sequence_length if rows_are_given else min(_LENGTH, data.sequence_length),
         "global_batch_size": _ROWS_A_SHARD * shards,
         "log_digest": True,
