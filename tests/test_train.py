@@ -371,8 +371,9 @@ def sampled(tiny, devices, *overrides):
     return [[(one["prompt"], one["text"]) for one in event["samples"]] for event in told], config.run.dir
 
 
-def test_prompts_are_continued_after_each_evaluation(tiny):
+def test_prompts_are_continued_after_each_evaluation(tiny, capsys):
     texts, directory = sampled(tiny, 1)
+    assert capsys.readouterr().out.count("\nsample  ") == 4
     assert [[prompt for prompt, _ in one] for one in texts] == [["ab", ""], ["ab", ""]]
     (run,) = report_of([directory])["runs"]
     assert [one["step"] for one in run["samples"]] == [4, 2]

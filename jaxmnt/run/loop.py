@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxmnt.distributed.coordination import barrier, broadcast, waited_seconds
+from jaxmnt.errors import shortened
 from jaxmnt.run import report
 from jaxmnt.run.profiling import PROFILE_SECONDS
 from jaxmnt.run.session import Session
@@ -135,7 +136,10 @@ def _evaluate(run: Session) -> float | None:
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _during(run, "evaluation"):
         results = run.evaluator(run.state, stop, run.watchdog.got_further)
         if run.sampler.wanted and results is not None:
-            run.events.write("samples", step=run.step, samples=run.sampler(run.state, run.step))
+            samples = run.sampler(run.state, run.step)
+            run.events.write("samples", step=run.step, samples=samples)
+            for one in samples:
+                run.status.line(f"sample  {shortened(one['prompt'] + one['text'])}")
     seconds = time.perf_counter() - started
     run.log.pause(seconds)
     if results is None:
