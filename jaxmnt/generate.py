@@ -10,16 +10,17 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.trained_model import add_arguments, json_lines, load_model, read_vocabulary, size_of
+from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
-    from jaxmnt.trained_model import TrainedModel, Vocabulary
+    from jaxmnt.trained_model import Named, TrainedModel, Vocabulary
+    from jaxmnt.training.inference import Sampling
 
 _TOKENS = 200
 _SEEDS = 2**31
@@ -38,11 +39,13 @@ class Request:
     """The line that it came from."""
     room: int
     """How many tokens may follow."""
+    stops: tuple[str, ...] = ()
+    """Texts before which it ends."""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
 
-    def take(self, token: int, vocabulary: "Vocabulary", stops: Sequence[str]) -> None:
+    def take(self, token: int, vocabulary: "Vocabulary") -> None:
         """One more token."""
         import numpy as np
 
@@ -53,7 +56,7 @@ class Request:
             return
         self.tokens.append(token)
         self.text = vocabulary.tokenizer.decode(np.array(self.tokens))
-        if found := [place for stop in stops if (place := self.text.find(stop)) >= 0]:
+        if found := [place for stop in self.stops if (place := self.text.find(stop)) >= 0]:
             self.text, self.finish = self.text[: min(found)], "stop"
         elif len(self.tokens) == self.room:
             self.finish = "length"
@@ -68,57 +71,57 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     _check(options)
 
-    from jaxmnt.checkpoint.refs import find, roots_of
-    from jaxmnt.huggingface import companions
-
-    checkpoint = find(options.run, "--run")
-    files = companions.kept(roots_of(options.run, checkpoint))
-    vocabulary = read_vocabulary(options.run, options.tokenizer, checkpoint, files)
-    window = int(checkpoint.manifest.config["data"]["sequence_length"])
-    requests = _requests(options, vocabulary, window, files)
+    named = find_model(options.run, options.tokenizer)
+    requests = _requests(options, named)
     first = next(requests, None)
     if first is None:
         return ExitCode.FINISHED
-    model = load_model(checkpoint, vocabulary, options.overrides, options.batch)
+    model = named.load(options.overrides)
     for batch in _batches(itertools.chain([first], requests), 1 if options.input is None else options.batch):
         _run(model, batch, options)
     return ExitCode.FINISHED
 
 
-def _run(model: "TrainedModel", batch: list[tuple[int, Request]], options: argparse.Namespace) -> None:
-    """Generates for a batch, and shows it: text as it comes, or a line for each at the end."""
+def complete(
+    model: "TrainedModel", batch: Sequence[tuple[int, Request]], sampling: "Sampling", show: Callable[[], None]
+) -> None:
+    """Generates for requests, by their numbers, until each has finished. `show` is called after each token."""
     import numpy as np
 
-    from jaxmnt.training.inference import Generator, Sampling
+    prompts = [np.array(request.ids, np.int32) for _, request in batch]
+    most, numbers = max(request.room for _, request in batch), [number for number, _ in batch]
+    for tokens in model.generator.generate(model.weights, prompts, most, sampling, numbers):
+        for (_, request), token in zip(batch, tokens, strict=True):
+            request.take(int(token), model.vocabulary)
+        show()
+        if all(request.finish for _, request in batch):
+            return
+
+
+def _run(model: "TrainedModel", batch: list[tuple[int, Request]], options: argparse.Namespace) -> None:
+    """Generates for a batch, and shows it: text as it comes, or a line for each at the end."""
+    from jaxmnt.training.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     requests = [request for _, request in batch]
-    generator = Generator(model.spec, model.params, model.buffers, sampling)
-    most = max(request.room for request in requests)
-    shown = "" if options.input is not None else _show("", requests[0].prompt)
-    prompts = [np.array(request.ids, np.int32) for request in requests]
-    for tokens in generator.generate(prompts, most, [number for number, _ in batch]):
-        for request, token in zip(requests, tokens, strict=True):
-            request.take(int(token), model.vocabulary, options.stop)
-        if options.input is None:
-            shown = _show(shown, requests[0].prompt + _unstopped(requests[0], options.stop))
-        if all(request.finish for request in requests):
-            break
     if options.input is None:
+        first, shown = requests[0], [_show("", requests[0].prompt)]
+        complete(model, batch, sampling, lambda: shown.append(_show(shown.pop(), first.prompt + _unstopped(first))))
         print()
         return
+    complete(model, batch, sampling, lambda: None)
     for request in requests:
         told = {"text": request.text, "tokens": len(request.tokens), "finish": request.finish}
         print(json.dumps(request.record | told, ensure_ascii=False), flush=True)
 
 
-def _unstopped(request: Request, stops: Sequence[str]) -> str:
+def _unstopped(request: Request) -> str:
     """The text that will stay, whatever comes: not the beginning of what may become a stop string."""
     text = request.settled
     if request.finish:
         return text
-    longest = max((length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])), default=0)
-    return text[: len(text) - longest]
+    begun = (length for stop in request.stops for length in range(len(stop)) if text.endswith(stop[:length]))
+    return text[: len(text) - max(begun, default=0)]
 
 
 def _show(shown: str, text: str) -> str:
@@ -129,62 +132,43 @@ def _show(shown: str, text: str) -> str:
     return shown
 
 
-def _requests(
-    options: argparse.Namespace, vocabulary: "Vocabulary", window: int, files: dict[str, bytes]
-) -> Iterator[Request]:
+def _requests(options: argparse.Namespace, named: "Named") -> Iterator[Request]:
     """What is asked for, line by line."""
     if options.input is None:
         record: dict[str, Any] = {"prompt": options.prompt}
         if options.chat:
             system = [{"role": "system", "content": options.system}] if options.system else []
             record = {"messages": [*system, {"role": "user", "content": options.prompt}]}
-        yield _request(options, vocabulary, window, files, "--prompt", record)
+        yield _request(options, named, "--prompt", record)
         return
     for where, record in json_lines(options.input):
-        yield _request(options, vocabulary, window, files, where, record)
+        yield _request(options, named, where, record)
 
 
-def _request(
-    options: argparse.Namespace,
-    vocabulary: "Vocabulary",
-    window: int,
-    files: dict[str, bytes],
-    where: str,
-    record: dict[str, Any],
-) -> Request:
+def _request(options: argparse.Namespace, named: "Named", where: str, record: dict[str, Any]) -> Request:
+    vocabulary, prompt = named.vocabulary, ""
     if options.chat:
-        prompt, ids = "", vocabulary.encode(_rendered(files, record, where), markup=True, where=where)
+        ids = vocabulary.encode(named.rendered(record.get("messages"), where), markup=True, where=where)
     else:
-        prompt = record.get("prompt")  # type: ignore[assignment]
-        if not isinstance(prompt, str):
+        prompt = record.get("prompt", "")
+        if "prompt" not in record or not isinstance(prompt, str):
             raise ConfigError(f'{where}: it must have a "prompt" with a text')
-        ids = vocabulary.start + vocabulary.encode(prompt, where=where)
+        ids = vocabulary.begun(vocabulary.encode(prompt, where=where))
     if not ids:
         raise ConfigError(
             f"{where}: empty; this run's data has no end-of-document id that could start a sample: give some text"
         )
-    room = window - len(ids)
+    room = named.window - len(ids)
     if room < 1:
-        raise ConfigError(f"{where}: {len(ids)} tokens fill the model's window of {window}; shorten it")
+        raise ConfigError(f"{where}: {len(ids)} tokens fill the model's window of {named.window}; shorten it")
     wanted = _TOKENS if options.tokens is None else options.tokens
     if options.tokens is not None and wanted > room:
         print(
-            f"note    --tokens: {wanted} and the prompt's {len(ids)} are more than the model's window of {window} "
-            f"tokens; {room} are generated",
+            f"note    --tokens: {wanted} and the prompt's {len(ids)} are more than the model's window of "
+            f"{named.window} tokens; {room} are generated",
             file=sys.stderr,
         )
-    return Request(ids, prompt, record, min(wanted, room))
-
-
-def _rendered(files: dict[str, bytes], record: dict[str, Any], where: str) -> str:
-    from jaxmnt.data.chat_template import chat_template, render, special_tokens
-
-    template, messages = chat_template(files), record.get("messages")
-    if template is None:
-        raise ConfigError("--chat: the run has no chat template; leave it out, or begin with a model that has one")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ConfigError(f'{where}: it must have "messages", a list of objects with "role" and "content"')
-    return render(template, messages, special_tokens(files))
+    return Request(ids, prompt, record, min(wanted, room), tuple(options.stop))
 
 
 def _batches(requests: Iterable[Request], size: int) -> Iterator[list[tuple[int, Request]]]:

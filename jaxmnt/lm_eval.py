@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode, printable
-from jaxmnt.generate import Request
-from jaxmnt.score import Wanted, scores, wanted_of
-from jaxmnt.trained_model import add_arguments, load_model, read_vocabulary, size_of
+from jaxmnt.generate import Request, complete
+from jaxmnt.score import Wanted, continuation_of, scores
+from jaxmnt.trained_model import add_arguments, find_model, size_of
 
 if TYPE_CHECKING:
-    from jaxmnt.trained_model import TrainedModel
+    from jaxmnt.trained_model import Named, TrainedModel
+    from jaxmnt.training.inference import Sampling
 
+_WHERE = "a request of the harness"
 _TOKENS = 256
 """Of an answer, where a task does not say."""
 
@@ -32,19 +34,14 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         raise ConfigError("this needs the harness; install it with: pip install 'jaxmnt[lm_eval]'") from error
 
-    from jaxmnt.checkpoint.refs import find, roots_of
-    from jaxmnt.huggingface import companions
-
     manager = TaskManager(include_path=None if options.include is None else str(options.include))
     names = options.tasks.split(",")
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ConfigError(f"--tasks: {printable(unknown[0])} is not known; name its folder with --include")
-    checkpoint = find(options.run, "--run")
-    files = companions.kept(roots_of(options.run, checkpoint))
-    vocabulary = read_vocabulary(options.run, options.tokenizer, checkpoint, files)
-    model = load_model(checkpoint, vocabulary, options.overrides, options.batch)
+    named = find_model(options.run, options.tokenizer)
+    called = adapter(named, named.load(options.overrides), options.batch, chat=options.chat)
     results = lm_eval.simple_evaluate(
-        model=adapter(model, options.batch, files), tasks=names, task_manager=manager, num_fewshot=options.shots,
+        model=called, tasks=names, task_manager=manager, num_fewshot=options.shots,
         limit=options.limit, apply_chat_template=options.chat, bootstrap_iters=options.bootstrap, verbosity="ERROR",
     )  # fmt: skip
     if options.json:
@@ -70,31 +67,34 @@ def _table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
             )
 
 
-def adapter(model: "TrainedModel", batch: int, files: dict[str, bytes]) -> Any:
-    """The model as the harness calls one. `files` are what came with it, for its chat template."""
+def adapter(named: "Named", model: "TrainedModel", batch: int, *, chat: bool = False) -> Any:
+    """The model as the harness calls one. `chat` says that it writes conversations by the chat template, which begins
+    them, too."""
     from lm_eval.api.model import LM
     from lm_eval.utils import get_rolling_token_windows
 
+    vocabulary = model.vocabulary
+
     class Adapter(LM):
-        """Requests are `Instance`s, whose `args` are those of the method's name in the harness."""
+        """Requests are `Instance`s, whose `args` are those of the method's name in the harness. As there, names of
+        special tokens stand for these."""
 
         def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
             """The continuation of each, and whether each of its tokens was the likeliest."""
-            wanted = [
-                wanted_of(model.vocabulary, dict(zip(("context", "continuation"), one.args, strict=True)), "a request")
-                for one in requests
-            ]
+            wanted = []
+            for request in requests:
+                context, continuation = request.args
+                wanted.append(continuation_of(vocabulary, context, continuation, _WHERE, markup=True, begins=not chat))
             return [(found.log_likelihood, found.greedy) for found in scores(model, wanted, batch)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
             """All of a text, in the windows that the harness cuts."""
             pieces: list[tuple[int, Wanted]] = []
-            start = model.vocabulary.start[-1:] or [0]
             for index, request in enumerate(requests):
-                ids = model.vocabulary.encode(request.args[0], where="a request")
                 pairs = get_rolling_token_windows(
-                    token_list=ids, prefix_token=start[0], max_seq_len=model.window, context_len=1
-                )
+                    token_list=vocabulary.encode(request.args[0], markup=True, where=_WHERE),
+                    prefix_token=(vocabulary.begun([]) or [0])[-1], max_seq_len=model.window, context_len=1,
+                )  # fmt: skip
                 pieces += [(index, Wanted([*given, new[-1]], len(given) + 1 - len(new))) for given, new in pairs]
             totals = [0.0] * len(requests)
             told = scores(model, [piece for index, piece in pieces], batch)
@@ -104,66 +104,50 @@ def adapter(model: "TrainedModel", batch: int, files: dict[str, bytes]) -> Any:
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
             """The continuation of each, as its task asks for it."""
-            asked = [_asked(model, *one.args) for one in requests]
-            for some in _alike(asked, batch):
-                _complete(model, some)
-            return [request.text for request, *_ in asked]
+            asked = [(number, *_asked(model, *one.args, chat=chat)) for number, one in enumerate(requests)]
+            for sampling, some in _alike(asked, batch):
+                complete(model, some, sampling, lambda: None)
+            return [request.text for _, request, _ in asked]
 
         @property
         def tokenizer_name(self) -> str:
-            return str(model.vocabulary.tokenizer.description["name"])
+            return str(vocabulary.tokenizer.description["name"])
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            from jaxmnt.data.chat_template import chat_template, render, special_tokens
-
-            template = chat_template(files)
-            if template is None:
-                raise ConfigError("--chat: the run has no chat template; leave it out")
-            return render(template, chat_history, special_tokens(files), add_generation_prompt)
+            return named.rendered(chat_history, _WHERE, add_generation_prompt)
 
     return Adapter()
 
 
-Asked = tuple[Request, tuple[str, ...], Any]
-"""A request, its stop texts, and how its tokens are chosen."""
-
-
-def _asked(model: "TrainedModel", context: str, settings: dict[str, Any]) -> Asked:
+def _asked(model: "TrainedModel", context: str, settings: dict[str, Any], *, chat: bool) -> "tuple[Request, Sampling]":
+    """A request, and how its tokens are chosen."""
     from jaxmnt.training.inference import Sampling
 
-    until = settings.get("until") or []
-    most = min(int(settings.get("max_gen_toks", _TOKENS)), model.window - 1)
-    ids = (model.vocabulary.start + model.vocabulary.encode(context, markup=True, where="a request")) or [0]
-    ids = ids[-(model.window - most) :]  # the newest part of a context that is too long
+    until, most = settings.get("until") or (), int(settings.get("max_gen_toks", _TOKENS))
+    if most >= model.window:
+        raise ConfigError(
+            f"--tasks: a task asks for {most} tokens, and the model's window of {model.window} must hold the question, "
+            "too; choose another task"
+        )
+    ids = model.vocabulary.encode(context, markup=True, where=_WHERE)
+    ids = (ids if chat else model.vocabulary.begun(ids)) or [0]
+    ids = ids[-(model.window - most) :]  # the newest part of a context that is too long, as the harness does
     temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
     sampling = Sampling(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))
-    stops = (until,) if isinstance(until, str) else tuple(until)
-    return Request(ids, "", {}, most), stops, sampling
+    return Request(ids, "", {}, most, (until,) if isinstance(until, str) else tuple(until)), sampling
 
 
-def _alike(asked: list[Asked], batch: int) -> Iterator[list[Asked]]:
-    """Those that are sampled alike, of like length, so many at a time."""
-    groups: dict[Any, list[Asked]] = {}
-    for one in asked:
-        groups.setdefault(one[2], []).append(one)
-    for same in groups.values():
-        same.sort(key=lambda one: len(one[0].ids))
+def _alike(
+    asked: "list[tuple[int, Request, Sampling]]", batch: int
+) -> "Iterator[tuple[Sampling, list[tuple[int, Request]]]]":
+    """Requests that are sampled alike, of like length, so many at a time, with their numbers."""
+    groups: dict[Any, list[tuple[int, Request]]] = {}
+    for number, request, sampling in asked:
+        groups.setdefault(sampling, []).append((number, request))
+    for sampling, same in groups.items():
+        same.sort(key=lambda one: len(one[1].ids))
         for start in range(0, len(same), batch):
-            yield same[start : start + batch]
-
-
-def _complete(model: "TrainedModel", some: list[Asked]) -> None:
-    import numpy as np
-
-    from jaxmnt.training.inference import Generator
-
-    generator = Generator(model.spec, model.params, model.buffers, some[0][2])
-    prompts = [np.array(request.ids, np.int32) for request, *_ in some]
-    for tokens in generator.generate(prompts, max(request.room for request, *_ in some)):
-        for (request, stops, _), token in zip(some, tokens, strict=True):
-            request.take(int(token), model.vocabulary, stops)
-        if all(request.finish for request, *_ in some):
-            return
+            yield sampling, same[start : start + batch]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.trained_model import add_arguments, json_lines, load_model, read_vocabulary, size_of
+from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import TrainedModel, Vocabulary
@@ -39,17 +39,12 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     size_of(options, "batch")
 
-    from jaxmnt.checkpoint.refs import find, roots_of
-    from jaxmnt.huggingface import companions
-
-    checkpoint = find(options.run, "--run")
-    files = companions.kept(roots_of(options.run, checkpoint))
-    vocabulary = read_vocabulary(options.run, options.tokenizer, checkpoint, files)
-    lines = ((record, wanted_of(vocabulary, record, where)) for where, record in json_lines(options.input))
+    named = find_model(options.run, options.tokenizer)
+    lines = ((record, wanted_of(named.vocabulary, record, where)) for where, record in json_lines(options.input))
     first = next(lines, None)
     if first is None:
         return ExitCode.FINISHED
-    model = load_model(checkpoint, vocabulary, options.overrides, options.batch)
+    model = named.load(options.overrides)
     everything = itertools.chain([first], lines)
     while some := list(itertools.islice(everything, 16 * options.batch)):
         for (record, _), found in zip(some, scores(model, [one for _, one in some], options.batch), strict=True):
@@ -65,26 +60,32 @@ def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> W
         context, continuation = "", text
     if not isinstance(context, str) or not isinstance(continuation, str):
         raise ConfigError(f'{where}: it must have "text", or "context" and "continuation"')
+    return continuation_of(vocabulary, context, continuation, where)
+
+
+def continuation_of(
+    vocabulary: "Vocabulary", context: str, continuation: str, where: str, *, markup: bool = False, begins: bool = True
+) -> Wanted:
+    """What follows a context. `markup` says that names of special tokens stand for these, and `begins` that nothing in
+    the context begins a text yet."""
     # A blank between the two belongs to the word after it, as tokens have it.
     kept = context.rstrip()
-    context, continuation = kept, context[len(kept) :] + continuation
-    before = vocabulary.start + vocabulary.encode(context, where=where)
-    whole = vocabulary.start + vocabulary.encode(context + continuation, where=where)
-    if len(whole) < 2:
+    whole = vocabulary.encode(context + continuation, markup=markup, where=where)
+    before = vocabulary.encode(kept, markup=markup, where=where)
+    start = vocabulary.begun([]) if not before else vocabulary.start if begins else []
+    ids, begin = start + whole, len(start) + len(before)
+    if len(ids) < 2:
         raise ConfigError(f"{where}: there is nothing before the first token, and nothing to score; give a context")
-    return Wanted(whole, max(1, min(len(before), len(whole))))
+    return Wanted(ids, max(1, min(begin, len(ids))))
 
 
 def scores(model: "TrainedModel", wanted: Sequence[Wanted], batch: int) -> list[Score]:
     """The scores in the order in which they are wanted, so many rows at a time, of like length."""
-    import functools
-
     import jax
     import numpy as np
 
-    from jaxmnt.training.inference import rounded_length, row_scores
+    from jaxmnt.training.inference import rounded_length
 
-    run = jax.jit(functools.partial(row_scores, model.spec))
     pieces = [(index, piece) for index, one in enumerate(wanted) for piece in windows(one, model.window)]
     pieces.sort(key=lambda piece: len(piece[1].ids))
     totals = [Score(0.0, 0, True) for _ in wanted]
@@ -98,7 +99,7 @@ def scores(model: "TrainedModel", wanted: Sequence[Wanted], batch: int) -> list[
         for row, (_, piece) in zip(ids, some, strict=False):
             row[: len(piece.ids)] = piece.ids
         put = lambda array: jax.device_put(np.ascontiguousarray(array), sharding)
-        found = jax.device_get(run(model.params, model.buffers, put(ids[:, :-1]), put(ids[:, 1:])))
+        found = jax.device_get(model.row_scores(put(ids[:, :-1]), put(ids[:, 1:])))
         for (index, piece), log_p, best in zip(some, found.log_p_BL, found.likeliest_BL, strict=False):
             here, old = slice(piece.begin - 1, len(piece.ids) - 1), totals[index]
             log_likelihood = old.log_likelihood + float(np.sum(log_p[here], dtype=np.float64))
@@ -113,7 +114,10 @@ def windows(wanted: Wanted, window: int) -> Iterator[Wanted]:
     have half of the window before them."""
     begin, end = wanted.begin, len(wanted.ids)
     while begin < end:
-        first = max(0, begin - 1 - (window // 2 if begin > wanted.begin else window - 1))
+        if end - begin <= window:  # with as much before it as there is room for
+            first = max(0, end - window - 1)
+        else:
+            first = max(0, begin - 1 - (window // 2 if begin > wanted.begin else window - 1))
         last = min(end, first + window + 1)
         yield Wanted(wanted.ids[first:last], begin - first)
         begin = last

@@ -1,6 +1,7 @@
 """A checkpoint's model on the devices here, with its tokenizer: what generate and score have in common."""
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jaxmnt.config.schema import Mesh
     from jaxmnt.data.run_tokenizer import RunTokenizer
     from jaxmnt.data.tokenizer import Tokenizer
+    from jaxmnt.training.inference import Generator
     from jaxmnt.training.spec import StepSpec
 
 
@@ -30,6 +32,8 @@ class Vocabulary:
     """How many ids the model knows."""
     start: list[int]
     """What stands before a text."""
+    end: int | None
+    """What ends a document; it stands before a text that is empty."""
     ends: frozenset[int]
     """Ids that end what is generated."""
 
@@ -44,10 +48,14 @@ class Vocabulary:
             )
         return ids
 
+    def begun(self, ids: list[int]) -> list[int]:
+        """The ids of a text with what stands before it; empty only if nothing can."""
+        return self.start + ids or ([] if self.end is None else [self.end])
+
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that can be called."""
+    """A model that can be called. Its programs are compiled once for all batches of like sizes."""
 
     spec: "StepSpec"
     params: Any
@@ -55,6 +63,51 @@ class TrainedModel:
     vocabulary: Vocabulary
     window: int
     """The longest text that it was trained for, in tokens."""
+
+    @functools.cached_property
+    def generator(self) -> "Generator":
+        from jaxmnt.training.inference import Generator
+
+        return Generator(self.spec)
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """As the generator takes them."""
+        return self.generator.place(self.params, self.buffers)
+
+    @functools.cached_property
+    def row_scores(self) -> Any:
+        """`inference.row_scores` of this model, compiled."""
+        import jax
+
+        from jaxmnt.training.inference import row_scores
+
+        return functools.partial(jax.jit(functools.partial(row_scores, self.spec)), self.params, self.buffers)
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a command line names: a checkpoint, what came with its model, and its vocabulary."""
+
+    checkpoint: "Committed"
+    files: dict[str, bytes]
+    vocabulary: Vocabulary
+    window: int
+
+    def load(self, overrides: Sequence[str]) -> TrainedModel:
+        """The model on the mesh that `overrides` say, of this process's devices."""
+        return load_model(self.checkpoint, self.vocabulary, overrides)
+
+    def rendered(self, messages: Any, where: str, begins_turn: bool = True) -> str:
+        """The text of a conversation by the chat template of the model."""
+        from jaxmnt.data.chat_template import chat_template, render, special_tokens
+
+        template = chat_template(self.files)
+        if template is None:
+            raise ConfigError("--chat: the run has no chat template; leave it out, or begin with a model that has one")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise ConfigError(f'{where}: it must have "messages", a list of objects with "role" and "content"')
+        return render(template, messages, special_tokens(self.files), begins_turn)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -69,12 +122,20 @@ def add_arguments(parser: Parser) -> None:
     )
 
 
-def read_vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
-    """The vocabulary of a checkpoint, which `run` names. `files` are what came with its model, if it came from Hugging
-    Face: what starts a text there and what ends it, too.
+def find_model(run: str, tokenizer: str | None) -> Named:
+    """What `--run` and `--tokenizer` name. Raises `ConfigError` if a checkpoint or its vocabulary is not to be had."""
+    from jaxmnt.checkpoint.refs import find, roots_of
+    from jaxmnt.huggingface import companions
 
-    Raises `ConfigError` if neither the run nor `tokenizer` tells.
-    """
+    checkpoint = find(run, "--run")
+    files = companions.kept(roots_of(run, checkpoint))
+    vocabulary = _vocabulary(run, tokenizer, checkpoint, files)
+    return Named(checkpoint, files, vocabulary, int(checkpoint.manifest.config["data"]["sequence_length"]))
+
+
+def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
+    """`files` are what came with the model, if it came from Hugging Face: what starts a text there and what ends it,
+    too."""
     from jaxmnt.config.load import parse_config
     from jaxmnt.data.tokenizer import HuggingFace
 
@@ -84,12 +145,12 @@ def read_vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", fi
     ends |= {one for one in _ends_of(files) if one < size}
     start = [end] if end is not None else []
     # As long as it has not been trained further, a text begins as the model knows it from elsewhere.
-    if files and checkpoint.manifest.tokens == 0 and isinstance(found, HuggingFace) and found.start:
+    if files and checkpoint.manifest.tokens == 0 and isinstance(found, HuggingFace):
         start = found.start
-    return Vocabulary(found, size, start, frozenset(ends))
+    return Vocabulary(found, size, start, end, frozenset(ends))
 
 
-def load_model(checkpoint: "Committed", vocabulary: Vocabulary, overrides: Sequence[str], batch: int) -> TrainedModel:
+def load_model(checkpoint: "Committed", vocabulary: Vocabulary, overrides: Sequence[str]) -> TrainedModel:
     """The model on the mesh that `overrides` say, of this process's devices."""
     import jax
 
@@ -99,14 +160,11 @@ def load_model(checkpoint: "Committed", vocabulary: Vocabulary, overrides: Seque
     from jaxmnt.training.compile import inference_spec
     from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
-    if batch < 1:
-        raise ConfigError("--batch takes a number from 1 up")
     config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
     devices = jax.local_devices()
     spec = inference_spec(config, vocabulary.size, _mesh(config, overrides, len(devices)), devices)
     state = restore(checkpoint, model_state(canonical_abstract(spec, abstract_state(spec))), Identity()).state
-    window = config.data.sequence_length
-    return TrainedModel(spec, state["params"], state.get("buffers", {}), vocabulary, window)
+    return TrainedModel(spec, state["params"], state.get("buffers", {}), vocabulary, config.data.sequence_length)
 
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -199,12 +257,11 @@ def _known(run: str, given: str | None, checkpoint: "Committed") -> "RunTokenize
 
 def _ends_of(files: dict[str, bytes]) -> set[int]:
     """Ids that end a text or a turn by what came with a model."""
+    from jaxmnt.data.chat_template import object_in
+
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        try:
-            end = json.loads(files.get(name, b"{}")).get("eos_token_id")
-        except (ValueError, AttributeError, RecursionError):
-            continue  # what is damaged there is only a hint
+        end = object_in(files, name).get("eos_token_id")
         found |= {one for one in (end if isinstance(end, list) else [end]) if isinstance(one, int) and one >= 0}
     return found
 

@@ -20,7 +20,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.config.presets import PRESETS
 from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.huggingface import export as exports
 from jaxmnt.huggingface.config import read_config, write_config
 from jaxmnt.huggingface.fits import as_told, refuse_what_does_not_fit
@@ -86,7 +86,7 @@ def test_an_export_that_was_interrupted_goes_on(tmp_path, monkeypatch):
         whole(export, reader, file, *rest)
 
     monkeypatch.setattr(exports, "_write_file", once)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(UserError, match="cannot be written: gone; fix that and run the same command again"):
         convert.main(command)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(exports, "_write_file", lambda *all: (written.append(all[2]), whole(*all)))
@@ -193,9 +193,103 @@ def test_a_fault_of_positions_would_show(folder, changes):
         near(logits(path, **changes), expected("llama-a")["logits"], 2e-5, "positions")
 
 
+RELEASED = {
+    "google/gemma-3-27b": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+            "eos_token_id": [1, 106], "image_token_index": 262144, "mm_tokens_per_image": 256, "model_type": "gemma3",
+            "text_config": {
+                "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+                "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16,
+                "query_pre_attn_scalar": 168, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "vision_config": {"hidden_size": 1152},
+        },
+        "gemma3-27b",
+    ),
+    "google/gemma-3-4b": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+            },
+            "vision_config": {},
+        },
+        "gemma3-4b",
+    ),
+    "meta-llama/Llama-3.2-1B": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072,
+            "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+            "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+        },
+        "llama3.2-1b",
+    ),
+    "Qwen/Qwen2.5-0.5B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+            "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+            "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+        "qwen2.5-0.5b",
+    ),
+    "openai-community/gpt2-medium": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+            "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16,
+            "n_layer": 24, "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+            "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+            "summary_type": "cls_index", "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+        },
+        "gpt2-medium",
+    ),
+}  # fmt: skip
+"""The config.json of a release, and the preset of the same model."""
+
+
+@pytest.mark.parametrize("released", RELEASED)
+def test_a_config_that_was_released_means_its_preset(released):
+    told, name = RELEASED[released]
+    model = parse_config({"model": read_config(told, released)}).model
+    assert as_told(model) == as_told(parse_config({"model": {"preset": name}}).model)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
+        ("llama-a", {"rope_parameters": {"rope_type": ["yarn"], "factor": 2}}, r"rope_type is \['yarn'\]; known are"),
+        ("llama-a", {"rope_parameters": 3}, "rope_parameters is 3, and must be an object"),
+        ("llama-a", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing, which rope_type linear needs"),
+        (
+            "llama-a",
+            {"rope_parameters": {"rope_type": "linear", "factor": "4"}},
+            "factor is 4, and must be a n",
+        ),
+        ("llama-a", {"layer_types": 5}, "layer_types must be a list of 3"),
+        ("llama-a", {"num_hidden_layers": 3.5}, "num_hidden_layers is 3.5, and must be 1 or more"),
+        ("llama-a", {"rope_interleaved": True}, "rope_interleaved is not a key that the family llama has"),
+        (
+            "gemma3-a",
+            {"rope_parameters": {"full_attention": 3}},
+            "full_attention is 3, and must be an obj",
+        ),
+        ("gemma3-a", {"layer_types": None, "sliding_window_pattern": "6"}, "sliding_window_pattern is 6, and must be"),
         ("llama-a", {"model_type": "lama"}, "model_type is lama; known are gemma2, gemma3_text, gpt2, llama"),
         ("llama-a", {"model_type": None}, "model_type is missing"),
         ("llama-a", {"attention_bias": True}, "attention_bias is True, and the family llama computes only False"),

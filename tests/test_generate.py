@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,7 +19,9 @@ from jaxmnt.data.chat_template import render
 from jaxmnt.data.run_tokenizer import RunTokenizer, keep
 from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.score import Wanted, continuation_of
 from jaxmnt.train import train
+from jaxmnt.trained_model import _vocabulary, find_model
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +52,13 @@ def asked(monkeypatch):
     found = []
 
     class Asked:
-        def __init__(self, spec, params, buffers, sampling):
+        def __init__(self, spec):
             self.size = spec.data_vocab_size
 
-        def generate(self, prompts, most, numbers):
+        def place(self, params, buffers):
+            return params, buffers
+
+        def generate(self, weights, prompts, most, sampling, numbers):
             found.append((prompts[0].tolist(), most, self.size))
             yield from ([np.full(len(prompts), token, np.int32) for token in b"xyz"])
             yield np.full(len(prompts), 256, np.int32)
@@ -328,6 +334,7 @@ def test_a_chat_is_rendered_by_the_models_own_template(moved, asked, tmp_path, c
         ("{% if %}", "TemplateSyntaxError"),
         ("{{ messages[0].missing.deeper }}", "UndefinedError"),
         ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{{ '\\ud800' }}", "UnicodeEncodeError"),
     ],
 )
 def test_a_template_that_misbehaves_ends_with_words(monkeypatch, template, words):
@@ -350,6 +357,28 @@ def test_scores_of_texts(moved, tmp_path, capsys):
         score.main(["--run", str(run(moved)), "--input", lines(tmp_path / "in", [{"prompt": "a"}])])
 
 
+def test_a_model_from_elsewhere_begins_texts_as_its_tokenizer_does(moved, tmp_path):
+    """Until it is trained further. An empty text begins with what ends documents."""
+    pytest.importorskip("tokenizers")
+    path = letters_json(tmp_path / "tokenizer.json")
+    for home in (run(moved), moved / "kept" / "a"):
+        keep(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
+    vocabulary = lambda: find_model(str(run(moved)), None).vocabulary
+    assert vocabulary().begun([1, 2]) == [11, 1, 2]
+    (run(moved) / "huggingface").mkdir()
+    (run(moved) / "huggingface" / "config.json").write_text("{}")
+    assert vocabulary().begun([1, 2]) == [11, 1, 2], "it was trained here"
+    named = find_model(str(run(moved)), None)
+    fresh = replace(named.checkpoint, manifest=replace(named.checkpoint.manifest, tokens=0))
+    begun = _vocabulary(str(run(moved)), None, fresh, named.files)
+    assert (begun.begun([1, 2]), begun.begun([])) == ([1, 2], [11]), "this tokenizer puts nothing before a text"
+    assert continuation_of(begun, "ab", "c", "here") == Wanted([0, 1, 2], 2)
+    assert continuation_of(begun, "", "c", "here") == Wanted([11, 2], 1)
+    (run(moved) / "huggingface" / "generation_config.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"generation_config\.json, which came with the model, cannot be read"):
+        vocabulary()
+
+
 @given(count=st.integers(2, 200), begin=st.integers(1, 199), window=st.integers(2, 40))
 def test_each_wanted_token_is_scored_once(count, begin, window):
     wanted = score.Wanted(list(range(count)), min(begin, count - 1))
@@ -358,6 +387,9 @@ def test_each_wanted_token_is_scored_once(count, begin, window):
         assert 1 <= piece.begin < len(piece.ids) <= window + 1
         scored += piece.ids[piece.begin :]
     assert scored == list(range(wanted.begin, count))
+    if count - wanted.begin <= window:
+        (whole,) = score.windows(wanted, window)
+        assert whole.ids == wanted.ids[-window - 1 :], "in one piece, with as much before it as there is room for"
 
 
 def test_a_run_becomes_a_folder_with_its_tokenizer(moved, tmp_path, capsys):

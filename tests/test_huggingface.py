@@ -159,7 +159,8 @@ def prompts(name):
 def generated(name, asked, most=64, sampling=GREEDY, **mesh):
     """[prompts, most]"""
     spec, params = called(name, **mesh)
-    return np.stack(list(Generator(spec, params, {}, sampling).generate(asked, most)), axis=1)
+    generator = Generator(spec)
+    return np.stack(list(generator.generate(generator.place(params, {}), asked, most, sampling)), axis=1)
 
 
 @pytest.mark.parametrize("name", mostly_slow({4, 12}, NAMES))

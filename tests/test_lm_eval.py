@@ -9,10 +9,9 @@ import pytest
 from test_generate import moved, project, run  # noqa: F401 (fixtures)
 
 from jaxmnt import lm_eval
-from jaxmnt.checkpoint.refs import find
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.score import Wanted, scores
-from jaxmnt.trained_model import load_model, read_vocabulary
+from jaxmnt.trained_model import find_model
 
 pytestmark = pytest.mark.slow  # the harness takes seconds to import
 
@@ -57,15 +56,14 @@ def test_a_task_of_ones_own(moved, task, capsys, monkeypatch):  # noqa: F811
 
 
 def loaded(moved):  # noqa: F811
-    checkpoint = find(str(run(moved)), "--run")
-    vocabulary = read_vocabulary(str(run(moved)), None, checkpoint, {})
-    return load_model(checkpoint, vocabulary, ["mesh.data=1"] if len(jax.devices()) == 1 else [], 2)
+    return find_model(str(run(moved)), None).load(["mesh.data=1"] if len(jax.devices()) == 1 else [])
 
 
 def test_what_the_harness_asks_for(moved):  # noqa: F811
     model = loaded(moved)
     asked = lambda *arguments: SimpleNamespace(args=arguments)
-    adapter = lm_eval.adapter(model, 2, {})
+    named = find_model(str(run(moved)), None)
+    adapter = lm_eval.adapter(named, model, 2)
     pairs = [("def ", "f"), ("", "x"), ("a" * 100, " b")]
     by_pair = adapter.loglikelihood([asked(*pair) for pair in pairs])
     assert all(value < 0 and greedy in (True, False) for value, greedy in by_pair)
@@ -81,3 +79,9 @@ def test_what_the_harness_asks_for(moved):  # noqa: F811
     assert greedy[1] == again[0] and len(greedy[1].encode()) <= 3 * 3
     (cut,) = adapter.generate_until([asked("def ", {"max_gen_toks": 6, "until": [greedy[0][1]]})])
     assert cut == greedy[0][: greedy[0].index(greedy[0][1])]
+    sampled = {"max_gen_toks": 8, "do_sample": True, "temperature": 1.5}
+    assert len(set(adapter.generate_until([asked("def ", sampled)] * 6))) > 2, "each its own, over batches"
+    with pytest.raises(ConfigError, match="a task asks for 32 tokens, and the model's window of 32 must hold"):
+        adapter.generate_until([asked("x", {"max_gen_toks": 32})])
+    ((alone, _),) = lm_eval.adapter(named, model, 2, chat=True).loglikelihood([asked("def ", "f")])
+    assert alone != by_pair[0][0], "a template begins the text itself"

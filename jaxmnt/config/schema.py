@@ -29,7 +29,9 @@ Minutes = Annotated[float, Field(gt=0)]
 
 class Run(Section):
     dir: str | None = key(None, "Run directory; default runs/<config file's name>.")
-    init_from: str | None = key(None, "Start with the parameters of RUN or RUN@STEP, and nothing else of it.")
+    init_from: str | None = key(
+        None, "Start with the parameters of RUN, RUN@STEP or hf:FOLDER (of Hugging Face), and nothing else."
+    )
     fork_from: str | None = key(None, "Start as a branch of RUN or RUN@STEP: its whole state, its step.")
     max_minutes: float | None = key(
         None, "Stop, with a checkpoint and exit code 75, before so many minutes of this start are over.", gt=0
@@ -350,6 +352,8 @@ def _check_data(data: Data) -> None:
             raise ValueError(f"data.sources: {name!r} is not a name; use letters, digits, - and _")
         where = f"data.sources.{name}"
         _check_grain(f"{where}.grain", source.grain, f"{where}.path" if source.path is not None else None)
+    if data.eval_sets and data.synthetic is not None:
+        raise ValueError("data.eval_sets: data.synthetic has no tokenizer that they could share; remove one of them")
     for name in data.eval_sets:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in {"data", *data.sources}:
             raise ValueError(f"data.eval_sets: {name!r} is taken, or is not of letters, digits, - and _; rename it")

@@ -27,12 +27,12 @@ def chat_template(files: Mapping[str, bytes]) -> str | None:
     """The template among the files that came with a model; None if there is none. Raises `ConfigError` for one that
     cannot be read."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode(errors="replace")
-    for name in ("chat_template.json", "tokenizer_config.json"):
         try:
-            found = json.loads(files.get(name, b"{}")).get("chat_template")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"--chat: {name} cannot be read: {error}; copy it again") from error
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--chat: chat_template.jinja is not UTF-8: {error}; copy it again") from error
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = object_in(files, name).get("chat_template")
         if isinstance(found, list):  # several by name
             named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
             found = named.get("default")
@@ -42,17 +42,25 @@ def chat_template(files: Mapping[str, bytes]) -> str | None:
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """The names of special tokens that templates use, such as bos_token, from tokenizer_config.json."""
-    try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except (ValueError, RecursionError):
-        return {}
+    """The names of special tokens that templates use, such as bos_token."""
+    config = object_in(files, "special_tokens_map.json") | object_in(files, "tokenizer_config.json")
     found = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name) if isinstance(config, dict) else None
+        value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             found[name] = value
+    return found
+
+
+def object_in(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The object in one of the files that came with a model; empty if it is not among them."""
+    try:
+        found = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}, which came with the model, cannot be read: {error}; copy it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}, which came with the model, must be an object; copy it again")
     return found
 
 
@@ -104,11 +112,12 @@ def _child() -> None:
             documents=None,
             **request["tokens"],
         )
+        content = text.encode()
     except Exception as error:  # whatever somebody else's program raises
         _refuse(f"{type(error).__name__}: {error}")
-    if len(text) > _LONGEST:
-        _refuse(f"it made {len(text)} characters")
-    sys.stdout.buffer.write(text.encode())
+    if len(content) > _LONGEST:
+        _refuse(f"it made {len(content)} bytes")
+    sys.stdout.buffer.write(content)
 
 
 def _refuse(why: str) -> NoReturn:

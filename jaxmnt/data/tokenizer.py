@@ -104,7 +104,12 @@ class HuggingFace:
         return list(self._plain.encode("", add_special_tokens=True).ids)
 
     @property
-    def vocabulary(self) -> dict[str, int]:
+    def special(self) -> set[str]:
+        """Tokens that no text makes, but their names as markup."""
+        return {token.content for token in self._plain.get_added_tokens_decoder().values() if token.special}
+
+    @property
+    def ids(self) -> dict[str, int]:
         """The id of each token."""
         return dict(self._plain.get_vocab(with_added_tokens=True))
 

@@ -34,6 +34,9 @@ _MEANINGLESS = frozenset(
 """Keys of any config.json that say nothing about what a trained model computes: names, tokens, dropout and
 initialisation of training, what generation does by default."""
 
+_IF_FALSE = frozenset({"use_mrope", "rope_interleaved", "gradient_checkpointing"})
+"""Keys that say that nothing is done."""
+
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 _WINDOWS = ("layer_types", "sliding_window_pattern")
 
@@ -56,6 +59,9 @@ _OF_TYPE = {
 }  # fmt: skip
 """Keys that each type of scaling has."""
 
+_WHOLE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+"""Settings that are whole numbers."""
+
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -76,8 +82,8 @@ def read_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     has not.
     """
     family, written, tree = _family_of(tree, where)
-    known = set(_MEANINGLESS) | set(written.meaningless) | set(_ROPE) | set(_WINDOWS)
-    known |= set(written.settings) | set(written.only)
+    known = {"transformers.js_config"} | set(_MEANINGLESS) | set(written.meaningless) | set(_ROPE) | set(_WINDOWS)
+    known |= set(written.settings) | set(written.only) | {key for key in _IF_FALSE if not tree.get(key)}
     stray = sorted(key for key in tree if key not in known)
     if stray:
         raise ConfigError(
@@ -97,6 +103,8 @@ def read_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {key} is missing; without it the model is not known")
         if value is not None:
             found[setting.name] = _number(setting.read, value, key, where)
+            if setting.name in _WHOLE and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be 1 or more; correct it")
     found.setdefault("intermediate_size", 4 * found["hidden_size"])  # where GPT-2 says nothing
     found |= _read_rope(tree, written, "local_rope_theta" in family_class(family).settings, where)
     return found | _read_windows(tree, family, found["num_layers"], where)
@@ -130,16 +138,15 @@ def write_config(model: Model, extra: Mapping[str, Any]) -> dict[str, Any]:
 def _family_of(tree: Mapping[str, Any], where: str) -> tuple[str, HuggingFace, Mapping[str, Any]]:
     """The family, and the part of the config.json that is about it."""
     known, kind = families(), tree.get("model_type")
+    if "quantization_config" in tree:
+        raise ConfigError(f"{where}: quantization_config: quantised weights are not read; use the original ones")
     for family, written in known.values():
-        if written.nested and isinstance(tree.get(written.nested), dict) and kind != written.model_type:
-            inner = tree[written.nested]
-            if inner.get("model_type", written.model_type) == written.model_type:
-                return family, written, inner
+        outer, key = written.nested or (None, "")
+        if kind == outer and isinstance(tree.get(key), dict):
+            return family, written, tree[key]
     if not isinstance(kind, str) or kind not in known:
         said = f"{where}: model_type is {printable(str(kind))}" if kind else f"{where}: model_type is missing"
         raise ConfigError(f"{said}; known are {', '.join(sorted(known))}: {nearest(str(kind), sorted(known))}")
-    if "quantization_config" in tree:
-        raise ConfigError(f"{where}: quantization_config: quantised weights are not read; use the original ones")
     family, written = known[kind]
     return family, written, tree
 
@@ -157,31 +164,37 @@ def _number(read: Any, value: Any, key: str, where: str) -> Any:
 
 
 def _read_rope(tree: Mapping[str, Any], written: HuggingFace, nested: bool, where: str) -> dict[str, Any]:
-    if "rope_theta" not in tree and tree.get("rope_parameters") is None and "n_positions" in written.settings:
+    if "n_positions" in written.settings:
         return {}  # learned positions
-    parameters, scaling = tree.get("rope_parameters"), tree.get("rope_scaling")
-    theta = tree.get("rope_theta", written.assumed.get("rope_theta", 10000.0))
-    local = tree.get("rope_local_base_freq", written.assumed.get("rope_local_base_freq", theta))
-    full: Mapping[str, Any] = scaling if isinstance(scaling, dict) else {}
-    if isinstance(parameters, dict):
-        if nested and parameters.keys() <= {_SLIDING, _FULL}:
-            sliding = parameters.get(_SLIDING) or {}
-            full = parameters.get(_FULL) or {}
-            local = sliding.get("rope_theta", local)
-            if _scaling(sliding, tree, f"{where}: rope_parameters.{_SLIDING}"):
-                raise ConfigError(
-                    f"{where}: rope_parameters.{_SLIDING} is scaled, and layers with a window are not stretched here"
-                )
-        else:
-            full = parameters
-        theta = full.get("rope_theta", theta)
-    elif parameters is not None or not isinstance(scaling, dict | None):
-        raise ConfigError(f"{where}: rope_parameters and rope_scaling must be objects; correct them")
+    parameters, full = _object(tree, "rope_parameters", where), _object(tree, "rope_scaling", where)
+    sliding: Mapping[str, Any] = {}
+    if nested and parameters and parameters.keys() <= {_SLIDING, _FULL}:
+        full, sliding = (_object(parameters, kind, f"{where}: rope_parameters") for kind in (_FULL, _SLIDING))
+    elif parameters:
+        full = parameters
+    theta = full.get("rope_theta", tree.get("rope_theta", written.assumed.get("rope_theta", 10000.0)))
+    local = written.assumed.get("rope_local_base_freq", theta)
+    local = sliding.get("rope_theta", tree.get("rope_local_base_freq", local))
     for key, value in (("rope_theta", theta), ("rope_local_base_freq", local)):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 1:
-            raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be a number above 1; correct it")
+        _check_number(key, value, where, above=1)
+    if _scaling(sliding, tree, f"{where}: rope_parameters.{_SLIDING}"):
+        raise ConfigError(
+            f"{where}: rope_parameters.{_SLIDING} is scaled, and layers with a window are not stretched here"
+        )
     found: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": _scaling(full, tree, where)}
     return found | ({"local_rope_theta": float(local)} if nested else {})
+
+
+def _object(tree: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    value = tree.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be an object; correct it")
+    return value or {}
+
+
+def _check_number(key: str, value: Any, where: str, above: float = 0) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
+        raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be a number above {above}; correct it")
 
 
 def _scaling(parameters: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -189,24 +202,26 @@ def _scaling(parameters: Mapping[str, Any], tree: Mapping[str, Any], where: str)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return {}
-    if kind not in _OF_TYPE:
+    if not isinstance(kind, str) or kind not in _OF_TYPE:
         raise ConfigError(f"{where}: rope_type is {printable(str(kind))}; known are default, {', '.join(_OF_TYPE)}")
     given = {key: value for key, value in parameters.items() if value is not None}
-    scales = [given.pop(key, None) for key in ("mscale", "mscale_all_dim")]
-    known = {*_OF_TYPE[kind], "rope_type", "type", "rope_theta", "finetuned"}
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{where}: partial_rotary_factor must be 1: heads are rotated whole here")
+    known = {*_OF_TYPE[kind], "rope_type", "type", "rope_theta", "finetuned"}
+    scales = {key: given.pop(key) for key in ("mscale", "mscale_all_dim") if key in given and kind == "yarn"}
     if stray := sorted(set(given) - known):
         raise ConfigError(f"{where}: {printable(stray[0])} is not a key that rope_type {kind} has here")
+    if "original_max_position_embeddings" in known and "max_position_embeddings" in tree:
+        given.setdefault("original_max_position_embeddings", tree["max_position_embeddings"])
+    if missing := [key for key in _ALWAYS if key in known and key not in given]:
+        raise ConfigError(f"{where}: {missing[0]} is missing, which rope_type {kind} needs")
+    for key, value in [*given.items(), *scales.items()]:
+        if key in (*_SCALING, *scales) and key != "truncate":
+            _check_number(key, value, where)
     found = {_SCALING[key]: given[key] for key in _OF_TYPE[kind] if key in given}
-    longest = tree.get("max_position_embeddings")
-    if "original_max_position_embeddings" in _OF_TYPE[kind] and "original_max_positions" not in found:
-        if not isinstance(longest, int):
-            raise ConfigError(f"{where}: original_max_position_embeddings is missing; without it rope is not known")
-        found["original_max_positions"] = longest
-    if kind == "yarn" and "attention_factor" not in found and all(scales):
-        factor = lambda scale: 0.1 * scale * math.log(found.get("factor", 1.0)) + 1
-        found["attention_factor"] = factor(scales[0]) / factor(scales[1])
+    if "attention_factor" not in found and len(scales) == 2:
+        factor = lambda scale: 0.1 * scale * math.log(found["factor"]) + 1
+        found["attention_factor"] = factor(scales["mscale"]) / factor(scales["mscale_all_dim"])
     return {"type": kind, **found}
 
 
@@ -237,32 +252,27 @@ _ALWAYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "hig
 
 
 def _read_windows(tree: Mapping[str, Any], family: str, layers: int, where: str) -> dict[str, Any]:
-    kind = family_class(family)
-    types = tree.get("layer_types")
-    length = tree.get("sliding_window_pattern", tree.get("_sliding_window_pattern"))
+    kind, types = family_class(family), tree.get("layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        raise ConfigError(f"{where}: layer_types must be a list of {layers}, one for each layer; correct it")
     if "sliding_window_pattern" not in kind.settings:
-        expected = _FULL
-        if "sliding_window" in kind.settings and tree.get("sliding_window") is not None:
-            expected = _SLIDING
-        if types is not None and list(types) != [expected] * layers:
+        windowed = "sliding_window" in kind.settings and tree.get("sliding_window") is not None
+        expected = _SLIDING if windowed else _FULL
+        if types is not None and types != [expected] * layers:
             raise ConfigError(f"{where}: layer_types must be {expected} for all {layers} layers in the family {family}")
         return {}
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers:
-            raise ConfigError(f"{where}: layer_types must be a list of {layers}, one for each layer; correct it")
-        if _FULL in types:
-            length = types.index(_FULL) + 1
-        elif length is None or length <= layers:
-            length = layers + 1
-    if length is None:
-        return {}
-    if not isinstance(length, int) or length < 1:
+    length = tree.get("sliding_window_pattern", tree.get("_sliding_window_pattern"))
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ConfigError(f"{where}: sliding_window_pattern is {printable(str(length))}, and must be 1 or more")
-    if types is not None and types != [_layer_type(number, length) for number in range(layers)]:
+    if types is not None and _FULL in types:
+        length = types.index(_FULL) + 1
+    elif types is not None and (length is None or length <= layers):
+        length = layers + 1
+    if types is not None and types != [_layer_type(number, length or 1) for number in range(layers)]:
         raise ConfigError(
             f"{where}: layer_types must repeat a pattern of {_SLIDING} and at its end {_FULL} in the family {family}"
         )
-    return {"sliding_window_pattern": length}
+    return {} if length is None else {"sliding_window_pattern": length}
 
 
 def _layer_type(number: int, length: int) -> str:

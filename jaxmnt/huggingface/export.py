@@ -27,7 +27,7 @@ from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.config import write_config
 from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE
 from jaxmnt.huggingface.tensors import Part, parts_of
@@ -62,7 +62,7 @@ class Export:
     def id(self) -> str:
         """Tells this export from others into the same folder."""
         manifest = self.checkpoint.manifest
-        about = [manifest.run, manifest.step, self.dtype.name, sorted(self.files)]
+        about = [manifest.run, manifest.step, self.dtype.name, self.files]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:8]
 
     def tensors(self, file: str) -> list[Part]:
@@ -97,7 +97,9 @@ def plan_export(
     end = None if tokenizer is None else tokenizer.end_of_document
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     own = {"max_position_embeddings": config.data.sequence_length, **ids}
-    tree = write_config(config.model, own | source.get("text_config", {}) | source)
+    theirs = source.get("text_config", {}) | source
+    longest = [one for one in (theirs.get("max_position_embeddings"), own["max_position_embeddings"]) if one]
+    tree = write_config(config.model, own | theirs | {"max_position_embeddings": max(longest)})
     parts = parts_of(definition)
     wanted = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
     if wanted not in _LONG_NAMES.values():
@@ -127,8 +129,30 @@ def write_export(
     Raises `ConfigError` if it was there before, and `DamagedError` if an array is not what was saved.
     """
     if folder.exists():
+        if processes > 1 and _is_whole(export, folder):
+            return True  # the others were quicker
         raise ConfigError(f"{folder} exists already; name a new folder")
     building = folder.with_name(f".{folder.name}.{export.id}.building")
+    try:
+        return _write_share(export, folder, building, process, processes, tell)
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{error.filename or building} cannot be written: {error.strerror or error}; fix that and run the same "
+            "command again, which goes on"
+        ) from error
+
+
+def _is_whole(export: Export, folder: Path) -> bool:
+    """Whether the folder is what this export writes."""
+    there = [path.is_file() for path in (folder / name for name in (*export.files, *export.about))]
+    return all(there) and (folder / CONFIG).read_bytes() == export.about[CONFIG]
+
+
+def _write_share(
+    export: Export, folder: Path, building: Path, process: int, processes: int, tell: Callable[[str], None]
+) -> bool:
     building.mkdir(parents=True, exist_ok=True)
     own = sorted(export.files)[process::processes]
     reader = Reader(export.checkpoint, sorted({_stored(name) for file in own for name in _parameters(export, file)}))
@@ -209,6 +233,8 @@ def _stored(parameter: str) -> str:
 
 def _write_file(export: Export, reader: Reader, file: str, building: Path, tell: Callable[[str], None]) -> None:
     """Writes a file beside its place, renames it, and says what was read for it."""
+    for left in building.glob(f".{file}.*"):  # by a process that was killed
+        left.unlink()
     path = building / f".{file}.{os.getpid()}"
     places = _begin_file(path, export.tensors(file), export.dtype)
     shares: dict[str, digest.Lanes] = {}
@@ -237,7 +263,9 @@ def _begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, i
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        os.posix_fallocate(
+            file.fileno(), 0, 8 + len(text) + end
+        )  # a full disk is an error here, and not later a signal
     return {part.name: 8 + len(text) + header[part.name]["data_offsets"][0] for part in tensors}
 
 

@@ -47,10 +47,10 @@ def _same_vocabulary(path: Path, tokenizer: dict[str, Any], data: Path) -> bool:
         return True  # nobody can tell
     if tokenizer["name"] != "huggingface":
         return False
-    theirs = HuggingFace(path, tokenizer.get("end_token"))
+    theirs = HuggingFace(path)
     if theirs.description["sha256"] == tokenizer["sha256"]:
         return True
-    return (data / TOKENIZER_FILE).is_file() and theirs.vocabulary == HuggingFace(data / TOKENIZER_FILE).vocabulary
+    return (data / TOKENIZER_FILE).is_file() and theirs.ids == HuggingFace(data / TOKENIZER_FILE).ids
 
 
 def _yaml(value: Any) -> str:

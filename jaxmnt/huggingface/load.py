@@ -44,9 +44,9 @@ class Loaded:
 def load_parameters(path: Path, definition: Definition, abstract: Params, identity: Identity) -> Loaded:
     """The parameters of `abstract`, on its shardings and in its dtypes, from the files of the folder `path`.
 
-    All processes return, or all raise: `ConfigError` if the files are of another model, `UserError` if they cannot be
-    read. On the host a parameter of all layers is there at a time, and the next one, as it is in the files; only what
-    the devices of this process take of it.
+    All processes return, or all raise `UserError`, if the files are of another model or cannot be read. On the host a
+    parameter of all layers is there at a time, and the next one, as it is in the files; only what the devices of this
+    process take of it.
     """
     started = time.perf_counter()
     written, wanted = definition.family.hugging_face, named(abstract)
@@ -76,7 +76,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
 
 
 class _Reader:
-    """Reads the share of this process. What cannot be read is noted and left as zeros, since the others are about to
+    """Reads the share of this process. What cannot be read is noted and left as it is, since the others are about to
     exchange their shares with this one."""
 
     def __init__(self, folder: Folder, stored: dict[str, Stored]):

@@ -23,13 +23,13 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data import run_tokenizer
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, HuggingFace
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.config import read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder, Stored, read_json
 from jaxmnt.huggingface.tensors import Part, parts_of
 from jaxmnt.models.contract import define
-from jaxmnt.models.registry import build_family
+from jaxmnt.models.registry import build_family, family_class
 from jaxmnt.storage import publish
 
 STEP = 0
@@ -76,7 +76,11 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None] 
 def config_for(folder: Folder, out: Path, dtype: str) -> Config:
     """The config of a run of this model: its section `model`, and the longest texts that it is made for."""
     settings = read_config(folder.config, str(folder.path / CONFIG))
-    longest = settings.get("max_positions") or folder.config.get("max_position_embeddings") or _LONGEST
+    written = family_class(settings["family"]).hugging_face
+    assert written is not None
+    own = folder.config.get(written.nested[1], folder.config) if written.nested else folder.config
+    longest = own.get("max_position_embeddings", written.assumed.get("max_position_embeddings", _LONGEST))
+    longest = settings.get("max_positions", longest)
     return parse_config(
         {
             "run": {"dir": str(out)},
@@ -100,11 +104,17 @@ def tokenizer_in(folder: Folder, rows: int) -> RunTokenizer | None:
     if (folder.path / "tokenizer_config.json").is_file():
         end = read_json(folder.path / "tokenizer_config.json", "tokenizer").get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
+    ids = HuggingFace(path).ids
+    if isinstance(end, str) and end not in ids:
+        raise ConfigError(f"{path} has no token {printable(end)}, which tokenizer_config.json names; copy both again")
     found = HuggingFace(path, end if isinstance(end, str) else None)
-    if found.vocab_size > rows:
+    ordinary = max((number for word, number in ids.items() if word not in found.special), default=0)
+    if ordinary >= rows:  # Gemma 3's text models have one special token more than rows
         raise ConfigError(
-            f"{path} has ids up to {found.vocab_size - 1}, and the model {rows} rows; it is not this model's tokenizer"
+            f"{path} has ids up to {ordinary}, and the model {rows} rows; it is not the model's tokenizer"
         )
+    if found.end_of_document is None or found.end_of_document >= rows:
+        return None  # nothing says what ends a text, so generate has to be told
     return RunTokenizer(found.description, rows, path.read_text(encoding="utf-8"))
 
 

@@ -1,1 +1,1 @@
-"""The model's definition: a decoder-only transformer of the Llama shape."""
+"""The model's definition: decoder-only transformers, by family."""

@@ -102,6 +102,7 @@ class Gemma2(Alternating):
             final_logit_softcapping=Setting("logit_soft_cap"),
         ),
         only=ONLY,
+        meaningless=frozenset({"sliding_window_size"}),  # beside sliding_window
         assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     )
 

@@ -54,14 +54,16 @@ class Gemma3(Gemma2):
             final_logit_softcapping=Setting("logit_soft_cap"),
         ),
         only=ONLY,
-        assumed=ASSUMED | {"vocab_size": 262208},
+        assumed=ASSUMED
+        | {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
+        | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
         renamed={
             "language_model.model.": "model.",
             "model.language_model.": "model.",
             "language_model.lm_head.": "lm_head.",
         },
         left_out=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
-        nested="text_config",
+        nested=("gemma3", "text_config"),
     )
 
     def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:

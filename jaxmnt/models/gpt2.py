@@ -55,7 +55,9 @@ ENDS = {
     "norm.bias": Tensor("transformer.ln_f.bias"),
     "head.kernel": Tensor("lm_head.weight", 1),
 }
-UNUSED = frozenset({"n_ctx", "reorder_and_upcast_attn"})
+UNUSED = frozenset(
+    {"n_ctx", "reorder_and_upcast_attn", "n_special", "predict_special_tokens", "output_past", "_num_labels"}
+)
 """What is no longer read, and what alters roundings alone."""
 
 

@@ -47,7 +47,7 @@ class Llama(Family):
         common_settings(),
         only=SILU | UNBIASED | {"mlp_bias": (False,)},
         assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-        meaningless=frozenset({"pretraining_tp"}),
+        meaningless=frozenset({"pretraining_tp", "is_llama_config"}),
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     )
 

@@ -44,7 +44,7 @@ class Olmo3(Alternating):
         ENDS,
         common_settings(sliding_window=Setting("sliding_window")),
         only=SILU | UNBIASED,
-        assumed={"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": 4096},
+        assumed={"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": 4096, "rope_theta": 500000.0},
     )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:

@@ -18,6 +18,7 @@ BIASES = {
     "attention.value_bias": Tensor("model.layers.{}.self_attn.v_proj.bias"),
 }
 
+WINDOWLESS = {"use_sliding_window": (False,)}
 UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 """What Qwen's configs say of windows although `use_sliding_window` is false."""
 
@@ -49,7 +50,7 @@ class Qwen2(Llama):
         LLAMA | BIASES,
         ENDS,
         common_settings(),
-        only=SILU | {"use_sliding_window": (False,)},
+        only=SILU | WINDOWLESS,
         assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
         meaningless=UNUSED_WINDOW,
     )

@@ -13,7 +13,7 @@ from jaxmnt.models.attention import Attention, KVHeads
 from jaxmnt.models.huggingface import ENDS, LLAMA, NORMED_HEADS, SILU, UNBIASED, HuggingFace, common_settings
 from jaxmnt.models.layers import RMSNorm
 from jaxmnt.models.llama import Llama
-from jaxmnt.models.qwen2 import UNUSED_WINDOW
+from jaxmnt.models.qwen2 import UNUSED_WINDOW, WINDOWLESS
 
 
 class NormedAttention(Attention):
@@ -40,7 +40,7 @@ class Qwen3(Llama):
         LLAMA | NORMED_HEADS,
         ENDS,
         common_settings(),
-        only=SILU | UNBIASED | {"use_sliding_window": (False,)},
+        only=SILU | UNBIASED | WINDOWLESS,
         assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128},
         meaningless=UNUSED_WINDOW,
     )

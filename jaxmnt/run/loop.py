@@ -133,11 +133,13 @@ def _evaluate(run: Session) -> float | None:
     limits = run.config.watchdog
     with run.watchdog.during("compiling", limits.compile_seconds), _during(run, "evaluation"):
         run.evaluator.compile()
+        run.sampler.compile()
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _during(run, "evaluation"):
         results = run.evaluator(run.state, stop, run.watchdog.got_further)
         if run.sampler.wanted and results is not None:
-            samples = run.sampler(run.state, run.step)
-            run.events.write("samples", step=run.step, samples=samples)
+            samples = run.sampler(run.state, run.step, run.watchdog.got_further)
+            if run.writes:
+                run.events.write("samples", step=run.step, samples=samples)
             for one in samples:
                 run.status.line(f"sample  {shortened(one['prompt'] + one['text'])}")
     seconds = time.perf_counter() - started

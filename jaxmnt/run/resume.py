@@ -171,6 +171,11 @@ def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, ident
     if "error" in answer:
         raise error_of(answer["code"], answer["error"])
     plain = answer["start"]
+    if plain["weights"] is not None and not Path(plain["weights"]).is_dir():
+        raise ConfigError(
+            f"run.init_from: process 0 sees {plain['weights']}, {identity.label} does not; "
+            "put it on a file system that all hosts share"
+        )
     checkpoint = None if plain["checkpoint"] is None else storage_path(plain["checkpoint"])
     if isinstance(checkpoint, Path) and not checkpoint.is_dir():
         its_own = any(isinstance(where, Path) and checkpoint.is_relative_to(where) for where in run_directories(config))

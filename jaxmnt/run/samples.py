@@ -11,7 +11,7 @@ from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.tokenizer import Tokenizer
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, shortened
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES
 from jaxmnt.training.compile import Program, inference_spec
@@ -29,18 +29,20 @@ class Sampler:
     """
 
     def __init__(self, program: Program, data: Sources):
-        """Raises `ConfigError` if the data's tokens are no text."""
+        """Raises `ConfigError` if the data's tokens are no text, or the prompts are too long."""
         self._config, self._program, self._data = program.spec.config, program, data
         self._tokenizer = _tokenizer(self._config, data)
+        self._prompts = [self._encoded(text) for text in self._config.telemetry.samples]
         self._place: Callable[[Any], Any] | None = None
 
     @property
     def wanted(self) -> bool:
-        return bool(self._config.telemetry.samples)
+        return bool(self._prompts)
 
     def compile(self) -> None:
-        """What moves the parameters to where they are called."""
-        if self._place is not None:
+        """What moves the parameters to where they are called; the programs that call them are compiled by the first
+        samples."""
+        if self._place is not None or not self.wanted:
             return
         program, mesh = self._program, self._config.mesh
         sizes = program.spec.placement.sizes
@@ -49,35 +51,46 @@ class Sampler:
             allow_split_hosts=mesh.allow_split_hosts,
         )  # fmt: skip
         devices = list(program.spec.placement.mesh.devices.flat)
-        self._spec = inference_spec(self._config, self._data.vocab_size, called_on, devices)
-        wanted = model_state(canonical_abstract(self._spec, abstract_state(self._spec)))
-        axes = self._spec.definition.axes
+        spec = inference_spec(self._config, self._data.vocab_size, called_on, devices)
+        self._generator = Generator(spec)
+        wanted = model_state(canonical_abstract(spec, abstract_state(spec)))
 
         def place(model: Any) -> Any:
-            cast = lambda leaf, names: leaf if SCALES_AND_BIASES & {*names} else leaf.astype(self._spec.dtype)
-            return model | {"params": map_with_axes(cast, model["params"], axes)}
+            cast = lambda leaf, names: leaf if SCALES_AND_BIASES & {*names} else leaf.astype(spec.dtype)
+            return model | {"params": map_with_axes(cast, model["params"], spec.definition.axes)}
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
         self._place = jax.jit(place, out_shardings=shardings)
 
-    def __call__(self, state: Any, step: int) -> list[dict[str, str]]:
-        """Each prompt with its continuation: the same in all processes."""
+    def __call__(self, state: Any, step: int, got_further: Callable[[], None] = lambda: None) -> list[dict[str, str]]:
+        """Each prompt with its continuation: the same in all processes. `got_further` is called after each token."""
         self.compile()
         assert self._place is not None and self._tokenizer is not None
-        settings = self._config.telemetry
+        settings, made = self._config.telemetry, []
         model = self._place(self._program.to_canonical(model_state(state)))
+        weights = self._generator.place(model["params"], model.get("buffers", {}))
         sampling = Sampling(_TEMPERATURE, seed=self._config.seed + step)
-        generator = Generator(self._spec, model["params"], model.get("buffers", {}), sampling)
+        for tokens in self._generator.generate(weights, self._prompts, settings.sample_tokens, sampling):
+            made.append(tokens)
+            got_further()
         end = self._data.end_of_document
-        prompts = []
-        for text in settings.samples:
-            ids = ([] if end is None else [end]) + self._tokenizer.encode_batch([text])[0].tolist()
-            prompts.append(np.array(ids or [0], np.int32)[-self._config.data.sequence_length :])
-        made = np.stack(list(generator.generate(prompts, settings.sample_tokens)), axis=1)
         return [
             {"prompt": text, "text": self._tokenizer.decode(row[: _length(row, end)])}
-            for text, row in zip(settings.samples, made, strict=True)
+            for text, row in zip(settings.samples, np.stack(made, axis=1), strict=True)
         ]
+
+    def _encoded(self, text: str) -> np.ndarray:
+        assert self._tokenizer is not None
+        end, longest = self._data.end_of_document, self._config.data.sequence_length
+        ids = ([] if end is None else [end]) + self._tokenizer.encode_batch([text])[0].tolist()
+        if not ids:
+            raise ConfigError("telemetry.samples: a prompt is empty, and nothing ends documents here; give some text")
+        if len(ids) + self._config.telemetry.sample_tokens > longest:
+            raise ConfigError(
+                f"telemetry.samples: {shortened(repr(text))} has {len(ids)} tokens; with telemetry.sample_tokens "
+                f"({self._config.telemetry.sample_tokens}) it must fit data.sequence_length ({longest}); shorten one"
+            )
+        return np.array(ids, np.int32)
 
 
 def _length(row: np.ndarray, end: int | None) -> int:

@@ -337,7 +337,7 @@ def ready_data(config: Config, identity: Identity, status: StatusLine) -> Source
     with _all_together("the data is ready on every host", config, identity):
         if settings.stage_dir is not None:
             data = _staged(data, Path(settings.stage_dir), status)
-        for part in data.parts.values() if settings.verify else []:
+        for part in (*data.parts.values(), *data.eval_sets.values()) if settings.verify else []:
             if not isinstance(part, GrainData):
                 part.verify(progress=lambda name: status.update(f"data    checking {name}"))
     return data

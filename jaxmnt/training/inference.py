@@ -7,7 +7,7 @@ Shapes: B rows, L length, Q new tokens, T tokens of a chunk, D model, V vocabula
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -96,23 +96,32 @@ class Generator:
     The random numbers of a prompt depend on the seed and on its number alone, not on the others in the batch.
     """
 
-    def __init__(self, spec: StepSpec, params: Params, buffers: Params, sampling: Sampling):
-        """`params` and `buffers` are as they are stored."""
+    def __init__(self, spec: StepSpec):
         self._spec = spec
         axes = (spec.definition.axes, spec.definition.buffer_axes)
-        place = lambda trees: map_with_axes(spec.layout.to_device_layout, trees, axes)
-        placed = jax.jit(place)((params, buffers)) if spec.layout.dimensions else (params, buffers)
-        self._weights: tuple[Params, Params] = placed
-        self._begin = jax.jit(functools.partial(_begin, spec, sampling), static_argnums=0)
-        self._step = jax.jit(functools.partial(_step, spec, sampling), static_argnums=0, donate_argnums=4)
+        self._placed = jax.jit(lambda trees: map_with_axes(spec.layout.to_device_layout, trees, axes))
+        self._begin = jax.jit(functools.partial(_begin, spec), static_argnums=(0, 1))
+        self._step = jax.jit(functools.partial(_step, spec), static_argnums=(0, 1), donate_argnums=5)
+
+    def place(self, params: Params, buffers: Params) -> tuple[Params, Params]:
+        """The weights as they are called, from these as they are stored."""
+        if not self._spec.layout.dimensions:
+            return params, buffers
+        placed: tuple[Params, Params] = self._placed((params, buffers))
+        return placed
 
     def generate(
-        self, prompts: Sequence[np.ndarray], most: int, numbers: Sequence[int] | None = None
+        self,
+        weights: tuple[Params, Params],
+        prompts: Sequence[np.ndarray],
+        most: int,
+        sampling: Sampling,
+        numbers: Sequence[int] | None = None,
     ) -> Iterator[np.ndarray]:
         """The next token of each prompt, int32 [prompts], again and again, `most` times or until nobody asks for more.
 
-        Prompts are not empty. `numbers` are those of the prompts (default: from 0). The next tokens are computed while
-        these are looked at.
+        `weights` are what `place` has made. Prompts are not empty. `numbers` are those of the prompts (default: from
+        0). The next tokens are computed while these are looked at.
         """
         assert prompts and all(len(prompt) for prompt in prompts)
         spec, count = self._spec, len(prompts)
@@ -125,28 +134,37 @@ class Generator:
         lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (rows - count), np.int32)
         numbers_B = np.array([*(numbers or range(count)), *range(rows - count)], np.int32)
         put = lambda array: jax.device_put(array, spec.placement.sharding(("batch", *[None] * (array.ndim - 1))))
-        places, weights = max(width, rounded_length(longest + most)), self._weights
-        lengths, numbers_on_device = put(lengths_B), put(numbers_B)
-        token_B, caches = self._begin(places, *weights, put(tokens_BL), lengths, numbers_on_device)
+        chosen = replace(sampling, seed=0)  # which is an argument of the program, not a part of it
+        draws = Draws(jax.random.key(sampling.seed), put(numbers_B))
+        static = (max(width, rounded_length(longest + most)), chosen)
+        lengths = put(lengths_B)
+        token_B, caches = self._begin(*static, *weights, put(tokens_BL), lengths, draws)
         for made in range(most):
             following = None
             if made + 1 < most:
-                positions = lengths + made
-                following = self._step(places, *weights, token_B, caches, positions, numbers_on_device)
+                following = self._step(*static, *weights, token_B, caches, lengths + made, draws)
             yield np.asarray(token_B)[:count]
             if following is not None:
                 token_B, caches = following
 
 
+class Draws(NamedTuple):
+    """What random numbers depend on besides a token's position."""
+
+    key: jax.Array
+    numbers_B: jax.Array
+    """Of the prompts."""
+
+
 def _begin(
     spec: StepSpec,
-    sampling: Sampling,
     places: int,
+    sampling: Sampling,
     params: Params,
     buffers: Params,
     tokens_BL: jax.Array,
     lengths_B: jax.Array,
-    numbers_B: jax.Array,
+    draws: Draws,
 ) -> tuple[jax.Array, Any]:
     """The first new token of each row, and the caches."""
 
@@ -157,19 +175,19 @@ def _begin(
         return EmbedAndHead(spec, params, whole=False).logits(y_B1D)[:, 0], caches
 
     logits_BV, caches = _generating(spec, run)(params, buffers, tokens_BL, lengths_B)
-    return _sampled(spec, sampling, logits_BV, lengths_B, numbers_B), caches
+    return _sampled(spec, sampling, logits_BV, lengths_B, draws), caches
 
 
 def _step(
     spec: StepSpec,
-    sampling: Sampling,
     places: int,
+    sampling: Sampling,
     params: Params,
     buffers: Params,
     token_B: jax.Array,
     caches: Any,
     positions_B: jax.Array,
-    numbers_B: jax.Array,
+    draws: Draws,
 ) -> tuple[jax.Array, Any]:
     """The token after `token`, which stands at `positions`."""
 
@@ -179,11 +197,11 @@ def _step(
         return EmbedAndHead(spec, params, whole=False).logits(y_B1D)[:, 0], kept
 
     logits_BV, caches = _generating(spec, run)(params, buffers, token_B, positions_B, caches)
-    return _sampled(spec, sampling, logits_BV, positions_B + 1, numbers_B), caches
+    return _sampled(spec, sampling, logits_BV, positions_B + 1, draws), caches
 
 
 def _sampled(
-    spec: StepSpec, sampling: Sampling, logits_BV: jax.Array, positions_B: jax.Array, numbers_B: jax.Array
+    spec: StepSpec, sampling: Sampling, logits_BV: jax.Array, positions_B: jax.Array, draws: Draws
 ) -> jax.Array:
     """[B], the tokens at these positions of the prompts with these numbers; on all devices, for the host to read."""
     logits_BV = logits_BV[:, : spec.data_vocab_size]
@@ -199,9 +217,8 @@ def _sampled(
         before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV, axis=-1), axis=-1) - jax.nn.softmax(sorted_BV, axis=-1)
         least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
-    start = jax.random.key(sampling.seed)
-    key = lambda number, position: jax.random.fold_in(jax.random.fold_in(start, number), position)
-    return whole(jax.vmap(jax.random.categorical)(jax.vmap(key)(numbers_B, positions_B), logits_BV))
+    key = lambda number, position: jax.random.fold_in(jax.random.fold_in(draws.key, number), position)
+    return whole(jax.vmap(jax.random.categorical)(jax.vmap(key)(draws.numbers_B, positions_B), logits_BV))
 
 
 # -- on one device of the mesh
