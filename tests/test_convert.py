@@ -394,6 +394,17 @@ def test_a_folder_that_is_not_what_it_says_is_named(folder, how, words, tmp_path
     assert not (tmp_path / "run").exists(), "nothing is left of it"
 
 
+def test_copies_of_another_model_are_told_apart(folder, tmp_path):
+    """Of the same shapes: on two hosts they would be mixed, row by row."""
+    path = folder("llama-a")
+    before = Folder(path, "hf").fingerprint()
+    arrays = load_file(path / "model.safetensors")
+    save_file(arrays, path / "model.safetensors", metadata={"format": "pt"})
+    assert Folder(path, "hf").fingerprint() == before
+    save_file({key: array + 1 for key, array in arrays.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    assert Folder(path, "hf").fingerprint() != before
+
+
 def test_another_vocabulary_is_refused(folder, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     path, data = folder("llama-a"), tmp_path / "data"

@@ -343,6 +343,11 @@ def test_a_template_that_misbehaves_ends_with_words(monkeypatch, template, words
         render(template, [{"role": "user", "content": "hi"}], {})
 
 
+def test_a_template_may_mark_what_the_model_writes():
+    text = "{% for m in messages %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endfor %}"
+    assert render(text, [{"role": "assistant", "content": "hi"}] * 2, {}) == "[hi][hi]"
+
+
 def test_scores_of_texts(moved, tmp_path, capsys):
     records = [{"text": "def f():"}, {"context": "def ", "continuation": "f():"}, {"text": "x" * 100}]
     command = ["--run", str(run(moved)), "--input", lines(tmp_path / "in", records)]

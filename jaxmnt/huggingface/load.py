@@ -24,8 +24,9 @@ from jax.sharding import PartitionSpec as P
 from jaxmnt.checkpoint.names import like, named
 from jaxmnt.checkpoint.reader import aligned
 from jaxmnt.checkpoint.restore import raise_together
+from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import UserError
+from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.folder import Folder, Stored
 from jaxmnt.huggingface.tensors import Part, parts_of
 from jaxmnt.models.contract import Definition, Params
@@ -60,6 +61,12 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
         trouble = error
     raise_together(f"open {path.name}", trouble, identity)
     assert reader is not None
+    seen = all_gather(f"files of {path.name}", folder.fingerprint(), identity)
+    if others := [number for number, one in enumerate(seen) if one != seen[0]]:
+        raise ConfigError(
+            f"run.init_from: process {others[0]} has other files in {path} than process 0; give all hosts the same, or "
+            "put them on a file system that all share"
+        )
     arrays: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(1) as ahead:
         begin = lambda name: ahead.submit(reader.spread, parts[name], wanted[name].sharding)
