@@ -58,22 +58,12 @@ class TrainedModel:
     """A model that can be called. Its programs are compiled once for all batches of like sizes."""
 
     spec: "StepSpec"
-    params: Any
-    buffers: Any
+    generator: "Generator"
+    weights: Any
+    """Parameters and buffers, as the generator takes them."""
     vocabulary: Vocabulary
     window: int
     """The longest text that it was trained for, in tokens."""
-
-    @functools.cached_property
-    def generator(self) -> "Generator":
-        from jaxmnt.training.inference import Generator
-
-        return Generator(self.spec)
-
-    @functools.cached_property
-    def weights(self) -> Any:
-        """As the generator takes them."""
-        return self.generator.place(self.params, self.buffers)
 
     @functools.cached_property
     def row_scores(self) -> Any:
@@ -82,7 +72,7 @@ class TrainedModel:
 
         from jaxmnt.training.inference import row_scores
 
-        return functools.partial(jax.jit(functools.partial(row_scores, self.spec)), self.params, self.buffers)
+        return functools.partial(jax.jit(functools.partial(row_scores, self.spec)), *self.weights)
 
 
 @dataclass(frozen=True)
@@ -158,13 +148,16 @@ def load_model(checkpoint: "Committed", vocabulary: Vocabulary, overrides: Seque
     from jaxmnt.config.load import parse_config
     from jaxmnt.distributed.identity import Identity
     from jaxmnt.training.compile import inference_spec
+    from jaxmnt.training.inference import Generator
     from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
     config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
     devices = jax.local_devices()
     spec = inference_spec(config, vocabulary.size, _mesh(config, overrides, len(devices)), devices)
     state = restore(checkpoint, model_state(canonical_abstract(spec, abstract_state(spec))), Identity()).state
-    return TrainedModel(spec, state["params"], state.get("buffers", {}), vocabulary, config.data.sequence_length)
+    generator = Generator(spec)
+    weights = generator.place(state.pop("params"), state.pop("buffers", {}))
+    return TrainedModel(spec, generator, weights, vocabulary, config.data.sequence_length)
 
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Families of models as plain mathematics in float64: one row of tokens at a time, layer after layer, with a mask.
+"""Llama as plain mathematics in float64: one row of tokens at a time, layer after layer, with a mask.
 
 Written from the papers, and not from the package.
 """
@@ -19,65 +19,31 @@ def rotated(x, positions, theta):
     return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
 
 
-def attention(p, x, positions, segments, config, *, window=None, heads_norm=False):
+def attention(p, x, positions, segments, config):
     """x is [L, D]."""
     q, k, v = (jnp.tensordot(x, p[name], 1) for name in ("query", "key", "value"))
-    if "query_bias" in p:
-        q, k, v = q + p["query_bias"], k + p["key_bias"], v + p["value_bias"]
-    if heads_norm:
-        q = norm(q, p["query_norm"]["scale"], config.norm_epsilon)
-        k = norm(k, p["key_norm"]["scale"], config.norm_epsilon)
     q, k = rotated(q, positions, config.rope_theta), rotated(k, positions, config.rope_theta)
     k, v = (jnp.repeat(one, q.shape[1] // k.shape[1], 1) for one in (k, v))
-    scores = jnp.einsum("qhk,jhk->hqj", q, k) * (config.attention_scale or config.head_dim**-0.5)
-    if cap := config.attention_soft_cap:
-        scores = cap * jnp.tanh(scores / cap)
-    back = np.arange(len(x))[:, None] - np.arange(len(x))
-    seen = (back >= 0) & (back < (window or len(x))) & (segments[:, None] == segments)
+    scores = jnp.einsum("qhk,jhk->hqj", q, k) * config.head_dim**-0.5
+    seen = (np.arange(len(x))[:, None] >= np.arange(len(x))) & (segments[:, None] == segments)
     shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
     return jnp.tensordot(jnp.einsum("hqj,jhk->qhk", shares, v), p["output"], 2)
 
 
-def mlp(p, x, activation=jax.nn.silu):
-    return (activation(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+def llama_layer(p, x, positions, segments, config):
+    h = norm(x, p["attention_norm"]["scale"], config.norm_epsilon)
+    x = x + attention(p["attention"], h, positions, segments, config)
+    h, mlp = norm(x, p["mlp_norm"]["scale"], config.norm_epsilon), p["mlp"]
+    return x + (jax.nn.silu(h @ mlp["gate"]) * (h @ mlp["up"])) @ mlp["down"]
 
 
-def llama_layer(p, x, positions, segments, config, **options):
-    x = x + attention(
-        p["attention"],
-        norm(x, p["attention_norm"]["scale"], config.norm_epsilon),
-        positions,
-        segments,
-        config,
-        **options,
-    )
-    return x + mlp(p["mlp"], norm(x, p["mlp_norm"]["scale"], config.norm_epsilon))
-
-
-def gemma2_layer(p, x, positions, segments, config, window):
-    around = lambda name, x: norm(x, 1 + p[name]["scale"], config.norm_epsilon)
-    a = attention(p["attention"], around("attention_norm", x), positions, segments, config, window=window)
-    x = x + around("after_attention_norm", a)
-    gelu = lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return x + around("after_mlp_norm", mlp(p["mlp"], around("mlp_norm", x), gelu))
-
-
-def logits_of_row(family, params, tokens, positions, segments, config):
-    """[L, V]"""
-    pick = lambda tree, index: jax.tree.map(lambda leaf: leaf[index], tree)
-    x, layers = params["embedding"]["table"][tokens], params["layers"]
-    gemma = family == "gemma2"
-    if gemma:
-        x = x * np.sqrt(config.hidden_size)
+def logits_of_row(params, tokens, positions, segments, config):
+    """[L, V], of a Llama"""
+    x = params["embedding"]["table"][tokens]
     for number in range(config.num_layers):
-        if gemma:
-            window = config.sliding_window if number % 2 == 0 else None
-            x = gemma2_layer(pick(layers[str(number % 2)], number // 2), x, positions, segments, config, window)
-        else:
-            x = llama_layer(pick(layers, number), x, positions, segments, config, heads_norm=family == "qwen3")
-    x = norm(x, params["norm"]["scale"] + gemma, config.norm_epsilon)
-    logits = x @ (params["embedding"]["table"].T if config.tie_embeddings else params["head"]["kernel"])
-    return config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap) if config.logit_soft_cap else logits
+        layer = jax.tree.map(lambda leaf, n=number: leaf[n], params["layers"])
+        x = llama_layer(layer, x, positions, segments, config)
+    return norm(x, params["norm"]["scale"], config.norm_epsilon) @ params["head"]["kernel"]
 
 
 def mean_loss(logits, rows, ids):
@@ -85,11 +51,6 @@ def mean_loss(logits, rows, ids):
     log_p = jax.nn.log_softmax(logits[..., :ids], -1)
     entropy = -jnp.take_along_axis(log_p, rows["targets"][..., None], -1)[..., 0]
     return jnp.sum(entropy * rows["weights"]) / np.sum(rows["weights"])
-
-
-def loss(family, params, rows, config, ids):
-    of_row = lambda *row: logits_of_row(family, params, *row, config)
-    return mean_loss(jax.vmap(of_row)(rows["tokens"], rows["positions"], rows["segments"]), rows, ids)
 
 
 def value_and_gradients(function, params):

@@ -38,7 +38,9 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
     def logits(params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
         return EmbedAndHead(spec, params, whole=False).logits(_last_layer(spec, params, buffers, tokens_BL))
 
-    found = _on_mesh(spec, logits, ("batch", "length", "vocab"))(params, buffers, tokens_BL)
+    axes = (spec.definition.axes, spec.definition.buffer_axes)
+    placed = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
+    found = _on_mesh(spec, logits, ("batch", "length", "vocab"))(placed, tokens_BL)
     return found[..., : spec.data_vocab_size]
 
 
@@ -51,8 +53,8 @@ class Scores(NamedTuple):
 
 
 def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array, targets_BL: jax.Array) -> Scores:
-    """Log-likelihoods in float32 of `targets`, the tokens that follow `tokens`; as `row_logits`, but for a chunk of
-    tokens at a time, so that the logits of all are never there."""
+    """Log-likelihoods in float32 of `targets`, the tokens that follow `tokens`: of a chunk of tokens at a time, so that
+    the logits of all are never there. The weights are as they are placed (`Generator.place`). To be jitted."""
 
     def scores(params: Params, buffers: Params, tokens_BL: jax.Array, targets_BL: jax.Array) -> Scores:
         y_BLD = _last_layer(spec, params, buffers, tokens_BL)
@@ -74,7 +76,7 @@ def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
         found = jax.lax.map(of_chunk, (cut(y_BLD.reshape(-1, y_BLD.shape[-1])), cut(targets_BL.reshape(-1))))
         return Scores(*(one.reshape(-1)[: targets_BL.size].reshape(targets_BL.shape) for one in found))
 
-    return Scores(*_on_mesh(spec, scores, ("batch", "length"))(params, buffers, tokens_BL, targets_BL))
+    return Scores(*_on_mesh(spec, scores, ("batch", "length"))((params, buffers), tokens_BL, targets_BL))
 
 
 @dataclass(frozen=True)
@@ -225,11 +227,10 @@ def _sampled(
 
 
 def _on_mesh(spec: StepSpec, function: Callable[..., Any], out: tuple[str, ...]) -> Callable[..., Any]:
-    """The function of parameters and buffers as they are stored and of arrays [B, L], on each device's pieces."""
-    axes, placement = (spec.definition.axes, spec.definition.buffer_axes), spec.placement
+    """The function of parameters and buffers as they are placed and of arrays [B, L], on each device's pieces."""
+    placement = spec.placement
 
-    def run(params: Params, buffers: Params, *rows: jax.Array) -> Any:
-        placed = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
+    def run(weights: tuple[Params, Params], *rows: jax.Array) -> Any:
         call = jax.shard_map(
             function,
             mesh=placement.mesh,
@@ -238,7 +239,7 @@ def _on_mesh(spec: StepSpec, function: Callable[..., Any], out: tuple[str, ...])
             check_vma=False,
         )
         with _precision(spec):
-            return call(*placed, *rows)
+            return call(*weights, *rows)
 
     return run
 
