@@ -24,7 +24,6 @@ NAMING_AXES = {
     "drill/course.py": "a mesh that is made small",
     "trained_model.py": "the mesh of a command that calls a model",
     "score.py": "the context of a text, which is no axis",
-    "lm_eval.py": "the same",
     "run/samples.py": "the mesh on which a model in training is sampled from",
 }
 
