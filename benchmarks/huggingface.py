@@ -36,7 +36,7 @@ def make(folder: Path, preset: str, file_gb: float) -> None:
 
     from jaxmnt.config.load import parse_config
     from jaxmnt.huggingface.config import write_config
-    from jaxmnt.huggingface.export import _begin_file, _divided
+    from jaxmnt.huggingface.export import begin_file, divided
     from jaxmnt.huggingface.tensors import parts_of
     from jaxmnt.models.contract import define
     from jaxmnt.models.registry import build_family
@@ -48,9 +48,9 @@ def make(folder: Path, preset: str, file_gb: float) -> None:
     tree = write_config(model, {"max_position_embeddings": 2048}) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(tree))
     dtype, weights = np.dtype("bfloat16"), {}
-    for file, works in _divided(parts, 2, int(file_gb * 1e9)).items():
+    for file, works in divided(parts, 2, int(file_gb * 1e9)).items():
         tensors = [part for work in works for name in work.parameters for part in parts[name][work.begin : work.end]]
-        places = _begin_file(folder / file, tensors, dtype)
+        places = begin_file(folder / file, tensors, dtype)
         for part in tensors:
             weights[part.name] = file
             bits = rng.integers(0, 2**16, int(np.prod(part.whole)), np.uint16)
@@ -98,14 +98,17 @@ def read_transformers(folder: Path) -> Any:
 
 
 def read_slices(folder: Path) -> Any:
-    import ml_dtypes  # noqa: F401
     from safetensors import safe_open
+
+    from jaxmnt.huggingface.folder import DTYPES
 
     def read() -> int:
         size = 0
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "numpy") as opened:
-                size += sum(opened.get_slice(name)[:].nbytes for name in opened.keys())  # noqa: SIM118
+                arrays = [opened.get_slice(name)[:] for name in sorted(opened.keys())]
+            assert {array.dtype for array in arrays} <= {*DTYPES.values()}
+            size += sum(array.nbytes for array in arrays)
         return size
 
     return read

@@ -31,6 +31,10 @@ def _from_hf(options: argparse.Namespace) -> int:
     path = make_run(Folder(options.folder, "from-hf"), options.output, options.dtype, progress)
     progress("")
     print(f"checkpoint {path}")
+    if not (options.output / "tokenizer").exists():
+        print(
+            f"note    {options.folder} has no tokenizer.json with an end of texts, so the run has none", file=sys.stderr
+        )
     print(f"train from it with run.init_from={options.output} and the settings of {options.output / 'config.yaml'}")
     return ExitCode.FINISHED
 

@@ -74,6 +74,8 @@ def adapter(named: "Named", model: "TrainedModel", batch: int, *, chat: bool = F
     from lm_eval.utils import get_rolling_token_windows
 
     vocabulary = model.vocabulary
+    if not vocabulary.begun([]):
+        raise ConfigError("--run: nothing begins or ends a text of this run's data, which the harness needs")
 
     class Adapter(LM):
         """Requests are `Instance`s, whose `args` are those of the method's name in the harness. As there, names of
@@ -93,7 +95,7 @@ def adapter(named: "Named", model: "TrainedModel", batch: int, *, chat: bool = F
             for index, request in enumerate(requests):
                 pairs = get_rolling_token_windows(
                     token_list=vocabulary.encode(request.args[0], markup=True, where=_WHERE),
-                    prefix_token=(vocabulary.begun([]) or [0])[-1], max_seq_len=model.window, context_len=1,
+                    prefix_token=vocabulary.begun([])[-1], max_seq_len=model.window, context_len=1,
                 )  # fmt: skip
                 pieces += [(index, Wanted([*given, new[-1]], len(given) + 1 - len(new))) for given, new in pairs]
             totals = [0.0] * len(requests)
@@ -130,7 +132,7 @@ def _asked(model: "TrainedModel", context: str, settings: dict[str, Any], *, cha
             "too; choose another task"
         )
     ids = model.vocabulary.encode(context, markup=True, where=_WHERE)
-    ids = (ids if chat else model.vocabulary.begun(ids)) or [0]
+    ids = ids if chat else model.vocabulary.begun(ids)
     ids = ids[-(model.window - most) :]  # the newest part of a context that is too long, as the harness does
     temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
     sampling = Sampling(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))

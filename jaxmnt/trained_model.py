@@ -1,4 +1,4 @@
-"""A checkpoint's model on the devices here, with its tokenizer: what generate and score have in common."""
+"""A checkpoint's model on the devices here, with its tokenizer: what generate, score and lm_eval have in common."""
 
 import argparse
 import functools
@@ -80,13 +80,31 @@ class Named:
     """What a command line names: a checkpoint, what came with its model, and its vocabulary."""
 
     checkpoint: "Committed"
+    config: "Config"
     files: dict[str, bytes]
     vocabulary: Vocabulary
-    window: int
+
+    @property
+    def window(self) -> int:
+        """The longest text that it was trained for, in tokens."""
+        return self.config.data.sequence_length
 
     def load(self, overrides: Sequence[str]) -> TrainedModel:
         """The model on the mesh that `overrides` say, of this process's devices."""
-        return load_model(self.checkpoint, self.vocabulary, overrides)
+        import jax
+
+        from jaxmnt.checkpoint.restore import restore
+        from jaxmnt.distributed.identity import Identity
+        from jaxmnt.training.compile import inference_spec
+        from jaxmnt.training.inference import Generator
+        from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
+
+        devices = jax.local_devices()
+        spec = inference_spec(self.config, self.vocabulary.size, _mesh(self.config, overrides, len(devices)), devices)
+        wanted = model_state(canonical_abstract(spec, abstract_state(spec)))
+        state, generator = restore(self.checkpoint, wanted, Identity()).state, Generator(spec)
+        weights = generator.place(state.pop("params"), state.pop("buffers", {}))
+        return TrainedModel(spec, generator, weights, self.vocabulary, self.window)
 
     def rendered(self, messages: Any, where: str, begins_turn: bool = True) -> str:
         """The text of a conversation by the chat template of the model."""
@@ -101,7 +119,7 @@ class Named:
 
 
 def add_arguments(parser: Parser) -> None:
-    """What both commands take."""
+    """What these commands take."""
     parser.add_argument("--run", required=True, metavar="RUN[@STEP]", help="run directory, as in run.dir")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="of a run on token arrays: bytes, or the tokenizer.json that made them"
@@ -115,21 +133,22 @@ def add_arguments(parser: Parser) -> None:
 def find_model(run: str, tokenizer: str | None) -> Named:
     """What `--run` and `--tokenizer` name. Raises `ConfigError` if a checkpoint or its vocabulary is not to be had."""
     from jaxmnt.checkpoint.refs import find, roots_of
+    from jaxmnt.config.load import parse_config
     from jaxmnt.huggingface import companions
 
     checkpoint = find(run, "--run")
     files = companions.kept(roots_of(run, checkpoint))
-    vocabulary = _vocabulary(run, tokenizer, checkpoint, files)
-    return Named(checkpoint, files, vocabulary, int(checkpoint.manifest.config["data"]["sequence_length"]))
+    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    return Named(checkpoint, config, files, _vocabulary(run, tokenizer, checkpoint, config, files))
 
 
-def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
+def _vocabulary(
+    run: str, tokenizer: str | None, checkpoint: "Committed", config: "Config", files: dict[str, bytes]
+) -> Vocabulary:
     """`files` are what came with the model, if it came from Hugging Face: what starts a text there and what ends it,
     too."""
-    from jaxmnt.config.load import parse_config
     from jaxmnt.data.tokenizer import HuggingFace
 
-    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
     found, size, end = _tokenizer(run, tokenizer, checkpoint, config)
     ends = {end} if end is not None else set()
     ends |= {one for one in _ends_of(files) if one < size}
@@ -138,26 +157,6 @@ def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files:
     if files and checkpoint.manifest.tokens == 0 and isinstance(found, HuggingFace):
         start = found.start
     return Vocabulary(found, size, start, end, frozenset(ends))
-
-
-def load_model(checkpoint: "Committed", vocabulary: Vocabulary, overrides: Sequence[str]) -> TrainedModel:
-    """The model on the mesh that `overrides` say, of this process's devices."""
-    import jax
-
-    from jaxmnt.checkpoint.restore import restore
-    from jaxmnt.config.load import parse_config
-    from jaxmnt.distributed.identity import Identity
-    from jaxmnt.training.compile import inference_spec
-    from jaxmnt.training.inference import Generator
-    from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
-
-    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
-    devices = jax.local_devices()
-    spec = inference_spec(config, vocabulary.size, _mesh(config, overrides, len(devices)), devices)
-    state = restore(checkpoint, model_state(canonical_abstract(spec, abstract_state(spec))), Identity()).state
-    generator = Generator(spec)
-    weights = generator.place(state.pop("params"), state.pop("buffers", {}))
-    return TrainedModel(spec, generator, weights, vocabulary, config.data.sequence_length)
 
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -195,3 +195,34 @@ def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("CI") and reporter and reporter.stats.get("skipped"):
         session.exitstatus = 1
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory, prepared):
+    """A folder with data and a run of ten steps, started in it: no path of its config is absolute."""
+    import jax
+
+    from jaxmnt.errors import ExitCode
+    from jaxmnt.train import train
+
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(prepared, folder / "data")
+    tree = {name: dict(section) for name, section in TINY.items()}
+    apply_overrides(tree, ["run.dir=runs/a", "data.path=data", "checkpoint.dir=kept/a", "train.stop_after=10"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train(parse_config(tree), devices=jax.devices()[:1]) == ExitCode.STOPPED
+    return folder
+
+
+@pytest.fixture
+def moved(project, tmp_path, monkeypatch):
+    """A copy of the project without its data, seen from another folder."""
+    shutil.copytree(project, tmp_path / "moved", ignore=shutil.ignore_patterns("data"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "moved"
+
+
+def run_in(folder: Path) -> Path:
+    return folder / "runs" / "a"

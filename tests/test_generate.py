@@ -5,45 +5,20 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import run_in as run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmnt import convert, generate, score
 from jaxmnt.checkpoint import __main__ as checkpoint
-from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.chat_template import render
 from jaxmnt.data.run_tokenizer import RunTokenizer, keep
 from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.score import Wanted, continuation_of
-from jaxmnt.train import train
 from jaxmnt.trained_model import _vocabulary, find_model
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory, prepared):
-    """A folder with data and a run of ten steps, started in it: no path of its config is absolute."""
-    folder = tmp_path_factory.mktemp("project")
-    shutil.copytree(prepared, folder / "data")
-    tree = {name: dict(section) for name, section in TINY.items()}
-    apply_overrides(tree, ["run.dir=runs/a", "data.path=data", "checkpoint.dir=kept/a", "train.stop_after=10"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert train(parse_config(tree), devices=jax.devices()[:1]) == ExitCode.STOPPED
-    return folder
-
-
-@pytest.fixture
-def moved(project, tmp_path, monkeypatch):
-    """A copy of the project without its data, seen from another folder."""
-    shutil.copytree(project, tmp_path / "moved", ignore=shutil.ignore_patterns("data"))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    return tmp_path / "moved"
 
 
 @pytest.fixture
@@ -65,10 +40,6 @@ def asked(monkeypatch):
 
     monkeypatch.setattr("jaxmnt.training.inference.Generator", Asked)
     return found
-
-
-def run(folder: Path) -> Path:
-    return folder / "runs" / "a"
 
 
 def test_generate_needs_neither_the_data_nor_the_folder_of_the_start(moved, capsys):
@@ -375,7 +346,7 @@ def test_a_model_from_elsewhere_begins_texts_as_its_tokenizer_does(moved, tmp_pa
     assert vocabulary().begun([1, 2]) == [11, 1, 2], "it was trained here"
     named = find_model(str(run(moved)), None)
     fresh = replace(named.checkpoint, manifest=replace(named.checkpoint.manifest, tokens=0))
-    begun = _vocabulary(str(run(moved)), None, fresh, named.files)
+    begun = _vocabulary(str(run(moved)), None, fresh, named.config, named.files)
     assert (begun.begun([1, 2]), begun.begun([])) == ([1, 2], [11]), "this tokenizer puts nothing before a text"
     assert continuation_of(begun, "ab", "c", "here") == Wanted([0, 1, 2], 2)
     assert continuation_of(begun, "", "c", "here") == Wanted([11, 2], 1)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from test_generate import moved, project, run  # noqa: F401 (fixtures)
+from conftest import run_in as run
 
 from jaxmnt import lm_eval
 from jaxmnt.errors import ConfigError, ExitCode
@@ -38,7 +38,7 @@ metric_list: [{{metric: acc}}]
     return tmp_path
 
 
-def test_a_task_of_ones_own(moved, task, capsys, monkeypatch):  # noqa: F811
+def test_a_task_of_ones_own(moved, task, capsys, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(task / "cache"))
     command = ["--run", str(run(moved)), "--tasks", "questions", "--include", str(task), "--json"]
     assert lm_eval.main(command) == ExitCode.FINISHED
@@ -55,11 +55,11 @@ def test_a_task_of_ones_own(moved, task, capsys, monkeypatch):  # noqa: F811
         lm_eval.main([*command[:3], "nothing_such"])
 
 
-def loaded(moved):  # noqa: F811
+def loaded(moved):
     return find_model(str(run(moved)), None).load(["mesh.data=1"] if len(jax.devices()) == 1 else [])
 
 
-def test_what_the_harness_asks_for(moved):  # noqa: F811
+def test_what_the_harness_asks_for(moved):
     model = loaded(moved)
     asked = lambda *arguments: SimpleNamespace(args=arguments)
     named = find_model(str(run(moved)), None)

@@ -59,6 +59,8 @@ _OF_TYPE = {
 }  # fmt: skip
 """Keys that each type of scaling has."""
 
+_REQUIRED = ("hidden_size", "num_layers", "num_heads", "vocab_size")
+
 _WHOLE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 """Settings that are whole numbers."""
 
@@ -99,13 +101,13 @@ def read_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"family": family}
     for key, setting in written.settings.items():
         value = tree.get(key, written.assumed.get(key))
-        if value is None and setting.name in ("hidden_size", "num_layers", "num_heads", "vocab_size"):
+        if value is None and (setting.name in _REQUIRED or key == "intermediate_size"):
             raise ConfigError(f"{where}: {key} is missing; without it the model is not known")
         if value is not None:
             found[setting.name] = _number(setting.read, value, key, where)
             if setting.name in _WHOLE and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be 1 or more; correct it")
-    found.setdefault("intermediate_size", 4 * found["hidden_size"])  # where GPT-2 says nothing
+    found.setdefault("intermediate_size", 4 * found["hidden_size"])  # where GPT-2's n_inner says nothing
     found |= _read_rope(tree, written, "local_rope_theta" in family_class(family).settings, where)
     return found | _read_windows(tree, family, found["num_layers"], where)
 

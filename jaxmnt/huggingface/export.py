@@ -111,7 +111,7 @@ def plan_export(
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.description.get("end_token")}
         about.setdefault("tokenizer_config.json", (json.dumps(told, indent=2) + "\n").encode())
     about[CONFIG] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
-    files = _divided(parts, np.dtype(wanted).itemsize, file_bytes)
+    files = divided(parts, np.dtype(wanted).itemsize, file_bytes)
     export = Export(checkpoint, parts, files, np.dtype(wanted), about)
     if len(files) > 1:
         places = {part.name: file for file in files for part in export.tensors(file)}
@@ -188,7 +188,7 @@ def _publish(export: Export, building: Path, folder: Path) -> bool:
 # -- which file holds what
 
 
-def _divided(parts: dict[str, list[Part]], item: int, file_bytes: int) -> dict[str, list[Work]]:
+def divided(parts: dict[str, list[Part]], item: int, file_bytes: int) -> dict[str, list[Work]]:
     """Files of about so many bytes."""
     files: list[list[Work]] = [[]]
     room = file_bytes
@@ -236,7 +236,7 @@ def _write_file(export: Export, reader: Reader, file: str, building: Path, tell:
     for left in building.glob(f".{file}.*"):  # by a process that was killed
         left.unlink()
     path = building / f".{file}.{os.getpid()}"
-    places = _begin_file(path, export.tensors(file), export.dtype)
+    places = begin_file(path, export.tensors(file), export.dtype)
     shares: dict[str, digest.Lanes] = {}
     for work in export.files[file]:
         for parameter in work.parameters:
@@ -251,7 +251,7 @@ def _write_file(export: Export, reader: Reader, file: str, building: Path, tell:
     (building / f"{file}.digests").write_text(json.dumps(shares))
 
 
-def _begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, int]:
+def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, int]:
     """Makes a file of the right size with its header; the place of each tensor in it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -263,9 +263,8 @@ def _begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, i
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        os.posix_fallocate(
-            file.fileno(), 0, 8 + len(text) + end
-        )  # a full disk is an error here, and not later a signal
+        # So a full disk is an error here, and not a signal when memory that is mapped to the file is written.
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
     return {part.name: 8 + len(text) + header[part.name]["data_offsets"][0] for part in tensors}
 
 

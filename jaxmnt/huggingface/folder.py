@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401 (NumPy has bfloat16 once it is imported)
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -23,7 +23,7 @@ COMPANIONS = (
 )  # fmt: skip
 """What belongs to a model besides its weights, and is passed on as it is."""
 
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype("bfloat16"), "F16": np.dtype(np.float16)}
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _LARGEST_JSON = 64 << 20
 _SAMPLED = 1 << 16
 

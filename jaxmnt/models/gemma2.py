@@ -19,7 +19,7 @@ from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention
 from jaxmnt.models.contract import LayerContext, LayerOutput
 from jaxmnt.models.huggingface import ATTENTION, ENDS, MLP, UNBIASED, HuggingFace, Setting, Tensor, common_settings
-from jaxmnt.models.layers import INIT_STD, GatedMLP, RMSNorm, dropout
+from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
 from jaxmnt.models.windows import Alternating, window
 from jaxmnt.parallel.sharding import Placement
 
@@ -38,6 +38,12 @@ def _written_scale(scale: float) -> float:
 
 
 SCALE = Setting("attention_scale", lambda scalar: scalar**-0.5, _written_scale)
+SETTINGS = common_settings(
+    sliding_window=Setting("sliding_window"),
+    query_pre_attn_scalar=SCALE,
+    attn_logit_softcapping=Setting("attention_soft_cap"),
+    final_logit_softcapping=Setting("logit_soft_cap"),
+)
 ONLY = UNBIASED | {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "hidden_act": ("gelu_pytorch_tanh",),
@@ -68,12 +74,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: Model, kind: str, attention: type[GemmaAttention], rngs: nnx.Rngs):
         assert config.intermediate_size
-        output_std = INIT_STD / (2 * config.num_layers) ** 0.5
+        std = output_std(config.num_layers)
         norm = functools.partial(RMSNorm, config.hidden_size, config.norm_epsilon, offset=1.0)
         self.attention_norm, self.after_attention_norm = norm(), norm()
-        self.attention = attention(config, kind, output_std, rngs)
+        self.attention = attention(config, kind, std, rngs)
         self.mlp_norm, self.after_mlp_norm = norm(), norm()
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, output_std, rngs, gelu)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, std, rngs, gelu)
         self.dropout = config.dropout
 
     def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
@@ -95,12 +101,7 @@ class Gemma2(Alternating):
         "Gemma2ForCausalLM",
         ATTENTION | MLP | NORMS,
         ENDS,
-        common_settings(
-            sliding_window=Setting("sliding_window"),
-            query_pre_attn_scalar=SCALE,
-            attn_logit_softcapping=Setting("attention_soft_cap"),
-            final_logit_softcapping=Setting("logit_soft_cap"),
-        ),
+        SETTINGS,
         only=ONLY,
         meaningless=frozenset({"sliding_window_size"}),  # beside sliding_window
         assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

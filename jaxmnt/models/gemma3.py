@@ -12,8 +12,8 @@ from flax import nnx
 from jaxmnt.config.model import Model
 from jaxmnt.models.attention import KVHeads
 from jaxmnt.models.contract import LayerContext
-from jaxmnt.models.gemma2 import ASSUMED, NORMS, ONLY, SCALE, Gemma2, GemmaAttention
-from jaxmnt.models.huggingface import ATTENTION, ENDS, MLP, NORMED_HEADS, HuggingFace, Setting, common_settings
+from jaxmnt.models.gemma2 import ASSUMED, NORMS, ONLY, SETTINGS, Gemma2, GemmaAttention
+from jaxmnt.models.huggingface import ATTENTION, ENDS, MLP, NORMED_HEADS, HuggingFace
 from jaxmnt.models.layers import RMSNorm
 from jaxmnt.models.rotary import Angles
 from jaxmnt.models.windows import two_rotaries
@@ -47,12 +47,7 @@ class Gemma3(Gemma2):
         "Gemma3ForCausalLM",
         ATTENTION | NORMED_HEADS | MLP | NORMS,
         ENDS,
-        common_settings(
-            sliding_window=Setting("sliding_window"),
-            query_pre_attn_scalar=SCALE,
-            attn_logit_softcapping=Setting("attention_soft_cap"),
-            final_logit_softcapping=Setting("logit_soft_cap"),
-        ),
+        SETTINGS,
         only=ONLY,
         assumed=ASSUMED
         | {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}

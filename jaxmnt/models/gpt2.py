@@ -16,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError
-from jaxmnt.models.contract import Family, LayerContext, LayerOutput
+from jaxmnt.models.contract import Family, LayerContext
 from jaxmnt.models.huggingface import HuggingFace, Setting, Tensor
-from jaxmnt.models.layers import INIT_STD, Embedding, LayerNorm, dropout, project, weight
+from jaxmnt.models.layers import Embedding, LayerNorm, output_std, project, weight
+from jaxmnt.models.llama import PreNormBlock
 from jaxmnt.models.qwen2 import BiasedAttention
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel.collectives import gather_sequence, scatter_sequence
@@ -102,25 +103,17 @@ def _gelu(up_BLF: jax.Array) -> jax.Array:
     return jax.nn.gelu(up_BLF, approximate=True)
 
 
-class Block(nnx.Module):
-    """One pre-norm layer."""
+class Block(PreNormBlock):
+    """One of GPT-2's."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         assert config.intermediate_size
-        output_std = INIT_STD / (2 * config.num_layers) ** 0.5
+        std = output_std(config.num_layers)
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_epsilon)
-        self.attention = GPT2Attention(config, output_std, rngs)
+        self.attention = GPT2Attention(config, std, rngs)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, output_std, rngs)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, std, rngs)
         self.dropout = config.dropout
-
-    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
-        attention_keys, mlp_keys = context.keys(2)
-        placement = context.placement
-        a_BSD = self.attention(self.attention_norm(x_BSD), context)
-        x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, placement)
-        m_BSD = self.mlp(self.mlp_norm(x_BSD), placement)
-        return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, placement))
 
 
 class GPT2(Family):

@@ -27,6 +27,12 @@ INIT_STD = 0.02
 """Standard deviation of initial weights, as in GPT-2 and Llama."""
 
 
+def output_std(num_layers: int) -> float:
+    """Of initial weights of outputs: GPT-2's scaling, which keeps the variance of the residual stream independent of
+    depth."""
+    return INIT_STD / (2 * num_layers) ** 0.5
+
+
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float = INIT_STD) -> nnx.Param:
     """A normally distributed float32 parameter."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)

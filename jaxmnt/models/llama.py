@@ -3,6 +3,8 @@
 Shapes: B batch, S a device's piece of the length, D model.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -10,21 +12,17 @@ from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention
 from jaxmnt.models.contract import Family, LayerContext, LayerOutput
 from jaxmnt.models.huggingface import ENDS, LLAMA, SILU, UNBIASED, HuggingFace, common_settings
-from jaxmnt.models.layers import INIT_STD, GatedMLP, RMSNorm, dropout
+from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
 
 
-class Block(nnx.Module):
-    """One pre-norm decoder layer. GPT-2's scaling of the outputs' initial values keeps the variance of the residual
-    stream independent of depth."""
+class PreNormBlock(nnx.Module):
+    """A layer with a norm before its attention, and one before its MLP."""
 
-    def __init__(self, config: Model, attention: type[Attention], rngs: nnx.Rngs):
-        assert config.intermediate_size
-        output_std = INIT_STD / (2 * config.num_layers) ** 0.5
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.attention = attention(config, output_std, rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, output_std, rngs)
-        self.dropout = config.dropout
+    attention_norm: Any
+    attention: Any
+    mlp_norm: Any
+    mlp: Any
+    dropout: float
 
     def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
         attention_keys, mlp_keys = context.keys(2)
@@ -33,6 +31,19 @@ class Block(nnx.Module):
         x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, placement)
         m_BSD = self.mlp(self.mlp_norm(x_BSD), placement)
         return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, placement))
+
+
+class Block(PreNormBlock):
+    """One of Llama's, with RMSNorm and SwiGLU."""
+
+    def __init__(self, config: Model, attention: type[Attention], rngs: nnx.Rngs):
+        assert config.intermediate_size
+        std = output_std(config.num_layers)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.attention = attention(config, std, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, std, rngs)
+        self.dropout = config.dropout
 
 
 class Llama(Family):

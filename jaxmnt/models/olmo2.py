@@ -24,7 +24,7 @@ from jaxmnt.models.huggingface import (
     Tensor,
     common_settings,
 )
-from jaxmnt.models.layers import INIT_STD, GatedMLP, RMSNorm, dropout, project
+from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std, project
 from jaxmnt.models.llama import Llama
 from jaxmnt.parallel.collectives import sum_over
 from jaxmnt.parallel.sharding import Placement
@@ -90,11 +90,6 @@ class Block(nnx.Module):
         return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, context.placement))
 
 
-def output_std(config: Model) -> float:
-    """Of the initial values of outputs; GPT-2's scaling."""
-    return INIT_STD / (2 * config.num_layers) ** 0.5
-
-
 class Olmo2(Llama):
     """All layers are alike."""
 
@@ -109,5 +104,5 @@ class Olmo2(Llama):
     )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        std = output_std(self.config)
+        std = output_std(self.config.num_layers)
         return Block(self.config, OlmoAttention(self.config, std, rngs), std, rngs)

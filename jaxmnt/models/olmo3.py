@@ -13,7 +13,8 @@ from flax import nnx
 from jaxmnt.config.model import Model
 from jaxmnt.models.contract import LayerContext
 from jaxmnt.models.huggingface import ENDS, SILU, UNBIASED, HuggingFace, Setting, common_settings
-from jaxmnt.models.olmo2 import LAYER, Block, OlmoAttention, output_std
+from jaxmnt.models.layers import output_std
+from jaxmnt.models.olmo2 import LAYER, Block, OlmoAttention
 from jaxmnt.models.rotary import Angles
 from jaxmnt.models.windows import Alternating, two_rotaries, window
 
@@ -48,7 +49,7 @@ class Olmo3(Alternating):
     )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        std = output_std(self.config)
+        std = output_std(self.config.num_layers)
         return Block(self.config, WindowedAttention(self.config, kind, std, rngs), std, rngs)
 
     def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
