@@ -149,7 +149,9 @@ def _vocabulary(
     too."""
     from jaxmnt.data.tokenizer import HuggingFace
 
-    found, size, end = _tokenizer(run, tokenizer, checkpoint, config)
+    found, known, end = _tokenizer(run, tokenizer, checkpoint, config)
+    assert config.model.vocab_size is not None
+    size = min(known, config.model.vocab_size)  # a vocabulary may have more than a model, as Gemma 3's
     ends = {end} if end is not None else set()
     ends |= {one for one in _ends_of(files) if one < size}
     start = [end] if end is not None else []
@@ -198,7 +200,7 @@ def _mesh(config: "Config", overrides: Sequence[str], devices: int) -> "Mesh":
 def _tokenizer(
     run: str, given: str | None, checkpoint: "Committed", config: "Config"
 ) -> "tuple[Tokenizer, int, int | None]":
-    """What turns text into the run's tokens and back, how many ids the model knows, and the end of a document's."""
+    """What turns text into the run's tokens and back, how many ids there are, and the end of a document's."""
     from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer, load
 
@@ -221,9 +223,7 @@ def _tokenizer(
         )
     named = load(given)
     if known is None:
-        rows = config.model.vocab_size
-        assert rows is not None
-        return named, min(rows, named.vocab_size), named.end_of_document
+        return named, named.vocab_size, named.end_of_document
     if isinstance(named, HuggingFace) and named.vocab_size != known.vocab_size:
         print(
             f"note    --tokenizer: {given} has {named.vocab_size} ids, the run's tokens {known.vocab_size}: it may not "

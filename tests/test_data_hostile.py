@@ -107,6 +107,7 @@ def _first(manifest):
 ODD_VALUES = {
     "vocabulary": (lambda m: m.update(vocab_size=-1), "vocab_size is -1"),
     "huge vocabulary": (lambda m: m.update(vocab_size=10**400), "vocab_size is a number of more than 20 digits"),
+    "largest id": (lambda m: m.update(largest_id=257), "largest_id is 257"),
     "float": (lambda m: m.update(vocab_size=257.0), r"vocab_size is 257\.0"),
     "true": (lambda m: m["splits"]["train"].update(documents=True), "documents of train is true"),
     "other vocabulary": (lambda m: m.update(vocab_size=300_000), "dtype uint16 is not that of 300000 ids"),
@@ -218,7 +219,7 @@ def test_an_id_beyond_the_vocabulary_is_named_where_a_batch_is_made(copy, rows, 
         return tokens
 
     _resave(path, changed)
-    with pytest.raises(ConfigError, match=rf"{path.name} is damaged: it holds the id {token} at element 77, which"):
+    with pytest.raises(ConfigError, match=rf"{path.name} is damaged: it holds the id {token} at element 77, and"):
         read_all(copy, rows)
 
 
@@ -227,7 +228,7 @@ def test_whoever_reads_ahead_in_threads_is_told(copy):
         _resave(path, lambda tokens: np.full_like(tokens, 300))
     config = parse_config({"data": {"path": str(copy), "sequence_length": 32, "global_batch_size": 16}})
     batches = training_rows(TrainingData(config, open_sources(config.data)), range(16), 0, prefetch=2, threads=2)
-    with pytest.raises(ConfigError, match=r"it holds the id 300 at element \d+, which the vocabulary of 257 does not"):
+    with pytest.raises(ConfigError, match=r"it holds the id 300 at element \d+, and its ids are below \d+; "):
         next(batches)
 
 

@@ -5,19 +5,22 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from conftest import run_in as run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmnt import convert, generate, score
+from jaxmnt import convert, generate, prepare, score
 from jaxmnt.checkpoint import __main__ as checkpoint
 from jaxmnt.data.chat_template import render
 from jaxmnt.data.run_tokenizer import RunTokenizer, keep
+from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.score import Wanted, continuation_of
+from jaxmnt.train import train
 from jaxmnt.trained_model import _vocabulary, find_model
 
 
@@ -353,6 +356,36 @@ def test_a_model_from_elsewhere_begins_texts_as_its_tokenizer_does(moved, tmp_pa
     (run(moved) / "huggingface" / "generation_config.json").write_text("[")
     with pytest.raises(ConfigError, match=r"generation_config\.json, which came with the model, cannot be read"):
         vocabulary()
+
+
+@pytest.mark.slow
+def test_a_vocabulary_may_have_a_token_that_the_model_lacks(tiny, tmp_path, capsys):
+    """As Gemma 3's text models lack that of an image."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = letters_json(tmp_path / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<end>", "<image>"])
+    tokenizer.save(str(path))
+    (tmp_path / "text").write_text("abc" * 3000)
+    given = [
+        "--input",
+        str(tmp_path / "text"),
+        "--tokenizer",
+        str(path),
+        "--end-token",
+        "<end>",
+        "--eval-fraction",
+        "0",
+    ]
+    assert prepare.main([*given, "--output", str(tmp_path / "data")]) == ExitCode.FINISHED
+    assert (open_prepared(tmp_path / "data").vocab_size, open_prepared(tmp_path / "data").ids) == (14, 13)
+    config = tiny(f"data.path={tmp_path / 'data'}", "model.vocab_size=13", "train.steps=5", "optimizer.warmup_steps=1")
+    assert train(config, devices=jax.devices()[:1]) == ExitCode.FINISHED
+    capsys.readouterr()
+    assert generate.main(["--run", config.run.dir, "--prompt", "ab", "--tokens", "9"]) == ExitCode.FINISHED
+    assert capsys.readouterr().out.startswith("ab")
+    with pytest.raises(ConfigError, match="the data has ids up to 12, and the model only 12 rows; raise it to 14 or"):
+        train(tiny(f"data.path={tmp_path / 'data'}", "model.vocab_size=12"), devices=jax.devices()[:1])
 
 
 @given(count=st.integers(2, 200), begin=st.integers(1, 199), window=st.integers(2, 40))

@@ -220,7 +220,10 @@ def test_other_data_is_refused_and_moved_data_is_not(tiny, whole_run, tmp_path):
 
 @pytest.mark.slow
 def test_vocabularies(tiny):
-    with pytest.raises(ConfigError, match=r"model\.vocab_size: 256 is smaller than the 257 token ids"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.vocab_size: the data has ids up to 256, and the model only 256 rows; raise it to 257",
+    ):
         train(tiny("model.vocab_size=256"), devices=one_device())
     config = tiny("model.vocab_size=1024", "train.steps=5", "optimizer.warmup_steps=1")
     train(config, devices=one_device())

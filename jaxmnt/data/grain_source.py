@@ -71,6 +71,11 @@ class GrainData:
         return self.elements["train"].vocab_size
 
     @property
+    def ids(self) -> int:
+        """Each id that occurs is below this."""
+        return self.vocab_size
+
+    @property
     def holds_rows(self) -> bool:
         return self.elements["train"].kind == "rows"
 

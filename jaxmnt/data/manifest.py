@@ -49,7 +49,8 @@ def content_digest(manifest: dict[str, Any]) -> str:
 
     As it was in version 2: data that a later version prepares from the same input is what earlier runs have read.
     """
-    return json_digest({name: value for name, value in manifest.items() if name != "seal"} | {"version": UNSEALED})
+    kept = {name: value for name, value in manifest.items() if name not in ("seal", "largest_id")}
+    return json_digest(kept | {"version": UNSEALED})
 
 
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
@@ -101,10 +102,12 @@ def _check_shape(manifest: dict[str, Any]) -> None:
         "format", "version", "tokenizer", "vocab_size", "dtype", "learn_mask", "eval_fraction", "unigram_nats",
         "input", "left_out", "files", "splits", *seal,
     )  # fmt: skip
-    _fields(manifest, "it", names)
+    _fields(manifest, "it", names, ("largest_id",))
     for name in seal:
         _text(manifest[name], name, _DIGEST)
     vocab = _whole(manifest["vocab_size"], "vocab_size", 1, LARGEST_VOCABULARY)
+    if "largest_id" in manifest:
+        _whole(manifest["largest_id"], "largest_id", 0, vocab - 1)
     if manifest["dtype"] != str(np.min_scalar_type(vocab - 1)):
         raise _OddError(f"dtype {_shown(manifest['dtype'])} is not that of {vocab} ids")
     if not isinstance(manifest["learn_mask"], bool):

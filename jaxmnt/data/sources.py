@@ -33,7 +33,7 @@ class SyntheticData:
     path = "synthetic"
 
     def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+        self.vocab_size = self.ids = vocab_size
 
     @property
     def tokenizer(self) -> dict[str, Any]:
@@ -169,6 +169,11 @@ class Sources:
         return self._first.vocab_size
 
     @property
+    def ids(self) -> int:
+        """Each id that occurs is below this."""
+        return max(part.ids for part in (*self.parts.values(), *self.eval_sets.values()))
+
+    @property
     def tokenizer(self) -> dict[str, Any]:
         return self._first.tokenizer
 
@@ -297,16 +302,16 @@ def _open(path: str | None, key: str) -> PreparedData:
 def fit_to_data(config: Config, data: Sources) -> Config:
     """The config with `model.vocab_size` filled in from the data if it was not set.
 
-    A model may have more rows than the data has ids (the rest of the logits is masked), but not fewer:
-    that raises `ConfigError`.
+    A model may have more rows than the vocabulary has ids (the rest of the logits is masked), and fewer if those that
+    it lacks do not occur, as Gemma 3 lacks that of its images. Others raise `ConfigError`.
     """
     size = config.model.vocab_size
     if size is None:
         rounded = -(-data.vocab_size // 64) * 64
         return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": rounded})})
-    if data.vocab_size > size:
+    if data.ids > size:
         raise ConfigError(
-            f"model.vocab_size: {size} is smaller than the {data.vocab_size} token ids of the data; "
+            f"model.vocab_size: the data has ids up to {data.ids - 1}, and the model only {size} rows; "
             f"raise it to {data.vocab_size} or more, or leave it out"
         )
     return config

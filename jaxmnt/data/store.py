@@ -112,11 +112,12 @@ class StoredTokens(TokenStream):
         end_of_document: int | None,
         learn: Sequence[np.ndarray] | None = None,
         *,
-        vocab_size: int | None = None,
+        ids: int | None = None,
         folder: Path = Path(),
         names: Sequence[str] = (),
     ):
-        """`vocab_size` is given where tokens may hold other ids; `folder` and `names` then say where the shards are."""
+        """`ids`, below which all tokens are, is given where files may hold others; `folder` and `names` then say where
+        the shards are."""
         self._offsets = [0]
         for array in tokens:
             self._offsets.append(self._offsets[-1] + len(array))
@@ -124,7 +125,7 @@ class StoredTokens(TokenStream):
         self._tokens = [np.asarray(array) for array in tokens]
         self._learn = None if learn is None else [np.asarray(array) for array in learn]
         super().__init__(document_starts, end_of_document)
-        self._vocab_size, self._folder, self._names = vocab_size, folder, names
+        self._ids, self._folder, self._names = ids, folder, names
         self._bounds = np.array(self._offsets, np.int64)
         self.tokens, self.has_learn_mask = self._offsets[-1], learn is not None
 
@@ -139,17 +140,17 @@ class StoredTokens(TokenStream):
         self._copy_all(self._learn, starts, outs)
 
     def holds_ids(self, tokens: np.ndarray) -> bool:
-        return self._vocab_size is None or not tokens.size or int(tokens.view(np.uint32).max()) < self._vocab_size
+        return self._ids is None or not tokens.size or int(tokens.view(np.uint32).max()) < self._ids
 
     def refuse(self, offsets: np.ndarray) -> NoReturn:
-        assert self._vocab_size is not None
+        assert self._ids is not None
         for offset in np.unique(offsets[(offsets >= 0) & (offsets < self.tokens)]).tolist():
             shard = bisect_right(self._offsets, offset) - 1
             place = offset - self._offsets[shard]
-            if (token := int(self._tokens[shard][place])) >= self._vocab_size:
+            if (token := int(self._tokens[shard][place])) >= self._ids:
                 raise ConfigError(
                     f"data.path: {self._folder / self._names[shard]} is damaged: it holds the id {token} at element "
-                    f"{place}, which the vocabulary of {self._vocab_size} does not have; {_AGAIN}"
+                    f"{place}, and its ids are below {self._ids}; {_AGAIN}"
                 )
         raise AssertionError("all of them are")
 
@@ -192,6 +193,11 @@ class PreparedData:
         return int(self.manifest["vocab_size"])
 
     @property
+    def ids(self) -> int:
+        """Each id that occurs is below this. A vocabulary may have special tokens that no text holds."""
+        return int(self.manifest.get("largest_id", self.vocab_size - 1)) + 1
+
+    @property
     def tokenizer(self) -> dict[str, Any]:
         return dict(self.manifest["tokenizer"])
 
@@ -226,7 +232,7 @@ class PreparedData:
             lambda: self._document_starts(split),
             self.manifest["tokenizer"]["end_of_document"],
             learn,
-            vocab_size=self.vocab_size,
+            ids=self.ids,
             folder=self.path / split,
             names=[f"tokens-{shard['name']}.npy" for shard in shards],
         )

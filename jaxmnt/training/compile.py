@@ -235,7 +235,7 @@ def build_spec(
     spec = StepSpec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
         trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, kernel=kernel,
-        loss=load_loss(config.train.loss), data_vocab_size=data_vocab_size,
+        loss=load_loss(config.train.loss), data_vocab_size=min(data_vocab_size, vocab),
     )  # fmt: skip
     check_whole(abstract_state(spec)["params"], definition.axes, placement)
     _check_memory_options(config, placement)

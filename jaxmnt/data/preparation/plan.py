@@ -255,6 +255,7 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
         if tokenizer is None
         else tokenizer.description,
         "vocab_size": job.vocab_size,
+        "largest_id": int(np.flatnonzero(counts.any(axis=0))[-1]),
         "dtype": str(job.dtype),
         "learn_mask": job.reading.chat,
         "eval_fraction": job.eval_fraction,
