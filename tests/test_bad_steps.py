@@ -18,7 +18,8 @@ from jaxmnt.data.feed import to_devices
 from jaxmnt.data.order import MixturePhase, Order, Skipped
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.plan.hlo import collectives
+from jaxmnt.plan.hlo import Program
+from jaxmnt.plan.timeline import play
 from jaxmnt.train import train
 from jaxmnt.training.compile import compile_program, compile_step
 from jaxmnt.training.spec import ControlFlags
@@ -93,7 +94,10 @@ def test_deciding_costs_no_word_with_the_host_and_no_message(mesh, monkeypatch):
         patch.setattr(jnp, "isfinite", lambda value: jnp.array(True))
         careless = compile_step(program.spec, program.abstract_state).as_text()
     sent, sent_anyway = (
-        sorted((one.kind, one.payload, one.times, one.groups) for one in collectives(each, devices))
+        sorted(
+            (played.one.kind, played.one.payload, played.times, played.one.groups)
+            for played in play(Program(each), devices).collectives
+        )
         for each in (text, careless)
     )
     assert sent == sent_anyway and text != careless

@@ -221,6 +221,31 @@ def test_memory_levers_change_nothing(sections):
     check(8, {"model": {"num_kv_heads": 2, "dropout": 0.1} | sections.pop("model", {})}, **sections)
 
 
+ALTERNATING = {"family": "gemma3", "sliding_window": 5, "sliding_window_pattern": 4}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    mostly_slow({1}, [
+        {"mesh": {"fsdp": 8}, "train": {"microbatch_size": 1}},
+        {"mesh": {"fsdp": 4, "model": 2}, "train": {"remat": "dots", "microbatch_size": 2}, "model": ALTERNATING},
+        {"mesh": {"fsdp": 2, "data": 4}, "train": {"remat": "full", "layer_unroll": 2, "reduce_dtype": "bfloat16"}},
+        {"mesh": {"fsdp": 4, "data": 2}, "optimizer": {"frozen": ["layers.mlp.*", "embedding.*"]}},
+        {"mesh": {"fsdp": 4, "data": 2}, "optimizer": {"frozen": ["layers.*"]}},
+        {"mesh": {"fsdp": 8}, "model": {"num_layers": 1}},
+    ]),
+    ids=str,
+)  # fmt: skip
+def test_weights_that_are_gathered_ahead_change_nothing(sections):
+    """Not a bit: what is added to what, and in which order, stays."""
+    sections["model"] = {"num_kv_heads": 2, "dropout": 0.1} | sections.get("model", {})
+    ahead, plain = ({**sections, "mesh": sections["mesh"] | {"prefetch": prefetch}} for prefetch in (True, False))
+    (loss, found), (plain_loss, wanted) = (gradients(8, **one) for one in (ahead, plain))
+    assert loss == plain_loss and jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "attention", "dots", "full"])
 def test_no_stage_keeps_weights(remat, kv_heads):

@@ -9,8 +9,10 @@ from conftest import ROOT, command, mostly_slow
 
 from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
-from jaxmnt.plan.hlo import collectives, shapes_in
-from jaxmnt.plan.targets import find_chip, gpu_devices
+from jaxmnt.plan.costs import Costs, Rates
+from jaxmnt.plan.hlo import Program, shapes_in
+from jaxmnt.plan.targets import CHIPS, find_chip, gpu_devices
+from jaxmnt.plan.timeline import play
 from jaxmnt.training.compile import build_spec, compile_step
 from jaxmnt.training.state import abstract_state
 
@@ -47,10 +49,13 @@ ENTRY %main (x: bf16[2,8]) -> f32[] {
 
 
 def test_collectives_are_read_from_the_text():
-    gather, scatter, pair, hop, everyone = collectives(PROGRAM, 8, lambda where: 0.25 if "loss" in where else 1.0)
-    assert (gather.kind, gather.times, gather.payload, gather.asynchronous) == ("all-gather", 5, 128, True)
+    share = lambda where: 0.25 if "loss" in where else None
+    found = play(Program(PROGRAM), 8, share=share).collectives
+    gather, scatter, pair, hop, everyone = (played.one for played in found)
+    assert [played.times for played in found] == [5, 0.25, 1, 1, 1]
+    assert (gather.kind, gather.payload, gather.asynchronous) == ("all-gather", 128, True)
     assert gather.groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and gather.sent == 96
-    assert (scatter.kind, scatter.times, scatter.payload, scatter.asynchronous) == ("reduce-scatter", 0.25, 64, False)
+    assert (scatter.kind, scatter.payload, scatter.asynchronous) == ("reduce-scatter", 64, False)
     assert scatter.groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and scatter.sent == 48
     assert (pair.kind, pair.payload, pair.asynchronous) == ("all-reduce", 24, False)
     assert pair.groups == ((0, 1), (2, 3), (4, 5), (6, 7)) and pair.sent == 24
@@ -69,9 +74,129 @@ def test_a_loop_and_its_groups_are_read_from_a_real_program():
     x = jax.ShapeDtypeStruct((8, 4), "float32")
     spec = jax.sharding.PartitionSpec("a", None)
     function = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    [one] = collectives(jax.jit(function).lower(x).compile().as_text(), 8)
-    assert (one.kind, one.dtype, one.payload, one.times) == ("all-reduce", "f32", 4 * 4 * 4, 7)
+    [played] = play(Program(jax.jit(function).lower(x).compile().as_text()), 8).collectives
+    one = played.one
+    assert (one.kind, one.dtype, one.payload, played.times) == ("all-reduce", "f32", 4 * 4 * 4, 7)
     assert one.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+# A layer of 2 s whose gather of 3 s is waited for after the first of its two products; a scatter that holds up.
+OVERLAPPING = """
+HloModule jit_step, is_scheduled=true
+
+%product (p: bf16[100,50], q: bf16[50,10]) -> bf16[100,10] {
+  %p = bf16[100,50]{1,0} parameter(0)
+  %q = bf16[50,10]{1,0} parameter(1)
+  ROOT %dot = bf16[100,10]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%slice (p: f32[8,1000], q: s32[]) -> f32[8,1000] {
+  %p = f32[8,1000]{1,0} parameter(0)
+  %q = s32[] parameter(1)
+  %piece = f32[1,1000]{1,0} dynamic-slice(%p, %q, %q), dynamic_slice_sizes={1,1000}
+  %more = f32[1,1000]{1,0} add(%piece, %piece)
+  ROOT %update = f32[8,1000]{1,0} dynamic-update-slice(%p, %more, %q, %q)
+}
+
+%layer (c: (s32[], bf16[100,50])) -> (s32[], bf16[100,50]) {
+  %c = (s32[], bf16[100,50]{1,0}) parameter(0)
+  %x = bf16[100,50]{1,0} get-tuple-element(%c), index=1
+  %w = bf16[50,10]{1,0} get-tuple-element(%c), index=1
+  %start = (bf16[10]{0}, bf16[40]{0}) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}
+  %first = bf16[100,10]{1,0} fusion(%x, %w), kind=kOutput, calls=%product, metadata={op_name="jit(step)/stage_forward/dot"}
+  %done = bf16[40]{0} all-gather-done(%start)
+  %second = bf16[100,10]{1,0} fusion(%x, %w), kind=kOutput, calls=%product
+  %sent = f32[10]{0} reduce-scatter(%second), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  ROOT %out = (s32[], bf16[100,50]{1,0}) tuple(%c, %x)
+}
+
+ENTRY %main (x: bf16[100,50]) -> f32[] {
+  %x = bf16[100,50]{1,0} parameter(0)
+  %loop = (s32[], bf16[100,50]{1,0}) while(%x), condition=%test, body=%layer, backend_config={"known_trip_count":{"n":"5"}}
+  %state = f32[8,1000]{1,0} parameter(1)
+  %index = s32[] parameter(2)
+  ROOT %written = f32[8,1000]{1,0} fusion(%state, %index), kind=kLoop, calls=%slice
+}
+"""  # noqa: E501
+
+
+class Clockwork(Rates):
+    """Gathers take 3 s, and all else that is sent 0.5 s."""
+
+    def collective(self, one, host_of):
+        return 3.0 if one.kind == "all-gather" else 0.5
+
+
+def test_a_step_is_played_on_two_timelines():
+    product = 2 * 100 * 10 * 50
+    rates = Clockwork({"bfloat16": product, "float32": 1.0}, 1.0, 1e6, 1.0, 1.0)
+    step = play(Program(OVERLAPPING), 4, rates)
+    gather, scatter = step.collectives
+    # A round: product 1 s, 2 s of the gather's 3 s are waited for, product 1 s, scatter 0.5 s.
+    assert (gather.times, gather.seconds, gather.exposed) == (5, 15, pytest.approx(10))
+    assert (gather.flops, gather.covered) == (5 * product, pytest.approx(5))
+    assert (scatter.seconds, scatter.exposed) == (pytest.approx(2.5), pytest.approx(2.5))
+    written = (2 * 4 * 1000 + 4) / 1e6  # a slice is read and written, and its index read
+    assert step.seconds == pytest.approx(5 * 4.5 + written) and step.flops == 10 * product
+    assert step.exposed == pytest.approx(12.5)
+    [layer] = step.rounds
+    assert (layer.name, layer.times, layer.seconds) == ("layer", 5, pytest.approx(4.5))
+    assert "stage_forward" in layer.scopes
+    assert gather.span == pytest.approx((0, 3, 1)) and scatter.span == pytest.approx((4, 4.5, 4))
+
+
+def test_communication_that_is_under_way_delays_what_comes_next():
+    """One after the other, as on the device: a second gather begins when the first is over."""
+    text = OVERLAPPING.replace(
+        "  %first =",
+        "  %other = (bf16[10]{0}, bf16[40]{0}) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}\n"
+        "  %first =",
+    ).replace("  %second =", "  %done.2 = bf16[40]{0} all-gather-done(%other)\n  %second =")
+    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0)
+    first, second, _ = play(Program(text), 4, rates).collectives
+    assert (first.exposed, second.exposed) == (pytest.approx(10), pytest.approx(15))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        ("all-gather", ((0, 1, 2, 3),), 0.75 / 100),  # within a host
+        ("all-reduce", ((0, 1, 2, 3),), 1.5 / 100),
+        ("reduce-scatter", ((0, 4), (1, 5)), 0.5 / 10),  # one card a host
+        ("all-gather", (tuple(range(8)),), 0.5 / 40),  # half of it enters each host, by four cards
+        ("all-reduce", (tuple(range(8)),), 1.0 / 40),
+        ("collective-permute", ((0, 1), (1, 2)), 1 / 100),
+        ("collective-permute", ((0, 1), (3, 4)), 1 / 10),
+    ],
+)
+def test_what_a_collective_takes(kind, groups, seconds):
+    """A whole of 1 GB, 100 GB/s in a host, 10 GB/s a network card; hosts of four."""
+    from jaxmnt.plan.hlo import Collective
+
+    one = Collective(kind, "f32", 10**9, groups, True, "")
+    rates = Rates({}, 1.0, 1.0, 100e9, 10e9)
+    assert rates.collective(one, lambda device: device // 4) == pytest.approx(seconds, abs=3e-4)
+
+
+def test_what_attention_multiplies():
+    """Two products forward, five backward, over half of the pairs or those of a window."""
+    line = (
+        '  %a = (bf16[1,4,64,8]{3,2,1,0}) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax<backward>", '
+        'backend_config={"intermediate_tensor_shape":{"dimensions":["1","4","64","64"]},"mask_type":"CAUSAL",'
+        '"sliding_window_length":<window>}'
+    )
+    for backward, window, flops in (("", 0, 2), ("Backward", 0, 5), ("", 16, 2 * 16 / 32)):
+        text = "HloModule m\n\nENTRY %e (q: bf16[1,64,4,8]) -> f32[] {\n  %q = bf16[1,64,4,8]{3,2,1,0} parameter(0)\n"
+        program = Program(text + line.replace("<backward>", backward).replace("<window>", str(window)) + "\n}\n")
+        costs = Costs(program, Rates({}, 1e3, 1e30, 1.0, 1.0))
+        [_, attention] = program.computations["e"]
+        assert costs.of("e", attention)[1] == 2 * 4 * (64 * 64 / 2) * 8 * flops
+        assert costs.of("e", attention)[0] == costs.of("e", attention)[1] / 1e3
+
+
+def test_the_rates_of_every_chip_are_known():
+    for chip in CHIPS.values():
+        assert chip.rates.products["bfloat16"] > chip.rates.products["float32"] > 0, chip.kind
 
 
 def hold_to_budget(spec, report):
@@ -171,10 +296,10 @@ def test_what_cannot_be_planned_is_said(tmp_path, arguments, words):
 
 
 CLUSTER_MESHES = [
-    ("mesh.fsdp=128", "mesh.model=1"),
+    (),  # the recipe's own
     ("mesh.fsdp=16", "mesh.model=8"),
-    ("mesh.fsdp=1", "mesh.data=8", "mesh.pipeline=2", "mesh.model=8"),
-    ("mesh.fsdp=1", "mesh.data=2", "mesh.pipeline=8", "mesh.model=8"),
+    ("mesh.fsdp=1", "mesh.data=8", "mesh.pipeline=2", "mesh.model=8", "train.microbatch_size=1"),
+    ("mesh.fsdp=1", "mesh.data=2", "mesh.pipeline=8", "mesh.model=8", "train.microbatch_size=1"),
 ]
 
 
@@ -187,11 +312,17 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", list(mesh))
     chip = find_chip("h100")
     spec = build_spec(config, config.model.vocab_size, gpu_devices(chip, 16, 8), lambda d: str(d.process_index))
-    report = make_report(spec, lambda device: device.process_index, chip.memory)
+    report = make_report(spec, lambda device: device.process_index, chip)
     hold_to_budget(spec, report)
     memory = report["memory"]
     assert memory["params"] + memory["optimizer"] <= 1.01 * ideal_state_bytes(spec)
     assert memory["peak"] <= chip.memory
+    step = report["timeline"]
+    assert step["work_seconds"] > 3 and sum(one["exposed_seconds"] for one in report["collectives"]) == pytest.approx(
+        step["exposed_seconds"], rel=1e-2
+    )
+    if not mesh:
+        assert step["exposed_percent"] <= {"llama-8b": 3, "qwen-72b": 1}[recipe]
     shapes = {shape for _, shape in shapes_in(compile_step(spec, abstract_state(spec)).as_text())}
     model, sizes = config.model, spec.placement.sizes
     # Layers of an MLP weight as they lie here, and the same were one axis not there to split them.

@@ -248,12 +248,22 @@ class Mesh(Section):
         3, "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
         "each microbatch (2) or once a step (1).",
     )  # fmt: skip
+    prefetch: bool | None = key(
+        None, "Gather a layer's weights, and reduce its gradients, while another layer computes; default on GPUs, with "
+        "zero 3 and without a pipeline.",
+    )  # fmt: skip
     allow_split_hosts: bool = key(False, "Allow the model axis to span hosts.")
     rules: dict[str, list[str]] = key({}, "Other mesh axes for a logical axis, such as embed: [data, fsdp].")
 
     def sizes(self) -> dict[str, int]:
         """Axis sizes by name in mesh order, with -1 for the axis that takes the rest."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @model_validator(mode="after")
+    def _what_can_be_prefetched(self) -> Self:
+        if self.prefetch and (self.zero < 3 or self.pipeline > 1):
+            raise ValueError("mesh.prefetch: only mesh.zero 3 without a pipeline gathers layer by layer; leave it out")
+        return self
 
 
 class Pipeline(Section):

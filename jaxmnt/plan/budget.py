@@ -9,13 +9,16 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
-from jaxmnt.plan.hlo import Collective, collectives
+from jaxmnt.plan.hlo import Collective, Program
+from jaxmnt.plan.targets import Chip
+from jaxmnt.plan.timeline import Round, Timeline, play
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
 from jaxmnt.training.compile import compile_step, measure
@@ -163,14 +166,16 @@ def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
 Report = dict[str, Any]
 
 
-def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], memory: int | None) -> Report:
-    """Compiles the step for the spec's devices and says all about it. `memory` is what a device has, in bytes."""
+def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip | None) -> Report:
+    """Compiles the step for the spec's devices and says all about it. What `chip` they are says what memory they have,
+    and how long a step takes."""
     state = abstract_state(spec)
     started = time.perf_counter()
     step = compile_step(spec, state)
     seconds = time.perf_counter() - started
     text = step.as_text()
-    needed = measure(spec, state, step, memory)
+    needed = measure(spec, state, step, None if chip is None else chip.memory)
+    timeline = played(spec, text, hosts, chip)
     return {
         "devices": {
             "kind": spec.placement.mesh.devices.flat[0].device_kind,
@@ -182,7 +187,9 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], memory: int 
         "schedule": schedule_facts(spec),
         "parameters": parameters(spec),
         "memory": vars(needed),
-        "collectives": traffic(spec, text, hosts),
+        "collectives": traffic(spec, timeline, hosts),
+        "timeline": None if chip is None else step_times(timeline) | {"rates": asdict(chip.rates)},
+        "rounds": [] if chip is None else rounds(spec, timeline),
         "compile_seconds": round(seconds, 1),
     }
 
@@ -205,34 +212,95 @@ def parameters(spec: StepSpec) -> list[dict[str, Any]]:
     ]
 
 
-def traffic(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
-    """The collectives of a step by kind, axis and dtype: executions, bytes that a device sends, and how."""
-    mesh = spec.placement.mesh
+def played(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], chip: Chip | None) -> Timeline:
+    """A step of the compiled program, by the rates of the chip if it is known."""
+    devices = list(spec.placement.mesh.devices.flat)
+    host_of = [hosts(device) for device in devices].__getitem__
+    return play(Program(text), len(devices), None if chip is None else chip.rates, host_of, _share(spec))
+
+
+def step_times(timeline: Timeline) -> dict[str, float]:
+    """What a step takes by the replay, and what of that is communication that nothing hides."""
+    communication = sum(played.seconds for played in timeline.collectives)
+    return {
+        "step_seconds": round(timeline.seconds, 4),
+        "work_seconds": round(timeline.seconds - timeline.exposed, 4),
+        "communication_seconds": round(communication, 4),
+        "exposed_seconds": round(timeline.exposed, 4),
+        "exposed_percent": round(100 * timeline.exposed / timeline.seconds, 2),
+    }
+
+
+def traffic(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
+    """The collectives of a step by kind, axis and dtype: executions, bytes that a device sends, seconds that they take
+    and for which the device waits, and the FLOPs of products and attention behind which they are."""
     axis_of = _axis_names(spec)
-    host = np.array([hosts(device) for device in mesh.devices.flat])
+    host = np.array([hosts(device) for device in spec.placement.mesh.devices.flat])
     merged: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for one in collectives(text, mesh.size, _share(spec)):
-        key = (one.kind, axis_of(one), one.dtype)
-        entry = merged.setdefault(key, {"times": 0.0, "sent": 0.0, "asynchronous": 0.0, "across": False})
-        entry["times"] += one.times
-        entry["sent"] += one.sent * one.times
-        entry["asynchronous"] += one.sent * one.times * one.asynchronous
-        entry["across"] |= any(len(set(host[list(group)])) > 1 for group in one.groups)
+    for played in timeline.collectives:
+        one = played.one
+        entry = merged.setdefault((one.kind, axis_of(one), one.dtype), defaultdict(float))
+        entry["times"] += played.times
+        entry["bytes_sent"] += one.sent * played.times
+        entry["seconds"] += played.seconds
+        entry["exposed_seconds"] += played.exposed
+        entry["flops_meanwhile"] += played.flops
+        entry["work_seconds_meanwhile"] += played.covered
+        entry["across"] += any(len(set(host[list(group)])) > 1 for group in one.groups)
     return [
         {
             "kind": kind,
             "axis": axis,
             "dtype": dtype,
             "times": round(entry["times"], 3),
-            "bytes_sent": round(entry["sent"]),
-            "asynchronous_share": round(entry["asynchronous"] / entry["sent"], 3) if entry["sent"] else 0.0,
+            "bytes_sent": round(entry["bytes_sent"]),
+            "seconds": round(entry["seconds"], 6),
+            "exposed_seconds": round(entry["exposed_seconds"], 6),
+            "flops_meanwhile": round(entry["flops_meanwhile"]),
+            "work_seconds_meanwhile": round(entry["work_seconds_meanwhile"], 6),
             "between": "hosts" if entry["across"] else "devices of a host",
         }
-        for (kind, axis, dtype), entry in sorted(merged.items(), key=lambda item: (-item[1]["sent"], item[0]))
+        for (kind, axis, dtype), entry in sorted(merged.items(), key=lambda item: (-item[1]["bytes_sent"], item[0]))
     ]
 
 
-def _share(spec: StepSpec) -> Callable[[str], float]:
+def rounds(spec: StepSpec, timeline: Timeline) -> list[dict[str, Any]]:
+    """The collectives of each round of a loop, and when in it they begin, are over, and are waited for, in seconds."""
+    axis_of = _axis_names(spec)
+    return [
+        {
+            "of": _round_name(one),
+            "times": round(one.times, 3),
+            "seconds": round(one.seconds, 6),
+            "collectives": [
+                {
+                    "kind": played.one.kind,
+                    "axis": axis_of(played.one),
+                    "dtype": played.one.dtype,
+                    "bytes_sent": round(played.one.sent),
+                    **dict(zip(("begins", "ends", "waited_for"), (round(at, 6) for at in played.span), strict=True)),
+                    "flops_meanwhile": round(played.flops / played.times) if played.times else 0,
+                }
+                for played in one.collectives
+            ],
+        }
+        for one in sorted(timeline.rounds, key=lambda one: -one.times * one.seconds)
+    ]
+
+
+def _round_name(one: Round) -> str:
+    """What a round computes, by the engine's scopes in it: a layer, the loss, or more than one of these."""
+    names = {
+        engine.BACKWARD: "a layer backward", engine.FORWARD: "a layer forward", engine.LOSS: "the loss",
+        engine.ENTER: "the embedding", engine.LEAVE: "the embedding backward",
+    }  # fmt: skip
+    found = [name for scope, name in names.items() if scope in one.scopes]
+    if len(found) == 1 and one.times > 1:
+        return found[0]
+    return "a microbatch" if found and one.times > 1 else "the step"
+
+
+def _share(spec: StepSpec) -> Callable[[str], float | None]:
     """How often a condition in the loop over ticks is true, by the scope that is under it."""
     schedule = spec.schedule
     work = schedule.microbatches * schedule.chunks / schedule.ticks
@@ -242,9 +310,9 @@ def _share(spec: StepSpec) -> Callable[[str], float]:
         engine.LOSS: passing, engine.ENTER: passing, engine.LEAVE: passing,
     }  # fmt: skip
 
-    def share(where: str) -> float:
+    def share(where: str) -> float | None:
         scopes = where.split("/")
-        return next((part for scope, part in shares.items() if scope in scopes), 1.0)
+        return next((part for scope, part in shares.items() if scope in scopes), None)
 
     return share
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.config import Config
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.plan.targets import CHIPS, find_chip, gpu_devices, virtual_devices
+from jaxmnt.plan.targets import CHIPS, Chip, find_chip, gpu_devices, virtual_devices
 
 if TYPE_CHECKING:
     import jax
@@ -43,7 +43,7 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 def dry_run(config: Config, options: argparse.Namespace) -> int:
     """Prints the plan and returns the exit code. Raises `ConfigError` for what does not fit, as training would."""
-    devices, hosts, memory = _cluster(config, options)
+    devices, hosts, chip = _cluster(config, options)
     config, vocab = _with_vocabulary(config)
 
     from jaxmnt.plan.budget import make_report
@@ -51,15 +51,15 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
     from jaxmnt.training.compile import build_spec
 
     spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
-    report = make_report(spec, hosts, memory)
+    report = make_report(spec, hosts, chip)
     print(json.dumps(report, indent=2) if options.json else show(spec, report, hosts))
     return ExitCode.FINISHED
 
 
 def _cluster(
     config: Config, options: argparse.Namespace
-) -> "tuple[list[jax.Device], Callable[[jax.Device], int], int | None]":
-    """The devices, which host each is in, and the memory of one."""
+) -> "tuple[list[jax.Device], Callable[[jax.Device], int], Chip | None]":
+    """The devices, which host each is in, and what they are."""
     needed = math.prod(size for size in config.mesh.sizes().values() if size > 0)
     per_host = options.devices_per_host or min(needed, DEVICES_PER_HOST)
     if options.target is None:
@@ -69,7 +69,7 @@ def _cluster(
     if options.hosts is None and needed % per_host:
         raise ConfigError(f"--hosts: the mesh's {needed} devices do not fill hosts of {per_host}; give --hosts")
     hosts = options.hosts or needed // per_host
-    return list(gpu_devices(chip, hosts, per_host)), lambda device: device.process_index, chip.memory
+    return list(gpu_devices(chip, hosts, per_host)), lambda device: device.process_index, chip
 
 
 def _with_vocabulary(config: Config) -> tuple[Config, int]:

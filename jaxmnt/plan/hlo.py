@@ -1,13 +1,17 @@
-"""What a compiled program sends between devices, read from its text. The only module that knows how XLA writes it."""
+"""A compiled program, read from its text: its instructions, and what they send between devices. The only module that
+knows how XLA writes it."""
 
 import math
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+
+Array = tuple[str, tuple[int, ...]]
+"""A dtype, as XLA names it, and a shape."""
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[suf]\d+)\[([\d,]*)\]")
@@ -25,9 +29,8 @@ class Collective:
     """Bytes of the whole that is gathered or reduced in a group; of what is sent, for a permute."""
     groups: tuple[tuple[int, ...], ...]
     """Devices that take part together; for a permute, pairs of source and target."""
-    times: float
-    """How often it is executed in a run of the program."""
     asynchronous: bool
+    """Whether it is started, and waited for later."""
     where: str
     """The name that the operation has in the source."""
 
@@ -40,67 +43,96 @@ class Collective:
         return self.payload * (size - 1) / size * (2 if self.kind == "all-reduce" else 1)
 
 
-def shapes_in(text: str) -> set[tuple[str, tuple[int, ...]]]:
+def shapes_in(text: str) -> set[Array]:
     """(dtype, shape) of everything that the program holds."""
     return {(dtype, _dimensions(sizes)) for dtype, sizes in _SHAPE.findall(text)}
 
 
-def collectives(text: str, devices: int, share: Callable[[str], float] = lambda where: 1.0) -> list[Collective]:
-    """Every collective with how often it is executed.
+class Instruction(NamedTuple):
+    """One line of a program."""
 
-    Loops count as often as XLA says they run. What lies under a condition counts `share(where)` of the times.
-    """
-    computations, entry = _computations(text)
-    found: list[Collective] = []
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    """What it makes; several for a tuple."""
+    operands: tuple[str, ...]
+    line: str
 
-    def walk(name: str, times: float, conditional: bool) -> None:
-        for line in computations[name]:
-            for callee, count, condition in _calls(line):
-                if callee in computations:
-                    walk(callee, times * count, conditional or condition)
-            collective = _read(line, devices)
-            if collective is not None and max(map(len, collective.groups)) > 1:
-                assert not math.isnan(times), f"{name} sends in a loop whose length is not known"
-                part = share(collective.where) if conditional else 1.0
-                found.append(Collective(**{**vars(collective), "times": times * part}))
+    @property
+    def is_root(self) -> bool:
+        """Whether it is what its computation returns."""
+        return self.line.lstrip().startswith("ROOT ")
 
-    walk(entry, 1.0, False)
-    return found
+    @property
+    def where(self) -> str:
+        """The name that the operation has in the source."""
+        name = re.search(r'op_name="([^"]*)"', self.line)
+        return name.group(1) if name else ""
+
+    @property
+    def bytes(self) -> int:
+        return sum(bytes_of(array) for array in self.arrays)
+
+    @property
+    def callee(self) -> str | None:
+        """The computation that it is made of, or runs once."""
+        name = re.search(r"(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)", self.line)
+        return name.group(1) if name else None
+
+    @property
+    def loop(self) -> tuple[str, float]:
+        """The body of a loop, and how often it runs."""
+        body = re.search(r"body=%?([\w.\-]+)", self.line)
+        trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.line)
+        assert body is not None
+        return body.group(1), float(trip.group(1)) if trip else math.nan
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations of which a condition runs one."""
+        several = re.search(r"branch_computations=\{([^}]*)\}", self.line)
+        names = re.findall(r"%?([\w.\-]+)", several.group(1)) if several else []
+        return names + re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", self.line)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    bodies: dict[str, list[str]] = {}
-    entry = current = ""
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header and not line.startswith(("HloModule", " ")):
-            current = header.group(2)
-            bodies[current] = []
-            entry = current if header.group(1) else entry
-        elif current and line.startswith(" "):
-            bodies[current].append(line)
-    assert entry, "a program has an entry"
-    return bodies, entry
+class Program:
+    """A compiled program's computations, each with its instructions in the order in which they are executed."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = current = ""
+        for line in text.splitlines():
+            header = _HEADER.match(line)
+            if header and not line.startswith(("HloModule", " ")):
+                current = header.group(2)
+                self.computations[current] = []
+                self.entry = current if header.group(1) else self.entry
+            elif current and line.startswith(" ") and (read := _instruction(line)) is not None:
+                self.computations[current].append(read)
+        assert self.entry, "a program has an entry"
 
 
-def _calls(line: str) -> Iterator[tuple[str, float, bool]]:
-    """(computation, times, whether under a condition) that an instruction runs."""
+def _instruction(line: str) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     opcode = _opcode(match.group(2)) if match else None
-    if opcode == "while":
-        trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        count = float(trip.group(1)) if trip else math.nan
-        for callee in re.findall(r"body=%?([\w.\-]+)", line):
-            yield callee, count, False
-    elif opcode == "conditional":
-        branches = re.search(r"branch_computations=\{([^}]*)\}", line)
-        names = re.findall(r"%?([\w.\-]+)", branches.group(1)) if branches else []
-        names += re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
-        for callee in names:
-            yield callee, 1.0, True
-    elif opcode in ("call", "async-start"):
-        for callee in re.findall(r"(?:to_apply|calls|called_computations=\{)=?%?([\w.\-]+)", line):
-            yield callee, 1.0, False
+    if match is None or opcode is None:
+        return None
+    right = match.group(2)
+    begin = right.index(f"{opcode}(")
+    arrays = tuple((dtype, _dimensions(sizes)) for dtype, sizes in _SHAPE.findall(right[:begin]))
+    inside = right[begin + len(opcode) + 1 :]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside[: _closing(inside)]))
+    return Instruction(match.group(1), opcode, arrays, operands, line)
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis is closed that was open before the text."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return place
+    return len(text)
 
 
 def _opcode(right: str) -> str | None:
@@ -113,18 +145,13 @@ def _opcode(right: str) -> str | None:
     return None
 
 
-def _read(line: str, devices: int) -> Collective | None:
-    match = _INSTRUCTION.match(line)
-    if not match or not any(kind in line for kind in KINDS):
-        return None
-    right = match.group(2)
-    opcode = _opcode(right) or ""
-    kind = opcode.removesuffix("-start")
+def collective(instruction: Instruction, devices: int) -> Collective | None:
+    """What it sends; None if it sends nothing, or only waits for what another has started."""
+    kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    started = opcode.endswith("-start")
-    shapes = _SHAPE.findall(right[: right.index(f"{opcode}(")])
-    sizes = [_bytes(dtype, dims) for dtype, dims in shapes if (dtype, dims) != ("u32", "")]  # a permute's context
+    started, line = instruction.opcode.endswith("-start"), instruction.line
+    sizes = [bytes_of(array) for array in instruction.arrays if array != ("u32", ())]  # a permute's context
     total = sum(sizes)
     if kind == "collective-permute":
         groups = _pairs(line)
@@ -139,16 +166,16 @@ def _read(line: str, devices: int) -> Collective | None:
             ("reduce-scatter", False): total * size,
             ("all-to-all", True): total // 2,
         }.get((kind, started), total)
-    name = re.search(r'op_name="([^"]*)"', line)
+    if max(map(len, groups)) == 1:
+        return None
     configuration = re.search(r'"is_sync":(true|false)', line)
     return Collective(
         kind=kind,
-        dtype=shapes[0][0],
+        dtype=instruction.arrays[0][0],
         payload=payload,
         groups=groups,
-        times=1.0,
         asynchronous=started and (configuration is None or configuration.group(1) == "false"),
-        where=name.group(1) if name else "",
+        where=instruction.where,
     )
 
 
@@ -197,6 +224,7 @@ def _dimensions(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",") if number)
 
 
-def _bytes(dtype: str, dims: str) -> int:
+def bytes_of(array: Array) -> int:
+    dtype, dimensions = array
     bits = _BITS.get(dtype) or (8 if dtype.startswith("f8") else int(re.sub(r"\D", "", dtype)))
-    return math.prod(_dimensions(dims)) * bits // 8
+    return math.prod(dimensions) * bits // 8

@@ -1,6 +1,7 @@
 """A plan as text for a person."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +25,8 @@ def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int]) -> 
         _parameters(report),
         _memory(report),
         _collectives(report),
+        _timeline(report),
+        *map(_round, report["rounds"]),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -100,25 +103,80 @@ def _memory(report: Report) -> list[str]:
 
 
 def _collectives(report: Report) -> list[str]:
-    rows: Rows = [("collective", "over", "dtype", "times", "sent per device", "between", "asynchronous")]
+    timed = report["timeline"] is not None
+    rows: Rows = [("collective", "over", "dtype", "times", "sent per device", "between")]
+    rows[0] += ("takes", "exposed", "behind it", "FLOPs") if timed else ()
     for entry in report["collectives"]:
-        rows.append(
-            (
-                entry["kind"],
-                entry["axis"],
-                entry["dtype"],
-                f"{entry['times']:g}",
-                size(entry["bytes_sent"]),
-                entry["between"],
-                f"{entry['asynchronous_share']:.0%}",
-            )
-        )
+        row: tuple[str, ...] = (
+            entry["kind"], entry["axis"], entry["dtype"], f"{entry['times']:g}", size(entry["bytes_sent"]),
+            entry["between"],
+        )  # fmt: skip
+        if timed:
+            times = (entry[name] for name in ("seconds", "exposed_seconds", "work_seconds_meanwhile"))
+            row += (*map(_seconds, times), f"{entry['flops_meanwhile'] / 1e12:,.0f} T")
+        rows.append(row)
     total = sum(entry["bytes_sent"] for entry in report["collectives"])
     if not total:
         return ["no collectives: nothing crosses devices"]
-    share = sum(entry["bytes_sent"] * entry["asynchronous_share"] for entry in report["collectives"]) / total
-    rows.append(("all", "", "", "", size(total), "", f"{share:.0%}"))
-    return _table(rows, right={3, 4, 6})
+    last: tuple[str, ...] = ("all", "", "", "", size(total), "")
+    if timed:
+        last += (*(_seconds(report["timeline"][f"{name}_seconds"]) for name in ("communication", "exposed")), "", "")
+    return _table([*rows, last], right={3, 4, 6, 7, 8, 9})
+
+
+def _timeline(report: Report) -> list[str]:
+    found = report["timeline"]
+    if found is None:
+        return []
+    rates = found["rates"]
+    return [
+        f"step    about {_seconds(found['step_seconds'])}: {_seconds(found['work_seconds'])} of work, and "
+        f"{_seconds(found['communication_seconds'])} of communication, of which "
+        f"{_seconds(found['exposed_seconds'])} are exposed, {found['exposed_percent']:g} % of the step",
+        f"        by a roofline: products {rates['products']['bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16, attention "
+        f"{rates['attention'] / 1e12:.0f}, memory {rates['memory'] / 1e12:.2f} TB/s, links "
+        f"{rates['within_host'] / 1e9:.0f} GB/s in a host and {rates['between_hosts'] / 1e9:g} between hosts",
+    ]
+
+
+_BAR = 40
+
+
+def _round(one: dict[str, Any]) -> list[str]:
+    """When in a round each of its collectives runs: dark where the device waits."""
+    if not one["seconds"]:
+        return []
+    rows: Rows = []
+    shown = [entry for entry in one["collectives"] if entry["ends"] - entry["begins"] >= one["seconds"] / 100]
+    for entry in shown:
+        place = lambda at: max(0, min(_BAR, round(_BAR * at / one["seconds"])))
+        begin, end, waited = (place(entry[name]) for name in ("begins", "ends", "waited_for"))
+        begin = min(begin, _BAR - 1)
+        end = max(end, begin + 1)
+        hidden = max(begin, min(waited, end))
+        bar = " " * begin + "░" * (hidden - begin) + "█" * (end - hidden)
+        exposed = _exposed(entry)
+        told = f"{_seconds(exposed)} exposed" if exposed > 1e-6 else "hidden"
+        rows.append((
+            f"        {entry['kind']}", entry["axis"], entry["dtype"], size(entry["bytes_sent"]),
+            f"▕{bar.ljust(_BAR)[:_BAR]}▏", _seconds(entry["ends"] - entry["begins"]), told,
+        ))  # fmt: skip
+    lines = [f"{one['of']}: {one['times']:g} × {_seconds(one['seconds'])}"]
+    lines += _table(rows, right={3, 5}) if rows else []
+    if small := [entry for entry in one["collectives"] if entry not in shown]:
+        takes, exposed = sum(entry["ends"] - entry["begins"] for entry in small), sum(map(_exposed, small))
+        lines.append(f"        {len(small)} of less than 1 %: {_seconds(takes)}, {_seconds(exposed)} exposed")
+    return lines
+
+
+def _exposed(entry: dict[str, Any]) -> float:
+    """Seconds for which the device waits for it."""
+    waited: float = entry["ends"] - entry["waited_for"]
+    return max(0.0, waited)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
 
 
 def _table(rows: Rows, right: set[int]) -> list[str]:

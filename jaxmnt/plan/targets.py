@@ -14,10 +14,13 @@ from jaxmnt.errors import ConfigError
 if TYPE_CHECKING:
     import jax
 
+    from jaxmnt.plan.costs import Rates
+
 
 @dataclass(frozen=True)
 class Chip:
-    """What XLA asks about a GPU, from its vendor's data sheet. Bandwidth in bytes a second, clock in GHz."""
+    """What XLA asks about a GPU, from its vendor's data sheet; and what it attains of its links, by which a step is
+    played. Bandwidth in bytes a second, clock in GHz."""
 
     kind: str
     memory: int
@@ -27,6 +30,23 @@ class Chip:
     l2_cache: int
     clock: float
     shared_memory: int
+    within_host: float
+    """What collectives attain between GPUs of a host, in one direction: about 78 % of NVLink's."""
+    between_hosts: float
+    """And between hosts, for each GPU: 90 % of a network card of 400 Gbit/s, with the A100 of 200."""
+
+    @property
+    def rates(self) -> "Rates":
+        """What large operations attain: assumptions, which say where a step's time goes, and not what it will be.
+
+        Products 60 % of the dense peak (600 TFLOP/s on an H100), attention 50 %, and 85 % of the memory's bandwidth.
+        """
+        from jaxmnt.plan.costs import Rates
+        from jaxmnt.telemetry.flops import peaks_of
+
+        peaks = peaks_of(self.kind)
+        products = {dtype: 0.6 * peak for dtype, peak in peaks.items()}
+        return Rates(products, 0.5 * peaks["bfloat16"], 0.85 * self.bandwidth, self.within_host, self.between_hosts)
 
     @property
     def description(self) -> str:
@@ -52,9 +72,14 @@ device_description_str: "{self.kind}"
 
 MIB = 2**20
 CHIPS = {
-    "a100": Chip("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 108, 2_039_000_000_000, 40 * MIB, 1.41, 166912),
-    "h100": Chip("NVIDIA H100 80GB HBM3", 81042 * MIB, (9, 0), 132, 3_352_320_000_000, 50 * MIB, 1.98, 232448),
-    "h200": Chip("NVIDIA H200", 143771 * MIB, (9, 0), 132, 4_800_000_000_000, 50 * MIB, 1.98, 232448),
+    "a100": Chip(
+        "NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 108, 2_039_000_000_000, 40 * MIB, 1.41, 166912, 235e9, 22.5e9
+    ),
+    "h100": Chip(
+        "NVIDIA H100 80GB HBM3", 81042 * MIB, (9, 0), 132, 3_352_320_000_000, 50 * MIB, 1.98, 232448, 350e9, 45e9
+    ),
+    "h200": Chip("NVIDIA H200", 143771 * MIB, (9, 0), 132, 4_800_000_000_000, 50 * MIB, 1.98, 232448, 350e9, 45e9),
+    "b200": Chip("NVIDIA B200", 183359 * MIB, (10, 0), 148, 8_000_000_000_000, 126 * MIB, 1.965, 232448, 700e9, 45e9),
 }
 
 

@@ -95,9 +95,12 @@ PEAKS: dict[str, dict[str, float]] = {
 their GPUs; figures with sparsity halved). float32 is without TF32, as jaxmnt computes."""
 
 
-def peak_flops(device_kind: str, dtype: jnp.dtype) -> float | None:
-    """Peak FLOP/s of one device, or None where it is not known. The most specific name wins."""
+def peaks_of(device_kind: str) -> dict[str, float]:
+    """Peak FLOP/s of one device by dtype; empty where they are not known. The most specific name wins."""
     names = [name for name in PEAKS if re.search(rf"\b{name}\b", device_kind)]
-    if not names:
-        return None
-    return PEAKS[max(names, key=len)].get(jnp.dtype(dtype).name)
+    return PEAKS[max(names, key=len)] if names else {}
+
+
+def peak_flops(device_kind: str, dtype: jnp.dtype) -> float | None:
+    """Peak FLOP/s of one device, or None where it is not known."""
+    return peaks_of(device_kind).get(jnp.dtype(dtype).name)

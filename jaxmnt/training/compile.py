@@ -335,18 +335,44 @@ def _compile(spec: StepSpec, function: Any, *arguments: Any) -> Any:
 
 
 def _compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
-    """For XLA on CPUs, where XLA_FLAGS does not say otherwise.
+    """For XLA, where XLA_FLAGS does not say otherwise.
 
-    LLVM's level of optimisation is 3 by default. A step compiles in four fifths of the time at 2, and initial values,
-    drawn once, in a third at 1. Without the newer emitters of fused loops a step compiles in three quarters of the
-    time; in bfloat16 it would be slower.
+    On CPUs LLVM's level of optimisation is 3 by default. A step compiles in four fifths of the time at 2, and initial
+    values, drawn once, in a third at 1. Without the newer emitters of fused loops a step compiles in three quarters of
+    the time; in bfloat16 it would be slower.
+
+    On GPUs the weights of a layer are gathered together, since each gather takes a step from device to device for each
+    device; those of the ends, which are larger, stay apart.
     """
+    options: dict[str, Any] = {}
     if spec.placement.mesh.devices.flat[0].platform != "cpu":
-        return {}
-    options: dict[str, Any] = {"xla_backend_optimization_level": level}
-    if spec.dtype == jnp.float32 and _is_known(_NEWER_EMITTERS):
-        options[_NEWER_EMITTERS] = False
+        if spec.prefetch:
+            options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
+    else:
+        options["xla_backend_optimization_level"] = level
+        if spec.dtype == jnp.float32 and _is_known(_NEWER_EMITTERS):
+            options[_NEWER_EMITTERS] = False
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
+
+
+def _whole_layer_bytes(spec: StepSpec) -> int:
+    """Of the largest layer's weights, as they are gathered."""
+    params, placement = abstract_state(spec)["params"], spec.placement
+
+    def gathered(leaf: jax.ShapeDtypeStruct, names: Axes) -> int:
+        found = placement.gathered_axes(names)
+        if found is None:
+            return 0
+        stored = math.prod(leaf.sharding.shard_shape(leaf.shape)) // leaf.shape[0]
+        return stored * math.prod(placement.sizes[axis] for axis in found[1]) * spec.dtype.itemsize
+
+    largest = 0
+    for group in spec.definition.groups:
+        tree, axes = params[group.name], spec.definition.axes[group.name]
+        layers = [(tree, axes)] if len(group.pattern) == 1 else [(tree[place], axes[place]) for place in tree]
+        sizes = (jax.tree.leaves(jax.tree.map(gathered, *layer)) for layer in layers)
+        largest = max([largest, *map(sum, sizes)])
+    return largest
 
 
 _NEWER_EMITTERS = "xla_cpu_use_fusion_emitters"

@@ -160,7 +160,7 @@ class _Run:
         own, depth = jnp.asarray(order)[self.stage], order.shape[1] // self.schedule.chunks
         return Layers(
             self.spec, group, self.params[group.name], buffers.get(group.name, {}), own, depth,
-            full=bool((order >= 0).all()), whole=whole,
+            full=bool((order >= 0).all()), whole=whole, ahead=self.spec.prefetch,
         )  # fmt: skip
 
     def run(self, tick: Callable[[Any, TickPlan], tuple[Any, None]], start: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxmnt.models.contract import Definition
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
-from jaxmnt.parallel.sharding import Placement
+from jaxmnt.parallel.sharding import Placement, is_axes
 from jaxmnt.training.loss import Loss
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
@@ -62,6 +62,18 @@ class StepSpec:
     def reduce_dtype(self) -> jnp.dtype:
         """In which gradients cross devices."""
         return jnp.dtype(self.config.train.reduce_dtype)
+
+    @property
+    def prefetch(self) -> bool:
+        """Whether a layer's weights are gathered while the one before it computes, and its gradients reduced while the
+        next one does. On CPUs, where communication holds the device up all the same, only if that is asked for."""
+        mesh, placement = self.config.mesh, self.placement
+        if mesh.prefetch is False or mesh.zero < 3 or placement.stages > 1:
+            return False
+        stacks = {name: self.definition.axes[name] for name in self.slots}
+        gathered = map(placement.gathered_axes, jax.tree.leaves(stacks, is_leaf=is_axes))
+        wanted = mesh.prefetch or placement.mesh.devices.flat[0].platform != "cpu"
+        return wanted and any(one is not None for one in gathered)
 
     @property
     def num_microbatches(self) -> int:

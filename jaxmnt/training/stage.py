@@ -84,7 +84,8 @@ class Layers:
 
     `params`, `buffers` and `gradients` hold all of this device's units of the group, `order` says which unit of the
     group lies in each slot (none: -1), and the chunk has `depth` slots. Weights are gathered layer by layer unless
-    they are `whole` already.
+    they are `whole` already; with `ahead` while the layer before computes, and its gradients are reduced while the next
+    one computes: a round of the loop has communication that nothing in it waits for.
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class Layers:
         *,
         full: bool = True,
         whole: bool,
+        ahead: bool = False,
     ):
-        """`full` says that no slot of any stage is empty."""
+        """`full` says that no slot of any stage is empty. What is gathered `ahead` is so under no condition."""
+        assert full or not ahead
         self._spec, self._group, self._order, self._depth, self._whole = spec, group, order, depth, whole
-        self._params, self._buffers, self._full = params, buffers, full
+        self._params, self._buffers, self._full, self._ahead = params, buffers, full, ahead
         self._axes = unstacked(spec.definition.axes[group.name])
         self._trained_axes = unstacked(spec.trained_axes[group.name])
         groups = spec.definition.groups
@@ -114,7 +117,7 @@ class Layers:
     def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
         """A place for what the forwards of `slots` microbatches leave for their backwards, [slots, depth, …], and for
         the sums of this device's layers, [units, …], stacked like its parameters."""
-        _, kept, sums = jax.eval_shape(lambda x: self._unit_forward(x, jnp.int32(0), rows), x_BSD)
+        _, kept, sums, _ = jax.eval_shape(lambda x: self._unit_forward(x, jnp.int32(0), rows, None), x_BSD)
         units = self._order.shape[0]
         residuals = [jnp.zeros((slots, self._depth, *one.shape), one.dtype) for one in kept]
         return residuals, jax.tree.map(lambda one: jnp.zeros((units, *one.shape), jnp.float32), sums)
@@ -133,17 +136,19 @@ class Layers:
         and the sums with those of this pass added."""
 
         def body(carry: Any, offset: jax.Array) -> tuple[Any, None]:
-            x_BSD, residuals, sums = carry
+            x_BSD, residuals, sums, ready = carry
             unit = chunk * self._depth + offset
-            go = lambda: self._unit_forward(x_BSD, unit, rows)
+            go = lambda: self._unit_forward(x_BSD, unit, rows, ready)
             zeros = jax.tree.map(lambda one: jnp.zeros(one.shape[1:], one.dtype), sums)
-            idle = lambda: (x_BSD, [one[slot, offset] for one in residuals], zeros)
-            x_BSD, kept, new = when(self._filled(unit), go, idle)
+            idle = lambda: (x_BSD, [one[slot, offset] for one in residuals], zeros, ready)
+            x_BSD, kept, new, ready = when(self._filled(unit), go, idle)
             residuals = [one.at[slot, offset].set(new) for one, new in zip(residuals, kept, strict=True)]
-            return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new)), None
+            return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new), ready), None
 
-        end: tuple[jax.Array, Residuals, Any] = self._scan(body, (x_BSD, residuals, sums))
-        return end
+        first = lambda: self._weights(jnp.int32(0), 0)
+        ready = when(None, first, first) if self._ahead else None
+        x_BSD, residuals, sums, _ = self._scan(body, (x_BSD, residuals, sums, ready))
+        return x_BSD, residuals, sums
 
     def backward(
         self,
@@ -161,6 +166,10 @@ class Layers:
         Weights are gathered again: kept from forward to backward they would be whole for all layers at once. The sum is
         outside of the condition, through which XLA would carry a copy of all of it.
         """
+        if self._ahead:
+            ahead = lambda: self._backward_ahead(x_gradient_BSD, rows, residuals, slot, gradients, reduce)
+            found: tuple[jax.Array, Params] = when(None, ahead, ahead)
+            return found
 
         def body(carry: tuple[jax.Array, Params], offset: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
             x_gradient_BSD, gradients = carry
@@ -175,6 +184,49 @@ class Layers:
         end: tuple[jax.Array, Params] = self._scan(body, (x_gradient_BSD, gradients), reverse=True)
         return end
 
+    def _backward_ahead(
+        self,
+        x_gradient_BSD: jax.Array,
+        rows: Rows,
+        residuals: Residuals,
+        slot: jax.Array,
+        gradients: Params,
+        reduce: Callable[[Params, Params], Params],
+    ) -> tuple[jax.Array, Params]:
+        """`backward`, in which a layer's gradients wait, whole, for the next round to reduce them. Those that wait for
+        the first round are zeros."""
+        last = len(self._group.pattern) - 1
+
+        def add(total: Params, place: int, unit: jax.Array, waiting: Params) -> Params:
+            """With the gradients that have waited."""
+            axes = self._at(self._trained_axes, place)
+            if not axes:
+                return total
+            added = jax.tree.map(lambda one, new: one.at[unit].add(new), self._at(total, place), reduce(waiting, axes))
+            return added if last == 0 else total | {str(place): added}
+
+        def body(carry: Any, unit: jax.Array) -> tuple[Any, None]:
+            x_gradient_BSD, gradients, ready, waiting = carry
+            kept = [one[slot, unit] for one in residuals]
+            for place in range(last, -1, -1):
+                before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), last)
+                weights, ready = ready, self._weights(*before)
+                after = (place + 1, unit) if place < last else (0, jnp.minimum(unit + 1, self._depth - 1))
+                gradients = add(gradients, *after, waiting)
+                own, kept = self._split(kept, place)
+                found, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
+                waiting = select(found, self._at(self._trained_axes, place))
+            return (x_gradient_BSD, gradients, ready, waiting), None
+
+        ready = self._weights(jnp.int32(self._depth - 1), last)
+        shapes = jax.eval_shape(lambda: self._weights(jnp.int32(0), 0))
+        waiting = jax.tree.map(
+            lambda one: jnp.zeros(one.shape, one.dtype), select(shapes, self._at(self._trained_axes, 0))
+        )
+        start = (x_gradient_BSD, gradients, ready, waiting)
+        x_gradient_BSD, gradients, _, waiting = self._scan(body, start, reverse=True)
+        return x_gradient_BSD, add(gradients, 0, jnp.int32(0), waiting)
+
     def evaluate(self, x_BSD: jax.Array, chunk: jax.Array, rows: Rows, when: When) -> jax.Array:
         """The chunk's output alone."""
 
@@ -184,7 +236,7 @@ class Layers:
             def go() -> jax.Array:
                 x_out_BSD = x_BSD
                 for place in range(len(self._group.pattern)):
-                    arguments = self._arguments(unit, place, rows)
+                    arguments = self._arguments(unit, place, rows, self._weights(unit, place))
                     x_out_BSD = self._apply(place)(*arguments, x_out_BSD)[0][0]
                 return x_out_BSD
 
@@ -202,17 +254,28 @@ class Layers:
             kept: list[Any] = []
             for place in range(len(self._group.pattern)):
                 cache = Cache(*caching, None if kept_before is None else kept_before[place])
-                output = self._call(place, *self._arguments(unit, place, rows), x_BSD, cache=cache)
+                arguments = self._arguments(unit, place, rows, self._weights(unit, place))
+                output = self._call(place, *arguments, x_BSD, cache=cache)
                 x_BSD, kept = output.x_BSD, [*kept, cache.kept]
             return x_BSD, kept
 
         return jax.lax.scan(body, x_BSD, (jnp.arange(self._depth), before))
 
-    def _unit_forward(self, x_BSD: jax.Array, unit: jax.Array, rows: Rows) -> tuple[jax.Array, Residuals, Any]:
+    def _unit_forward(
+        self, x_BSD: jax.Array, unit: jax.Array, rows: Rows, ready: Params | None
+    ) -> tuple[jax.Array, Residuals, Any, Params | None]:
+        """`ready` are the weights of the unit's first layer, and of the next unit's at the end; None if they are
+        gathered when they are used."""
         kept: Residuals = []
         sums = {}
-        for place in range(len(self._group.pattern)):
-            arguments = self._arguments(unit, place, rows)
+        last = len(self._group.pattern) - 1
+        for place in range(last + 1):
+            if ready is None:
+                weights = self._weights(unit, place)
+            else:
+                after = (unit, place + 1) if place < last else (jnp.minimum(unit + 1, self._depth - 1), 0)
+                weights, ready = ready, self._weights(*after)
+            arguments = self._arguments(unit, place, rows, weights)
             (x_BSD, loss), backward, sums_of_layer = jax.vjp(
                 self._remat(self._apply(place)), *arguments, x_BSD, has_aux=True
             )
@@ -221,7 +284,7 @@ class Layers:
             )
             kept += self._backwards[place].kept(backward)
             sums[str(place)] = sums_of_layer | ({} if loss is None else {"loss": jax.lax.stop_gradient(loss)})
-        return x_BSD, kept, self._joined(sums)
+        return x_BSD, kept, self._joined(sums), ready
 
     def _unit_backward(
         self,
@@ -233,12 +296,25 @@ class Layers:
     ) -> tuple[jax.Array, Params]:
         found = {}
         for place in reversed(range(len(self._group.pattern))):
-            backward = self._backwards[place]
-            own, kept = kept[len(kept) - backward.count :], kept[: len(kept) - backward.count]
-            weights, *_, x_gradient_BSD = backward(own, self._arguments(unit, place, rows), x_gradient_BSD)
+            own, kept = self._split(kept, place)
+            weights = self._weights(unit, place)
+            new, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
             if axes := self._at(self._trained_axes, place):
-                found[str(place)] = reduce(select(weights, axes), axes)
+                found[str(place)] = reduce(select(new, axes), axes)
         return x_gradient_BSD, self._joined(found)
+
+    def _split(self, kept: Residuals, place: int) -> tuple[Residuals, Residuals]:
+        """What the layer at this place, the last of those that are left, has kept; and what those before it have."""
+        count = len(kept) - self._backwards[place].count
+        return kept[count:], kept[:count]
+
+    def _layer_backward(
+        self, place: int, kept: Residuals, unit: jax.Array, rows: Rows, weights: Params, x_gradient_BSD: jax.Array
+    ) -> tuple[Params, jax.Array]:
+        """The gradients of the layer's whole weights, and of its input."""
+        arguments = self._arguments(unit, place, rows, weights)
+        gradients, *_, x_gradient_BSD = self._backwards[place](kept, arguments, x_gradient_BSD)
+        return gradients, x_gradient_BSD
 
     def _apply(self, place: int) -> Callable[..., Any]:
         """A layer as ((x, term of the loss), sums) of its weights, its buffers, its number, the rows and x."""
@@ -266,12 +342,19 @@ class Layers:
         context = LayerContext(rows.positions, rows.segments, rows.rotary, keys, spec.kernel, spec.placement, cache)
         return _checked(layer(x_BSD, context), x_BSD)
 
-    def _arguments(self, unit: jax.Array, place: int, rows: Rows) -> tuple[Params, Params, jax.Array, Rows]:
-        """What a layer is applied to besides x; its weights ready for use."""
+    def _weights(self, unit: jax.Array, place: int) -> Params:
+        """A layer's, ready for use."""
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
         weights = jax.tree.map(pick, self._at(self._params, place))
-        if not self._whole:
-            weights = unshard(weights, self._at(self._axes, place), self._spec.placement, self._spec.dtype)
+        if self._whole:
+            return weights
+        return unshard(weights, self._at(self._axes, place), self._spec.placement, self._spec.dtype)
+
+    def _arguments(
+        self, unit: jax.Array, place: int, rows: Rows, weights: Params
+    ) -> tuple[Params, Params, jax.Array, Rows]:
+        """What a layer is applied to besides x."""
+        pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
         buffers = jax.tree.map(pick, self._at(self._buffers, place)) if self._buffers else {}
         number = self._number + len(self._group.pattern) * jnp.maximum(pick(self._order), 0) + place
         return weights, buffers, number, rows

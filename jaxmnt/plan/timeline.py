@@ -1,0 +1,192 @@
+"""A compiled program played on two timelines, one of work and one of communication: what each collective hides behind.
+
+A collective that is started runs while the device works on, one after the other, until the instruction that waits for
+it; one that is not holds the device up. Between start and wait there is only work that does not need the collective, so
+what the replay hides can be hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from jaxmnt.plan.costs import Costs, Rates
+from jaxmnt.plan.hlo import Collective, Instruction, Program, collective
+
+
+@dataclass
+class Played:
+    """A collective of the program, in all of its executions in a step, in seconds."""
+
+    one: Collective
+    times: float = 0.0
+    seconds: float = 0.0
+    """What it takes."""
+    exposed: float = 0.0
+    """For how long of that the device waits."""
+    flops: float = 0.0
+    """Of products and attention between its start and the wait for it."""
+    covered: float = 0.0
+    """How long the device works between its start and the wait for it."""
+    span: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """In one round of its computation: when it begins, when it is over, and from when on the device waits."""
+
+
+@dataclass
+class Round:
+    """One pass through a computation that communicates: the body of a loop, a branch, or the whole program."""
+
+    name: str
+    times: float = 0.0
+    seconds: float = 0.0
+    collectives: list[Played] = field(default_factory=list)
+    scopes: tuple[str, ...] = ()
+    """Names in the source of what it computes itself."""
+
+
+@dataclass
+class Timeline:
+    """A step, as it is played."""
+
+    seconds: float
+    flops: float
+    collectives: list[Played]
+    """In the order of the program."""
+    rounds: list[Round]
+
+    @property
+    def exposed(self) -> float:
+        return sum(played.exposed for played in self.collectives)
+
+
+Share = Callable[[str], float | None]
+"""How often a condition is true, by the source's name of something under it; None where that is not known."""
+
+
+def play(
+    program: Program,
+    devices: int,
+    rates: Rates | None = None,
+    host_of: Callable[[int], int] = lambda device: 0,
+    share: Share = lambda where: None,
+) -> Timeline:
+    """A step of the program on each of so many devices. Without `rates` nothing takes time, and only what is sent is
+    counted."""
+    player = _Player(program, devices, rates, host_of, share)
+    end = player.computation(program.entry, _Now(), 1.0, False)
+    return Timeline(end.work, end.flops, list(player.found.values()), list(player.rounds.values()))
+
+
+@dataclass(frozen=True)
+class _Now:
+    """How far the device and its communication are, in seconds, and how much it has multiplied."""
+
+    work: float = 0.0
+    communication: float = 0.0
+    flops: float = 0.0
+
+
+Started = dict[str, tuple[Played, _Now, float]]
+"""What runs: the collective, when it was started, and when it will be over."""
+
+
+class _Player:
+    def __init__(
+        self, program: Program, devices: int, rates: Rates | None, host_of: Callable[[int], int], share: Share
+    ):
+        self._program, self._devices, self._rates = program, devices, rates
+        self._host_of, self._share = host_of, share
+        self._costs = None if rates is None else Costs(program, rates)
+        self.found: dict[tuple[str, str], Played] = {}
+        self.rounds: dict[str, Round] = {}
+
+    def computation(self, name: str, now: _Now, times: float, conditional: bool) -> _Now:
+        """`times` is how often what is played here happens."""
+        began, started, sent = now, Started(), []
+        for instruction in self._program.computations[name]:
+            if instruction.opcode == "while":
+                now = self._loop(instruction, now, times, conditional)
+            elif instruction.opcode == "conditional":
+                now = self._condition(instruction, now, times, conditional)
+            elif instruction.opcode in ("call", "async-start") and instruction.callee in self._program.computations:
+                now = self.computation(instruction.callee, now, times, conditional)
+            elif (one := collective(instruction, self._devices)) is not None:
+                assert times == times, f"{name} sends in a loop whose length is not known"
+                played = self.found.setdefault((name, instruction.name), Played(one))
+                sent.append(played)
+                now = self._send(played, instruction.name, now, times, started, began)
+            elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
+                now = _wait(*started[instruction.operands[0]], now, times, began)
+            elif self._costs is not None:
+                seconds, flops = self._costs.of(name, instruction)
+                now = replace(now, work=now.work + seconds, flops=now.flops + flops)
+        if sent:
+            self._note(name, sent, now.work - began.work, times)
+        return now
+
+    def _send(self, played: Played, name: str, now: _Now, times: float, started: Started, began: _Now) -> _Now:
+        seconds = 0.0 if self._rates is None else self._rates.collective(played.one, self._host_of)
+        played.times += times
+        played.seconds += times * seconds
+        begin = max(now.work, now.communication)
+        end = begin + seconds
+        played.span = (begin - began.work, end - began.work, now.work - began.work)
+        if played.one.asynchronous:
+            started[name] = (played, now, end)
+            return replace(now, communication=end)
+        played.exposed += times * (end - now.work)
+        return replace(now, work=end, communication=end)
+
+    def _loop(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
+        """The first round, and a second that stands for the rest: the first may wait for what came before."""
+        body, rounds = instruction.loop
+        after = self.computation(body, now, times, conditional)
+        if rounds == 1:
+            return after
+        more = rounds - 1
+        again = self.computation(body, after, times * more, conditional)
+        return _Now(
+            after.work + more * (again.work - after.work),
+            after.communication + more * (again.communication - after.communication),
+            after.flops + more * (again.flops - after.flops),
+        )
+
+    def _condition(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
+        """The mean of its branches. Which is taken how often the outermost condition says, by what is under it; one
+        inside is taken where there is most to do."""
+        branches = instruction.branches
+        shares = [None if conditional else self._share_of(branch) for branch in branches]
+        if all(one is None for one in shares):
+            longest = max(branches, key=lambda branch: len(self._program.computations[branch]))
+            shares = [1.0 if branch == longest else 0.0 for branch in branches]
+        rest = 1 - sum(one for one in shares if one is not None)
+        rest /= max(1, sum(one is None for one in shares))
+        ends = []
+        for branch, one in zip(branches, shares, strict=True):
+            part = rest if one is None else one
+            ends.append((part, self.computation(branch, now, times * part, True) if part else now))
+        mean = lambda of: sum(part * of(end) for part, end in ends)
+        return _Now(mean(lambda end: end.work), mean(lambda end: end.communication), mean(lambda end: end.flops))
+
+    def _share_of(self, name: str) -> float | None:
+        """How often a branch is taken, by what the schedule says of a scope in it."""
+        for instruction in self._program.computations[name]:
+            if (part := self._share(instruction.where)) is not None:
+                return part
+            if instruction.opcode == "call" and instruction.callee is not None:
+                return self._share_of(instruction.callee)
+        return None
+
+    def _note(self, name: str, sent: list[Played], seconds: float, times: float) -> None:
+        """That a computation was gone through: what is said of it is how it was the last time."""
+        found = self.rounds.setdefault(name, Round(name))
+        found.times, found.seconds, found.collectives = found.times + times, seconds, sent
+        where = (instruction.where for instruction in self._program.computations[name])
+        found.scopes = tuple(sorted({scope for one in where for scope in one.split("/")}))
+
+
+def _wait(played: Played, started: _Now, end: float, now: _Now, times: float, began: _Now) -> _Now:
+    exposed = max(0.0, end - now.work)
+    played.exposed += times * exposed
+    played.flops += times * (now.flops - started.flops)
+    played.covered += times * (now.work - started.work)
+    played.span = (*played.span[:2], now.work - began.work)
+    return replace(now, work=now.work + exposed)
