@@ -312,7 +312,8 @@ def test_a_chat_is_rendered_by_the_models_own_template(moved, asked, tmp_path, c
     ],
 )
 def test_a_template_that_misbehaves_ends_with_words(monkeypatch, template, words):
-    monkeypatch.setattr("jaxmnt.data.chat_template._SECONDS", 2)
+    # On a busy machine memory may take longer to fill up than an endless loop has to show that it is one.
+    monkeypatch.setattr("jaxmnt.data.chat_template._SECONDS", 2 if "never end" in words else 60)
     with pytest.raises(ConfigError, match=words):
         render(template, [{"role": "user", "content": "hi"}], {})
 
