@@ -8,6 +8,7 @@ from jaxmnt import early_signals
 if __name__ == "__main__":
     early_signals.remember()
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.commands import run_command
 from jaxmnt.config import Config, load_config
+from jaxmnt.distributed.gpu_settings import check_flags, prepare
 from jaxmnt.distributed.identity import Identity, identify
 from jaxmnt.errors import ExitCode, report
 from jaxmnt.output import outlive_output
@@ -39,9 +41,11 @@ def main(arguments: list[str]) -> int:
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         early_signals.release()
+        check_flags(os.environ)
         return report(lambda: dry_run(config, options), debug=options.debug)
     outlive_output()
     identity = identify(config.cluster)
+    prepare(config)
     clock.lap("environment")
 
     from jaxmnt.distributed.termination import ExitHandler

@@ -102,7 +102,8 @@ class Launch(Section):
     image: str | None = key(None, "Container image that has jaxmnt in it.")
     mounts: list[str] = key([], "Folders in the container: HOST:CONTAINER; on GKE volume claims, CLAIM:CONTAINER.")
     settings: Literal["auto", "none"] = key(
-        "auto", "XLA and NCCL settings for several GPU hosts (docs/cluster.md); launch.environment takes precedence."
+        "auto",
+        "What a process on GPUs sets for XLA and NCCL where it is unset (docs/cluster.md): our values, or nothing.",
     )
     cost_per_gpu_hour: float | None = key(None, "What an hour of a GPU costs, for the estimate.", ge=0)
 

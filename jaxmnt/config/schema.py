@@ -292,6 +292,12 @@ class Cluster(Section):
         ge=2,
     )  # fmt: skip
 
+    nccl_timeout_seconds: int | None = key(
+        None, "How long a collective may stall on GPUs before NCCL ends the process; default 300 s more than the "
+        "watchdog's longest limit for a step, an evaluation or a save.",
+        ge=1,
+    )  # fmt: skip
+
     @model_validator(mode="after")
     def _ours_before_jax(self) -> Self:
         if self.silence_timeout_seconds >= self.heartbeat_timeout_seconds:
@@ -346,9 +352,28 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.warmup_steps: {warmup} must be below train.steps ({steps}); lower it or raise train.steps"
             )
+        longest = self._longest_wait_seconds
+        if (given := self.cluster.nccl_timeout_seconds) is not None and given <= longest:
+            raise ValueError(
+                f"cluster.nccl_timeout_seconds: {given} must be above the watchdog's longest limit ({longest:g} s), or "
+                "NCCL ends processes before the watchdog names one; raise it, or leave it out"
+            )
         _check_data(self.data)
         check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)
         return self.model_copy(update={"model": complete_model(self.model), "mesh": _complete_mesh(self.mesh)})
+
+    @property
+    def nccl_timeout_seconds(self) -> float:
+        """How long a collective may stall before NCCL ends the process: later than the watchdog does."""
+        return self.cluster.nccl_timeout_seconds or self._longest_wait_seconds + 300
+
+    @property
+    def _longest_wait_seconds(self) -> float:
+        """For how long the watchdog lets a process wait in a collective for others, which may be evaluating or
+        saving."""
+        of = self.watchdog
+        limits = (of.step_seconds, of.first_step_seconds, of.evaluate_seconds, of.save_seconds)
+        return max((limit for limit in limits if limit is not None), default=0.0)
 
 
 def _check_data(data: Data) -> None:

@@ -17,15 +17,6 @@ from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, ExitCode, printable
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 
-_GPU_HOSTS = {
-    # Collectives and products overlap, pipelined over layers: XLA's own bundle of flags for that.
-    "JAX_OPTIMIZATION_LEVEL": "O1",
-    # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
-    # Warnings of NCCL say which link or interface they are about.
-    "NCCL_DEBUG": "WARN",
-}
-
 
 def ending_on_failure(setup: list[str]) -> list[str]:
     """Lines of the shell that end it when one of the given ones fails."""
@@ -50,13 +41,13 @@ def filled(template: str, **values: str) -> str:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """What the launchers write into scripts and manifests, sorted by name."""
+    """What the launchers write into scripts and manifests, sorted by name. What GPUs need besides, each process sets
+    itself (`distributed/gpu_settings.py`)."""
     launch = config.launch
-    preset = _GPU_HOSTS if launch.settings == "auto" and launch.gpus_per_node and launch.nodes > 1 else {}
     more = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
     if launch.gpus_per_node:
         more["JAX_PLATFORMS"] = "cuda,cpu"  # a host whose GPUs are not found must not train on its CPU
-    return dict(sorted((preset | more | launch.environment).items()))
+    return dict(sorted((more | launch.environment).items()))
 
 
 def check_batch(config: Config, devices: int) -> None:

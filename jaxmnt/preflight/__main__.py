@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from jaxmnt.commands import CHECKS, Parser, run_command
 from jaxmnt.config import Config, load_config
 from jaxmnt.config.schema import Cluster
+from jaxmnt.distributed.gpu_settings import prepare
 from jaxmnt.distributed.identity import Identity, identify, survey
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.output import checked
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--config: missing; give the config of the run")
     config = load_config(options.config, [*options.overrides, f"cluster.start_timeout_seconds={options.wait}"])
     identity = identify(config.cluster)
+    prepare(config)
 
     from jaxmnt.data.sources import open_sources
     from jaxmnt.distributed.process_group import joined

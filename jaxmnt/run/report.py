@@ -15,6 +15,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.sources import Sources
+from jaxmnt.distributed.gpu_settings import SHOWN
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
@@ -98,7 +99,7 @@ def already_finished(status: StatusLine, config: Config, start: ResumePoint) -> 
 def environment(devices: Sequence[jax.Device] | None) -> dict[str, str]:
     """What a run trains with: versions, the kind of its devices, and what changes XLA's programs."""
     packages = {name: version(name) for name in _LIBRARIES}
-    flags = {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if os.environ.get(name)}
+    flags = {name: os.environ[name] for name in SHOWN if os.environ.get(name)}
     kind = (devices or jax.devices())[0].device_kind
     python = {"Python": platform.python_version(), "system": platform.platform()}
     return software() | python | {"device kind": kind} | packages | flags
@@ -118,6 +119,8 @@ def program(status: StatusLine, program: Program) -> None:
     )
     for note in notes(spec):
         status.line(f"note    {note}")
+    if device.platform != "cpu":
+        status.line("environ " + " ".join(f"{name}={os.environ[name]}" for name in SHOWN if os.environ.get(name)))
     if device.platform == "cpu" and (variable := missing_huge_pages()):
         status.line(f"note    steps on a CPU are quicker with huge pages: set {variable} before the command")
     limit = f" of {size(memory.limit)}" if memory.limit else ""

@@ -1,0 +1,123 @@
+"""What XLA, JAX and NCCL read from the environment of a process before it is on GPUs, and whether XLA would take it.
+
+All processes set it by themselves, whoever has started them; what the environment says already counts. XLA ends a
+process that has a flag which this jaxlib does not know, without an exception: so its flags are tried in a child first.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from jaxmnt.config.schema import Config
+from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
+from jaxmnt.errors import ConfigError, printable
+
+FLAGS = "XLA_FLAGS"
+SHOWN = (FLAGS, "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_DEBUG")
+"""Variables that change what a run does on its devices."""
+
+_NCCL_TIMEOUT = "--xla_gpu_nccl_termination_timeout_seconds"
+_CHILD_SECONDS = 60.0
+
+SUCCESSORS: dict[str, str | None] = {
+    "xla_gpu_graph_level": "xla_gpu_enable_command_buffer",
+    "xla_gpu_cudnn_gemm_fusion": "xla_gpu_cudnn_gemm_fusion_level",
+    "xla_gpu_executable_terminate_timeout_seconds": "xla_gpu_executable_terminate_timeout",
+    "xla_gpu_executable_warn_stuck_timeout_seconds": "xla_gpu_executable_warn_stuck_timeout",
+    "xla_gpu_enable_address_computation_fusion": "xla_gpu_enable_dynamic_slice_fusion",
+    "xla_gpu_experimental_autotuner_cache_dir": "xla_gpu_per_fusion_autotune_cache_dir",
+    "xla_gpu_enable_async_all_gather": None,
+    "xla_gpu_enable_async_all_reduce": None,
+    "xla_gpu_enable_async_collectives": None,
+    "xla_gpu_enable_custom_fusions": None,
+    "xla_gpu_enable_nccl_per_stream_comms": None,
+    "xla_gpu_enable_triton_softmax_fusion": None,
+    "xla_gpu_lhs_enable_gpu_async_tracker": None,
+    "xla_gpu_experimental_enable_nvshmem": None,
+    "xla_gpu_experimental_aot_compiled_thunks": None,
+    "xla_gpu_experimental_ragged_all_to_all_use_barrier": None,
+    "xla_gpu_experimental_ragged_all_to_all_zero_copy": None,
+    "xla_gpu_experimental_use_raft_select_k": None,
+    "xla_gpu_enable_llvm_module_compilation_parallelism": None,
+    "xla_gpu_fused_attention_use_cudnn_rng": None,
+    "xla_gpu_use_inprocess_lld": None,
+}
+"""Flags of recipes that newer versions of XLA no longer have, and what replaced them; None: XLA does it by itself, or
+not at all."""
+
+
+def prepare(config: Config, environment: MutableMapping[str, str] | None = None, gpus: int | None = None) -> None:
+    """Completes the environment of this process, before JAX is imported, and tries it.
+
+    `gpus` is how many it sees. With `launch.settings: none`, and without GPUs, nothing is set. Raises `ConfigError` for
+    flags that would end the process, and for values that JAX does not take.
+    """
+    environment = os.environ if environment is None else environment
+    gpus = len(visible_gpus(environment, gpus_here())) if gpus is None else gpus
+    if gpus and config.launch.settings == "auto":
+        for name, value in wanted(config, environment).items():
+            environment[name] = value
+    check_flags(environment)
+    try:
+        import jax  # noqa: F401 it reads its own variables now
+    except ValueError as error:
+        raise ConfigError(f"environment: JAX does not take a variable: {error}; correct or unset it") from error
+
+
+def wanted(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
+    """What is to be set, where the environment does not say it already."""
+    found = {
+        # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        # Warnings of NCCL say which link or interface they are about.
+        "NCCL_DEBUG": "WARN",
+    }
+    found = {name: value for name, value in found.items() if name not in environment}
+    flags = environment.get(FLAGS, "")
+    if _NCCL_TIMEOUT not in flags:
+        # A collective that stalls in its kernel is silent for ever otherwise. Ours end first, and name a process.
+        found[FLAGS] = f"{flags} {_NCCL_TIMEOUT}={config.nccl_timeout_seconds:.0f}".strip()
+    return found
+
+
+def check_flags(environment: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for an XLA_FLAGS that would end the process, with what replaced each flag."""
+    flags = environment.get(FLAGS, "").strip()
+    if not flags:
+        return
+    child = subprocess.run(
+        [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_CHILD_SECONDS,
+        check=False,
+    )
+    if child.returncode == 0:
+        return
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", child.stderr)
+    if unknown is None:
+        raise ConfigError(
+            f"{FLAGS}: XLA does not take {printable(flags)}: {_reason(child.stderr)}; correct or unset it"
+        )
+    names = [flag.removeprefix("--").split("=")[0] for flag in unknown.group(1).split()]
+    told = "; ".join(f"--{printable(name)} {_instead(name)}" for name in names)
+    raise ConfigError(f"{FLAGS}: this jaxlib does not know {told}")
+
+
+def _instead(name: str) -> str:
+    if name not in SUCCESSORS:
+        return "(remove it, or correct its name)"
+    successor = SUCCESSORS[name]
+    return f"(set --{successor} instead)" if successor else "(remove it: XLA has it no longer, and needs none instead)"
+
+
+def _reason(text: str) -> str:
+    """Of what a child has printed, the line that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("WARNING", "I0"))]
+    told = [line for line in lines if re.match(r"[FE]\d{4} ", line) or "Error" in line]
+    chosen = (told or lines or ["it says nothing"])[0]
+    return printable(re.sub(r"^[FE]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\] ", "", chosen))[:200]
