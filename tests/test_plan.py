@@ -323,7 +323,10 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
     )
     if not mesh:
         assert step["exposed_percent"] <= {"llama-8b": 3, "qwen-72b": 1}[recipe]
-    shapes = {shape for _, shape in shapes_in(compile_step(spec, abstract_state(spec)).as_text())}
+    text = compile_step(spec, abstract_state(spec)).as_text()
+    # Attention's output is kept with the products (dots), and computed again with whole layers (full).
+    assert text.count('"__cudnn$fmhaSoftmax"') == {"dots": 1, "full": 2}[config.train.remat]
+    shapes = {shape for _, shape in shapes_in(text)}
     model, sizes = config.model, spec.placement.sizes
     # Layers of an MLP weight as they lie here, and the same were one axis not there to split them.
     pieces = {"pipeline": model.num_layers, "fsdp": model.hidden_size, "model": model.intermediate_size}

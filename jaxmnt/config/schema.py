@@ -82,7 +82,7 @@ class Train(Section):
     )
     remat: Literal["none", "attention", "dots", "names", "full"] = key(
         "none", "What backward computes again: nothing but attention's scores (none, attention), all but matrix "
-        "products (dots), all but remat_save (names), or whole layers (full).",
+        "products and attention (dots), all but remat_save (names), or whole layers (full).",
     )  # fmt: skip
     remat_save: list[str] = key([], "What remat names keeps, such as attention, mlp_gate, mlp_up.")
     log_every: int | None = key(

@@ -20,6 +20,16 @@ from jaxmnt.errors import ConfigError
 
 Kernel = Literal["blockwise", "cudnn"]
 
+ATTENTION = "attention"
+"""Checkpoint name of what attention gives: with it kept, backward does not attend a second time."""
+
+
+def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A checkpoint policy that keeps what cuDNN's kernel gives, output and statistics, which have no name inside."""
+    return bool(primitive.name == "dot_product_attention_fwd_wrapper")
+
+
+
 BLOCK = 512
 """Queries, and keys, of a block. Rows of up to two blocks are cut into two halves instead."""
 
@@ -57,11 +67,10 @@ def attend(
     """
     options = Scores(q_BLHK.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
     if kernel == "cudnn" and segments_BL is None and soft_cap is None and sinks_H is None:
-        a_BLHK = jax.nn.dot_product_attention(
+        return jax.nn.dot_product_attention(  # without the checkpoint name, which would be a second array to keep
             q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=options.scale, implementation="cudnn",
             local_window_size=None if window is None else (window - 1, 0),
         )  # fmt: skip
-        return checkpoint_name(a_BLHK, "attention")
     return _blockwise(options, _Inputs(q_BLHK, k_BLGK, v_BLGK, segments_BL, sinks_H))
 
 
@@ -179,8 +188,8 @@ def _forward(options: Scores, inputs: _Inputs) -> tuple[jax.Array, tuple[_Inputs
 
     _, (a_NRLK, log_sum_NRL) = _over_queries(length, options.window, attend_queries, None)
     # As the caller has it, so that what follows and backward keep the same array.
-    a_BLHK = checkpoint_name(_by_head(a_NRLK, groups, length), "attention")
-    log_sum_NRL = checkpoint_name(log_sum_NRL, "attention")
+    a_BLHK = checkpoint_name(_by_head(a_NRLK, groups, length), ATTENTION)
+    log_sum_NRL = checkpoint_name(log_sum_NRL, ATTENTION)
     return a_BLHK, (inputs, a_BLHK, log_sum_NRL)
 
 

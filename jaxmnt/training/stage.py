@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
+from jaxmnt.models.kernels import ATTENTION, is_cudnn_attention
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel.collectives import SCATTERED, unshard
 from jaxmnt.parallel.sharding import unstacked
@@ -20,9 +21,10 @@ from jaxmnt.training.trained import select
 
 Remat = Literal["none", "attention", "dots", "names", "full"]
 
-NAMES = ("query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up", "mlp_output", "whole_sequence")
+NAMES = ("query", "key", "value", ATTENTION, "attention_output", "mlp_gate", "mlp_up", "mlp_output", "whole_sequence")
 """What `train.remat_save` may keep. All of these are bfloat16 or float32 activations of a layer:
-query, key, value, attention [B, L, heads, head_dim], mlp_gate and mlp_up [B, L, mlp], split over `model`; the outputs
+query, key, value, attention [B, L, heads, head_dim] (with its softmax statistics, so that backward does not attend
+again), mlp_gate and mlp_up [B, L, mlp], split over `model`; the outputs
 [B, L / model, D]; whole_sequence, the gathered inputs of attention and MLP [B, L, D]."""
 
 
@@ -31,13 +33,11 @@ def rematerialise(layer: Callable[..., Any], remat: Remat, save: list[str], *, u
     policies = jax.checkpoint_policies
     if remat in ("none", "attention"):
         return layer
-    policy = {
-        "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SCATTERED)
-        ),
-        "names": policies.save_only_these_names(*save),
-        "full": policies.nothing_saveable,
-    }[remat]
+    names = {"dots": [SCATTERED, ATTENTION], "names": save, "full": []}[remat]
+    kept = [policies.save_only_these_names(*names)]
+    kept += [policies.dots_with_no_batch_dims_saveable] if remat == "dots" else []
+    kept += [is_cudnn_attention] if ATTENTION in names else []
+    policy = lambda primitive, *values, **parameters: any(keep(primitive, *values, **parameters) for keep in kept)
     # Inside a scan XLA cannot merge the recomputation with the first computation; unrolled, it could.
     return jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
 
