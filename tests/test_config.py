@@ -48,7 +48,7 @@ def test_empty_sections_mean_defaults(tmp_path):
         ("train:\n  steps: true\n", None, ["train.steps", "integer"]),
         ("train:\n  steps: 0\n", None, ["train.steps", "integer from 1 up"]),
         ("train: 3\n", None, ["train", "a.yaml:1"]),
-        ("", "train.precision=fp8", ["train.precision", "auto, float32 or bfloat16"]),
+        ("", "train.precision=fp8", ["train.precision", "auto, float32, bfloat16 or float8"]),
         ("", "model.num_heads=7", ["model.num_heads", "divide", "512"]),
         ("", "model.num_kv_heads=3", ["model.num_kv_heads", "divide"]),
         ("", "mesh.context=2", ["mesh.context", "not available", "data, pipeline, fsdp, model"]),

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,13 @@ def rows(chosen, seed=0):
     }  # fmt: skip
 
 
-def gradients(devices, start=None, **sections):
-    """Loss and canonical gradients of the first step, from parameters that are given or the initial ones."""
+def gradients(devices, start=None, float32=False, **sections):
+    """Loss and canonical gradients of the first step, from parameters that are given or the initial ones. `float32`:
+    all but products in float8."""
     chosen = config(**sections)
     spec = build_spec(chosen, VOCAB, jax.devices()[:devices])
+    if float32:
+        spec = replace(spec, dtype=jnp.dtype(jnp.float32))
     placement, axes = spec.placement, spec.definition.axes
     batch_sharding = placement.sharding(("batch", "length"))
     count = chosen.data.global_batch_size

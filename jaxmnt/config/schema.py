@@ -70,10 +70,14 @@ class Train(Section):
     microbatch_size: int | None = key(
         None, "Rows of a batch shard in one microbatch; default all of them, without accumulation.", ge=1
     )
-    precision: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "Compute precision; auto is bfloat16 on GPU and float32 on CPU. Parameters are float32.",
+    precision: Literal["auto", "float32", "bfloat16", "float8"] = key(
+        "auto", "Compute precision; auto is bfloat16 on GPU and float32 on CPU. float8 is bfloat16 with attention's "
+        "projections and the MLP in float8. Parameters are float32.",
         resume="maths",
     )  # fmt: skip
+    float8_least: int = key(
+        1024, "Products with fewer inputs or outputs than this on a device stay in bfloat16.", resume="maths", ge=16
+    )
     params_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "Dtype of the stored (master) parameters; bfloat16 loses small updates.", resume="breaks"
     )

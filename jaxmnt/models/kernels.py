@@ -29,7 +29,6 @@ def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     return bool(primitive.name == "dot_product_attention_fwd_wrapper")
 
 
-
 BLOCK = 512
 """Queries, and keys, of a block. Rows of up to two blocks are cut into two halves instead."""
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmnt.models import float8
 from jaxmnt.parallel.collectives import gather_sequence, index_along, scatter_sequence
 from jaxmnt.parallel.sharding import Placement
 
@@ -38,31 +39,43 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: f
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
-@jax.custom_vjp
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[B, L, *out] from x [B, L, *in] and a weight [*in, *out], as one product of two matrices.
+    """[B, L, *out] from x [B, L, *in] and a weight [*in, *out], as one product of two matrices: in float8 where the run
+    wants that (`float8.float8_products`) and the shapes are fit for it.
 
     So its transpose contracts one dimension: over two, XLA's CPU backend would first copy an operand transposed. And
     backward keeps the weight as it was given, of which a stage knows that it need not keep it.
     """
-    return _project(x, weight)
+    tokens, inputs = math.prod(x.shape[:2]), math.prod(x.shape[2:])
+    return _projection(float8.chosen_for(tokens, inputs, weight.size // inputs), x, weight)
 
 
-def _project(x: jax.Array, weight: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _projection(how: float8.Float8 | None, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return _project(how, x, weight)
+
+
+def _project(how: float8.Float8 | None, x: jax.Array, weight: jax.Array) -> jax.Array:
     matrix, shape = _matrix(x, weight), (*x.shape[:2], *weight.shape[x.ndim - 2 :])
-    return (x.reshape(-1, matrix.shape[0]) @ matrix).reshape(shape)
+    flat = x.reshape(-1, matrix.shape[0])
+    return (flat @ matrix if how is None else float8.product(how, flat, matrix)).reshape(shape)
 
 
-def _project_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _project_backward(
+    how: float8.Float8 | None, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     matrix = _matrix(x, weight)
-    flat = gradient.reshape(-1, matrix.shape[1])
-    x_gradient, weight_gradient = flat @ matrix.T, x.reshape(-1, matrix.shape[0]).T @ flat
+    flat, x_matrix = gradient.reshape(-1, matrix.shape[1]), x.reshape(-1, matrix.shape[0])
+    if how is None:
+        x_gradient, weight_gradient = flat @ matrix.T, x_matrix.T @ flat
+    else:
+        x_gradient, weight_gradient = float8.gradients(how, x_matrix, matrix, flat)
     return x_gradient.reshape(x.shape), weight_gradient.reshape(weight.shape)
 
 
-# Not through `project` itself, whose inside a remat policy would not see.
-project.defvjp(lambda x, weight: (_project(x, weight), (x, weight)), _project_backward)
+# Not through `_projection` itself, whose inside a remat policy would not see.
+_projection.defvjp(lambda how, x, weight: (_project(how, x, weight), (x, weight)), _project_backward)
 
 
 def _matrix(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -231,11 +231,11 @@ def build_spec(
     _check_sizes(definition, layout)
     trained = trained_axes(definition.axes, config.optimizer.frozen)
     optimizer, learning_rate = build_optimizer(config, trained)
-    dtype, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
+    dtype, float8, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
     spec = StepSpec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
-        trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, kernel=kernel,
-        loss=load_loss(config.train.loss), data_vocab_size=min(data_vocab_size, vocab),
+        trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, float8=float8,
+        kernel=kernel, loss=load_loss(config.train.loss), data_vocab_size=min(data_vocab_size, vocab),
     )  # fmt: skip
     check_whole(abstract_state(spec)["params"], definition.axes, placement)
     _check_memory_options(config, placement)

@@ -11,7 +11,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Definition
+from jaxmnt.models.float8 import Float8
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
@@ -49,6 +51,8 @@ class StepSpec:
     learning_rate: optax.Schedule
     dtype: jnp.dtype
     """Of computation."""
+    float8: Float8 | None
+    """How the products of projections are made in float8; None: they are in `dtype`."""
     kernel: Kernel
     loss: Loss
     data_vocab_size: int
@@ -86,14 +90,22 @@ class StepSpec:
         return self.config.data.global_batch_size // self.placement.batch_shards // self.num_microbatches
 
 
-def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Kernel]:
-    """The compute dtype and attention kernel for a device.
+def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Float8 | None, Kernel]:
+    """The compute dtype, the products in float8, and the attention kernel for a device.
 
-    Raises `ConfigError` for a kernel that the device does not have.
+    Raises `ConfigError` for what the device does not have.
     """
-    precision = config.train.precision
+    precision, float8 = config.train.precision, None
     if precision == "auto":
         precision = "float32" if device.platform == "cpu" else "bfloat16"
+    if precision == "float8":
+        precision, on_gpu = "bfloat16", device.platform != "cpu"
+        if on_gpu and device_capability(device) < _LEAST_FLOAT8:
+            raise ConfigError(
+                f"train.precision: {device.device_kind} has no products in float8, which came with Ada and Hopper; set "
+                "bfloat16"
+            )
+        float8 = Float8(config.train.float8_least, native=on_gpu)
     dtype = jnp.dtype(precision)
     head_dim = config.model.head_dim
     assert head_dim
@@ -101,7 +113,11 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Ke
         config.model.attention, device.platform, dtype, head_dim, device_capability(device),
         packed=config.data.keeps_documents_apart, soft_cap=config.model.attention_soft_cap is not None,
     )  # fmt: skip
-    return dtype, kernel
+    return dtype, float8, kernel
+
+
+_LEAST_FLOAT8 = 8.9
+"""The CUDA capability from which on GPUs multiply float8."""
 
 
 class ControlFlags:

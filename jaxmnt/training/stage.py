@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
+from jaxmnt.models.float8 import float8_products
 from jaxmnt.models.kernels import ATTENTION, is_cudnn_attention
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel.collectives import SCATTERED, unshard
@@ -340,7 +341,8 @@ class Layers:
         keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
         layer = spec.definition.layer(self._group, place, _merged(weights, buffers))
         context = LayerContext(rows.positions, rows.segments, rows.rotary, keys, spec.kernel, spec.placement, cache)
-        return _checked(layer(x_BSD, context), x_BSD)
+        with float8_products(spec.float8):
+            return _checked(layer(x_BSD, context), x_BSD)
 
     def _weights(self, unit: jax.Array, place: int) -> Params:
         """A layer's, ready for use."""

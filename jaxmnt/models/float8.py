@@ -1,0 +1,105 @@
+"""Products of projections in float8, with the scale of each tensor as it is now.
+
+Activations and weights are E4M3, gradients E5M2 (Micikevicius et al. 2022, arXiv:2209.05433). A tensor is multiplied by
+the power of two that brings its largest number just within the format. So scaling is exact, and what a number is
+rounded to depends on the scale only where it is tiny: the same numbers on any mesh, though each device scales what it
+has. The product of two float8 matrices is asked for as such, since XLA finds only that form reliably; where a device
+has none, the same numbers are multiplied in a wider dtype.
+
+Shapes: T tokens, D inputs, F outputs.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+_MULTIPLE = 16
+"""Of all dimensions of a product, which cuBLAS asks for."""
+
+
+class Float8(NamedTuple):
+    """How products are made."""
+
+    least: int
+    """Those with fewer inputs or outputs stay in the compute dtype: quantising takes longer than it saves."""
+    native: bool
+    """Whether the device multiplies float8."""
+
+
+_chosen: ContextVar[Float8 | None] = ContextVar("float8", default=None)
+
+
+@contextlib.contextmanager
+def float8_products(chosen: Float8 | None) -> Iterator[None]:
+    """Inside, `project` takes float8 where its shapes are fit for it. Routers, heads and norms do not use it."""
+    token = _chosen.set(chosen)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen_for(tokens: int, inputs: int, outputs: int) -> Float8 | None:
+    """How a product of [tokens, inputs] and [inputs, outputs] is made; None: in the compute dtype."""
+    chosen = _chosen.get()
+    if chosen is None or min(inputs, outputs) < chosen.least or any(n % _MULTIPLE for n in (tokens, inputs, outputs)):
+        return None
+    return chosen
+
+
+def product(how: Float8, x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
+    """[T, F] in the dtype of x."""
+    return _multiply(how, _quantised(x_TD, FORWARD), _quantised(weight_DF, FORWARD), x_TD.dtype)
+
+
+def gradients(
+    how: Float8, x_TD: jax.Array, weight_DF: jax.Array, gradient_TF: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of x and of the weight, in their dtypes, from that of the product."""
+    gradient = _quantised(gradient_TF, BACKWARD)
+    x_gradient_TD = _multiply(how, gradient, _transposed(_quantised(weight_DF, FORWARD)), x_TD.dtype)
+    weight_gradient_DF = _multiply(how, _transposed(_quantised(x_TD, FORWARD)), gradient, weight_DF.dtype)
+    return x_gradient_TD, weight_gradient_DF
+
+
+class _Scaled(NamedTuple):
+    """A matrix in float8, and what it has been multiplied by."""
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def _transposed(matrix: _Scaled) -> _Scaled:
+    return _Scaled(matrix.values.T, matrix.scale)
+
+
+def _quantised(x: jax.Array, dtype: jnp.dtype) -> _Scaled:
+    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    scale = power_of_two_scale(largest, dtype)
+    return _Scaled((x.astype(jnp.float32) * scale).astype(dtype), scale)
+
+
+def power_of_two_scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The largest power of two by which `largest`, a float32 number, may be multiplied. 1 where that is 0 or no finite
+    number, which then stays what it is."""
+    most_mantissa, most_exponent = jnp.frexp(jnp.float32(jnp.finfo(dtype).max))
+    mantissa, exponent = jnp.frexp(largest)
+    power = jnp.clip(most_exponent - exponent - (mantissa > most_mantissa), -126, 126)
+    usual = (largest > 0) & jnp.isfinite(largest)
+    return jnp.ldexp(jnp.float32(1), jnp.where(usual, power, 0))
+
+
+def _multiply(how: Float8, left: _Scaled, right: _Scaled, dtype: jnp.dtype) -> jax.Array:
+    """In `dtype`, added up in float32."""
+    a, b = left.values, right.values
+    if not how.native:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    whole = jax.lax.dot(a, b, preferred_element_type=dtype if how.native else jnp.float32)
+    unscaled = whole * (1 / left.scale).astype(whole.dtype) * (1 / right.scale).astype(whole.dtype)
+    return unscaled.astype(dtype)

@@ -1,0 +1,155 @@
+"""Products in float8: what is multiplied, by which scale, in which products, and on which mesh."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import ROOT, mostly_slow
+from hypothesis import given
+from hypothesis import strategies as st
+from test_parallel import gradients
+
+from jaxmnt.config.load import load_config
+from jaxmnt.errors import ExitCode
+from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, chosen_for, float8_products, power_of_two_scale, product
+from jaxmnt.models.float8 import gradients as product_gradients
+from jaxmnt.plan.targets import find_chip, gpu_devices
+from jaxmnt.telemetry.events import read_lines
+from jaxmnt.train import train
+from jaxmnt.training import compile as compile_module
+from jaxmnt.training.compile import build_spec, compile_step
+from jaxmnt.training.state import abstract_state
+
+HOW = Float8(least=16, native=False)
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
+@given(largest=st.floats(2.0**-100, 2.0**100, width=32))
+def test_the_scale_brings_the_largest_number_just_within_the_format(dtype, largest):
+    scale, most = float(power_of_two_scale(jnp.float32(largest), dtype)), float(jnp.finfo(dtype).max)
+    assert np.frexp(scale)[0] == 0.5
+    assert largest * scale <= most < 2 * largest * scale
+
+
+@pytest.mark.parametrize("largest", [0.0, np.inf, np.nan])
+def test_what_has_no_scale_stays_what_it_is(largest):
+    assert power_of_two_scale(jnp.float32(largest), FORWARD) == 1
+    x = jnp.full((16, 16), largest, jnp.float32)
+    found = product(HOW, x, jnp.eye(16))
+    assert (found == 0).all() if largest == 0 else not jnp.isfinite(found).any(), "a bad step is seen as one"
+
+
+def rounded(x: np.ndarray, dtype: np.dtype, most: float) -> np.ndarray:
+    """To the numbers of the format, in NumPy."""
+    scale = 2.0 ** np.floor(np.log2(most / np.abs(x).max()))
+    return (x * scale).astype(dtype).astype(np.float64) / scale
+
+
+def test_a_product_and_its_gradients_are_those_of_rounded_matrices():
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.standard_normal(shape).astype(np.float32) for shape in ((48, 32), (32, 64), (48, 64)))
+    g *= np.exp(rng.standard_normal(g.shape) * 2).astype(np.float32)
+    x8, w8 = (rounded(one, ml_dtypes.float8_e4m3fn, 448.0) for one in (x, w))
+    g8 = rounded(g, ml_dtypes.float8_e5m2, 57344.0)
+    np.testing.assert_allclose(product(HOW, x, w), x8 @ w8, rtol=1e-5, atol=1e-5)
+    x_gradient, w_gradient = product_gradients(HOW, jnp.asarray(x), jnp.asarray(w), jnp.asarray(g))
+    np.testing.assert_allclose(x_gradient, g8 @ w8.T, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(w_gradient, x8.T @ g8, rtol=1e-5, atol=1e-4)
+    exact = x.astype(np.float64) @ w
+    assert 1e-3 < np.abs(x8 @ w8 - exact).max() / np.abs(exact).max() < 0.06
+
+
+@given(power=st.integers(-20, 20))
+def test_a_power_of_two_goes_through_unchanged(power):
+    """So what a device scales its part by does not show in the numbers."""
+    x, w = (jax.random.normal(jax.random.key(n), (32, 32)) for n in range(2))
+    np.testing.assert_array_equal(product(HOW, x * 2.0**power, w), product(HOW, x, w) * 2.0**power)
+
+
+def test_which_shapes_are_fit_for_it():
+    assert chosen_for(4096, 4096, 4096) is None, "nobody has asked for it"
+    with float8_products(Float8(1024, native=True)) as _:
+        assert chosen_for(8192, 4096, 1024) == Float8(1024, native=True)
+        for tokens, inputs, outputs in ((8192, 4096, 1000), (8192, 512, 4096), (8191, 4096, 4096), (8192, 4096, 4104)):
+            assert chosen_for(tokens, inputs, outputs) is None
+    assert chosen_for(8192, 4096, 1024) is None
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    mostly_slow({0}, [
+        {"fsdp": 2, "model": 2, "pipeline": 2}, {"fsdp": 8}, {"data": 4, "model": 2},
+        {"fsdp": 4, "data": 2, "prefetch": True},
+    ]),
+    ids=str,
+)  # fmt: skip
+def test_the_same_numbers_on_every_mesh(mesh):
+    """In float32 but for the products. Each device scales what it has, and shapes are large enough on all."""
+    sections = {"train": {"precision": "float8", "float8_least": 16, "microbatch_size": 2}}
+    loss, found = gradients(8, mesh=mesh, float32=True, **sections)
+    plain_loss, wanted = gradients(1, float32=True, **sections)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert abs(plain_loss - gradients(1)[0]) > 1e-5, "float8 shows"
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        error = np.abs(a - b).max() / np.abs(b).max()
+        assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.2e}"
+
+
+def smoothed(config, over=20):
+    losses = [line["loss"] for line in read_lines(Path(config.run.dir) / "metrics.jsonl") if line["kind"] == "train"]
+    return np.convolve(losses, np.ones(over) / over, "valid")
+
+
+@pytest.mark.slow
+def test_a_run_learns_as_it_does_in_float32(tiny, tmp_path):
+    """300 steps, near the curve of float32 (of narrow products each rounding shows), and the rest of an interrupted run
+    bit for bit."""
+    one_device = jax.devices()[:1]
+    settings = ("train.steps=300", "checkpoint.every_steps=200", "train.float8_least=16")
+    float8 = (*settings, "train.precision=float8")
+    whole, parts, float32 = (
+        tiny(f"run.dir={tmp_path / name}", *more)
+        for name, more in (("whole", float8), ("parts", float8), ("float32", settings))
+    )
+    assert train(whole, devices=one_device) == train(float32, devices=one_device) == ExitCode.FINISHED
+    found, wanted = smoothed(whole), smoothed(float32)
+    assert len(found) == 281 and wanted[-1] < 0.8 * wanted[0]
+    apart = np.abs(found / wanted - 1)
+    assert apart.max() < 0.025 and apart.mean() < 0.01
+    early = tiny(f"run.dir={tmp_path / 'parts'}", *float8, "train.stop_after=150")
+    assert train(early, devices=one_device) == ExitCode.STOPPED
+    assert train(parts, devices=one_device) == ExitCode.FINISHED
+    np.testing.assert_array_equal(smoothed(parts, 1), smoothed(whole, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
+@pytest.mark.parametrize(
+    ("overrides", "in_float8"),
+    [
+        ((), 7),  # query, key, value, output; gate, up, down
+        (("train.float8_least=2048",), 5),  # not keys and values
+        (("train.precision=bfloat16",), 0),
+        (("train.remat=full",), 7),
+    ],
+)
+def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatch, overrides, in_float8):
+    """By the custom calls of the program for H100s: three a projection, forward, and more if forward is computed again.
+    The rest are the three of the head."""
+    config = load_config(ROOT / "configs" / "llama-8b.yaml", ["train.precision=float8", *overrides])
+    # Else products are Triton's in a program that was made without a device, which leaves the choice to a trial.
+    monkeypatch.setattr(compile_module, "_compiler_options", lambda *_: {"xla_gpu_enable_triton_gemm": False})
+    devices = gpu_devices(find_chip("h100"), 16, 8)
+    spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
+    text = compile_step(spec, abstract_state(spec)).as_text()
+    count = lambda target: text.count(f'custom_call_target="{target}"')
+    products = 3 * in_float8
+    if (
+        config.train.remat == "full"
+    ):  # forward once more, but for the layer's last product, which backward does not need
+        products += in_float8 - 1
+    assert count("__cublas$lt$matmul$f8") == products
+    assert count("__cublas$lt$matmul") == 3 * (7 - in_float8) + 3
