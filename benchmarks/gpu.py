@@ -419,9 +419,7 @@ def show(found: Sequence[Result]) -> None:
     """A table: each number of each part."""
     for line in found:
         for name, value in flat(line):
-            if (
-                name not in ("part", "nvidia_smi", "output", "error") and not isinstance(value, str)
-            ) or name == "error":
+            if name == "error" or not (isinstance(value, str) or name == "part"):
                 told = f"{value:.4g}" if isinstance(value, float) else str(value).strip().splitlines()[-1]
                 print(f"{line['part']:12} {name:44} {told}")
 

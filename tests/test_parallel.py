@@ -230,7 +230,7 @@ ALTERNATING = {"family": "gemma3", "sliding_window": 5, "sliding_window_pattern"
 
 @pytest.mark.parametrize(
     "sections",
-    mostly_slow({1}, [
+    mostly_slow({0}, [
         {"mesh": {"fsdp": 8}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 4, "model": 2}, "train": {"remat": "dots", "microbatch_size": 2}, "model": ALTERNATING},
         {"mesh": {"fsdp": 2, "data": 4}, "train": {"remat": "full", "layer_unroll": 2, "reduce_dtype": "bfloat16"}},
