@@ -175,7 +175,7 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip |
     seconds = time.perf_counter() - started
     text = step.as_text()
     needed = measure(spec, state, step, None if chip is None else chip.memory)
-    timeline = played(spec, text, hosts, chip)
+    timeline = replayed(spec, text, hosts, chip)
     return {
         "devices": {
             "kind": spec.placement.mesh.devices.flat[0].device_kind,
@@ -212,7 +212,7 @@ def parameters(spec: StepSpec) -> list[dict[str, Any]]:
     ]
 
 
-def played(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], chip: Chip | None) -> Timeline:
+def replayed(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], chip: Chip | None) -> Timeline:
     """A step of the compiled program, by the rates of the chip if it is known."""
     devices = list(spec.placement.mesh.devices.flat)
     host_of = [hosts(device) for device in devices].__getitem__
