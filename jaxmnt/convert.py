@@ -60,7 +60,9 @@ def _to_hf(options: argparse.Namespace) -> int:
     done = write_export(export, options.output, process, processes, progress)
     progress("")
     if done:
-        print(f"{options.output}: {len(export.files)} files of {export.dtype.name}, {', '.join(sorted(export.about))}")
+        count = len(export.files)
+        told = f"{count} file{'s' * (count > 1)} of {export.dtype.name}, {', '.join(sorted(export.about))}"
+        print(f"{options.output}: {told}")
     else:
         print(f"the share of process {process} of {processes} is written; {options.output} is there when all are")
     return ExitCode.FINISHED
