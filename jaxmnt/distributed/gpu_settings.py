@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
+from importlib import import_module
 
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
@@ -61,7 +62,7 @@ def prepare(config: Config, environment: MutableMapping[str, str] | None = None,
             environment[name] = value
     check_flags(environment)
     try:
-        import jax  # noqa: F401 it reads its own variables now
+        import_module("jax")  # reads its own variables now
     except ValueError as error:
         raise ConfigError(f"environment: JAX does not take a variable: {error}; correct or unset it") from error
 

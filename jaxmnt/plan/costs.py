@@ -4,7 +4,6 @@ What multiplies takes as long as its FLOPs need, or its bytes if they need longe
 Not counted: what starting a kernel takes, and that work beside communication is slower.
 """
 
-import functools
 import math
 import re
 from collections import Counter
@@ -64,6 +63,9 @@ class Costs:
     def __init__(self, program: Program, rates: Rates):
         self._program, self._rates = program, rates
         self._known: dict[tuple[str, str], tuple[float, float]] = {}
+        self._named = {
+            name: {one.name: one for one in instructions} for name, instructions in program.computations.items()
+        }
 
     def of(self, computation: str, instruction: Instruction) -> tuple[float, float]:
         """(seconds, FLOPs of products and attention)."""
@@ -107,15 +109,11 @@ class Costs:
         return 2.0 * math.prod(instruction.arrays[0][1]) * depth, self._rates.products[name]
 
     def _array(self, computation: str, name: str) -> Array:
-        return self._named(computation)[name].arrays[0]
-
-    @functools.cache  # noqa: B019 one program's
-    def _named(self, computation: str) -> dict[str, Instruction]:
-        return {instruction.name: instruction for instruction in self._program.computations[computation]}
+        return self._named[computation][name].arrays[0]
 
     def _moved(self, computation: str, instruction: Instruction) -> float:
         """Bytes that an instruction reads and writes: of what it takes a slice of, the slice alone."""
-        named = self._named(computation)
+        named = self._named[computation]
         if instruction.opcode == "fusion" and instruction.callee is not None:
             return self._moved_by_fusion(instruction.callee)
         if instruction.opcode in ("dynamic-slice", "gather"):
@@ -126,7 +124,7 @@ class Costs:
         return float(read + instruction.bytes)
 
     def _moved_by_fusion(self, computation: str) -> float:
-        instructions, named = self._program.computations[computation], self._named(computation)
+        instructions, named = self._program.computations[computation], self._named[computation]
         users: dict[str, list[tuple[Instruction, int]]] = {}
         for instruction in instructions:
             for place, name in enumerate(instruction.operands):
