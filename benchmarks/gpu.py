@@ -75,11 +75,7 @@ class Bench:
     @property
     def memory_gib(self) -> float:
         """Of the GPU."""
-        told = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return float(told.stdout.splitlines()[0]) / 1024
+        return float(asked_of_card("memory.total")) / 1024
 
     @property
     def shape(self) -> Shape:
@@ -93,6 +89,15 @@ class Bench:
     def small(self) -> Shape:
         """For what takes many steps."""
         return Shape(**TINY_LONG) if self.rehearse else SMALL
+
+
+def asked_of_card(what: str) -> str:
+    """What nvidia-smi says of the first GPU. Ends the command where there is none."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    told = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
+    if told is None or told.returncode:
+        sys.exit("nvidia-smi finds no GPU here; --rehearse runs all parts on the CPU")
+    return told.stdout.splitlines()[0].strip()
 
 
 def train(bench: Bench, name: str, shape: Shape, *overrides: str, code: int = 0, run: Path | None = None) -> Path:
@@ -135,8 +140,10 @@ def measured(run: Path) -> Result:
 
 
 def planned(shape: Shape, bench: Bench, *overrides: str) -> float | None:
-    """Peak memory by `--dry-run`, in GiB; None where the plugin is missing."""
-    target = ["--devices", "1"] if bench.rehearse else ["--target", "h200", "--devices-per-host", "1"]
+    """Peak memory by `--dry-run`, in GiB; None for a card that it does not know, or where the plugin is missing."""
+    name = "" if bench.rehearse else asked_of_card("name").lower()
+    chip = next((chip for chip in ("b200", "h200", "h100", "a100") if chip in name), "none")
+    target = ["--devices", "1"] if bench.rehearse else ["--target", chip, "--devices-per-host", "1"]
     config = bench.folder / "plan.yaml"
     config.write_text("{}\n")
     command = [
@@ -403,11 +410,7 @@ def run_part(name: str, limit: float, options: argparse.Namespace) -> Result:
 def default_output(rehearse: bool) -> Path:
     if rehearse:
         return Path(tempfile.mkdtemp(prefix="jaxmnt-rehearsal-")) / "results.jsonl"
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    told = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
-    if told is None or told.returncode:
-        sys.exit("nvidia-smi finds no GPU here; --rehearse runs all parts on the CPU")
-    device = re.sub(r"\W+", "-", told.stdout.splitlines()[0].lower()).strip("-")
+    device = re.sub(r"\W+", "-", asked_of_card("name").lower()).strip("-")
     return HERE / "results" / f"{time.strftime('%Y-%m-%d')}-{device}.jsonl"
 
 

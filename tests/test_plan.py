@@ -11,6 +11,7 @@ from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
 from jaxmnt.plan.costs import Costs, Rates
 from jaxmnt.plan.hlo import Program, shapes_in
+from jaxmnt.plan.show import _round
 from jaxmnt.plan.targets import CHIPS, find_chip, gpu_devices
 from jaxmnt.plan.timeline import play
 from jaxmnt.training.compile import build_spec, compile_step
@@ -143,6 +144,20 @@ def test_a_step_is_played_on_two_timelines():
     assert (layer.name, layer.times, layer.seconds) == ("layer", 5, pytest.approx(4.5))
     assert "stage_forward" in layer.scopes
     assert gather.span == pytest.approx((0, 3, 1)) and scatter.span == pytest.approx((4, 4.5, 4))
+
+
+def test_a_round_is_drawn():
+    """Light where the device works on, dark where it waits; what takes next to nothing is counted together."""
+    begin = {"kind": "all-gather", "axis": "fsdp", "dtype": "bf16", "bytes_sent": 2**20}
+    spans = ((0.0, 0.5, 0.25), (0.5, 0.75, 0.9), (0.9, 0.905, 0.9), (0.91, 0.912, 1.0))
+    entries = [begin | dict(zip(("begins", "ends", "waited_for"), span, strict=True)) for span in spans]
+    told = _round({"of": "a layer forward", "times": 4, "seconds": 1.0, "collectives": entries})
+    assert told == [
+        "a layer forward: 4 × 1 s",
+        f"        all-gather  fsdp  bf16  1 MiB  ▕{'░' * 10}{'█' * 10}{' ' * 20}▏  500 ms  250 ms exposed",
+        f"        all-gather  fsdp  bf16  1 MiB  ▕{' ' * 20}{'░' * 10}{' ' * 10}▏  250 ms  hidden",
+        "        2 of less than 1 %: 7 ms, 5 ms exposed",
+    ]
 
 
 def test_communication_that_is_under_way_delays_what_comes_next():

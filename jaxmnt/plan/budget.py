@@ -228,6 +228,7 @@ def step_times(timeline: Timeline) -> dict[str, float]:
         "communication_seconds": round(communication, 4),
         "exposed_seconds": round(timeline.exposed, 4),
         "exposed_percent": round(100 * timeline.exposed / timeline.seconds, 2),
+        "flops": round(timeline.flops),
     }
 
 
