@@ -4,6 +4,9 @@ Each run is a process of its own on the first GPU, so that this process may stay
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +61,34 @@ def test_bfloat16_with_cudnn_stays_near_float32(config, tmp_path, masked):
     low = train(config, tmp_path / "low", mask, "train.precision=auto", "model.attention=cudnn")
     np.testing.assert_allclose(losses(low), losses(exact), rtol=2e-2)
     assert metrics(low)[-1]["mfu"] > 0
+
+
+ATTENTION = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxmnt.models.kernels import attend
+
+rng = np.random.default_rng(0)
+array = lambda heads: jnp.asarray(rng.standard_normal((2, 2048, heads, 128)), jnp.float32)
+q, k, v, gradient = array(8), array(2), array(2), array(8)
+most = np.stack([np.arange(2048) // 40, np.sort(rng.integers(0, 3, 2048))])  # more documents than a call takes
+for segments in (most, most // 20):
+    for window in (None, 300):
+        found = []
+        for kernel, dtype in (("cudnn", jnp.bfloat16), ("blockwise", jnp.float32)):
+            of = lambda q, k, v: attend(q, k, v, jnp.asarray(segments, jnp.int32), kernel, window=window)
+            out, backward = jax.vjp(of, *(one.astype(dtype) for one in (q, k, v)))
+            found.append((out, *backward(gradient.astype(dtype))))
+        for low, exact in zip(*found):
+            low, exact = np.asarray(low, np.float32), np.asarray(exact)
+            assert np.isfinite(low).all()
+            assert np.linalg.norm(low - exact) <= 1e-2 * np.linalg.norm(exact), (window, low.shape)
+"""
+
+
+def test_documents_are_kept_apart_by_cudnn():
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
+    run = subprocess.run([sys.executable, "-c", ATTENTION], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_stopping_and_resuming_is_bit_identical(config, float32, tmp_path):

@@ -276,6 +276,7 @@ BAD = """
     several = grain.MapDataset.range(40).map(
         lambda n: {"tokens": np.arange(32), "targets": np.arange(32), "segments": np.arange(32) // 8 + 1}
     )
+    scattered = several.map(lambda one: one | {"segments": one["segments"] % 3})
     broken = grain.MapDataset.range(40).map(lambda n: 1 // (n - 39) and {"tokens": np.arange(20)})
 
     counter = itertools.count()
@@ -332,6 +333,7 @@ def test_what_cannot_be_a_source(asked, module, name, kind, words):
     [
         ("short", "has 20 tokens, and data.sequence_length is 32; make them equal"),
         ("several", "keeps documents apart by segments and positions; set data.document_mask: true"),
+        ("scattered", "has a segment in several places; the tokens of a document must stand together"),
     ],
 )
 def test_rows_that_do_not_fit_the_config(asked, module, name, words):

@@ -201,7 +201,12 @@ class GivenRows:
             raise self._elements.refusal(
                 number, f"has {len(row['tokens'])} tokens, and data.sequence_length is {self._length}; make them equal"
             )
-        several = row.get("segments", self._places[:0]).max(initial=0) > 1
+        segments = row.get("segments", self._places[:0])
+        several = segments.max(initial=0) > 1
+        if several and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
+            raise self._elements.refusal(
+                number, "has a segment in several places; the tokens of a document must stand together"
+            )
         if not self._apart and (several or (row.get("positions", self._places) != self._places).any()):
             raise self._elements.refusal(
                 number,

@@ -17,17 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.cudnn import ATTENTION, attend_packed, attend_whole, has_packed_form
 
 Kernel = Literal["blockwise", "cudnn"]
-
-ATTENTION = "attention"
-"""Checkpoint name of what attention gives: with it kept, backward does not attend a second time."""
-
-
-def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A checkpoint policy that keeps what cuDNN's kernel gives, output and statistics, which have no name inside."""
-    return bool(primitive.name == "dot_product_attention_fwd_wrapper")
-
 
 BLOCK = 512
 """Queries, and keys, of a block. Rows of up to two blocks are cut into two halves instead."""
@@ -65,11 +57,10 @@ def attend(
     asked for.
     """
     options = Scores(q_BLHK.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
-    if kernel == "cudnn" and segments_BL is None and soft_cap is None and sinks_H is None:
-        return jax.nn.dot_product_attention(  # without the checkpoint name, which would be a second array to keep
-            q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=options.scale, implementation="cudnn",
-            local_window_size=None if window is None else (window - 1, 0),
-        )  # fmt: skip
+    if kernel == "cudnn" and soft_cap is None and sinks_H is None:
+        if segments_BL is None:
+            return attend_whole(q_BLHK, k_BLGK, v_BLGK, scale=options.scale, window=window)
+        return attend_packed(q_BLHK, k_BLGK, v_BLGK, segments_BL, scale=options.scale, window=window)
     return _blockwise(options, _Inputs(q_BLHK, k_BLGK, v_BLGK, segments_BL, sinks_H))
 
 
@@ -86,7 +77,7 @@ def choose_kernel(
     """The attention kernel for a device; `capability` is the CUDA compute capability, 0 elsewhere.
 
     cuDNN's flash attention takes bfloat16 or float16, and heads whose width is a multiple of 8, up to 128, or
-    256 on Hopper and newer. With documents apart (`packed`) it would keep a mask of L · L for each layer, and it has no
+    256 on Hopper and newer. Documents are kept apart (`packed`) on Hopper and newer, with heads up to 128. It has no
     soft cap. Raises `ConfigError` if it is wanted where it cannot be.
     """
     if wanted == "xla":
@@ -104,14 +95,26 @@ def choose_kernel(
             f"model.attention: cudnn does not take heads of width {head_dim} in {dtype.name} on this device; "
             "set auto or xla"
         )
-    if wanted == "cudnn" and packed:
-        raise ConfigError(
-            "model.attention: cudnn cannot keep documents of a row apart (data.rows: packed, data.document_mask); "
-            "set auto or xla"
-        )
     if wanted == "cudnn" and soft_cap:
         raise ConfigError("model.attention: cudnn has no soft cap (model.attention_soft_cap); set auto or xla")
-    return "cudnn" if fits and not packed and not soft_cap else "blockwise"
+    reason = _against_packed(head_dim, capability) if fits and packed else None
+    if wanted == "cudnn" and reason:
+        raise ConfigError(
+            "model.attention: cudnn cannot keep documents of a row apart (data.rows: packed, data.document_mask) "
+            f"{reason}; set auto or xla"
+        )
+    return "cudnn" if fits and not soft_cap and reason is None else "blockwise"
+
+
+def _against_packed(head_dim: int, capability: float) -> str | None:
+    """Why cuDNN's packed form cannot be used; None: it can."""
+    if capability < 9:
+        return f"on a GPU of compute capability {capability}, only from 9.0 (Hopper) on"
+    if head_dim > 128:
+        return f"with heads of width {head_dim}, only up to 128"
+    if not has_packed_form():
+        return f"with JAX {jax.__version__}, which lacks the functions for it"
+    return None
 
 
 def device_capability(device: jax.Device) -> float:
@@ -264,13 +267,17 @@ def _over_queries(length: int, window: int | None, rows: Any, carry: Any) -> tup
             outputs.append(output)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *outputs)
 
+    reach = length if window is None else min(length, window + BLOCK)
+    mean = (reach - reach**2 / (2 * length)) / BLOCK + 0.5  # of the blocks of keys, for the plan
+
     def block(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         query = index * BLOCK
         first = 0 if window is None else jnp.maximum(0, query - window + 1) // BLOCK
 
         def over_keys(add: Any, start: Any) -> Any:
             step = lambda number, sums: add(sums, number * BLOCK, BLOCK)
-            return jax.lax.fori_loop(first, index + 1, step, start)
+            with jax.named_scope(f"about_{mean:.1f}_rounds"):
+                return jax.lax.fori_loop(first, index + 1, step, start)
 
         return rows(carry, query, BLOCK, over_keys)
 

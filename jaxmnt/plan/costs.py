@@ -164,7 +164,7 @@ def _attention_flops(line: str, width: int, *, backward: bool) -> float:
     window = re.search(r'"sliding_window_length":\s*"?(\d+)', line)
     reach = int(window.group(1)) if window else 0
     pairs = float(queries * keys)
-    if '"CAUSAL"' in line:
+    if 'CAUSAL"' in line:
         pairs /= 2
     if 0 < reach < keys:
         pairs = min(pairs, float(queries * reach))

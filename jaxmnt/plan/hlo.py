@@ -81,9 +81,12 @@ class Instruction(NamedTuple):
 
     @property
     def loop(self) -> tuple[str, float]:
-        """The body of a loop, and how often it runs."""
+        """The body of a loop, and how often it runs: by what the compiler knows, else on average by what the source
+        says (the scope `about_N_rounds`), else NaN."""
         body = re.search(r"body=%?([\w.\-]+)", self.line)
-        trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.line)
+        trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.line) or re.search(
+            r"about_([\d.]+)_rounds/while", self.where
+        )
         assert body is not None
         return body.group(1), float(trip.group(1)) if trip else math.nan
 

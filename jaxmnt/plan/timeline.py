@@ -5,6 +5,7 @@ it; one that is not holds the device up. Between start and wait there is only wo
 what the replay hides can be hidden.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -109,7 +110,7 @@ class _Player:
             elif instruction.opcode in ("call", "async-start") and instruction.callee in self._program.computations:
                 now = self.computation(instruction.callee, now, times, conditional)
             elif (one := collective(instruction, self._devices)) is not None:
-                assert times == times, f"{name} sends in a loop whose length is not known"
+                assert not math.isnan(times), f"{name} sends in a loop whose length is not known"
                 played = self.found.setdefault((name, instruction.name), Played(one))
                 sent.append(played)
                 now = self._send(played, instruction.name, now, times, started, began)
@@ -136,10 +137,12 @@ class _Player:
         return replace(now, work=end, communication=end)
 
     def _loop(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
-        """The first round, and a second that stands for the rest: the first may wait for what came before."""
+        """The first round, and a second that stands for the rest: the first may wait for what came before. Of a loop
+        whose length nobody knows there is the first alone."""
         body, rounds = instruction.loop
-        after = self.computation(body, now, times, conditional)
-        if rounds == 1:
+        unknown = math.isnan(rounds)
+        after = self.computation(body, now, math.nan if unknown else times, conditional)
+        if unknown or rounds <= 1:
             return after
         more = rounds - 1
         again = self.computation(body, after, times * more, conditional)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
+from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
 from jaxmnt.models.float8 import float8_products
-from jaxmnt.models.kernels import ATTENTION, is_cudnn_attention
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel.collectives import SCATTERED, unshard
 from jaxmnt.parallel.sharding import unstacked

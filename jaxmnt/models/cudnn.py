@@ -1,0 +1,265 @@
+"""cuDNN's flash attention: of whole rows, and of rows whose documents are kept apart.
+
+Rows with documents are given to cuDNN in its packed form: the tokens of all rows are one line, and for each document
+there is where it begins and how long it is. So no mask of L · L exists. JAX has no public function for that form. The
+primitives under its public one are called here, because what stands between them multiplies the offsets of keys by the
+number of query heads (jax#39521: with fewer key heads, keys of other documents are read).
+
+A call takes a fixed number of documents; rows that hold more take more calls, each of which fills in its documents'
+tokens. Softmax statistics are kept by token, not as cuDNN has them, [documents, H, L].
+
+Shapes: B batch, L length, H query heads, G key/value heads, K head width, T = B · L tokens, C documents of a call.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmnt.errors import ConfigError
+
+ATTENTION = "attention"
+"""Checkpoint name of what attention gives: with it kept, backward does not attend a second time."""
+
+DOCUMENT = 512
+"""A call of cuDNN takes as many documents as fit in the rows if they have this many tokens on average."""
+
+_LARGEST = 2**31 - 1
+"""Offsets are int32, and count numbers of queries."""
+
+
+def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A checkpoint policy that keeps what cuDNN gives for whole rows: output and statistics, which have no name."""
+    return bool(primitive.name == "dot_product_attention_fwd_wrapper")
+
+
+def attend_whole(
+    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, scale: float, window: int | None
+) -> jax.Array:
+    """Causal attention [B, L, H, K], in which a query sees its whole row up to itself, or `window` keys of it."""
+    return jax.nn.dot_product_attention(  # without the checkpoint name, which would be a second array to keep
+        q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=scale, implementation="cudnn",
+        local_window_size=None if window is None else (window - 1, 0),
+    )  # fmt: skip
+
+
+def attend_packed(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """Causal attention [B, L, H, K], in which a query sees the keys of its own document alone. Output and statistics
+    have the checkpoint name `attention`. Raises `ConfigError` for more numbers than cuDNN's offsets can count."""
+    if q_BLHK.size > _LARGEST:
+        raise ConfigError(
+            f"model.attention: cudnn cannot count the {q_BLHK.size:,} numbers of the queries that a device has of a "
+            "microbatch with documents kept apart; set train.microbatch_size lower, or model.attention=xla"
+        )
+    return _packed(_Options(scale, window), q_BLHK, k_BLGK, v_BLGK, segments_BL)
+
+
+class _Options(NamedTuple):
+    scale: float
+    window: int | None
+
+
+class _Documents(NamedTuple):
+    """The documents of all rows, one after the other. What is after the last row's end counts as empty ones."""
+
+    begin: jax.Array  # int32 [documents + 1], up to a whole number of calls: each one's first token, or T
+    of_token_T: jax.Array  # int32
+    total: jax.Array  # int32
+
+    @staticmethod
+    def of(segments_BL: jax.Array) -> "_Documents":
+        opens_BL = jnp.ones(segments_BL.shape, bool).at[:, 1:].set(segments_BL[:, 1:] != segments_BL[:, :-1])
+        opens_T = opens_BL.reshape(-1)
+        tokens, per_call = opens_T.size, documents_of_a_call(*segments_BL.shape)
+        size = -(-tokens // per_call) * per_call + 1
+        begin = jnp.nonzero(opens_T, size=size, fill_value=tokens)[0].astype(jnp.int32)
+        of_token_T = jnp.cumsum(opens_T, dtype=jnp.int32) - 1
+        return _Documents(begin, of_token_T, of_token_T[-1] + 1)
+
+
+def documents_of_a_call(batch: int, length: int) -> int:
+    """How many documents of so many rows cuDNN is given at a time."""
+    return batch * max(2, length // DOCUMENT)
+
+
+class _Call(NamedTuple):
+    """The documents of one call."""
+
+    lengths_C: jax.Array
+    first_token_C: jax.Array
+    first_C1: jax.Array  # first_token_C, and where the last one ends
+    mine_T: jax.Array  # bool: the tokens of these documents
+    document_T: jax.Array  # which one of these a token belongs to; of the tokens of others any
+    place_T: jax.Array  # and where in it
+
+
+def _call(documents: _Documents, number: jax.Array, per_call: int) -> _Call:
+    first_C1 = jax.lax.dynamic_slice_in_dim(documents.begin, number * per_call, per_call + 1)
+    document_T = documents.of_token_T - number * per_call
+    mine_T = (document_T >= 0) & (document_T < per_call)
+    document_T = jnp.clip(document_T, 0, per_call - 1)
+    place_T = jnp.where(mine_T, jnp.arange(len(document_T)) - first_C1[document_T], 0)
+    return _Call(jnp.diff(first_C1), first_C1[:-1], first_C1, mine_T, document_T, place_T)
+
+
+def _for_each_call(
+    segments_BL: jax.Array, fill: Callable[[_Call, tuple[jax.Array, ...]], tuple[jax.Array, ...]], like: Any
+) -> tuple[jax.Array, ...]:
+    """`fill(call, arrays)` for one call after the other; the arrays are made like these."""
+    documents, per_call = _Documents.of(segments_BL), documents_of_a_call(*segments_BL.shape)
+    calls = -(-documents.total // per_call)
+    step = lambda number, arrays: fill(_call(documents, number, per_call), arrays)
+    empty = tuple(jnp.zeros(one.shape, one.dtype) for one in like)
+    with jax.named_scope("about_1_rounds"):  # for the plan
+        found: tuple[jax.Array, ...] = jax.lax.fori_loop(0, calls, step, empty)
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _packed(
+    options: _Options, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
+) -> jax.Array:
+    return _forward(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)[0]
+
+
+def _forward(
+    options: _Options, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The output, and what backward needs."""
+    batch, length, heads, _ = q_BLHK.shape
+
+    def fill(call: _Call, filled: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.lengths_C, call.first_C1)
+        statistics_TH = statistics_CHL[call.document_T, :, call.place_T]
+        return _chosen(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
+
+    like = (q_BLHK, jax.ShapeDtypeStruct((batch, length, heads), jnp.float32))
+    a_BLHK, statistics_BLH = (checkpoint_name(one, ATTENTION) for one in _for_each_call(segments_BL, fill, like))
+    return a_BLHK, (q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH)
+
+
+def _backward(
+    options: _Options, saved: tuple[jax.Array, ...], gradient_BLHK: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH = saved
+    _, length, heads, _ = q_BLHK.shape
+    statistics_TH = statistics_BLH.reshape(-1, heads)
+
+    def fill(call: _Call, filled: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        token_CL = call.first_token_C[:, None] + jnp.arange(length)
+        inside_CL = jnp.arange(length) < call.lengths_C[:, None]
+        # Where a document has no token any more, its exponentials are to be 0.
+        statistics_CLH = jnp.where(inside_CL[..., None], statistics_TH.at[token_CL].get(mode="clip"), _NOTHING)
+        found = cudnn_backward(
+            options, q_BLHK, k_BLGK, v_BLGK, statistics_CLH.swapaxes(1, 2), gradient_BLHK, a_BLHK,
+            call.lengths_C, call.first_C1,
+        )  # fmt: skip
+        return _chosen(call, found, filled)
+
+    return (*_for_each_call(segments_BL, fill, (q_BLHK, k_BLGK, v_BLGK)), None)
+
+
+_packed.defvjp(_forward, _backward)
+
+_NOTHING = 1e30
+
+
+def _chosen(call: _Call, new: tuple[jax.Array, ...], old: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The tokens of this call's documents from what it has given, where the rest is whatever memory held."""
+    own = lambda one: call.mine_T.reshape(*one.shape[:2], *[1] * (one.ndim - 2))
+    return tuple(jnp.where(own(one), one, other) for one, other in zip(new, old, strict=True))
+
+
+# -- cuDNN itself
+
+
+def has_packed_form() -> bool:
+    """Whether this version of JAX has the primitives for it where they are looked for: they are not public."""
+    try:
+        _jax()
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+class _Jax(NamedTuple):
+    forward: Any
+    backward: Any
+    padding_causal: Any
+    layout: int
+
+
+def _jax() -> _Jax:
+    from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # looks for a GPU's libraries, so not before
+
+    return _Jax(
+        jax_cudnn._dot_product_attention_fwd_p,
+        jax_cudnn._dot_product_attention_bwd_p,
+        jax_cudnn.MaskType.PADDING_CAUSAL,
+        jax_cudnn.AttentionLayout.BTNH.value,
+    )
+
+
+def cudnn_forward(
+    options: _Options,
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    lengths_C: jax.Array,
+    first_C1: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The output [B, L, H, K] and the statistics, float32 [C, H, L], of these documents' tokens; elsewhere anything."""
+    nothing, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    a_BLHK, statistics_CHL = _jax().forward.bind(
+        q_BLHK, k_BLGK, v_BLGK, nothing, *documents, nothing, nothing, is_training=True, **_settings(options)
+    )
+    return a_BLHK, statistics_CHL
+
+
+def cudnn_backward(
+    options: _Options,
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    statistics_CHL: jax.Array,
+    gradient_BLHK: jax.Array,
+    a_BLHK: jax.Array,
+    lengths_C: jax.Array,
+    first_C1: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of queries, keys and values, for these documents' tokens; elsewhere anything."""
+    nothing, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _jax().backward.bind(
+        q_BLHK, k_BLGK, v_BLGK, nothing, *documents, nothing, nothing, statistics_CHL, a_BLHK, gradient_BLHK,
+        **_settings(options),
+    )  # fmt: skip
+    return q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK
+
+
+def _settings(options: _Options) -> dict[str, Any]:
+    return {
+        "scale": options.scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
+        "mask_type": _jax().padding_causal, "layout": _jax().layout,
+        "sliding_window_length": options.window,
+    }  # fmt: skip
+
+
+def _operands(q_BLHK: jax.Array, k_BLGK: jax.Array, lengths_C: jax.Array, first_C1: jax.Array) -> list[jax.Array]:
+    """Lengths [B, C / B] and offsets [B, C / B + 1], of queries and of keys: JAX reads the number of documents off
+    their shapes, cuDNN reads them as a line. An offset counts numbers, not tokens."""
+    batch, documents = q_BLHK.shape[0], len(lengths_C)
+    lengths = lengths_C.reshape(batch, documents // batch)
+    offsets = jnp.pad(first_C1, (0, batch - 1), mode="edge").reshape(batch, documents // batch + 1)
+    wide = lambda x: x.shape[2] * x.shape[3]
+    return [lengths, lengths, offsets * wide(q_BLHK), offsets * wide(k_BLGK)]
