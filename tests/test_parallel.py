@@ -225,6 +225,9 @@ def test_memory_levers_change_nothing(sections):
     check(8, {"model": {"num_kv_heads": 2, "dropout": 0.1} | sections.pop("model", {})}, **sections)
 
 
+RING, SPLIT = {"overlap": "ring"}, {"overlap": "rows"}
+GPT2 = {"family": "gpt2", "max_positions": LENGTH, "vocab_size": 4096}
+FEW_HEADS = {"vocab_size": 16384, "num_kv_heads": 2}
 ALTERNATING = {"family": "gemma3", "sliding_window": 5, "sliding_window_pattern": 4}
 
 
@@ -248,6 +251,29 @@ def test_weights_that_are_gathered_ahead_change_nothing(sections):
     assert loss == plain_loss and jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    mostly_slow({0, 1}, [
+        {"mesh": {"fsdp": 2, "model": 4}, "model": RING | {"num_kv_heads": 2}, "train": {"remat": "dots"}},
+        {"mesh": {"pipeline": 2, "model": 2, "data": 2}, "model": SPLIT, "train": {"microbatch_size": 3}},
+        {"mesh": {"model": 8}, "model": RING | {"num_kv_heads": 2}, "train": {"remat": "full", "microbatch_size": 2}},
+        {"mesh": {"fsdp": 2, "model": 2, "data": 2}, "model": RING, "train": {"remat": "none", "microbatch_size": 2}},
+        {"mesh": {"fsdp": 2, "model": 2, "data": 2, "prefetch": True}, "model": RING | {"family": "olmo2"}},
+        {"mesh": {"data": 4, "model": 2}, "model": RING | GPT2, "train": {"remat": "dots"}},
+        {"mesh": {"data": 2, "model": 4, "rules": {"heads": []}}, "model": RING | FEW_HEADS},
+        {"mesh": {"fsdp": 2, "model": 4, "prefetch": True}, "model": SPLIT, "train": {"remat": "dots"}},
+    ]),
+    ids=str,
+)  # fmt: skip
+def test_what_is_multiplied_while_activations_travel_changes_nothing(sections):
+    plain = {
+        "model": {"dropout": 0.1} | sections.pop("model"),
+        "data": {"global_batch_size": 24, "document_mask": True},
+    }
+    overlap = plain["model"].pop("overlap")
+    check(8, plain, **sections | {"model": {"overlap": overlap}})
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -390,6 +416,12 @@ def test_dtypes_of_the_state():
         ({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2, ["pipeline.chunks", "at least 2"]),
         ({"mesh": {"pipeline": 2}, "pipeline": {"chunks": 2}}, 2, ["pipeline.chunks", "1f1b", "one chunk"]),
         ({"mesh": {"model": 8}, "model": {"num_heads": 4}}, 8, ["model.num_heads", "4", "mesh.model 8"]),
+        ({"mesh": {"pipeline": 2, "model": 2}, "model": RING}, 4, ["model.overlap", "ring", "without a pipeline"]),
+        (
+            {"mesh": {"fsdp": 2, "model": 2}, "model": SPLIT, "train": {"microbatch_size": 1}},
+            4,
+            ["model.overlap", "two rows"],
+        ),
         ({"mesh": {"model": 8}, "data": {"sequence_length": 12}}, 8, ["data.sequence_length", "12", "mesh.model 8"]),
         ({"mesh": {"fsdp": 2, "rules": {"embed": ["fdsp"]}}}, 2, ["mesh.rules.embed", "'fdsp'", "not a mesh axis"]),
         ({"mesh": {"fsdp": 2, "rules": {"embed": ["model"]}}}, 2, ["mesh.rules.embed", "cannot be split over model"]),

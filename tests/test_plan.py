@@ -128,7 +128,7 @@ class Clockwork(Rates):
         return 3.0 if one.kind == "all-gather" else 0.5
 
 
-def test_a_step_is_played_on_two_timelines():
+def test_a_step_is_played_on_timelines():
     product = 2 * 100 * 10 * 50
     rates = Clockwork({"bfloat16": product, "float32": 1.0}, 1.0, 1e6, 1.0, 1.0)
     step = play(Program(OVERLAPPING), 4, rates)
@@ -158,6 +158,18 @@ def test_a_round_is_drawn():
         f"        all-gather  fsdp  bf16  1 MiB  ▕{' ' * 20}{'░' * 10}{' ' * 10}▏  250 ms  hidden",
         "        2 of less than 1 %: 7 ms, 5 ms exposed",
     ]
+
+
+def test_what_goes_between_hosts_runs_beside_what_does_not():
+    """As one gather of four devices and one of two, on hosts of two."""
+    text = OVERLAPPING.replace(
+        "  %first =",
+        "  %other = (bf16[10]{0}, bf16[20]{0}) all-gather-start(%w), replica_groups={{0,1},{2,3}}, dimensions={0}\n"
+        "  %first =",
+    ).replace("  %second =", "  %done.2 = bf16[20]{0} all-gather-done(%other)\n  %second =")
+    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0)
+    first, second, _ = play(Program(text), 4, rates, lambda device: device // 2).collectives
+    assert (first.exposed, second.exposed) == (pytest.approx(10), pytest.approx(0))
 
 
 def test_communication_that_is_under_way_delays_what_comes_next():
@@ -236,10 +248,13 @@ MESHES = [
     ({"data": 2, "pipeline": 2, "model": 2}, "full"),
     ({"data": 2, "fsdp": 2, "model": 2}, "attention"),
     ({"pipeline": 4, "fsdp": 2}, "dots"),
+    ({"fsdp": 2, "model": 4, "overlap": "ring"}, "dots"),
+    ({"fsdp": 2, "model": 4, "overlap": "ring"}, "full"),
+    ({"fsdp": 2, "model": 4, "overlap": "rows"}, "dots"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "remat"), mostly_slow({0, 5}, MESHES), ids=str)
+@pytest.mark.parametrize(("mesh", "remat"), mostly_slow({0, 5, 9}, MESHES), ids=str)
 def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
     """On virtual devices, where all is float32."""
     chosen = parse_config(
@@ -247,9 +262,13 @@ def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
             "data": {"global_batch_size": 16, "sequence_length": 32},
             "model": {
                 "vocab_size": 512, "hidden_size": 256, "num_layers": 4, "num_heads": 4, "intermediate_size": 512,
+                "overlap": mesh.get("overlap", "auto"),
             },
-            "train": {"precision": "float32", "microbatch_size": 1, "remat": remat, "loss_chunk_mib": 1},
-            "mesh": mesh,
+            "train": {
+                "precision": "float32", "microbatch_size": 2 if mesh.get("overlap") == "rows" else 1, "remat": remat,
+                "loss_chunk_mib": 1,
+            },
+            "mesh": {axis: size for axis, size in mesh.items() if axis != "overlap"},
         }
     )  # fmt: skip
     spec = build_spec(chosen, 512, jax.devices())
@@ -340,7 +359,8 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
         assert step["exposed_percent"] <= {"llama-8b": 3, "qwen-72b": 1}[recipe]
     text = compile_step(spec, abstract_state(spec)).as_text()
     # Attention's output is kept with the products (dots), and computed again with whole layers (full).
-    assert text.count('"__cudnn$fmhaSoftmax"') == {"dots": 1, "full": 2}[config.train.remat]
+    halves = 2 if spec.placement.overlap == "rows" else 1
+    assert text.count('"__cudnn$fmhaSoftmax"') == halves * {"dots": 1, "full": 2}[config.train.remat]
     shapes = {shape for _, shape in shapes_in(text)}
     model, sizes = config.model, spec.placement.sizes
     # Layers of an MLP weight as they lie here, and the same were one axis not there to split them.

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from jaxmnt.config.presets import preset
 from jaxmnt.config.section import Section, key
@@ -90,6 +90,17 @@ class Model(Section):
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."
     )
+    overlap: Literal["auto", "off", "ring", "rows"] = key(
+        "auto",
+        "With mesh.model, what is multiplied while activations travel: rows, the other half of a microbatch; ring, "
+        "other pieces of the same rows; auto, on GPUs, rows where there are two, else ring for large products.",
+    )
+
+    @field_validator("overlap", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads off as false."""
+        return "off" if value is False else value
 
     @model_validator(mode="before")
     @classmethod

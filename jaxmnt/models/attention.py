@@ -4,7 +4,6 @@ Shapes: B batch, L length, S a device's piece of the length, D model, H query he
 and G are a device's own where the `model` axis splits them.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -15,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.contract import LayerContext
-from jaxmnt.models.layers import project, weight
+from jaxmnt.models.layers import weight
+from jaxmnt.models.projections import project_gathered, project_scattered
 from jaxmnt.models.rotary import Angles, rotate
-from jaxmnt.parallel.collectives import gather_sequence, index_along, scatter_sequence
+from jaxmnt.parallel.collectives import index_along
 from jaxmnt.parallel.sharding import Placement
 
 
@@ -37,9 +37,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, context: LayerContext) -> jax.Array:
         placement = context.placement
-        x_BLD = gather_sequence(x_BSD, placement)
         shared = KVHeads(self.heads, self.kv_heads, placement)
-        q_BLHK, k_BLGK, v_BLGK = self.projections(x_BLD, shared)
+        weights = (self.query[...], self.key[...], self.value[...])
+        own = (None, None if self.all_keys else shared.taken, shared.taken)
+        q_BLHK, k_BLGK, v_BLGK = project_gathered(x_BSD, weights, placement, own)
+        q_BLHK, k_BLGK, v_BLGK = self.adjusted(q_BLHK, k_BLGK, v_BLGK, shared)
         angles = self.angles(context)
         if angles is not None:
             q_BLHK, k_BLGK = rotate(q_BLHK, angles), rotate(k_BLGK, angles)
@@ -47,18 +49,18 @@ class Attention(nnx.Module):
         v_BLGK = checkpoint_name(v_BLGK, "value")
         k_BLGK, v_BLGK = shared.for_queries(k_BLGK), shared.for_queries(v_BLGK)
         a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options())
-        o_BLD = project(a_BLHK, self.output[...])
-        return checkpoint_name(scatter_sequence(o_BLD, placement, "heads"), "attention_output")
+        return checkpoint_name(project_scattered(a_BLHK, self.output[...], placement, "heads"), "attention_output")
 
     # What families vary.
 
-    def projections(self, x_BLD: jax.Array, shared: "KVHeads") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values of this device's heads, before they are rotated."""
-        return (
-            project(x_BLD, self.query[...]),
-            shared.project(x_BLD, self.key[...]),
-            shared.project(x_BLD, self.value[...]),
-        )
+    all_keys = False
+    """Whether `adjusted` is given the keys of all heads whose weights are at hand."""
+
+    def adjusted(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: "KVHeads"
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of this device's heads, before they are rotated, from the projections of x."""
+        return q_BLHK, k_BLGK, v_BLGK
 
     def angles(self, context: LayerContext) -> Angles | None:
         """The rotary tables for queries and keys; None: they are not rotated."""
@@ -93,23 +95,14 @@ class KVHeads:
         even = np.arange(local) // max(1, local // most)
         self._grouped = local % most == 0 and bool((self._of_query == even).all())
 
-    def project(self, x_BLD: jax.Array, w_DGK: jax.Array) -> jax.Array:
-        """Keys or values of the heads that this device computes, from the weights at hand."""
-        if not self._split:
-            return project(x_BLD, w_DGK)
-        own = jnp.asarray(self._own)[index_along("heads", self.placement)]
-
-        @functools.partial(jax.checkpoint, prevent_cse=False)  # backward is not to keep weights
-        def project_own(x_BLD: jax.Array, w_DGK: jax.Array) -> jax.Array:
-            return project(x_BLD, jnp.take(w_DGK, own, axis=1))
-
-        return project_own(x_BLD, w_DGK)
+    @property
+    def taken(self) -> jax.Array | None:
+        """Which heads this device computes, of those whose weights are at hand; None: all."""
+        return jnp.asarray(self._own)[index_along("heads", self.placement)] if self._split else None
 
     def own(self, array: jax.Array, axis: int) -> jax.Array:
         """What belongs to the heads that this device computes, from those at hand along `axis`."""
-        if not self._split:
-            return array
-        return jnp.take(array, jnp.asarray(self._own)[index_along("heads", self.placement)], axis=axis)
+        return array if self.taken is None else jnp.take(array, self.taken, axis=axis)
 
     def for_queries(self, k_BLGK: jax.Array) -> jax.Array:
         """Keys or values so that the heads are shared by equal groups of queries, or else one for each query."""

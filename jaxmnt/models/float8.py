@@ -58,14 +58,15 @@ def product(how: Float8, x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
     return _multiply(how, _quantised(x_TD, FORWARD), _quantised(weight_DF, FORWARD), x_TD.dtype)
 
 
-def gradients(
-    how: Float8, x_TD: jax.Array, weight_DF: jax.Array, gradient_TF: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Of x and of the weight, in their dtypes, from that of the product."""
-    gradient = _quantised(gradient_TF, BACKWARD)
-    x_gradient_TD = _multiply(how, gradient, _transposed(_quantised(weight_DF, FORWARD)), x_TD.dtype)
-    weight_gradient_DF = _multiply(how, _transposed(_quantised(x_TD, FORWARD)), gradient, weight_DF.dtype)
-    return x_gradient_TD, weight_gradient_DF
+def x_gradient(how: Float8, gradient_TF: jax.Array, weight_DF: jax.Array) -> jax.Array:
+    """[T, D] in the dtype of the gradient, from that of the product."""
+    gradient, weight = _quantised(gradient_TF, BACKWARD), _quantised(weight_DF, FORWARD)
+    return _multiply(how, gradient, _transposed(weight), gradient_TF.dtype)
+
+
+def weight_gradient(how: Float8, x_TD: jax.Array, gradient_TF: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[D, F] in the weight's dtype, from that of the product."""
+    return _multiply(how, _transposed(_quantised(x_TD, FORWARD)), _quantised(gradient_TF, BACKWARD), dtype)
 
 
 class _Scaled(NamedTuple):

@@ -18,11 +18,11 @@ from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Family, LayerContext
 from jaxmnt.models.huggingface import HuggingFace, Setting, Tensor
-from jaxmnt.models.layers import Embedding, LayerNorm, output_std, project, weight
+from jaxmnt.models.layers import Embedding, LayerNorm, output_std, weight
 from jaxmnt.models.llama import PreNormBlock
+from jaxmnt.models.projections import project_gathered, project_scattered
 from jaxmnt.models.qwen2 import BiasedAttention
 from jaxmnt.models.rotary import Angles
-from jaxmnt.parallel.collectives import gather_sequence, scatter_sequence
 from jaxmnt.parallel.sharding import Placement
 
 
@@ -91,9 +91,9 @@ class MLP(nnx.Module):
         self.down_bias = _bias(hidden_size)
 
     def __call__(self, x_BSD: jax.Array, placement: Placement) -> jax.Array:
-        up_BLF = project(gather_sequence(x_BSD, placement), self.up[...]) + self.up_bias[...]
-        m_BLD = project(_gelu(checkpoint_name(up_BLF, "mlp_up")), self.down[...])
-        m_BSD = checkpoint_name(scatter_sequence(m_BLD, placement, "mlp"), "mlp_output")
+        [up_BLF] = project_gathered(x_BSD, (self.up[...],), placement)
+        h_BLF = _gelu(checkpoint_name(up_BLF + self.up_bias[...], "mlp_up"))
+        m_BSD = checkpoint_name(project_scattered(h_BLF, self.down[...], placement, "mlp"), "mlp_output")
         return m_BSD + self.down_bias[...]
 
 

@@ -12,7 +12,6 @@ scales in float32. Each parameter carries its logical axes as metadata (`axes=`)
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -20,8 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmnt.models import float8
-from jaxmnt.parallel.collectives import gather_sequence, index_along, scatter_sequence
+from jaxmnt.models.projections import project_gathered, project_scattered
+from jaxmnt.parallel.collectives import index_along
 from jaxmnt.parallel.sharding import Placement
 
 INIT_STD = 0.02
@@ -37,49 +36,6 @@ def output_std(num_layers: int) -> float:
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float = INIT_STD) -> nnx.Param:
     """A normally distributed float32 parameter."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
-
-
-def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[B, L, *out] from x [B, L, *in] and a weight [*in, *out], as one product of two matrices: in float8 where the run
-    wants that (`float8.float8_products`) and the shapes are fit for it.
-
-    So its transpose contracts one dimension: over two, XLA's CPU backend would first copy an operand transposed. And
-    backward keeps the weight as it was given, of which a stage knows that it need not keep it.
-    """
-    tokens, inputs = math.prod(x.shape[:2]), math.prod(x.shape[2:])
-    return _projection(float8.chosen_for(tokens, inputs, weight.size // inputs), x, weight)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projection(how: float8.Float8 | None, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _project(how, x, weight)
-
-
-def _project(how: float8.Float8 | None, x: jax.Array, weight: jax.Array) -> jax.Array:
-    matrix, shape = _matrix(x, weight), (*x.shape[:2], *weight.shape[x.ndim - 2 :])
-    flat = x.reshape(-1, matrix.shape[0])
-    return (flat @ matrix if how is None else float8.product(how, flat, matrix)).reshape(shape)
-
-
-def _project_backward(
-    how: float8.Float8 | None, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, weight = saved
-    matrix = _matrix(x, weight)
-    flat, x_matrix = gradient.reshape(-1, matrix.shape[1]), x.reshape(-1, matrix.shape[0])
-    if how is None:
-        x_gradient, weight_gradient = flat @ matrix.T, x_matrix.T @ flat
-    else:
-        x_gradient, weight_gradient = float8.gradients(how, x_matrix, matrix, flat)
-    return x_gradient.reshape(x.shape), weight_gradient.reshape(weight.shape)
-
-
-# Not through `_projection` itself, whose inside a remat policy would not see.
-_projection.defvjp(lambda how, x, weight: (_project(how, x, weight), (x, weight)), _project_backward)
-
-
-def _matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return weight.reshape(math.prod(x.shape[2:]), -1)
 
 
 class Embedding(nnx.Module):
@@ -181,11 +137,10 @@ class GatedMLP(nnx.Module):
         self.down = weight(rngs, (intermediate_size, hidden_size), ("mlp", "embed"), output_std)
 
     def __call__(self, x_BSD: jax.Array, placement: Placement) -> jax.Array:
-        x_BLD = gather_sequence(x_BSD, placement)
-        gate_BLF = checkpoint_name(project(x_BLD, self.gate[...]), "mlp_gate")
-        up_BLF = checkpoint_name(project(x_BLD, self.up[...]), "mlp_up")
-        m_BLD = project(_gated(gate_BLF, up_BLF, self.activation), self.down[...])
-        return checkpoint_name(scatter_sequence(m_BLD, placement, "mlp"), "mlp_output")
+        gate_BLF, up_BLF = project_gathered(x_BSD, (self.gate[...], self.up[...]), placement)
+        gate_BLF, up_BLF = checkpoint_name(gate_BLF, "mlp_gate"), checkpoint_name(up_BLF, "mlp_up")
+        h_BLF = _gated(gate_BLF, up_BLF, self.activation)
+        return checkpoint_name(project_scattered(h_BLF, self.down[...], placement, "mlp"), "mlp_output")
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)

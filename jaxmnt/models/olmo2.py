@@ -24,7 +24,7 @@ from jaxmnt.models.huggingface import (
     Tensor,
     common_settings,
 )
-from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std, project
+from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
 from jaxmnt.models.llama import Llama
 from jaxmnt.parallel.collectives import sum_over
 from jaxmnt.parallel.sharding import Placement
@@ -64,11 +64,13 @@ class OlmoAttention(Attention):
         self.query_norm = ProjectionNorm(config.num_heads, config.head_dim, "heads", config.norm_epsilon)
         self.key_norm = ProjectionNorm(config.num_kv_heads, config.head_dim, "kv_heads", config.norm_epsilon)
 
-    def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BLHK = self.query_norm(project(x_BLD, self.query[...]), shared.placement)
-        # The norm is over all heads, so where their weights are at hand all are computed, and then chosen from.
-        k_BLGK = shared.own(self.key_norm(project(x_BLD, self.key[...]), shared.placement), axis=2)
-        return q_BLHK, k_BLGK, shared.project(x_BLD, self.value[...])
+    all_keys = True  # the norm is over all heads, which are then chosen from
+
+    def adjusted(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: KVHeads
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BLHK = self.query_norm(q_BLHK, shared.placement)
+        return q_BLHK, shared.own(self.key_norm(k_BLGK, shared.placement), axis=2), v_BLGK
 
 
 class Block(nnx.Module):

@@ -34,8 +34,9 @@ class BiasedAttention(Attention):
         self.key_bias = zeros(config.num_kv_heads, "kv_heads")
         self.value_bias = zeros(config.num_kv_heads, "kv_heads")
 
-    def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BLHK, k_BLGK, v_BLGK = super().projections(x_BLD, shared)
+    def adjusted(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: KVHeads
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         key_bias_GK, value_bias_GK = (shared.own(one[...], axis=0) for one in (self.key_bias, self.value_bias))
         return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
 

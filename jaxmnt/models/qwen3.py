@@ -25,8 +25,9 @@ class NormedAttention(Attention):
         self.query_norm = RMSNorm(config.head_dim, config.norm_epsilon)
         self.key_norm = RMSNorm(config.head_dim, config.norm_epsilon)
 
-    def projections(self, x_BLD: jax.Array, shared: KVHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BLHK, k_BLGK, v_BLGK = super().projections(x_BLD, shared)
+    def adjusted(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: KVHeads
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         return self.query_norm(q_BLHK), self.key_norm(k_BLGK), v_BLGK
 
 

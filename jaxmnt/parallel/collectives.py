@@ -21,6 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmnt.config.schema import AXES
 from jaxmnt.parallel.sharding import BATCH_AXES, Axes, Placement, is_axes
 
+PROJECTED = "projected"
+"""Checkpoint name of products with pieces of the length, put together."""
+
 WHOLE_SEQUENCE = "whole_sequence"
 """Checkpoint name of activations gathered over the length."""
 
@@ -141,6 +144,54 @@ def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str) -> jax.
         return local_shard(x_BLD, placement)
     scatter = _with_transpose(functools.partial(_sum_and_scatter, over), functools.partial(_gather, over))
     return checkpoint_name(scatter(x_BLD), SCATTERED)
+
+
+def gather_piece_by_piece(
+    x_BSD: jax.Array, placement: Placement, work: Callable[[jax.Array], Any]
+) -> tuple[Any, jax.Array]:
+    """`work` of each piece of the length, put together along the length, and [B, L, D] itself.
+
+    Each device hands the piece that it has on to the device before it, while it works on it. So nothing waits for the
+    whole (Wang et al. 2023, 10.1145/3567955.3567959). It is not differentiable: `models.layers` has the transposes.
+    """
+    [over] = placement.mesh_axes("sequence")
+    size, own = placement.sizes[over], jax.lax.axis_index(over)
+    found, piece = [], x_BSD
+    for step in range(size):
+        arriving = jax.lax.ppermute(piece, over, [(device, (device - 1) % size) for device in range(size)])
+        result = work(piece)
+        if step < size - 1:
+            # The piece after next sets out when this one is done with, or XLA would let all travel first.
+            result, arriving = jax.lax.optimization_barrier((result, arriving))
+        found.append((result, piece))
+        piece = arriving
+    length = x_BSD.shape[1]
+
+    def in_order(*parts: jax.Array) -> jax.Array:
+        whole = jnp.zeros((parts[0].shape[0], size * length, *parts[0].shape[2:]), parts[0].dtype)
+        for step, part in enumerate(parts):
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, part, (own + step) % size * length, axis=1)
+        return whole
+
+    whole: tuple[Any, jax.Array] = jax.tree.map(in_order, *found)
+    return whole
+
+
+def scatter_piece_by_piece(part: Callable[[jax.Array], jax.Array], placement: Placement) -> jax.Array:
+    """[B, S, D]: this device's piece of the length, summed over devices. `part(number)` is what one has of a piece.
+
+    A sum goes from device to device until it is with whom it is for. While it is under way, each computes what it
+    will add. Added up in float32, sent in the dtype of the parts. It is not differentiable.
+    """
+    [over] = placement.mesh_axes("sequence")
+    size, own = placement.sizes[over], jax.lax.axis_index(over)
+    total = part((own + size - 1) % size)
+    for step in range(1, size):
+        arriving = jax.lax.ppermute(total, over, [(device, (device + 1) % size) for device in range(size)])
+        # Behind a barrier, or XLA would make the sum a part of the product, which then waits for it.
+        mine = jax.lax.optimization_barrier(part((own + size - 1 - step) % size))
+        total = (arriving.astype(jnp.float32) + mine.astype(jnp.float32)).astype(mine.dtype)
+    return total
 
 
 def _gather(over: tuple[str, ...], x_BSD: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -96,12 +96,18 @@ Axes = tuple[str | None, ...]
 """Logical axis names of an array's dimensions."""
 
 
+Overlap = Literal["off", "ring", "rows"]
+"""What a device computes while activations travel along `model`: nothing; with `ring` their other pieces, of which one
+arrives after the other; with `rows` the other half of the microbatch's rows."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """The mesh with the rules applied to it."""
 
     mesh: jax.sharding.Mesh
     rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
+    overlap: Overlap = "off"
     sizes: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,12 +179,43 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
             rules["kv_embed"] = (*rules["embed"], "model")
     placement = Placement(mesh, rules)
     _check_divides(config, placement)
-    return placement
+    return replace(placement, overlap=_choose_overlap(config, placement))
+
+
+_LEAST_PIECE, _LEAST_WIDTH = 2048, 2048
+"""Tokens of a piece, and inputs of the MLP's last product, from which on a product takes longer than its piece travels
+on an H100: 2 · T · D · F FLOPs at 593 TFLOP/s, and 2 · T · D bytes at 350 GB/s."""
+
+
+def _choose_overlap(config: Config, placement: Placement) -> Overlap:
+    """By `model.overlap`. auto: on CPUs, where communication holds the device up all the same, nothing."""
+    wanted, shards = config.model.overlap, placement.num_shards("sequence")
+    shard_rows = config.data.global_batch_size // placement.batch_shards
+    rows = shard_rows // num_microbatches(config, placement.sizes)
+    if wanted == "ring" and placement.stages > 1:
+        # What is handed on is so by all devices at once, and a stage may be idle while another works.
+        raise ConfigError("model.overlap: ring works without a pipeline alone; set auto or rows")
+    if wanted == "rows" and rows == 1:
+        raise ConfigError(
+            "model.overlap: rows needs two rows or more in a microbatch, of which one is multiplied while the other "
+            "travels; set train.microbatch_size, or auto"
+        )
+    if shards == 1 or wanted == "off":
+        return "off"
+    if wanted != "auto":
+        return wanted
+    if placement.mesh.devices.flat[0].platform == "cpu":
+        return "off"
+    if rows > 1:
+        return "rows"
+    piece, width = rows * config.data.sequence_length // shards, config.model.intermediate_size or 0
+    large = piece >= _LEAST_PIECE and width >= _LEAST_WIDTH * placement.num_shards("mlp")
+    return "ring" if large and placement.stages == 1 else "off"
 
 
 def whole_length(placement: Placement) -> Placement:
     """The placement with the length of rows whole between layers, as it has to be where it is one token."""
-    return Placement(placement.mesh, placement.rules | {"sequence": ()})
+    return replace(placement, rules=placement.rules | {"sequence": ()}, overlap="off")
 
 
 def parameter_name(path: Any) -> str:

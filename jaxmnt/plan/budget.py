@@ -30,8 +30,8 @@ Least = dict[tuple[str, str], float]
 """(kind, axis) → bytes."""
 
 SEQUENCE_COLLECTIVES = {"none": (4, 4), "attention": (4, 4), "dots": (6, 4), "full": (6, 5)}
-"""Gathers and scatters of the activations over `model`, for a layer, by remat policy: two of each forward, the other of
-each backward; with dots the two gathers again; with full also the scatter between attention and MLP, and with names
+"""Gathers and scatters of the activations over `model`, for a layer, by remat policy: two of each forward, the others
+of each backward; with dots the two gathers again; with full also the scatter between attention and MLP, and with names
 at most as much."""
 
 
@@ -64,6 +64,9 @@ def least(spec: StepSpec) -> Least:
         gathers, scatters = SEQUENCE_COLLECTIVES.get(config.train.remat, SEQUENCE_COLLECTIVES["full"])
         widths = {group.name: len(group.pattern) for group in spec.definition.groups}
         depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
+        if placement.overlap == "ring":  # the same, from device to device
+            found["collective-permute", "model"] += work * depth * (gathers + scatters) * whole * part
+            gathers = scatters = 0
         # Of the ends: the embedding's sum and its gradient, the head's input and its gradient.
         found["all-gather", "model"] += (work * depth * gathers + 2 * microbatches) * whole * part
         found["reduce-scatter", "model"] += (work * depth * scatters + 2 * microbatches) * whole * part

@@ -1,4 +1,5 @@
-"""A compiled program played on two timelines, one of work and one of communication: what each collective hides behind.
+"""A compiled program played on timelines, one of work and two of communication, within hosts and between them: what
+each collective hides behind.
 
 A collective that is started runs while the device works on, one after the other, until the instruction that waits for
 it; one that is not holds the device up. Between start and wait there is only work that does not need the collective, so
@@ -78,10 +79,11 @@ def play(
 
 @dataclass(frozen=True)
 class _Now:
-    """How far the device and its communication are, in seconds, and how much it has multiplied."""
+    """How far the device and its links are, in seconds, and how much it has multiplied."""
 
     work: float = 0.0
-    communication: float = 0.0
+    links: tuple[float, float] = (0.0, 0.0)
+    """Within its host, and between hosts: when what is sent there is over."""
     flops: float = 0.0
 
 
@@ -127,14 +129,16 @@ class _Player:
         seconds = 0.0 if self._rates is None else self._rates.collective(played.one, self._host_of)
         played.times += times
         played.seconds += times * seconds
-        begin = max(now.work, now.communication)
+        link = any(len(set(map(self._host_of, group))) > 1 for group in played.one.groups)
+        begin = max(now.work, now.links[link])
         end = begin + seconds
+        links = (now.links[0], end) if link else (end, now.links[1])
         played.span = (begin - began.work, end - began.work, now.work - began.work)
         if played.one.asynchronous:
             started[name] = (played, now, end)
-            return replace(now, communication=end)
+            return replace(now, links=links)
         played.exposed += times * (end - now.work)
-        return replace(now, work=end, communication=end)
+        return replace(now, work=end, links=links)
 
     def _loop(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
         """The first round, and a second that stands for the rest: the first may wait for what came before. Of a loop
@@ -146,11 +150,9 @@ class _Player:
             return after
         more = rounds - 1
         again = self.computation(body, after, times * more, conditional)
-        return _Now(
-            after.work + more * (again.work - after.work),
-            after.communication + more * (again.communication - after.communication),
-            after.flops + more * (again.flops - after.flops),
-        )
+        on = lambda first, second: first + more * (second - first)
+        within, between = map(on, after.links, again.links)
+        return _Now(on(after.work, again.work), (within, between), on(after.flops, again.flops))
 
     def _condition(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
         """The mean of its branches. Which is taken how often the outermost condition says, by what is under it; one
@@ -167,7 +169,8 @@ class _Player:
             part = rest if one is None else one
             ends.append((part, self.computation(branch, now, times * part, True) if part else now))
         mean = lambda of: sum(part * of(end) for part, end in ends)
-        return _Now(mean(lambda end: end.work), mean(lambda end: end.communication), mean(lambda end: end.flops))
+        links = (mean(lambda end: end.links[0]), mean(lambda end: end.links[1]))
+        return _Now(mean(lambda end: end.work), links, mean(lambda end: end.flops))
 
     def _share_of(self, name: str) -> float | None:
         """How often a branch is taken, by what the schedule says of a scope in it."""

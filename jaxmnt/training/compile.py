@@ -342,12 +342,16 @@ def _compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
     the time; in bfloat16 it would be slower.
 
     On GPUs the weights of a layer are gathered together, since each gather takes a step from device to device for each
-    device; those of the ends, which are larger, stay apart.
+    device; those of the ends, which are larger, stay apart. With layers that communicate along several axes, one
+    collective may run beside another: by default XLA has one at a time, and a gather between hosts would wait for those
+    within them. Groups along different axes share one device, so that no two of them can wait for each other.
     """
     options: dict[str, Any] = {}
     if spec.placement.mesh.devices.flat[0].platform != "cpu":
         if spec.prefetch:
             options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
+        if sum(spec.placement.sizes[axis] > 1 for axis in ("pipeline", "fsdp", "context", "expert", "model")) > 1:
+            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
     else:
         options["xla_backend_optimization_level"] = level
         if spec.dtype == jnp.float32 and _is_known(_NEWER_EMITTERS):

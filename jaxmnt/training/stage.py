@@ -15,7 +15,7 @@ from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
 from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
 from jaxmnt.models.float8 import float8_products
 from jaxmnt.models.rotary import Angles
-from jaxmnt.parallel.collectives import SCATTERED, unshard
+from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, unshard
 from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.trained import select
@@ -34,7 +34,7 @@ def rematerialise(layer: Callable[..., Any], remat: Remat, save: list[str], *, u
     policies = jax.checkpoint_policies
     if remat in ("none", "attention"):
         return layer
-    names = {"dots": [SCATTERED, ATTENTION], "names": save, "full": []}[remat]
+    names = {"dots": [PROJECTED, SCATTERED, ATTENTION], "names": save, "full": []}[remat]
     kept = [policies.save_only_these_names(*names)]
     kept += [policies.dots_with_no_batch_dims_saveable] if remat == "dots" else []
     kept += [is_cudnn_attention] if ATTENTION in names else []
@@ -321,10 +321,27 @@ class Layers:
         """A layer as ((x, term of the loss), sums) of its weights, its buffers, its number, the rows and x."""
 
         def apply(*arguments: Any) -> Any:
-            output, float32 = self._call(place, *arguments), lambda one: one.astype(jnp.float32)
+            parts = self._spec.placement.overlap == "rows"
+            output = self._call_by_halves(place, *arguments) if parts else self._call(place, *arguments)
+            float32 = lambda one: one.astype(jnp.float32)
             return (output.x_BSD, jax.tree.map(float32, output.loss)), jax.tree.map(float32, dict(output.sums))
 
         return apply
+
+    def _call_by_halves(
+        self, place: int, weights: Params, buffers: Params, number: jax.Array, rows: Rows, x_BSD: jax.Array
+    ) -> LayerOutput:
+        """The layer of half of the rows, and of the others: what one half waits for, the other computes behind. Sums
+        and terms of the loss add up over rows."""
+        middle, whole = len(x_BSD) // 2, len(x_BSD)
+
+        def half(first: int, stop: int) -> LayerOutput:
+            cut = lambda one: one[first:stop] if len(one) == whole else one  # [1, L] if all rows count alike
+            return self._call(place, weights, buffers, number, jax.tree.map(cut, rows), cut(x_BSD))
+
+        a, b = half(0, middle), half(middle, whole)
+        loss, sums = jax.tree.map(jnp.add, (a.loss, dict(a.sums)), (b.loss, dict(b.sums)))
+        return LayerOutput(jnp.concatenate([a.x_BSD, b.x_BSD]), loss, sums)
 
     def _call(
         self,

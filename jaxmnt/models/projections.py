@@ -1,0 +1,221 @@
+"""Products with weights: the projections into and out of attention and MLP, with what is communicated for them.
+
+Between layers each device of the `model` axis has a piece of the length. It is gathered on the way in and summed and
+scattered on the way out, at once, or piece by piece (`model.overlap: ring`): then a piece travels while another is
+multiplied. Every number is the same product of a row and a column either way; of what is summed over devices only the
+order differs.
+
+Shapes: B batch, L length, S a device's piece of the length, D model.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmnt.models import float8
+from jaxmnt.parallel.collectives import (
+    PROJECTED,
+    SCATTERED,
+    WHOLE_SEQUENCE,
+    gather_piece_by_piece,
+    gather_sequence,
+    scatter_piece_by_piece,
+    scatter_sequence,
+)
+from jaxmnt.parallel.sharding import Placement
+
+Own = jax.Array | None
+"""Which heads of a weight are taken; None: all."""
+
+How = float8.Float8 | None
+"""A product is made in float8; None: in the compute dtype."""
+
+
+def project(x: jax.Array, weight: jax.Array, own: Own = None) -> jax.Array:
+    """[B, L, *out] from x [B, L, *in] and a weight [*in, *out], as one product of two matrices: in float8 where the run
+    wants that (`float8.float8_products`) and the shapes are fit for it. `own`: of the weight's next to last dimension
+    these alone.
+
+    So its transpose contracts one dimension: over two, XLA's CPU backend would first copy an operand transposed. And
+    backward keeps the weight as it was given, of which a stage knows that it need not keep it.
+    """
+    return _projection(_chosen_for(x, weight, own), x, weight, own)
+
+
+def project_gathered(
+    x_BSD: jax.Array, weights: Sequence[jax.Array], placement: Placement, own: Sequence[Own] | None = None
+) -> tuple[jax.Array, ...]:
+    """[B, L, *out] for each weight [D, *out], from the pieces of the length: the way into attention and MLP. With
+    `model.overlap: ring` pieces travel while they are multiplied."""
+    chosen = tuple(own or [None] * len(weights))
+    if placement.overlap == "ring":
+        how = tuple(_chosen_for(x_BSD, weight, one) for weight, one in zip(weights, chosen, strict=True))
+        return _project_ring(how, placement, x_BSD, tuple(weights), chosen)
+    x_BLD = gather_sequence(x_BSD, placement)
+    return tuple(project(x_BLD, weight, one) for weight, one in zip(weights, chosen, strict=True))
+
+
+def project_scattered(x: jax.Array, weight: jax.Array, placement: Placement, split: str) -> jax.Array:
+    """[B, S, D] from x [B, L, *in] and a weight [*in, D], where devices have pieces of `in` by the logical axis
+    `split`: the way out."""
+    if placement.overlap != "ring" or not placement.mesh_axes(split):
+        return scatter_sequence(project(x, weight), placement, split)
+    how = _chosen_for(x, weight, None, placement.num_shards("sequence"))
+    return _scatter_ring(how, placement, x, weight)
+
+
+def _chosen_for(x: jax.Array, weight: jax.Array, own: Own, pieces: int = 1) -> How:
+    """How x, cut into so many pieces of the length, is multiplied."""
+    tokens, inputs = math.prod(x.shape[:2]) // pieces, math.prod(x.shape[2:])
+    outputs = weight.size // inputs if own is None else weight.size // inputs // weight.shape[-2] * len(own)
+    return float8.chosen_for(tokens, inputs, outputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _projection(how: How, x: jax.Array, weight: jax.Array, own: Own) -> jax.Array:
+    return _project(how, x, _owned(weight, own))
+
+
+def _projection_backward(how: How, saved: tuple[jax.Array, jax.Array, Own], gradient: jax.Array) -> tuple[Any, ...]:
+    x, weight, own = saved
+    taken = _owned(weight, own)
+    x_gradient, weight_gradient = _x_gradient(how, gradient, taken, x), _weight_gradient(how, x, gradient, taken)
+    return x_gradient, _given_back(weight_gradient, weight, own), None
+
+
+# Not through `_projection` itself, whose inside a remat policy would not see.
+_projection.defvjp(
+    lambda how, x, weight, own: (_project(how, x, _owned(weight, own)), (x, weight, own)), _projection_backward
+)
+
+
+def _owned(weight: jax.Array, own: Own) -> jax.Array:
+    return weight if own is None else jnp.take(weight, own, axis=-2)
+
+
+def _given_back(gradient: jax.Array, weight: jax.Array, own: Own) -> jax.Array:
+    """The gradient of a weight of which some was taken, perhaps several times."""
+    return gradient if own is None else jnp.zeros_like(weight).at[..., own, :].add(gradient)
+
+
+def _project(how: How, x: jax.Array, weight: jax.Array) -> jax.Array:
+    matrix, shape = _matrix(x, weight), (*x.shape[:2], *weight.shape[x.ndim - 2 :])
+    flat = x.reshape(-1, matrix.shape[0])
+    return (flat @ matrix if how is None else float8.product(how, flat, matrix)).reshape(shape)
+
+
+def _x_gradient(how: How, gradient: jax.Array, weight: jax.Array, like: jax.Array) -> jax.Array:
+    """Of x, which is like this but for its length."""
+    matrix = _matrix(like, weight)
+    flat = gradient.reshape(-1, matrix.shape[1])
+    x_gradient = flat @ matrix.T if how is None else float8.x_gradient(how, flat, matrix)
+    return x_gradient.reshape(*gradient.shape[:2], *like.shape[2:])
+
+
+def _weight_gradient(how: How, x: jax.Array, gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """Of a weight like this."""
+    matrix = _matrix(x, like)
+    flat, x_matrix = gradient.reshape(-1, matrix.shape[1]), x.reshape(-1, matrix.shape[0])
+    found = x_matrix.T @ flat if how is None else float8.weight_gradient(how, x_matrix, flat, matrix.dtype)
+    return found.reshape(like.shape)
+
+
+def _matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return weight.reshape(math.prod(x.shape[2:]), -1)
+
+
+# -- the same by pieces of the length
+
+_Ring = tuple[jax.Array, tuple[jax.Array, ...], tuple[Own, ...]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _project_ring(
+    how: tuple[How, ...],
+    placement: Placement,
+    x_BSD: jax.Array,
+    weights: tuple[jax.Array, ...],
+    own: tuple[Own, ...],
+) -> tuple[jax.Array, ...]:
+    return _project_ring_forward(how, placement, x_BSD, weights, own)[0]
+
+
+def _project_ring_forward(
+    how: tuple[How, ...],
+    placement: Placement,
+    x_BSD: jax.Array,
+    weights: tuple[jax.Array, ...],
+    own: tuple[Own, ...],
+) -> tuple[tuple[jax.Array, ...], _Ring]:
+    def work(piece_BSD: jax.Array) -> tuple[jax.Array, ...]:
+        each = zip(how, weights, own, strict=True)
+        return tuple(_unseen(_project, one, piece_BSD, _owned(weight, chosen)) for one, weight, chosen in each)
+
+    products, x_BLD = gather_piece_by_piece(x_BSD, placement, work)
+    products = tuple(checkpoint_name(one, PROJECTED) for one in products)
+    return products, (checkpoint_name(x_BLD, WHOLE_SEQUENCE), weights, own)
+
+
+def _project_ring_backward(
+    how: tuple[How, ...], placement: Placement, saved: _Ring, gradients: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    x_BLD, weights, own = saved
+    taken = tuple(map(_owned, weights, own))
+
+    def part(number: jax.Array) -> jax.Array:
+        pieces = [_piece(gradient, number, placement) for gradient in gradients]
+        gradient_of = lambda how, piece, weight: _x_gradient(how, piece, weight, x_BLD)
+        found = [_unseen(gradient_of, *one) for one in zip(how, pieces, taken, strict=True)]
+        return functools.reduce(jnp.add, found)
+
+    x_gradient_BSD = scatter_piece_by_piece(part, placement)
+    found = [
+        _given_back(_weight_gradient(one, x_BLD, gradient, like), weight, chosen)
+        for one, gradient, like, weight, chosen in zip(how, gradients, taken, weights, own, strict=True)
+    ]
+    return x_gradient_BSD, tuple(found), (None,) * len(own)
+
+
+_project_ring.defvjp(_project_ring_forward, _project_ring_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scatter_ring(how: How, placement: Placement, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return _scatter_ring_forward(how, placement, x, weight)[0]
+
+
+def _scatter_ring_forward(
+    how: How, placement: Placement, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    part = lambda number: _unseen(_project, how, _piece(x, number, placement), weight)
+    return checkpoint_name(scatter_piece_by_piece(part, placement), SCATTERED), (x, weight)
+
+
+def _scatter_ring_backward(
+    how: How, placement: Placement, saved: tuple[jax.Array, jax.Array], gradient_BSD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    gradient_of = lambda how, piece_BSD, weight: _x_gradient(how, piece_BSD, weight, x)
+    work = lambda piece_BSD: _unseen(gradient_of, how, piece_BSD, weight)
+    x_gradient, gradient_BLD = gather_piece_by_piece(gradient_BSD, placement, work)
+    return x_gradient, _weight_gradient(how, x, gradient_BLD, weight)
+
+
+_scatter_ring.defvjp(_scatter_ring_forward, _scatter_ring_backward)
+
+
+def _piece(x: jax.Array, number: jax.Array, placement: Placement) -> jax.Array:
+    size = x.shape[1] // placement.num_shards("sequence")
+    return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis=1)
+
+
+def _unseen(product: Callable[..., jax.Array], how: How, *arrays: jax.Array) -> jax.Array:
+    """A product that the remat policy `dots` does not keep, since it has a dimension of batches, of one: what is kept
+    is the whole. Behind a barrier, or XLA would make one product of those of all pieces, and wait for the last."""
+    behind = jax.lax.optimization_barrier(tuple(one[None] for one in arrays))
+    return jax.vmap(functools.partial(product, how))(*behind)[0]
