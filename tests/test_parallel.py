@@ -238,6 +238,8 @@ ALTERNATING = {"family": "gemma3", "sliding_window": 5, "sliding_window_pattern"
         {"mesh": {"fsdp": 4, "model": 2}, "train": {"remat": "dots", "microbatch_size": 2}, "model": ALTERNATING},
         {"mesh": {"fsdp": 2, "data": 4}, "train": {"remat": "full", "layer_unroll": 2, "reduce_dtype": "bfloat16"}},
         {"mesh": {"fsdp": 4, "data": 2}, "optimizer": {"frozen": ["layers.mlp.*", "embedding.*"]}},
+        {"mesh": {"fsdp": 2, "data": 2, "model": 2}, "train": {"microbatch_size": 2}},
+        {"mesh": {"data": 8}, "train": {"microbatch_size": 1}, "model": ALTERNATING},
         {"mesh": {"fsdp": 4, "data": 2}, "optimizer": {"frozen": ["layers.*"]}},
         {"mesh": {"fsdp": 8}, "model": {"num_layers": 1}},
     ]),

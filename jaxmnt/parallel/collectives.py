@@ -64,14 +64,18 @@ def reshard(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.d
     return jax.tree.map(one, gradients, axes, is_leaf=is_axes)
 
 
-def reduce_gradients(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.dtype) -> Any:
-    """Sums local gradients over every mesh axis that their parameters are replicated over.
-
-    Called once a step, after all microbatches.
-    """
-
+def reduce_gradients(
+    gradients: Any,
+    axes: Any,
+    placement: Placement,
+    reduce_dtype: jnp.dtype,
+    which: Callable[[Axes], bool],
+) -> Any:
+    """Sums local gradients over every mesh axis that their parameters are replicated over: those whose logical axes
+    `which` chooses, the others stay as they are. Each gradient once a step, when all microbatches are in it."""
     leaves, structure = jax.tree.flatten(gradients)
-    over = [placement.replicated_axes(names) for names in jax.tree.leaves(axes, is_leaf=is_axes)]
+    named = jax.tree.leaves(axes, is_leaf=is_axes)
+    over = [placement.replicated_axes(names) if which(names) else () for names in named]
     for along in sorted(set(over) - {()}):
         places = [place for place, own in enumerate(over) if own == along]
         summed = _psum([leaves[place].astype(reduce_dtype) for place in places], along, placement)

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.parallel import collectives
+from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.pipeline_schedule import PhaseTable, PipelineSchedule
@@ -40,6 +41,8 @@ RowKeys = Callable[[jax.Array], jax.Array | None]
 
 TickPlan = dict[str, jax.Array]
 """The table's line of a tick."""
+
+Tick = Callable[[Any, TickPlan], tuple[Any, None]]
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     gathered over, and not yet over those that they are replicated over.
     """
     training = _Training(spec, params, buffers, batch, row_keys, spec.schedule)
-    end = training.run(training.tick, training.start())
+    end = training.run(training.tick, training.start(), training.last_tick)
     gradients = end.gradients
     if spec.config.mesh.zero == 1:
         gradients = collectives.reshard(gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
@@ -163,12 +166,15 @@ class _Run:
             full=bool((order >= 0).all()), whole=whole, ahead=self.spec.prefetch,
         )  # fmt: skip
 
-    def run(self, tick: Callable[[Any, TickPlan], tuple[Any, None]], start: Any) -> Any:
-        """What `tick` makes of `start` over all ticks."""
-        rows = self.table.rows()
-        if self.schedule.ticks == 1:
-            return tick(start, jax.tree.map(lambda array: jnp.asarray(array[0]), rows))[0]
-        return jax.lax.scan(tick, start, jax.tree.map(jnp.asarray, rows))[0]
+    def run(self, tick: Tick, start: Any, last_tick: Tick | None = None) -> Any:
+        """What `tick` makes of `start` over all ticks, the last of which may be another."""
+        rows, ticks = self.table.rows(), self.schedule.ticks
+        if ticks > 1:
+            looped = ticks if last_tick is None else ticks - 1
+            start = jax.lax.scan(tick, start, jax.tree.map(lambda array: jnp.asarray(array[:looped]), rows))[0]
+            if last_tick is None:
+                return start
+        return (last_tick or tick)(start, jax.tree.map(lambda array: jnp.asarray(array[-1]), rows))[0]
 
     def rows(self, microbatch: jax.Array) -> Batch:
         pick = lambda field: jax.lax.dynamic_index_in_dim(field, jnp.maximum(microbatch, 0), keepdims=False)
@@ -238,11 +244,20 @@ class _Training(_Run):
         layer_sums = {name: one[1] for name, one in empty.items()}
         return _Carry(nothing, nothing, residuals, pending, gradients, no_loss(), layer_sums)
 
-    def tick(self, carry: _Carry, row: TickPlan) -> tuple[_Carry, None]:
+    @property
+    def last_tick(self) -> Tick | None:
+        """If it is another: one in which gradients are summed over replicas while backward goes on."""
+        if not any(map(self.spec.is_reduced_early, jax.tree.leaves(self.spec.trained_axes, is_leaf=is_axes))):
+            return None
+        return functools.partial(self.tick, last=True)
+
+    def tick(self, carry: _Carry, row: TickPlan, *, last: bool = False) -> tuple[_Carry, None]:
+        if last:  # after the others, whose residuals would else be there at the same time
+            carry, row = jax.lax.optimization_barrier((carry, row))
         y_BSD, carry = self._forward(carry, row)
         y_gradient_BSD, carry = self._loss(carry, row, y_BSD)
         y_gradient_BSD, carry = self._wait(carry, row, y_gradient_BSD)
-        x_gradient_BSD, carry = self._backward(carry, row, y_gradient_BSD)
+        x_gradient_BSD, carry = self._backward(carry, row, y_gradient_BSD, last)
         carry = self._leave(carry, row, x_gradient_BSD)
         arriving_BSD = self.handed_on(y_BSD, forward=True)
         returning_BSD = self.handed_on(x_gradient_BSD, forward=False)
@@ -280,7 +295,9 @@ class _Training(_Run):
         pending = carry.pending.at[write].set(new)
         return pending[read], carry._replace(pending=pending)
 
-    def _backward(self, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+    def _backward(
+        self, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array, last: bool
+    ) -> tuple[jax.Array, _Carry]:
         microbatch, chunk, slot = row["backward"][self.stage]
         if not self.alone:
             is_last = (self.stage == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
@@ -290,8 +307,9 @@ class _Training(_Run):
         x_gradient_BSD = y_gradient_BSD
         for name, layers in reversed(self.layers.items()):
             x_gradient_BSD, gradients[name] = layers.backward(
-                x_gradient_BSD, chunk, rows, carry.residuals[name], slot, gradients[name], self._reduced, when
-            )
+                x_gradient_BSD, chunk, rows, carry.residuals[name], slot, gradients[name], self._reduced, when,
+                last=last,
+            )  # fmt: skip
         return x_gradient_BSD, carry._replace(gradients=gradients)
 
     def _leave(self, carry: _Carry, row: TickPlan, x_gradient_BSD: jax.Array) -> _Carry:

@@ -17,7 +17,7 @@ from jaxmnt.models.float8 import Float8
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
-from jaxmnt.parallel.sharding import Placement, is_axes
+from jaxmnt.parallel.sharding import Axes, Placement, is_axes
 from jaxmnt.training.loss import Loss
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
@@ -74,10 +74,19 @@ class StepSpec:
         mesh, placement = self.config.mesh, self.placement
         if mesh.prefetch is False or mesh.zero < 3 or placement.stages > 1:
             return False
-        stacks = {name: self.definition.axes[name] for name in self.slots}
-        gathered = map(placement.gathered_axes, jax.tree.leaves(stacks, is_leaf=is_axes))
         wanted = mesh.prefetch or placement.mesh.devices.flat[0].platform != "cpu"
-        return wanted and any(one is not None for one in gathered)
+        stacks = {name: self.definition.axes[name] for name in self.slots}
+        each = jax.tree.leaves(stacks, is_leaf=is_axes)
+        return wanted and any(placement.gathered_axes(names) or self._is_copied(names) for names in each)
+
+    def is_reduced_early(self, names: Axes) -> bool:
+        """Whether the gradient of a parameter with these axes is summed over `data` in the backward of the last
+        microbatch, layer by layer, and not after it: with `prefetch` those of layers."""
+        return self.prefetch and names[0] in self.slots and self._is_copied(names)
+
+    def _is_copied(self, names: Axes) -> bool:
+        """Over `data` alone: scales are over more axes, and small."""
+        return self.placement.replicated_axes(names) == ("data",)
 
     @property
     def num_microbatches(self) -> int:

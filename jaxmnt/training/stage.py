@@ -15,6 +15,7 @@ from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
 from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
 from jaxmnt.models.float8 import float8_products
 from jaxmnt.models.rotary import Angles
+from jaxmnt.parallel import collectives
 from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, unshard
 from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.spec import Batch, StepSpec
@@ -161,14 +162,17 @@ class Layers:
         gradients: Params,
         reduce: Callable[[Params, Params], Params],
         when: When,
+        *,
+        last: bool = False,
     ) -> tuple[jax.Array, Params]:
-        """The gradient of the chunk's input, and `gradients` with those of its weights, through `reduce`, added.
+        """The gradient of the chunk's input, and `gradients` with those of its weights, through `reduce`, added. After
+        the `last` microbatch some are summed over replicas at once (`StepSpec.is_reduced_early`).
 
         Weights are gathered again: kept from forward to backward they would be whole for all layers at once. The sum is
         outside of the condition, through which XLA would carry a copy of all of it.
         """
         if self._ahead:
-            ahead = lambda: self._backward_ahead(x_gradient_BSD, rows, residuals, slot, gradients, reduce)
+            ahead = lambda: self._backward_ahead(x_gradient_BSD, rows, residuals, slot, gradients, reduce, last)
             found: tuple[jax.Array, Params] = when(None, ahead, ahead)
             return found
 
@@ -193,9 +197,10 @@ class Layers:
         slot: jax.Array,
         gradients: Params,
         reduce: Callable[[Params, Params], Params],
+        last_microbatch: bool,
     ) -> tuple[jax.Array, Params]:
         """`backward`, in which a layer's gradients wait, whole, for the next round to reduce them. Those that wait for
-        the first round are zeros."""
+        the first round are zeros, of a layer that there is not: they are dropped."""
         last = len(self._group.pattern) - 1
 
         def add(total: Params, place: int, unit: jax.Array, waiting: Params) -> Params:
@@ -203,7 +208,11 @@ class Layers:
             axes = self._at(self._trained_axes, place)
             if not axes:
                 return total
-            added = jax.tree.map(lambda one, new: one.at[unit].add(new), self._at(total, place), reduce(waiting, axes))
+            own = self._at(total, place)
+            new = jax.tree.map(lambda one, new: one[unit] + new, own, reduce(waiting, axes))
+            if last_microbatch:
+                new = self._summed_over_replicas(new, place)
+            added = jax.tree.map(lambda one, new: one.at[unit].set(new, mode="drop"), own, new)
             return added if last == 0 else total | {str(place): added}
 
         def body(carry: Any, unit: jax.Array) -> tuple[Any, None]:
@@ -212,7 +221,7 @@ class Layers:
             for place in range(last, -1, -1):
                 before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), last)
                 weights, ready = ready, self._weights(*before)
-                after = (place + 1, unit) if place < last else (0, jnp.minimum(unit + 1, self._depth - 1))
+                after = (place + 1, unit) if place < last else (0, unit + 1)
                 gradients = add(gradients, *after, waiting)
                 own, kept = self._split(kept, place)
                 found, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
@@ -227,6 +236,13 @@ class Layers:
         start = (x_gradient_BSD, gradients, ready, waiting)
         x_gradient_BSD, gradients, _, waiting = self._scan(body, start, reverse=True)
         return x_gradient_BSD, add(gradients, 0, jnp.int32(0), waiting)
+
+    def _summed_over_replicas(self, gradients: Params, place: int) -> Params:
+        spec = self._spec
+        stacked = self._at(spec.trained_axes[self._group.name], place)
+        return collectives.reduce_gradients(
+            gradients, stacked, spec.placement, spec.reduce_dtype, spec.is_reduced_early
+        )
 
     def evaluate(self, x_BSD: jax.Array, chunk: jax.Array, rows: Rows, when: When) -> jax.Array:
         """The chunk's output alone."""

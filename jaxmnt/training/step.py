@@ -166,14 +166,18 @@ def _row_specs(spec: StepSpec) -> dict[str, Any]:
 def _local_gradients(
     spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array
 ) -> tuple[LossSums, jax.Array, jax.Array, dict[str, Any], Params]:
-    """On one device: gradients of the summed loss over all microbatches, then one reduction over the replicas."""
+    """On one device: gradients of the summed loss over all microbatches, then one reduction over the replicas, where
+    backward has not done it."""
     row_keys = lambda index: _row_keys(spec, step, index)
     found = engine.loss_and_gradients(spec, params, buffers, batch, row_keys)
     weights = batch["weights"]
     counts = (found.sums, jnp.sum(weights > 0, dtype=jnp.int32), jnp.sum(weights))
     sums, tokens, weight = collectives.sum_over_batch(counts, spec.placement)
     layers = collectives.sum_over_stage(found.layers, spec.placement)
-    gradients = collectives.reduce_gradients(found.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
+    late = lambda names: not spec.is_reduced_early(names)
+    gradients = collectives.reduce_gradients(
+        found.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype, late
+    )
     return sums, tokens, weight, layers, gradients
 
 
