@@ -142,7 +142,7 @@ def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatc
     The rest are the three of the head."""
     config = load_config(ROOT / "configs" / "llama-8b.yaml", ["train.precision=float8", *overrides])
     # Else products are Triton's in a program that was made without a device, which leaves the choice to a trial.
-    monkeypatch.setattr(compile_module, "_compiler_options", lambda *_: {"xla_gpu_enable_triton_gemm": False})
+    monkeypatch.setattr(compile_module, "compiler_options", lambda *_: {"xla_gpu_enable_triton_gemm": False})
     devices = gpu_devices(find_chip("h100"), 16, 8)
     spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
     text = compile_step(spec, abstract_state(spec)).as_text()

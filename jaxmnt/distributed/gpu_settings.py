@@ -16,7 +16,11 @@ from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
 from jaxmnt.errors import ConfigError, printable
 
 FLAGS = "XLA_FLAGS"
-SHOWN = (FLAGS, "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_DEBUG")
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+JAX_MEMORY_FRACTION, OUR_MEMORY_FRACTION = 0.75, 0.92
+"""What a process takes of a GPU's memory by default: JAX's, and what is set here."""
+
+SHOWN = (FLAGS, "JAX_PLATFORMS", MEMORY_FRACTION, "NCCL_DEBUG")
 """Variables that change what a run does on its devices."""
 
 _NCCL_TIMEOUT = "--xla_gpu_nccl_termination_timeout_seconds"
@@ -71,7 +75,7 @@ def wanted(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
     """What is to be set, where the environment does not say it already."""
     found = {
         # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        MEMORY_FRACTION: str(OUR_MEMORY_FRACTION),
         # Warnings of NCCL say which link or interface they are about.
         "NCCL_DEBUG": "WARN",
     }

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
 from jaxmnt.plan.hlo import Collective, Program
 from jaxmnt.plan.targets import Chip
@@ -22,6 +23,7 @@ from jaxmnt.plan.timeline import Round, Timeline, play
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
 from jaxmnt.training.compile import compile_step, measure
+from jaxmnt.training.compiler_options import GpuMemory
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes
 from jaxmnt.training.trained import names_of
@@ -174,10 +176,11 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip |
     and how long a step takes."""
     state = abstract_state(spec)
     started = time.perf_counter()
-    step = compile_step(spec, state)
+    memory = None if chip is None else GpuMemory(chip.memory, OUR_MEMORY_FRACTION * chip.memory)
+    step = compile_step(spec, state, memory)
     seconds = time.perf_counter() - started
     text = step.as_text()
-    needed = measure(spec, state, step, None if chip is None else chip.memory)
+    needed = measure(spec, state, step, None if memory is None else round(memory.usable))
     timeline = replayed(spec, text, hosts, chip)
     return {
         "devices": {

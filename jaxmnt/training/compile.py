@@ -4,7 +4,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
+from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.models.contract import Definition, define
 from jaxmnt.models.registry import build_family
@@ -30,6 +31,7 @@ from jaxmnt.parallel.sharding import (
     parameter_name,
     whole_length,
 )
+from jaxmnt.training.compiler_options import NO_OPTIONS, GpuMemory, compiler_options, memory_options
 from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import build_schedule, unit_slots
@@ -93,7 +95,7 @@ class Program:
         """The state before the first step, created in place on its shards."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         create = jax.jit(lambda: initial_state(self.spec), out_shardings=shardings)
-        return create.lower().compile(_compiler_options(self.spec, "1"))()
+        return create.lower().compile(compiler_options(self.spec, "1"))()
 
     @property
     def canonical_abstract_state(self) -> State:
@@ -154,7 +156,7 @@ def compile_program(
     spec = build_spec(config, data_vocab_size, devices, hosts)
     state = abstract_state(spec)
     started = time.perf_counter()
-    step = compile_step(spec, state)
+    step = compile_step(spec, state, _gpu_memory(spec.placement))
     seconds = time.perf_counter() - started
     memory = measure(spec, state, step, _device_limit(spec.placement))
     if memory.limit is not None and memory.peak > memory.limit:
@@ -294,8 +296,8 @@ def _abstract_batch(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
     return batch | {"control": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=place(CONTROL_AXES))}
 
 
-def compile_step(spec: StepSpec, state: State) -> Any:
-    """The compiled step, also for devices that are not there."""
+def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) -> Any:
+    """The compiled step, also for devices that are not there. With `memory` it may take all that there is."""
     batch = _abstract_batch(spec)
     shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
 
@@ -315,7 +317,7 @@ def compile_step(spec: StepSpec, state: State) -> Any:
         donate_argnums=0,
         out_shardings=(shardings, NamedSharding(spec.placement.mesh, P())),
     )
-    return _compile(spec, step, state, batch)
+    return _compile(spec, step, state, batch, options=memory_options(state, memory))
 
 
 def _compile_eval(spec: StepSpec, state: State) -> Any:
@@ -327,72 +329,11 @@ def _compile_eval(spec: StepSpec, state: State) -> Any:
     return _compile(spec, evaluate, model_state(state), batch)
 
 
-def _compile(spec: StepSpec, function: Any, *arguments: Any) -> Any:
+def _compile(spec: StepSpec, function: Any, *arguments: Any, options: Mapping[str, Any] = NO_OPTIONS) -> Any:
     # float32 means float32: without this, GPUs would multiply in TF32.
     precision = "highest" if spec.dtype == jnp.float32 else "default"
     with jax.default_matmul_precision(precision):
-        return function.lower(*arguments).compile(_compiler_options(spec, "2"))
-
-
-def _compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
-    """For XLA, where XLA_FLAGS does not say otherwise.
-
-    On CPUs LLVM's level of optimisation is 3 by default. A step compiles in four fifths of the time at 2, and initial
-    values, drawn once, in a third at 1. Without the newer emitters of fused loops a step compiles in three quarters of
-    the time; in bfloat16 it would be slower.
-
-    On GPUs the weights of a layer are gathered together, since each gather takes a step from device to device for each
-    device; those of the ends, which are larger, stay apart. With layers that communicate along several axes, one
-    collective may run beside another: by default XLA has one at a time, and a gather between hosts would wait for those
-    within them. Groups along different axes share one device, so that no two of them can wait for each other.
-    """
-    options: dict[str, Any] = {}
-    if spec.placement.mesh.devices.flat[0].platform != "cpu":
-        if spec.prefetch:
-            options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
-        if sum(spec.placement.sizes[axis] > 1 for axis in ("pipeline", "fsdp", "context", "expert", "model")) > 1:
-            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
-    else:
-        options["xla_backend_optimization_level"] = level
-        if spec.dtype == jnp.float32 and _is_known(_NEWER_EMITTERS):
-            options[_NEWER_EMITTERS] = False
-    return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
-
-
-def _whole_layer_bytes(spec: StepSpec) -> int:
-    """Of the largest layer's weights, as they are gathered."""
-    params, placement = abstract_state(spec)["params"], spec.placement
-
-    def gathered(leaf: jax.ShapeDtypeStruct, names: Axes) -> int:
-        found = placement.gathered_axes(names)
-        if found is None:
-            return 0
-        stored = math.prod(leaf.sharding.shard_shape(leaf.shape)) // leaf.shape[0]
-        return stored * math.prod(placement.sizes[axis] for axis in found[1]) * spec.dtype.itemsize
-
-    largest = 0
-    for group in spec.definition.groups:
-        tree, axes = params[group.name], spec.definition.axes[group.name]
-        layers = [(tree, axes)] if len(group.pattern) == 1 else [(tree[place], axes[place]) for place in tree]
-        sizes = (jax.tree.leaves(jax.tree.map(gathered, *layer)) for layer in layers)
-        largest = max([largest, *map(sum, sizes)])
-    return largest
-
-
-_NEWER_EMITTERS = "xla_cpu_use_fusion_emitters"
-"""Of jaxlib 0.10; 0.12 has no others."""
-
-
-@functools.cache
-def _is_known(option: str) -> bool:
-    """Whether this jaxlib has a compile option, which nothing but trying tells."""
-    try:
-        jax.jit(lambda: jnp.int32(0)).lower().compile({option: False})
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return False
-    return True
+        return function.lower(*arguments).compile({**compiler_options(spec, "2"), **options})
 
 
 def measure(spec: StepSpec, state: State, step: Any, limit: int | None) -> Memory:
@@ -407,6 +348,16 @@ def measure(spec: StepSpec, state: State, step: Any, limit: int | None) -> Memor
         peak=max(arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(spec, state)),
         limit=limit,
     )
+
+
+def _gpu_memory(placement: Placement) -> GpuMemory | None:
+    """None on CPUs."""
+    local = [device for device in placement.mesh.devices.flat if device.process_index == jax.process_index()]
+    usable = (local[0].memory_stats() or {}).get("bytes_limit")
+    if local[0].platform == "cpu" or usable is None:
+        return None
+    fraction = float(os.environ.get(MEMORY_FRACTION, JAX_MEMORY_FRACTION))
+    return GpuMemory(usable / fraction, usable)
 
 
 def _device_limit(placement: Placement) -> int | None:
