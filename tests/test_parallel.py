@@ -207,7 +207,7 @@ def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
 
 @pytest.mark.parametrize(
     "sections",
-    mostly_slow({3, 6}, [
+    mostly_slow({3, 6, 11}, [
         {"mesh": {"fsdp": 4, "model": 2, "zero": 2}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 2, "data": 2, "model": 2, "zero": 1}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "data": 2, "zero": 1}, "train": {"microbatch_size": 1}},
@@ -218,6 +218,9 @@ def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
         {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "train": {"microbatch_size": 2, "remat": "dots"}},
         {"mesh": {"fsdp": 2, "model": 4}, "train": {"remat": "attention", "layer_unroll": 2}},
         {"mesh": {"data": 4, "model": 2}, "train": {"remat": "names", "remat_save": ["attention", "mlp_gate"]}},
+        {"mesh": {"fsdp": 4, "model": 2}, "train": {"remat": "full", "remat_offload": ["layer_input"]}},
+        {"mesh": {"data": 8}, "train": {"remat": "dots", "remat_offload": ["attention", "mlp_up"]}},
+        {"mesh": {"fsdp": 8, "prefetch": True}, "train": {"remat": "names", "remat_offload": ["layer_input", "query"]}},
     ]),
     ids=str,
 )  # fmt: skip
@@ -431,6 +434,13 @@ def test_dtypes_of_the_state():
         ({"mesh": {"fsdp": 2, "rules": {"embed": []}}}, 2, ["mesh.fsdp", "100%", "stay whole", "layers.mlp"]),
         ({"mesh": {"model": 2, "rules": {"mlp": []}}}, 2, ["mesh.model", "stay whole", "layers.mlp"]),
         ({"train": {"remat": "names"}}, 1, ["train.remat_save", "attention"]),
+        ({"train": {"remat": "full", "remat_offload": ["layr_input"]}}, 1, ["train.remat_offload", "mean layer_input"]),
+        ({"train": {"remat_offload": ["layer_input"]}}, 1, ["train.remat_offload", "names or full"]),
+        (
+            {"mesh": {"pipeline": 2}, "train": {"remat": "full", "remat_offload": ["layer_input"]}},
+            2,
+            ["train.remat_offload", "pipeline"],
+        ),
         ({"train": {"remat": "names", "remat_save": ["atention"]}}, 1, ["train.remat_save", "did you mean attention"]),
     ],
     ids=str,

@@ -130,7 +130,7 @@ class Clockwork(Rates):
 
 def test_a_step_is_played_on_timelines():
     product = 2 * 100 * 10 * 50
-    rates = Clockwork({"bfloat16": product, "float32": 1.0}, 1.0, 1e6, 1.0, 1.0)
+    rates = Clockwork({"bfloat16": product, "float32": 1.0}, 1.0, 1e6, 1.0, 1.0, 1.0)
     step = play(Program(OVERLAPPING), 4, rates)
     gather, scatter = step.collectives
     # A round: product 1 s, 2 s of the gather's 3 s are waited for, product 1 s, scatter 0.5 s.
@@ -167,7 +167,7 @@ def test_what_goes_between_hosts_runs_beside_what_does_not():
         "  %other = (bf16[10]{0}, bf16[20]{0}) all-gather-start(%w), replica_groups={{0,1},{2,3}}, dimensions={0}\n"
         "  %first =",
     ).replace("  %second =", "  %done.2 = bf16[20]{0} all-gather-done(%other)\n  %second =")
-    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0)
+    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0, 1.0)
     first, second, _ = play(Program(text), 4, rates, lambda device: device // 2).collectives
     assert (first.exposed, second.exposed) == (pytest.approx(10), pytest.approx(0))
 
@@ -179,7 +179,7 @@ def test_communication_that_is_under_way_delays_what_comes_next():
         "  %other = (bf16[10]{0}, bf16[40]{0}) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}\n"
         "  %first =",
     ).replace("  %second =", "  %done.2 = bf16[40]{0} all-gather-done(%other)\n  %second =")
-    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0)
+    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0, 1.0)
     first, second, _ = play(Program(text), 4, rates).collectives
     assert (first.exposed, second.exposed) == (pytest.approx(10), pytest.approx(15))
 
@@ -194,6 +194,7 @@ def test_communication_that_is_under_way_delays_what_comes_next():
         ("all-reduce", (tuple(range(8)),), 1.0 / 40),
         ("collective-permute", ((0, 1), (1, 2)), 1 / 100),
         ("collective-permute", ((0, 1), (3, 4)), 1 / 10),
+        ("host-copy", (), 1 / 5),
     ],
 )
 def test_what_a_collective_takes(kind, groups, seconds):
@@ -201,7 +202,7 @@ def test_what_a_collective_takes(kind, groups, seconds):
     from jaxmnt.plan.hlo import Collective
 
     one = Collective(kind, "f32", 10**9, groups, True, "")
-    rates = Rates({}, 1.0, 1.0, 100e9, 10e9)
+    rates = Rates({}, 1.0, 1.0, 100e9, 10e9, 5e9)
     assert rates.collective(one, lambda device: device // 4) == pytest.approx(seconds, abs=3e-4)
 
 
@@ -215,7 +216,7 @@ def test_what_attention_multiplies():
     for backward, window, flops in (("", 0, 2), ("Backward", 0, 5), ("", 16, 2 * 16 / 32)):
         text = "HloModule m\n\nENTRY %e (q: bf16[1,64,4,8]) -> f32[] {\n  %q = bf16[1,64,4,8]{3,2,1,0} parameter(0)\n"
         program = Program(text + line.replace("<backward>", backward).replace("<window>", str(window)) + "\n}\n")
-        costs = Costs(program, Rates({}, 1e3, 1e30, 1.0, 1.0))
+        costs = Costs(program, Rates({}, 1e3, 1e30, 1.0, 1.0, 1.0))
         [_, attention] = program.computations["e"]
         assert costs.of("e", attention)[1] == 2 * 4 * (64 * 64 / 2) * 8 * flops
         assert costs.of("e", attention)[0] == costs.of("e", attention)[1] / 1e3

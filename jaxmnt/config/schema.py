@@ -89,6 +89,9 @@ class Train(Section):
         "products and attention (dots), all but remat_save (names), or whole layers (full).",
     )  # fmt: skip
     remat_save: list[str] = key([], "What remat names keeps, such as attention, mlp_gate, mlp_up.")
+    remat_offload: list[str] = key(
+        [], "What remat dots, names and full keep in host memory until backward, such as layer_input."
+    )
     log_every: int | None = key(
         None, "Steps between two lines where the output is no terminal; default: a line each 10 seconds.", ge=1
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
-from jaxmnt.plan.hlo import Collective, Program
+from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.targets import Chip
 from jaxmnt.plan.timeline import Round, Timeline, play
 from jaxmnt.telemetry.progress import size
@@ -265,7 +265,7 @@ def traffic(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], in
             "exposed_seconds": round(entry["exposed_seconds"], 6),
             "flops_meanwhile": round(entry["flops_meanwhile"]),
             "work_seconds_meanwhile": round(entry["work_seconds_meanwhile"], 6),
-            "between": "hosts" if entry["across"] else "devices of a host",
+            "between": "device and host" if kind == HOST_COPY else "hosts" if entry["across"] else "devices of a host",
         }
         for (kind, axis, dtype), entry in sorted(merged.items(), key=lambda item: (-item[1]["bytes_sent"], item[0]))
     ]
@@ -338,6 +338,8 @@ def _axis_names(spec: StepSpec) -> Callable[[Collective], str]:
     places = np.stack(np.unravel_index(np.arange(ids.size), ids.shape), axis=1)
 
     def name(one: Collective) -> str:
+        if one.kind == HOST_COPY:
+            return "-"
         if one.kind == "collective-permute":
             differ = {index for a, b in one.groups for index in np.flatnonzero(places[a] != places[b]).tolist()}
             return "×".join(list(sizes)[index] for index in sorted(differ))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxmnt.plan.hlo import Array, Collective, Instruction, Program
+from jaxmnt.plan.hlo import HOST_COPY, Array, Collective, Instruction, Program
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -26,13 +26,14 @@ _NAMES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "f64": "float
 @dataclass(frozen=True)
 class Rates:
     """What a device attains. FLOP/s by the dtype that is multiplied, and bytes a second: of its memory, and sent to
-    another device of its host or by its share of the host's network."""
+    another device of its host, by its share of the host's network, or to its host's memory."""
 
     products: Mapping[str, float]
     attention: float
     memory: float
     within_host: float
     between_hosts: float
+    to_host: float
 
     def collective(self, one: Collective, host_of: Callable[[int], int]) -> float:
         """Seconds of one execution, by rings: what starts them, each step from device to device, and the bytes.
@@ -40,6 +41,8 @@ class Rates:
         Devices of a group that share a host share what goes between hosts, as NCCL's rings do: of a whole that is
         gathered on h hosts, (h - 1) / h enter each host, by as many network cards as it has devices in the group.
         """
+        if one.kind == HOST_COPY:
+            return _START + one.payload / self.to_host
         if one.kind == "collective-permute":
             if any(host_of(a) != host_of(b) for a, b in one.groups):
                 return _START + _STEP_BETWEEN_HOSTS + one.payload / self.between_hosts

@@ -19,6 +19,13 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 
 
+HOST_COPY = "host-copy"
+"""What is copied to host memory, or from it, counts as a collective of no other device."""
+
+_HOST_SPACE = ":S(5)}"
+"""In a layout."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of the program, on one device."""
@@ -28,7 +35,7 @@ class Collective:
     payload: int
     """Bytes of the whole that is gathered or reduced in a group; of what is sent, for a permute."""
     groups: tuple[tuple[int, ...], ...]
-    """Devices that take part together; for a permute, pairs of source and target."""
+    """Devices that take part together; for a permute, pairs of source and target; for a host copy, none."""
     asynchronous: bool
     """Whether it is started, and waited for later."""
     where: str
@@ -37,9 +44,9 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that a device sends in one execution, by the algorithms that send least."""
-        size = max(len(group) for group in self.groups)
-        if self.kind == "collective-permute":
+        if self.kind in ("collective-permute", HOST_COPY):
             return self.payload
+        size = max(len(group) for group in self.groups)
         return self.payload * (size - 1) / size * (2 if self.kind == "all-reduce" else 1)
 
 
@@ -150,6 +157,10 @@ def _opcode(right: str) -> str | None:
 
 def collective(instruction: Instruction, devices: int) -> Collective | None:
     """What it sends; None if it sends nothing, or only waits for what another has started."""
+    if instruction.opcode in ("fusion-start", "copy-start") and _HOST_SPACE in instruction.line:
+        # Of a place in host memory that is filled slice by slice, the slice: it is the smallest of its arrays.
+        payload, dtype = min((bytes_of(array), array[0]) for array in instruction.arrays if array[1])
+        return Collective(HOST_COPY, dtype, payload, (), True, instruction.where)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None

@@ -135,7 +135,8 @@ def _timeline(report: Report) -> list[str]:
         f"{_seconds(found['exposed_seconds'])} are exposed, {found['exposed_percent']:g} % of the step",
         f"        by a roofline: products {rates['products']['bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16, attention "
         f"{rates['attention'] / 1e12:.0f}, memory {rates['memory'] / 1e12:.2f} TB/s, links "
-        f"{rates['within_host'] / 1e9:.0f} GB/s in a host and {rates['between_hosts'] / 1e9:g} between hosts",
+        f"{rates['within_host'] / 1e9:.0f} GB/s in a host, {rates['between_hosts'] / 1e9:g} between "
+        f"hosts, {rates['to_host'] / 1e9:g} to host memory",
     ]
 
 

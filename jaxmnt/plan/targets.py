@@ -34,6 +34,8 @@ class Chip:
     """What collectives attain between GPUs of a host, in one direction: about 78 % of NVLink's."""
     between_hosts: float
     """And between hosts, for each GPU: 90 % of a network card of 400 Gbit/s, with the A100 of 200."""
+    to_host: float = 50e9
+    """And to the memory of its host: 80 % of 16 lanes of PCIe, of the fifth generation, with the A100 of the fourth."""
 
     @property
     def rates(self) -> "Rates":
@@ -46,7 +48,8 @@ class Chip:
 
         peaks = peaks_of(self.kind)
         products = {dtype: 0.6 * peak for dtype, peak in peaks.items()}
-        return Rates(products, 0.5 * peaks["bfloat16"], 0.85 * self.bandwidth, self.within_host, self.between_hosts)
+        links = (self.within_host, self.between_hosts, self.to_host)
+        return Rates(products, 0.5 * peaks["bfloat16"], 0.85 * self.bandwidth, *links)
 
     @property
     def description(self) -> str:
@@ -73,7 +76,17 @@ device_description_str: "{self.kind}"
 MIB = 2**20
 CHIPS = {
     "a100": Chip(
-        "NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 108, 2_039_000_000_000, 40 * MIB, 1.41, 166912, 235e9, 22.5e9
+        "NVIDIA A100-SXM4-80GB",
+        81920 * MIB,
+        (8, 0),
+        108,
+        2_039_000_000_000,
+        40 * MIB,
+        1.41,
+        166912,
+        235e9,
+        22.5e9,
+        25e9,
     ),
     "h100": Chip(
         "NVIDIA H100 80GB HBM3", 81042 * MIB, (9, 0), 132, 3_352_320_000_000, 50 * MIB, 1.98, 232448, 350e9, 45e9

@@ -1,5 +1,5 @@
-"""A compiled program played on timelines, one of work and two of communication, within hosts and between them: what
-each collective hides behind.
+"""A compiled program played on timelines, one of work and three of communication, within hosts, between them, and to
+host memory: what each collective hides behind.
 
 A collective that is started runs while the device works on, one after the other, until the instruction that waits for
 it; one that is not holds the device up. Between start and wait there is only work that does not need the collective, so
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jaxmnt.plan.costs import Costs, Rates
-from jaxmnt.plan.hlo import Collective, Instruction, Program, collective
+from jaxmnt.plan.hlo import HOST_COPY, Collective, Instruction, Program, collective
 
 
 @dataclass
@@ -82,8 +82,8 @@ class _Now:
     """How far the device and its links are, in seconds, and how much it has multiplied."""
 
     work: float = 0.0
-    links: tuple[float, float] = (0.0, 0.0)
-    """Within its host, and between hosts: when what is sent there is over."""
+    links: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Within its host, between hosts, and to its host's memory: when what is sent there is over."""
     flops: float = 0.0
 
 
@@ -129,10 +129,11 @@ class _Player:
         seconds = 0.0 if self._rates is None else self._rates.collective(played.one, self._host_of)
         played.times += times
         played.seconds += times * seconds
-        link = any(len(set(map(self._host_of, group))) > 1 for group in played.one.groups)
+        one = played.one
+        link = 2 if one.kind == HOST_COPY else any(len(set(map(self._host_of, group))) > 1 for group in one.groups)
         begin = max(now.work, now.links[link])
         end = begin + seconds
-        links = (now.links[0], end) if link else (end, now.links[1])
+        links = tuple(end if place == link else at for place, at in enumerate(now.links))
         played.span = (begin - began.work, end - began.work, now.work - began.work)
         if played.one.asynchronous:
             started[name] = (played, now, end)
@@ -151,8 +152,8 @@ class _Player:
         more = rounds - 1
         again = self.computation(body, after, times * more, conditional)
         on = lambda first, second: first + more * (second - first)
-        within, between = map(on, after.links, again.links)
-        return _Now(on(after.work, again.work), (within, between), on(after.flops, again.flops))
+        links = tuple(map(on, after.links, again.links))
+        return _Now(on(after.work, again.work), links, on(after.flops, again.flops))
 
     def _condition(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
         """The mean of its branches. Which is taken how often the outermost condition says, by what is under it; one
@@ -169,7 +170,7 @@ class _Player:
             part = rest if one is None else one
             ends.append((part, self.computation(branch, now, times * part, True) if part else now))
         mean = lambda of: sum(part * of(end) for part, end in ends)
-        links = (mean(lambda end: end.links[0]), mean(lambda end: end.links[1]))
+        links = tuple(mean(lambda end, link=link: end.links[link]) for link in range(len(now.links)))
         return _Now(mean(lambda end: end.work), links, mean(lambda end: end.flops))
 
     def _share_of(self, name: str) -> float | None:

@@ -271,11 +271,17 @@ def _check_sizes(definition: Definition, layout: Layout) -> None:
 
 def _check_memory_options(config: Config, placement: Placement) -> None:
     """Raises `ConfigError` for memory levers that these devices or this version do not have."""
-    unknown = sorted(set(config.train.remat_save) - set(NAMES))
-    if unknown:
-        raise ConfigError(f"train.remat_save: no value is named {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
-    if config.train.remat == "names" and not config.train.remat_save:
+    train = config.train
+    for key, names in (("remat_save", train.remat_save), ("remat_offload", train.remat_offload)):
+        unknown = sorted(set(names) - set(NAMES))
+        if unknown:
+            raise ConfigError(f"train.{key}: no value is named {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
+    if train.remat == "names" and not (train.remat_save or train.remat_offload):
         raise ConfigError(f"train.remat_save: remat names keeps what is named here; name some of {', '.join(NAMES)}")
+    if train.remat_offload and train.remat in ("none", "attention"):
+        raise ConfigError("train.remat_offload: what is kept by name needs train.remat dots, names or full; set one")
+    if train.remat_offload and placement.stages > 1:
+        raise ConfigError("train.remat_offload: a pipeline's stages keep activations on devices; leave it out")
     everywhere = placement.sharding(())
     if config.optimizer.offload and everywhere.with_memory_kind(HOST_MEMORY).memory_kind != HOST_MEMORY:
         raise ConfigError(

@@ -4,11 +4,13 @@ Shapes: B batch, L length, S a device's piece of the length, D model.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
@@ -19,29 +21,49 @@ from jaxmnt.parallel import collectives
 from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, unshard
 from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.spec import Batch, StepSpec
+from jaxmnt.training.state import HOST_MEMORY
 from jaxmnt.training.trained import select
 
-Remat = Literal["none", "attention", "dots", "names", "full"]
+NAMES = (
+    "layer_input", "query", "key", "value", ATTENTION, "attention_output", "mlp_gate", "mlp_up", "mlp_output",
+    "whole_sequence",
+)  # fmt: skip
+"""What `train.remat_save` may keep, and `train.remat_offload` in host memory. All of these are bfloat16 or float32
+activations of a layer: layer_input [B, L / model, D], which is kept under every policy; query, key, value, attention
+[B, L, heads, head_dim] (with its softmax statistics, so that backward does not attend again), mlp_gate and mlp_up
+[B, L, mlp], split over `model`; the outputs [B, L / model, D]; whole_sequence, the gathered inputs of attention and MLP
+[B, L, D]."""
 
-NAMES = ("query", "key", "value", ATTENTION, "attention_output", "mlp_gate", "mlp_up", "mlp_output", "whole_sequence")
-"""What `train.remat_save` may keep. All of these are bfloat16 or float32 activations of a layer:
-query, key, value, attention [B, L, heads, head_dim] (with its softmax statistics, so that backward does not attend
-again), mlp_gate and mlp_up [B, L, mlp], split over `model`; the outputs
-[B, L / model, D]; whole_sequence, the gathered inputs of attention and MLP [B, L, D]."""
 
-
-def rematerialise(layer: Callable[..., Any], remat: Remat, save: list[str], *, unrolled: bool) -> Callable[..., Any]:
-    """Applies the policy of this name to a layer. No kernel keeps attention's scores, so `attention` is `none`."""
-    policies = jax.checkpoint_policies
+def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]:
+    """Applies the policy of `train.remat` to a layer, with what `train.remat_offload` names kept in host memory. No
+    kernel keeps attention's scores, so `attention` is `none`."""
+    policies, remat = jax.checkpoint_policies, train.remat
     if remat in ("none", "attention"):
         return layer
-    names = {"dots": [PROJECTED, SCATTERED, ATTENTION], "names": save, "full": []}[remat]
-    kept = [policies.save_only_these_names(*names)]
+    names = {"dots": [PROJECTED, SCATTERED, ATTENTION], "names": train.remat_save, "full": []}[remat]
+    kept = [_is_named(names)]
     kept += [policies.dots_with_no_batch_dims_saveable] if remat == "dots" else []
-    kept += [is_cudnn_attention] if ATTENTION in names else []
-    policy = lambda primitive, *values, **parameters: any(keep(primitive, *values, **parameters) for keep in kept)
+    is_offloaded = _is_named(train.remat_offload)
+    # JAX has policies that offload products, or names, and no public word for what they return.
+    offload_products = policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
+    to_host = offload_products(jax.lax.dot_general_p, dimension_numbers=(((0,), (0,)), ((), ())))
+
+    def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
+        if is_offloaded(primitive, *values, **parameters):
+            return to_host
+        return any(keep(primitive, *values, **parameters) for keep in kept)
+
     # Inside a scan XLA cannot merge the recomputation with the first computation; unrolled, it could.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=train.layer_unroll > 1)
+
+
+def _is_named(names: list[str]) -> Callable[..., bool]:
+    """A policy for what has one of these names; of what cuDNN gives, attention's."""
+    named = jax.checkpoint_policies.save_only_these_names(*names)
+    return lambda primitive, *values, **parameters: bool(
+        named(primitive, *values, **parameters) or (ATTENTION in names and is_cudnn_attention(primitive))
+    )
 
 
 Residuals = list[jax.Array]
@@ -111,17 +133,22 @@ class Layers:
         self._trained_axes = unstacked(spec.trained_axes[group.name])
         groups = spec.definition.groups
         self._number = sum(other.num_layers for other in groups[: groups.index(group)])
-        train = spec.config.train
-        self._remat = lambda layer: rematerialise(layer, train.remat, train.remat_save, unrolled=train.layer_unroll > 1)
+        self._remat = lambda layer: rematerialise(layer, spec.config.train)
         self._backwards: dict[int, _Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
 
     def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
         """A place for what the forwards of `slots` microbatches leave for their backwards, [slots, depth, …], and for
         the sums of this device's layers, [units, …], stacked like its parameters."""
-        _, kept, sums, _ = jax.eval_shape(lambda x: self._unit_forward(x, jnp.int32(0), rows, None), x_BSD)
+        forward = lambda x: self._unit_forward(x, jnp.int32(0), rows, None)[1:3]
+        jaxpr, (kept, sums) = jax.make_jaxpr(forward, return_shape=True)(x_BSD)
         units = self._order.shape[0]
-        residuals = [jnp.zeros((slots, self._depth, *one.shape), one.dtype) for one in kept]
+        spaces = [one.memory_space for one in jaxpr.out_avals[: len(kept)]]
+        # Made where they are to be: a place in host memory that is filled on the device would need room there first.
+        place = lambda one, space: jax.lax.broadcast(
+            jax.device_put(jnp.zeros((), one.dtype), space), (slots, self._depth, *one.shape)
+        )
+        residuals = [place(one, space) for one, space in zip(kept, spaces, strict=True)]
         return residuals, jax.tree.map(lambda one: jnp.zeros((units, *one.shape), jnp.float32), sums)
 
     def forward(
@@ -142,9 +169,9 @@ class Layers:
             unit = chunk * self._depth + offset
             go = lambda: self._unit_forward(x_BSD, unit, rows, ready)
             zeros = jax.tree.map(lambda one: jnp.zeros(one.shape[1:], one.dtype), sums)
-            idle = lambda: (x_BSD, [one[slot, offset] for one in residuals], zeros, ready)
+            idle = lambda: (x_BSD, _taken(residuals, slot, offset), zeros, ready)
             x_BSD, kept, new, ready = when(self._filled(unit), go, idle)
-            residuals = [one.at[slot, offset].set(new) for one, new in zip(residuals, kept, strict=True)]
+            residuals = _placed(residuals, kept, slot, offset)
             return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new), ready), None
 
         first = lambda: self._weights(jnp.int32(0), 0)
@@ -179,9 +206,7 @@ class Layers:
         def body(carry: tuple[jax.Array, Params], offset: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
             x_gradient_BSD, gradients = carry
             unit = chunk * self._depth + offset
-            go = lambda: self._unit_backward(
-                x_gradient_BSD, unit, rows, [one[slot, offset] for one in residuals], reduce
-            )
+            go = lambda: self._unit_backward(x_gradient_BSD, unit, rows, _taken(residuals, slot, offset), reduce)
             nothing = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
             x_gradient_BSD, new = when(self._filled(unit), go, nothing)
             return (x_gradient_BSD, jax.tree.map(lambda total, one: total.at[unit].add(one), gradients, new)), None
@@ -217,7 +242,7 @@ class Layers:
 
         def body(carry: Any, unit: jax.Array) -> tuple[Any, None]:
             x_gradient_BSD, gradients, ready, waiting = carry
-            kept = [one[slot, unit] for one in residuals]
+            kept = _taken(residuals, slot, unit)
             for place in range(last, -1, -1):
                 before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), last)
                 weights, ready = ready, self._weights(*before)
@@ -337,6 +362,7 @@ class Layers:
         """A layer as ((x, term of the loss), sums) of its weights, its buffers, its number, the rows and x."""
 
         def apply(*arguments: Any) -> Any:
+            arguments = (*arguments[:-1], checkpoint_name(arguments[-1], "layer_input"))
             parts = self._spec.placement.overlap == "rows"
             output = self._call_by_halves(place, *arguments) if parts else self._call(place, *arguments)
             float32 = lambda one: one.astype(jnp.float32)
@@ -408,6 +434,18 @@ class Layers:
     def _scan(self, body: Callable[[Any, jax.Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
         unroll = min(self._spec.config.train.layer_unroll, self._depth)
         return jax.lax.scan(body, start, jnp.arange(self._depth), unroll=unroll, reverse=reverse)[0]
+
+
+def _taken(residuals: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
+    """What a unit has left in a slot. By slices, which arrays in host memory have too."""
+    cut = lambda one: jax.lax.dynamic_slice(one, (slot, offset, *[0] * (one.ndim - 2)), (1, 1, *one.shape[2:]))
+    return [cut(one).reshape(one.shape[2:]) for one in residuals]
+
+
+def _placed(residuals: Residuals, kept: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
+    """With what a unit leaves."""
+    put = lambda one, new: jax.lax.dynamic_update_slice(one, new[None, None], (slot, offset, *[0] * new.ndim))
+    return [put(one, new) for one, new in zip(residuals, kept, strict=True)]
 
 
 class _Backward:
