@@ -15,6 +15,7 @@ from jaxmnt.plan.show import _round
 from jaxmnt.plan.targets import CHIPS, find_chip, gpu_devices
 from jaxmnt.plan.timeline import play
 from jaxmnt.training.compile import build_spec, compile_step
+from jaxmnt.training.levers import find_levers, told
 from jaxmnt.training.state import abstract_state
 
 PROGRAM = """
@@ -399,3 +400,49 @@ def test_packed_rows_are_cudnns_too(remat):
         length = config.data.sequence_length
         assert not [shape for _, shape in shapes_in(text) if sum(size >= length for size in shape if size) > 1]
     assert memory["packed"] <= 1.1 * memory["windows"]
+
+
+@pytest.mark.parametrize("setting", [{"remat": "full"}, {"microbatch_size": 1}], ids=str)
+def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
+    tree = {
+        "data": {"global_batch_size": 16, "sequence_length": 256},
+        "model": {"vocab_size": 64, "hidden_size": 64, "num_layers": 24, "num_heads": 4, "intermediate_size": 256},
+        "train": {"precision": "float32", "microbatch_size": 2, "remat": "dots"},
+        "mesh": {"fsdp": 4},
+    }
+    build = lambda config: build_spec(config, 64, jax.devices()[:4])
+    spec, changed = (build(parse_config(tree | {"train": tree["train"] | more})) for more in ({}, setting))
+    [(name, value)] = setting.items()
+    [lever] = [one for one in find_levers(spec, build) if one.setting == f"train.{name}={value}"]
+    before, after = (
+        compile_step(one, abstract_state(one)).memory_analysis().temp_size_in_bytes for one in (spec, changed)
+    )
+    assert 0.8 * (before - after) <= lever.saves <= 1.1 * (before - after), (before, after)
+    assert find_levers(spec, build)[0].setting == "train.remat=full"
+    assert told(find_levers(spec, build)).startswith("train.remat=full saves 0.0")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
+def test_a_plan_that_does_not_fit_names_what_would_save_most():
+    chip = find_chip("h100")
+    plan = lambda *overrides: make_report(
+        spec_of(*overrides), lambda device: device.process_index, chip
+    )["memory"]  # fmt: skip
+    spec_of = lambda *overrides: build_spec(
+        config := load_config(ROOT / "configs" / "llama-8b.yaml", list(overrides)), config.model.vocab_size,
+        gpu_devices(chip, 16, 8),
+    )  # fmt: skip
+    tight = plan("train.microbatch_size=4", "model.num_layers=40")
+    assert tight["peak"] > tight["limit"] == round(0.92 * chip.memory)
+    assert [one["setting"] for one in tight["levers"][:2]] == ["train.remat=full", "train.microbatch_size=2"]
+    enough = plan("train.microbatch_size=4", "model.num_layers=40", "train.remat=full")
+    assert enough["levers"] == [] and tight["peak"] - enough["peak"] == pytest.approx(
+        tight["levers"][0]["saves"], rel=0.1
+    )
+    offloaded = plan(
+        "train.microbatch_size=4", "model.num_layers=40", "train.remat=full", "train.remat_offload=[layer_input]"
+    )
+    assert enough["peak"] - offloaded["peak"] > 0.5 * 40 * 4 * 8192 * 4096 * 2
+    state = plan("train.microbatch_size=4", "model.num_layers=40", "train.remat=full", "optimizer.offload=true")
+    assert state["optimizer_in_host_memory"] and state["peak"] < enough["peak"]

@@ -22,8 +22,9 @@ from jaxmnt.plan.targets import Chip
 from jaxmnt.plan.timeline import Round, Timeline, play
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
-from jaxmnt.training.compile import compile_step, measure
+from jaxmnt.training.compile import build_spec, compile_step, measure
 from jaxmnt.training.compiler_options import GpuMemory
+from jaxmnt.training.levers import find_levers
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes
 from jaxmnt.training.trained import names_of
@@ -182,6 +183,10 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip |
     text = step.as_text()
     needed = measure(spec, state, step, None if memory is None else round(memory.usable))
     timeline = replayed(spec, text, hosts, chip)
+    fits = needed.limit is None or needed.peak <= needed.limit
+    rebuild = lambda config: build_spec(
+        config, spec.data_vocab_size, list(spec.placement.mesh.devices.flat), lambda device: str(hosts(device))
+    )
     return {
         "devices": {
             "kind": spec.placement.mesh.devices.flat[0].device_kind,
@@ -192,7 +197,11 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip |
         "notes": notes(spec),
         "schedule": schedule_facts(spec),
         "parameters": parameters(spec),
-        "memory": vars(needed),
+        "memory": vars(needed)
+        | {
+            "optimizer_in_host_memory": spec.config.optimizer.offload,
+            "levers": [] if fits else [one._asdict() for one in find_levers(spec, rebuild)],
+        },
         "collectives": traffic(spec, timeline, hosts),
         "timeline": None if chip is None else step_times(timeline) | {"rates": asdict(chip.rates)},
         "rounds": [] if chip is None else rounds(spec, timeline),

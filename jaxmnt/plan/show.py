@@ -95,10 +95,14 @@ def _memory(report: Report) -> list[str]:
     memory = report["memory"]
     rows: Rows = [("memory per device", "")]
     rows += [(name, size(memory[name])) for name in ("params", "optimizer", "temporary", "peak")]
+    if memory["optimizer_in_host_memory"]:
+        rows[2] = ("optimizer", f"{size(memory['optimizer'])}, in host memory but for the update")
     if memory["limit"]:
         share = memory["peak"] / memory["limit"]
         verdict = "" if share <= 1 else ": it does not fit"
-        rows.append(("of the device's", f"{size(memory['limit'])} ({share:.0%}){verdict}"))
+        rows.append(("of what it has", f"{size(memory['limit'])} ({share:.0%}){verdict}"))
+    for lever in memory["levers"]:
+        rows.append(("saves", f"{size(lever['saves'])}: {lever['setting']}"))
     return _table(rows, right=set())
 
 

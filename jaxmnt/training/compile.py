@@ -32,6 +32,7 @@ from jaxmnt.parallel.sharding import (
     whole_length,
 )
 from jaxmnt.training.compiler_options import NO_OPTIONS, GpuMemory, compiler_options, memory_options
+from jaxmnt.training.levers import find_levers, told
 from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import build_schedule, unit_slots
@@ -43,6 +44,7 @@ from jaxmnt.training.state import (
     abstract_state,
     bytes_a_device,
     canonical_abstract,
+    float32_bytes,
     initial_state,
     model_state,
     moving_bytes,
@@ -160,10 +162,10 @@ def compile_program(
     seconds = time.perf_counter() - started
     memory = measure(spec, state, step, _device_limit(spec.placement))
     if memory.limit is not None and memory.peak > memory.limit:
+        levers = find_levers(spec, lambda changed: build_spec(changed, data_vocab_size, devices, hosts))
         raise ConfigError(
             f"memory: a step needs {memory.peak / 2**30:.2f} GiB on a device that has "
-            f"{memory.limit / 2**30:.2f} GiB; lower train.microbatch_size, raise mesh.fsdp, "
-            "or set train.remat: full"
+            f"{memory.limit / 2**30:.2f} GiB; {told(levers)}"
         )
     return Program(spec, step, state, memory, seconds)
 
@@ -282,12 +284,18 @@ def _check_memory_options(config: Config, placement: Placement) -> None:
         raise ConfigError("train.remat_offload: what is kept by name needs train.remat dots, names or full; set one")
     if train.remat_offload and placement.stages > 1:
         raise ConfigError("train.remat_offload: a pipeline's stages keep activations on devices; leave it out")
-    everywhere = placement.sharding(())
-    if config.optimizer.offload and everywhere.with_memory_kind(HOST_MEMORY).memory_kind != HOST_MEMORY:
-        raise ConfigError(
-            "optimizer.offload: these devices are not known to reach host memory, and devices that are only planned "
-            "with cannot say; set it to false"
-        )
+    if config.optimizer.offload and not (has_host_memory(placement) or is_planned(placement)):
+        raise ConfigError("optimizer.offload: these devices are not known to reach host memory; set it to false")
+
+
+def has_host_memory(placement: Placement) -> bool:
+    """Whether arrays can be kept in the memory of the devices' hosts."""
+    return placement.sharding(()).with_memory_kind(HOST_MEMORY).memory_kind == HOST_MEMORY
+
+
+def is_planned(placement: Placement) -> bool:
+    """Whether these devices are only compiled for: they have no memory at all."""
+    return not any(device.addressable_memories() for device in placement.mesh.devices.flat)
 
 
 def _abstract_batch(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
@@ -347,11 +355,18 @@ def measure(spec: StepSpec, state: State, step: Any, limit: int | None) -> Memor
     analysis = step.memory_analysis()
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    params, optimizer = bytes_a_device(state["params"]), bytes_a_device(state["optimizer"])
+    peak, at_rest = arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(spec, state)
+    if spec.config.optimizer.offload and is_planned(spec.placement):
+        # Compiled with the moments on the device. They are there for the update, with the gradients, if not one after
+        # the other: at most that.
+        peak = max(peak - optimizer, params + optimizer + float32_bytes(state["params"]))
+        at_rest -= optimizer
     return Memory(
-        params=bytes_a_device(state["params"]),
-        optimizer=bytes_a_device(state["optimizer"]),
+        params=params,
+        optimizer=optimizer,
         temporary=temporary,
-        peak=max(arguments + temporary + outputs, bytes_a_device(state) + moving_bytes(spec, state)),
+        peak=max(peak, at_rest),
         limit=limit,
     )
 

@@ -126,6 +126,11 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     return Results(end.sums, end.layer_sums, gradients)
 
 
+def residuals(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> dict[str, Residuals]:
+    """The places for what forwards leave for their backwards: by group, for all slots."""
+    return _Training(spec, params, buffers, batch, lambda _: None, spec.schedule).start().residuals
+
+
 def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
     """The summed loss of this batch shard's rows, by a schedule without backward."""
     evaluation = _Evaluation(spec, params, buffers, batch, lambda _: None, schedule)

@@ -106,6 +106,11 @@ def bytes_a_device(tree: Any) -> int:
     return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
 
 
+def float32_bytes(tree: Any) -> int:
+    """Of a tree of float32 arrays like this one on a device, such as gradients."""
+    return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
 def stored_bytes(canonical: State) -> int:
     """Bytes of the whole state as it is stored."""
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))

@@ -1,0 +1,96 @@
+"""Which setting would save how much memory of a device, counted without compiling: from shapes.
+
+What forward keeps for backward, and what the state takes, is counted. Other temporary memory, such as logits, is not,
+nor are the masks of dropout: so a microbatch of half the rows saves more than it is said to here.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmnt.config.schema import Config
+from jaxmnt.parallel.sharding import is_axes
+from jaxmnt.training import engine
+from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, StepSpec
+from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes
+
+
+class Lever(NamedTuple):
+    """A setting that would save memory."""
+
+    setting: str
+    """As on the command line."""
+    saves: int
+    """Bytes of each device."""
+
+
+def find_levers(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[Lever]:
+    """Settings that differ from the config's, those that would save most first. `rebuild` gives the spec of another
+    config on the same devices."""
+    kept = kept_bytes(spec)
+    found = [Lever(*one) for one in _of_the_state(spec, kept)]
+    found += [Lever(setting, kept - kept_bytes(rebuild(other))) for setting, other in _of_activations(spec)]
+    return sorted((one for one in found if one.saves > 0), key=lambda one: (-one.saves, one.setting))
+
+
+def told(levers: Sequence[Lever]) -> str:
+    """The first three in words."""
+    parts = [f"{lever.setting} saves {lever.saves / 2**30:.2f} GiB" for lever in levers[:3]]
+    return "; ".join(parts) or "raise mesh.fsdp, or take more devices"
+
+
+def kept_bytes(spec: StepSpec) -> int:
+    """What forwards leave on a device for their backwards, at most at a time; not what is in host memory."""
+    kept: list[Any] = []
+    batch = {name: jax.ShapeDtypeStruct(_rows(spec), jnp.int32) for name in BATCH_LOGICAL_AXES}
+
+    def local(params: Any, buffers: Any, batch: Batch) -> jax.Array:
+        kept.extend(jax.tree.leaves(engine.residuals(spec, params, buffers, batch)))
+        return jnp.zeros(())
+
+    split = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
+    definition, state = spec.definition, abstract_state(spec)
+    function = jax.shard_map(
+        local, mesh=spec.placement.mesh, out_specs=jax.sharding.PartitionSpec(), check_vma=False,
+        in_specs=(split(definition.axes), split(definition.buffer_axes), split(BATCH_LOGICAL_AXES)),
+    )  # fmt: skip
+    jax.eval_shape(function, state["params"], state.get("buffers", {}), batch)
+    on_device = (one for one in kept if jax.typeof(one).memory_space != jax.memory.Space.Host)
+    return sum(one.dtype.itemsize * math.prod(one.shape) for one in on_device)
+
+
+def _rows(spec: StepSpec) -> tuple[int, int]:
+    return spec.config.data.global_batch_size, spec.config.data.sequence_length
+
+
+def _of_the_state(spec: StepSpec, kept: int) -> Iterator[tuple[str, int]]:
+    """(setting, bytes)."""
+    config, state, sizes = spec.config, abstract_state(spec), spec.placement.sizes
+    optimizer = bytes_a_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
+    if not config.optimizer.offload:
+        yield "optimizer.offload=true", min(optimizer, kept)  # for the update, when nothing is kept, all is back
+        if config.optimizer.state_dtype == "float32":
+            yield "optimizer.state_dtype=bfloat16", optimizer // 2
+    else:
+        optimizer = 0
+    if sizes["data"] > 1 and spec.config.mesh.zero == 3 and sizes["data"] % 2 == 0:
+        # Parameters, their gradients in float32, and the optimizer.
+        params = bytes_a_device(state["params"])
+        gradients = float32_bytes(state["params"])
+        setting = f"mesh.data={sizes['data'] // 2} mesh.fsdp={sizes['fsdp'] * 2}"
+        yield setting, (params + gradients + optimizer) // 2
+
+
+def _of_activations(spec: StepSpec) -> Iterator[tuple[str, Config]]:
+    """(setting, the config with it)."""
+    config, train, rows = spec.config, spec.config.train, spec.microbatch_rows
+    with_train = lambda **changes: config.model_copy(update={"train": train.model_copy(update=changes)})
+    if train.remat != "full":
+        yield "train.remat=full", with_train(remat="full")
+    elif spec.placement.stages == 1 and "layer_input" not in train.remat_offload:
+        yield "train.remat_offload=[layer_input]", with_train(remat_offload=[*train.remat_offload, "layer_input"])
+    if rows > 1 and rows % 2 == 0 and config.model.overlap != "rows":
+        yield f"train.microbatch_size={rows // 2}", with_train(microbatch_size=rows // 2)
