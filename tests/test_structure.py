@@ -20,6 +20,7 @@ NAMING_AXES = {
     "parallel/collectives.py": "communication along an axis",
     "training/engine.py": "the stages of a pipeline",
     "training/compile.py": "the section pipeline of the config",
+    "training/levers.py": "the mesh that a setting would make",
     "plan/budget.py": "bytes by axis",
     "drill/course.py": "a mesh that is made small",
     "trained_model.py": "the mesh of a command that calls a model",

@@ -133,6 +133,11 @@ class Placement:
         return self.sizes["pipeline"]
 
     @property
+    def axes_of_layers(self) -> int:
+        """Along how many mesh axes a layer communicates, or hands on."""
+        return sum(size > 1 for axis, size in self.sizes.items() if axis != "data")
+
+    @property
     def batch_shards(self) -> int:
         """Into how many pieces the rows of a batch are split."""
         return self.num_shards("batch")

@@ -40,7 +40,7 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
     if spec.placement.mesh.devices.flat[0].platform != "cpu":
         if spec.prefetch:
             options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
-        if sum(spec.placement.sizes[axis] > 1 for axis in ("pipeline", "fsdp", "context", "expert", "model")) > 1:
+        if spec.placement.axes_of_layers > 1:
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
     else:
         options["xla_backend_optimization_level"] = level
