@@ -376,6 +376,19 @@ def test_a_checkpoint_moves_between_meshes(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_a_padded_table_moves_without_a_whole_copy():
+    """Between how it lies and how it is stored: a device holds pieces of it, in and out and under way."""
+    spec = build_spec(config(model={"vocab_size": 5003, "hidden_size": 256}, mesh={"fsdp": 2, "model": 4}), 5003)
+    placed = abstract_state(spec)["params"]["embedding"]["table"]
+    axes = spec.definition.axes["embedding"]["table"]
+    stored = spec.layout.canonical_sharding((5003, 256), axes)
+    move = lambda table: spec.layout.to_checkpoint_layout(table, axes)
+    memory = jax.jit(move, out_shardings=stored).lower(placed).compile().memory_analysis()
+    piece = placed.size * 4 / 8
+    assert placed.shape == (5004, 256) and memory.argument_size_in_bytes == pytest.approx(piece, rel=0.01)
+    assert memory.output_size_in_bytes == pytest.approx(piece, rel=0.01) and memory.temp_size_in_bytes < 2.5 * piece
+
+
 @pytest.mark.slow
 def test_state_in_host_memory_changes_nothing():
     """The same parameters after three steps, with the moments resting in host memory between them."""

@@ -141,6 +141,8 @@ def test_a_step_is_played_on_timelines():
     written = (2 * 4 * 1000 + 4) / 1e6  # a slice is read and written, and its index read
     assert step.seconds == pytest.approx(5 * 4.5 + written) and step.flops == 10 * product
     assert step.exposed == pytest.approx(12.5)
+    [other] = step.besides
+    assert (other.instruction.name, other.times, other.seconds) == ("written", 1, pytest.approx(written))
     [layer] = step.rounds
     assert (layer.name, layer.times, layer.seconds) == ("layer", 5, pytest.approx(4.5))
     assert "stage_forward" in layer.scopes

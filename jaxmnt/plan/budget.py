@@ -205,6 +205,7 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip |
         "collectives": traffic(spec, timeline, hosts),
         "timeline": None if chip is None else step_times(timeline) | {"rates": asdict(chip.rates)},
         "rounds": [] if chip is None else rounds(spec, timeline),
+        "besides": [] if chip is None else besides(timeline),
         "compile_seconds": round(seconds, 1),
     }
 
@@ -302,6 +303,28 @@ def rounds(spec: StepSpec, timeline: Timeline) -> list[dict[str, Any]]:
         }
         for one in sorted(timeline.rounds, key=lambda one: -one.times * one.seconds)
     ]
+
+
+_LEAST_SHARE = 0.002
+
+
+def besides(timeline: Timeline) -> list[dict[str, Any]]:
+    """What takes longest of a step besides products, attention and communication: arrays that are read and written."""
+    return [
+        {
+            "what": one.instruction.where.rsplit("/", 1)[-1] or one.instruction.opcode,
+            "in": [scope for scope in _SCOPES if scope in one.instruction.where.split("/")][-1:],
+            "dtype": one.instruction.arrays[0][0],
+            "shape": list(one.instruction.arrays[0][1]),
+            "times": round(one.times, 3),
+            "seconds": round(one.seconds, 6),
+        }
+        for one in timeline.besides[:8]
+        if one.seconds > _LEAST_SHARE * timeline.seconds
+    ]
+
+
+_SCOPES = (engine.ENTER, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.LEAVE)
 
 
 def _round_name(one: Round) -> str:

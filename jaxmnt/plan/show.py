@@ -27,6 +27,7 @@ def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int]) -> 
         _collectives(report),
         _timeline(report),
         *map(_round, report["rounds"]),
+        _besides(report),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -142,6 +143,17 @@ def _timeline(report: Report) -> list[str]:
         f"{rates['within_host'] / 1e9:.0f} GB/s in a host, {rates['between_hosts'] / 1e9:g} between "
         f"hosts, {rates['to_host'] / 1e9:g} to host memory",
     ]
+
+
+def _besides(report: Report) -> list[str]:
+    """What else takes time."""
+    if not report["besides"]:
+        return []
+    rows: Rows = [("besides products and attention", "in", "array", "times", "takes")]
+    for entry in report["besides"]:
+        array = f"{entry['dtype']} {'×'.join(map(str, entry['shape']))}"
+        rows.append((entry["what"], *(entry["in"] or ["-"]), array, count(entry["times"]), _seconds(entry["seconds"])))
+    return _table(rows, right={3, 4})
 
 
 _BAR = 40

@@ -45,6 +45,15 @@ class Round:
 
 
 @dataclass
+class Work:
+    """An instruction that multiplies nothing, in all of its executions in a step."""
+
+    instruction: Instruction
+    times: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
 class Timeline:
     """A step, as it is played."""
 
@@ -53,6 +62,8 @@ class Timeline:
     collectives: list[Played]
     """In the order of the program."""
     rounds: list[Round]
+    besides: list[Work]
+    """Of a step's work what are no products and no attention, those first that take longest."""
 
     @property
     def exposed(self) -> float:
@@ -74,7 +85,8 @@ def play(
     counted."""
     player = _Player(program, devices, rates, host_of, share)
     end = player.computation(program.entry, _Now(), 1.0, False)
-    return Timeline(end.work, end.flops, list(player.found.values()), list(player.rounds.values()))
+    besides = sorted(player.besides.values(), key=lambda work: -work.seconds)
+    return Timeline(end.work, end.flops, list(player.found.values()), list(player.rounds.values()), besides)
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,7 @@ class _Player:
         self._costs = None if rates is None else Costs(program, rates)
         self.found: dict[tuple[str, str], Played] = {}
         self.rounds: dict[str, Round] = {}
+        self.besides: dict[tuple[str, str], Work] = {}
 
     def computation(self, name: str, now: _Now, times: float, conditional: bool) -> _Now:
         """`times` is how often what is played here happens."""
@@ -120,6 +133,9 @@ class _Player:
                 now = _wait(*started[instruction.operands[0]], now, times, began)
             elif self._costs is not None:
                 seconds, flops = self._costs.of(name, instruction)
+                if seconds and not flops and not math.isnan(times):
+                    work = self.besides.setdefault((name, instruction.name), Work(instruction))
+                    work.times, work.seconds = work.times + times, work.seconds + times * seconds
                 now = replace(now, work=now.work + seconds, flops=now.flops + flops)
         if sent:
             self._note(name, sent, now.work - began.work, times)
