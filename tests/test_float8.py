@@ -10,12 +10,14 @@ import pytest
 from conftest import ROOT, mostly_slow
 from hypothesis import given
 from hypothesis import strategies as st
-from test_parallel import gradients
+from test_parallel import GPT2, config, gradients
+from test_plan import hold_to_budget
 
 from jaxmnt.config.load import load_config
 from jaxmnt.errors import ExitCode
 from jaxmnt.models import float8
 from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, chosen_for, float8_products, power_of_two_scale, product
+from jaxmnt.plan.budget import _gathered_in_float8, make_report
 from jaxmnt.plan.targets import find_chip, gpu_devices
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.train import train
@@ -99,6 +101,32 @@ def test_the_same_numbers_on_every_mesh(mesh):
         assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.2e}"
 
 
+@pytest.mark.parametrize(
+    "sections",
+    mostly_slow({0}, [
+        {"mesh": {"fsdp": 4, "model": 2}, "model": {"num_kv_heads": 2}},
+        {"mesh": {"fsdp": 8, "prefetch": True}, "model": {"family": "gemma3", "sliding_window": 5}},
+        {"mesh": {"fsdp": 4, "model": 2}, "model": {"num_kv_heads": 1, "overlap": "ring"}, "train": {"remat": "dots"}},
+        {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "model": GPT2},
+    ]),
+    ids=str,
+)  # fmt: skip
+def test_weights_that_are_gathered_in_float8_are_the_same(sections):
+    """Bit for bit, and only those: keys and values with few heads, and biases, are not."""
+    train = {"precision": "float8", "float8_least": 32, "microbatch_size": 2} | sections.pop("train", {})
+    results = []
+    for gather in (True, False):
+        asked = sections | {"train": train | {"float8_gather": gather}}
+        if gather:
+            spec = build_spec(config(**asked), 60, jax.devices())
+            names = _gathered_in_float8(spec)
+            assert any(name.endswith("mlp.up") for name in names)
+            assert not any("norm" in name or "bias" in name or "embedding" in name for name in names)
+        results.append(gradients(8, **asked))
+    assert results[0][0] == results[1][0]
+    jax.tree.map(np.testing.assert_array_equal, results[0][1], results[1][1])
+
+
 def smoothed(config, over=20):
     losses = [line["loss"] for line in read_lines(Path(config.run.dir) / "metrics.jsonl") if line["kind"] == "train"]
     return np.convolve(losses, np.ones(over) / over, "valid")
@@ -154,3 +182,18 @@ def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatc
         products += in_float8 - 1
     assert count("__cublas$lt$matmul$f8") == products
     assert count("__cublas$lt$matmul") == 3 * (7 - in_float8) + 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
+def test_what_is_gathered_on_gpus_is_half():
+    """And no more is sent than the scheme needs."""
+    chip, sent = find_chip("h100"), {}
+    for gather in ("true", "false"):
+        overrides = ["train.precision=float8", f"train.float8_gather={gather}"]
+        config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides)
+        spec = build_spec(config, config.model.vocab_size, gpu_devices(chip, 16, 8))
+        report = make_report(spec, lambda device: device.process_index, chip)
+        hold_to_budget(spec, report)
+        sent[gather] = sum(one["bytes_sent"] for one in report["collectives"] if one["kind"] == "all-gather")
+    assert sent["true"] < 0.55 * sent["false"]  # embedding and head are gathered in bfloat16

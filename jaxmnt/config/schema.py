@@ -78,6 +78,9 @@ class Train(Section):
     float8_least: int = key(
         1024, "Products with fewer inputs or outputs than this on a device stay in bfloat16.", resume="maths", ge=16
     )
+    float8_gather: bool = key(
+        True, "With float8 and mesh.zero 3, gather the weights that are multiplied in float8 in float8."
+    )
     params_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "Dtype of the stored (master) parameters; bfloat16 loses small updates.", resume="breaks"
     )

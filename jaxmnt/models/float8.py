@@ -33,6 +33,7 @@ class Float8(NamedTuple):
 
 
 _chosen: ContextVar[Float8 | None] = ContextVar("float8", default=None)
+_noted: ContextVar[list[jax.Array] | None] = ContextVar("noted", default=None)
 
 
 @contextlib.contextmanager
@@ -43,6 +44,24 @@ def float8_products(chosen: Float8 | None) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+@contextlib.contextmanager
+def noting_weights() -> Iterator[list[jax.Array]]:
+    """The weights that are multiplied in float8 inside, as they are given to `project`."""
+    noted: list[jax.Array] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def note_weight(weight: jax.Array) -> None:
+    """That it is multiplied in float8."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(weight)
 
 
 def chosen_for(tokens: int, inputs: int, outputs: int) -> Float8 | None:
@@ -67,6 +86,16 @@ def x_gradient(how: Float8, gradient_TF: jax.Array, weight_DF: jax.Array) -> jax
 def weight_gradient(how: Float8, x_TD: jax.Array, gradient_TF: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """[D, F] in the weight's dtype, from that of the product."""
     return _multiply(how, _transposed(_quantised(x_TD, FORWARD)), _quantised(gradient_TF, BACKWARD), dtype)
+
+
+def packed(weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """A weight rounded to float8, as bytes, which every backend can send. `scale` is a power of two."""
+    return jax.lax.bitcast_convert_type((weight.astype(jnp.float32) * scale).astype(FORWARD), jnp.uint8)
+
+
+def unpacked(weight: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The rounded weight. What rounds it once more, for a product, gets the same numbers."""
+    return (jax.lax.bitcast_convert_type(weight, FORWARD).astype(jnp.float32) / scale).astype(dtype)
 
 
 class _Scaled(NamedTuple):

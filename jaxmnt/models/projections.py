@@ -73,7 +73,10 @@ def _chosen_for(x: jax.Array, weight: jax.Array, own: Own, pieces: int = 1) -> H
     """How x, cut into so many pieces of the length, is multiplied."""
     tokens, inputs = math.prod(x.shape[:2]) // pieces, math.prod(x.shape[2:])
     outputs = weight.size // inputs if own is None else weight.size // inputs // weight.shape[-2] * len(own)
-    return float8.chosen_for(tokens, inputs, outputs)
+    how = float8.chosen_for(tokens, inputs, outputs)
+    if how is not None:
+        float8.note_weight(weight)
+    return how
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

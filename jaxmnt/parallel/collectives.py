@@ -49,6 +49,28 @@ def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> A
     return jax.tree.map(one, params, axes, is_leaf=is_axes)
 
 
+def unshard_packed(piece: jax.Array, names: Axes, placement: Placement) -> jax.Array:
+    """A weight from this device's piece of it, in the dtype that it has."""
+    gathered = placement.gathered_axes(names)
+    assert gathered is not None
+    dimension, over = gathered
+    return jax.lax.all_gather(piece, over, axis=dimension, tiled=True)
+
+
+def largest_of_weights(weights: list[jax.Array], axes: list[Axes], placement: Placement) -> list[jax.Array]:
+    """Of each stack of weights [units, …] the largest absolute numbers [units], over all pieces: in one reduction for
+    each set of mesh axes that they are gathered over."""
+    own = [jnp.max(jnp.abs(one), axis=range(1, one.ndim)).astype(jnp.float32) for one in weights]
+    over = [found[1] if (found := placement.gathered_axes(names)) else () for names in axes]
+    for along in sorted(set(over) - {()}):
+        places = [place for place, one in enumerate(over) if one == along]
+        most = jax.lax.pmax(jnp.concatenate([own[place] for place in places]), along)
+        parts = jnp.split(most, np.cumsum([len(own[place]) for place in places])[:-1])
+        for place, part in zip(places, parts, strict=True):
+            own[place] = part
+    return own
+
+
 def reshard(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.dtype) -> Any:
     """From gradients of whole weights to this device's pieces of them in float32, summed over the axes that the weights
     are gathered over. What crosses devices is in `reduce_dtype`."""

@@ -47,7 +47,7 @@ def least(spec: StepSpec) -> Least:
     found: Least = defaultdict(float)
 
     compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, config.mesh.zero
-    training = set(names_of(spec.trained_axes))
+    training, in_float8 = set(names_of(spec.trained_axes)), _gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
         gathered = placement.gathered_axes(names)
@@ -55,7 +55,7 @@ def least(spec: StepSpec) -> Least:
             over, num_shards = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
             uses = 2 if names[0] in spec.slots else 1
             gathers, scatters = microbatches * uses if zero == 3 else 1, 1 if zero == 1 else microbatches
-            found["all-gather", over] += gathers * stored * (num_shards - 1) * compute
+            found["all-gather", over] += gathers * stored * (num_shards - 1) * (1 if name in in_float8 else compute)
             found["reduce-scatter", over] += (name in training) * scatters * stored * (num_shards - 1) * reduce
         if name in training and "data" in placement.replicated_axes(names):
             found["all-reduce", "data"] += 2 * stored * reduce * (1 - 1 / shares["data"])
@@ -79,6 +79,21 @@ def least(spec: StepSpec) -> Least:
         # The ends are split over all stages: embedding, its gradient, the head's input, its gradient.
         found["all-reduce", "pipeline"] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
     return dict(found)
+
+
+def _gathered_in_float8(spec: StepSpec) -> set[str]:
+    """Names of parameters."""
+    if not spec.float8:
+        return set()
+    state, axes = abstract_state(spec), spec.definition.axes
+    seen = engine.glance(spec, state["params"], state.get("buffers", {})).gathered_in_float8
+    found: set[str] = set()
+    for group in spec.definition.groups:
+        for place, chosen in seen[group.name].items():
+            inside = f"{group.name}." if len(group.pattern) == 1 else f"{group.name}.{place}."
+            names = [name for name in names_of(axes) if name.startswith(inside)]
+            found.update(name for name, yes in zip(names, chosen, strict=True) if yes)
+    return found
 
 
 def small(spec: StepSpec) -> float:

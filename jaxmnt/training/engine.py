@@ -28,7 +28,7 @@ from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.pipeline_schedule import PhaseTable, PipelineSchedule
-from jaxmnt.training.spec import Batch, StepSpec
+from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, StepSpec
 from jaxmnt.training.stage import Layers, Residuals, Rows, microbatch_rows
 from jaxmnt.training.trained import select
 
@@ -126,9 +126,35 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     return Results(end.sums, end.layer_sums, gradients)
 
 
-def residuals(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> dict[str, Residuals]:
+class Glance(NamedTuple):
+    """What can be known of a step without computing anything, on a device."""
+
+    residuals: dict[str, Residuals]
     """The places for what forwards leave for their backwards: by group, for all slots."""
-    return _Training(spec, params, buffers, batch, lambda _: None, spec.schedule).start().residuals
+    gathered_in_float8: dict[str, dict[int, list[bool]]]
+    """By group and place in the pattern, which of the parameters."""
+
+
+def glance(spec: StepSpec, params: Params, buffers: Params) -> Glance:
+    """`params` and `buffers` are abstract, as they are placed."""
+    found: list[Glance] = []
+    shape = (spec.config.data.global_batch_size, spec.config.data.sequence_length)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in BATCH_LOGICAL_AXES}
+
+    def local(params: Params, buffers: Params, batch: Batch) -> jax.Array:
+        training = _Training(spec, params, buffers, batch, lambda _: None, spec.schedule)
+        gathered = {name: layers.gathered_in_float8 for name, layers in training.layers.items()}
+        found.append(Glance(training.start().residuals, gathered))
+        return jnp.zeros(())
+
+    split = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
+    axes, definition = BATCH_LOGICAL_AXES, spec.definition
+    function = jax.shard_map(
+        local, mesh=spec.placement.mesh, out_specs=jax.sharding.PartitionSpec(), check_vma=False,
+        in_specs=(split(definition.axes), split(definition.buffer_axes), split(axes)),
+    )  # fmt: skip
+    jax.eval_shape(function, params, buffers, batch)
+    return found[0]
 
 
 def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
@@ -161,6 +187,9 @@ class _Run:
         self.params = collectives.unshard(params, axes, spec.placement, spec.dtype) if once else params
         self.layers = {group.name: self._layers(group, buffers, whole=once) for group in spec.definition.groups}
         self.embed_head = EmbedAndHead(spec, self.params, whole=once)
+        if spec.float8 and spec.config.train.float8_gather and not once:
+            for layers in self.layers.values():
+                layers.gather_in_float8(self.nothing(), self.layer_rows(jnp.int32(0)))
 
     def _layers(self, group: LayerGroup, buffers: Params, *, whole: bool) -> Layers:
         slots = self.spec.slots[group.name]

@@ -6,15 +6,13 @@ nor are the masks of dropout: so a microbatch of half the rows saves more than i
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxmnt.config.schema import Config
-from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training import engine
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, StepSpec
+from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes
 
 
@@ -44,26 +42,10 @@ def told(levers: Sequence[Lever]) -> str:
 
 def kept_bytes(spec: StepSpec) -> int:
     """What forwards leave on a device for their backwards, at most at a time; not what is in host memory."""
-    kept: list[Any] = []
-    batch = {name: jax.ShapeDtypeStruct(_rows(spec), jnp.int32) for name in BATCH_LOGICAL_AXES}
-
-    def local(params: Any, buffers: Any, batch: Batch) -> jax.Array:
-        kept.extend(jax.tree.leaves(engine.residuals(spec, params, buffers, batch)))
-        return jnp.zeros(())
-
-    split = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
-    definition, state = spec.definition, abstract_state(spec)
-    function = jax.shard_map(
-        local, mesh=spec.placement.mesh, out_specs=jax.sharding.PartitionSpec(), check_vma=False,
-        in_specs=(split(definition.axes), split(definition.buffer_axes), split(BATCH_LOGICAL_AXES)),
-    )  # fmt: skip
-    jax.eval_shape(function, state["params"], state.get("buffers", {}), batch)
+    state = abstract_state(spec)
+    kept = jax.tree.leaves(engine.glance(spec, state["params"], state.get("buffers", {})).residuals)
     on_device = (one for one in kept if jax.typeof(one).memory_space != jax.memory.Space.Host)
     return sum(one.dtype.itemsize * math.prod(one.shape) for one in on_device)
-
-
-def _rows(spec: StepSpec) -> tuple[int, int]:
-    return spec.config.data.global_batch_size, spec.config.data.sequence_length
 
 
 def _of_the_state(spec: StepSpec, kept: int) -> Iterator[tuple[str, int]]:

@@ -15,11 +15,11 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
 from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
-from jaxmnt.models.float8 import float8_products
+from jaxmnt.models.float8 import FORWARD, float8_products, noting_weights, packed, power_of_two_scale, unpacked
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel import collectives
-from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, unshard
-from jaxmnt.parallel.sharding import unstacked
+from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, unshard, unshard_packed
+from jaxmnt.parallel.sharding import Axes, is_axes, unstacked
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.state import HOST_MEMORY
 from jaxmnt.training.trained import select
@@ -134,8 +134,43 @@ class Layers:
         groups = spec.definition.groups
         self._number = sum(other.num_layers for other in groups[: groups.index(group)])
         self._remat = lambda layer: rematerialise(layer, spec.config.train)
+        self._scales: dict[int, list[jax.Array | None]] = {}
+        """By place in the pattern, of each weight that is gathered in float8 the scale, [units]."""
         self._backwards: dict[int, _Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
+
+    def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:
+        """From now on, weights that layers multiply in float8 alone, and that are gathered."""
+        for place in range(len(self._group.pattern)):
+            stacked, axes = self._at(self._params, place), self._at(self._axes, place)
+            named = jax.tree.leaves(axes, is_leaf=is_axes)
+            wanted = [
+                multiplied and self._spec.placement.gathered_axes(names) is not None
+                for multiplied, names in zip(self._multiplied_in_float8(place, x_BSD, rows), named, strict=True)
+            ]
+            chosen = lambda each, wanted=wanted: [one for one, yes in zip(each, wanted, strict=True) if yes]
+            weights = [one.astype(self._spec.dtype) for one in chosen(jax.tree.leaves(stacked))]
+            largest = collectives.largest_of_weights(weights, chosen(named), self._spec.placement)
+            scales = iter([power_of_two_scale(one, FORWARD) for one in largest])
+            self._scales[place] = [next(scales) if yes else None for yes in wanted]
+
+    @property
+    def gathered_in_float8(self) -> dict[int, list[bool]]:
+        """By place in the pattern, which of its parameters."""
+        return {place: [one is not None for one in scales] for place, scales in self._scales.items()}
+
+    def _multiplied_in_float8(self, place: int, x_BSD: jax.Array, rows: Rows) -> list[bool]:
+        """For each weight of a layer, by trying the layer without computing anything."""
+        found: list[bool] = []
+
+        def look(weights: Params, x_BSD: jax.Array) -> jax.Array:
+            with noting_weights() as noted:
+                output = self._call(place, *self._arguments(jnp.int32(0), place, rows, weights), x_BSD)
+            found.extend(any(leaf is one for one in noted) for leaf in jax.tree.leaves(weights))
+            return output.x_BSD
+
+        jax.eval_shape(look, jax.eval_shape(lambda: self._weights(jnp.int32(0), place)), x_BSD)
+        return found
 
     def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
         """A place for what the forwards of `slots` microbatches leave for their backwards, [slots, depth, …], and for
@@ -409,7 +444,19 @@ class Layers:
         weights = jax.tree.map(pick, self._at(self._params, place))
         if self._whole:
             return weights
-        return unshard(weights, self._at(self._axes, place), self._spec.placement, self._spec.dtype)
+        axes, placement, dtype = self._at(self._axes, place), self._spec.placement, self._spec.dtype
+        if place not in self._scales:
+            return unshard(weights, axes, placement, dtype)
+        leaves, structure = jax.tree.flatten(weights)
+
+        def whole(weight: jax.Array, scales: jax.Array | None, names: Axes) -> Any:
+            if scales is None:
+                return unshard(weight, names, placement, dtype)
+            scale = scales[unit]
+            return unpacked(unshard_packed(packed(weight.astype(dtype), scale), names, placement), scale, dtype)
+
+        named = jax.tree.leaves(axes, is_leaf=is_axes)
+        return jax.tree.unflatten(structure, map(whole, leaves, self._scales[place], named))
 
     def _arguments(
         self, unit: jax.Array, place: int, rows: Rows, weights: Params
