@@ -257,9 +257,11 @@ def part_long(bench: Bench) -> Result:
 
 def part_remat(bench: Bench) -> Result:
     shape = Shape(**{**vars(bench.shape), "steps": 6})
+    policies = {remat: [f"train.remat={remat}"] for remat in ("none", "dots", "full")}
+    policies["offload"] = ["train.remat=full", "train.remat_offload=[layer_input]"]
     return {
-        remat: measured(train(bench, f"remat-{remat}", shape, "train.precision=bfloat16", f"train.remat={remat}"))
-        for remat in ("none", "dots", "full")
+        name: measured(train(bench, f"remat-{name}", shape, "train.precision=bfloat16", *settings))
+        for name, settings in policies.items()
     }
 
 
