@@ -266,7 +266,7 @@ def test_weights_that_are_gathered_ahead_change_nothing(sections):
         {"mesh": {"model": 8}, "model": RING | {"num_kv_heads": 2}, "train": {"remat": "full", "microbatch_size": 2}},
         {"mesh": {"fsdp": 2, "model": 2, "data": 2}, "model": RING, "train": {"remat": "none", "microbatch_size": 2}},
         {"mesh": {"fsdp": 2, "model": 2, "data": 2, "prefetch": True}, "model": RING | {"family": "olmo2"}},
-        {"mesh": {"data": 4, "model": 2}, "model": RING | GPT2, "train": {"remat": "dots"}},
+        {"mesh": {"data": 4, "model": 2}, "model": RING | {"family": "qwen2"}, "train": {"remat": "dots"}},
         {"mesh": {"data": 2, "model": 4, "rules": {"heads": []}}, "model": RING | FEW_HEADS},
         {"mesh": {"fsdp": 2, "model": 4, "prefetch": True}, "model": SPLIT, "train": {"remat": "dots"}},
     ]),
