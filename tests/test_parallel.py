@@ -27,7 +27,7 @@ from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import build_mesh, is_axes
 from jaxmnt.plan.budget import notes
 from jaxmnt.training import engine
-from jaxmnt.training.compile import build_spec, compile_program, compile_step
+from jaxmnt.training.compile import build_spec, compile_program, compile_step, inference_spec
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, ControlFlags
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients
@@ -279,6 +279,16 @@ def test_what_is_multiplied_while_activations_travel_changes_nothing(sections):
     }
     overlap = plain["model"].pop("overlap")
     check(8, plain, **sections | {"model": {"overlap": overlap}})
+
+
+def test_what_only_training_has_is_off_elsewhere():
+    """A model that was trained by halves of rows is called row by row; without `model` there is nothing to overlap."""
+    assert inference_spec(config(model=SPLIT, mesh={"fsdp": 8}), VOCAB).placement.overlap == "off"
+    alone = build_spec(config(model=RING, mesh={"fsdp": 4, "pipeline": 2}, train={"microbatch_size": 2}), VOCAB)
+    assert alone.placement.overlap == "off"
+    ahead = build_spec(config(mesh={"data": 8, "prefetch": True}), VOCAB)
+    assert ahead.prefetch and not ahead.is_reduced_early(()), "a parameter that is one number"
+    assert ahead.is_reduced_early(("layers", "embed", "mlp")) and not ahead.is_reduced_early(("vocab", "embed"))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -203,7 +203,11 @@ class GivenRows:
             )
         segments = row.get("segments", self._places[:0])
         several = segments.max(initial=0) > 1
-        if several and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
+        if (
+            (self._apart or several)
+            and len(segments)
+            and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments))
+        ):
             raise self._elements.refusal(
                 number, "has a segment in several places; the tokens of a document must stand together"
             )

@@ -63,6 +63,7 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) 
     small["train"] |= {"steps": steps, "eval_every": 0, "stop_after": None, "max_bad_steps": 1}
     if config.train.microbatch_size is not None or pieces > 1:
         small["train"]["microbatch_size"] = 1
+        small["model"]["overlap"] = "auto"  # of rows there is one
     small["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, steps // 4)
     small["checkpoint"] = Checkpoint(every_steps=EVERY, keep=3, read=config.checkpoint.read).model_dump()
     small["mesh"] = mesh.model_dump()

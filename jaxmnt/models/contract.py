@@ -69,7 +69,8 @@ class LayerOutput(NamedTuple):
     """What a layer returns.
 
     `loss` and `sums` are this device's part of a sum over all devices: of its own rows, and of its own piece of the
-    length (`collectives.share_of("sequence", …)` divides what the devices that split it have computed alike).
+    length (`collectives.share_of("sequence", …)` divides what the devices that split it have computed alike). Both must
+    add up over rows: a layer may be called for half of a microbatch's rows at a time (`model.overlap`).
     """
 
     x_BSD: jax.Array

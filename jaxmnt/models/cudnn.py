@@ -12,6 +12,7 @@ Shapes: B batch, L length, H query heads, G key/value heads, K head width, T = B
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ ATTENTION = "attention"
 
 DOCUMENT = 512
 """A call of cuDNN takes as many documents as fit in the rows if they have this many tokens on average."""
+
+MOST_DOCUMENTS = 64
+"""Of a row, in a call."""
 
 _LARGEST = 2**31 - 1
 """Offsets are int32, and count numbers of queries."""
@@ -89,8 +93,9 @@ class _Documents(NamedTuple):
 
 
 def documents_of_a_call(batch: int, length: int) -> int:
-    """How many documents of so many rows cuDNN is given at a time."""
-    return batch * max(2, length // DOCUMENT)
+    """How many documents of so many rows cuDNN is given at a time. Statistics take memory for all of them, as long as a
+    row each: so very long rows take more calls."""
+    return batch * min(max(2, length // DOCUMENT), MOST_DOCUMENTS)
 
 
 class _Call(NamedTuple):
@@ -185,30 +190,39 @@ def _chosen(call: _Call, new: tuple[jax.Array, ...], old: tuple[jax.Array, ...])
 
 
 def has_packed_form() -> bool:
-    """Whether this version of JAX has the primitives for it where they are looked for: they are not public."""
+    """Whether this version of JAX has the primitives for it, as they are known here: they are not public."""
     try:
-        _jax()
+        return _jax().more is not None
     except (ImportError, AttributeError):
         return False
-    return True
 
 
 class _Jax(NamedTuple):
     forward: Any
     backward: Any
-    padding_causal: Any
-    layout: int
+    settings: dict[str, Any]
+    more: dict[str, Any] | None
+    """Settings that newer versions have, as they are without what they are for; None: there are some unknown here."""
 
 
+_OPERANDS = {
+    "ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k",
+    "page_table_v", "score_mod_args", "scale", "sliding_window_length", "is_training",
+}  # fmt: skip
+
+
+@functools.cache
 def _jax() -> _Jax:
     from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # looks for a GPU's libraries, so not before
 
-    return _Jax(
-        jax_cudnn._dot_product_attention_fwd_p,
-        jax_cudnn._dot_product_attention_bwd_p,
-        jax_cudnn.MaskType.PADDING_CAUSAL,
-        jax_cudnn.AttentionLayout.BTNH.value,
-    )
+    settings = {
+        "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
+        "mask_type": jax_cudnn.MaskType.PADDING_CAUSAL, "layout": jax_cudnn.AttentionLayout.BTNH.value,
+    }  # fmt: skip
+    lowering = inspect.signature(jax_cudnn._dot_product_attention_fwd_cuda_lowering)
+    newer = set(lowering.parameters) - _OPERANDS - set(settings)
+    more = dict.fromkeys(sorted(newer)) if newer <= {"score_mod_name", "score_mod_jaxpr"} else None
+    return _Jax(jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings, more)
 
 
 def cudnn_forward(
@@ -248,11 +262,9 @@ def cudnn_backward(
 
 
 def _settings(options: _Options) -> dict[str, Any]:
-    return {
-        "scale": options.scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
-        "mask_type": _jax().padding_causal, "layout": _jax().layout,
-        "sliding_window_length": options.window,
-    }  # fmt: skip
+    found = _jax()
+    assert found.more is not None, "cudnn is chosen where the packed form is there"
+    return {"scale": options.scale, "sliding_window_length": options.window, **found.settings, **found.more}
 
 
 def _operands(q_BLHK: jax.Array, k_BLGK: jax.Array, lengths_C: jax.Array, first_C1: jax.Array) -> list[jax.Array]:

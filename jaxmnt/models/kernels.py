@@ -113,7 +113,7 @@ def _against_packed(head_dim: int, capability: float) -> str | None:
     if head_dim > 128:
         return f"with heads of width {head_dim}, only up to 128"
     if not has_packed_form():
-        return f"with JAX {jax.__version__}, which lacks the functions for it"
+        return f"with JAX {jax.__version__}, whose functions for it are not known here"
     return None
 
 

@@ -178,7 +178,7 @@ def gather_piece_by_piece(
     """`work` of each piece of the length, put together along the length, and [B, L, D] itself.
 
     Each device hands the piece that it has on to the device before it, while it works on it. So nothing waits for the
-    whole (Wang et al. 2023, 10.1145/3567955.3567959). It is not differentiable: `models.layers` has the transposes.
+    whole (Wang et al. 2023, 10.1145/3567955.3567959). Not differentiable: `models.projections` has the transposes.
     """
     [over] = placement.mesh_axes("sequence")
     size, own = placement.sizes[over], jax.lax.axis_index(over)

@@ -197,6 +197,8 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
     wanted, shards = config.model.overlap, placement.num_shards("sequence")
     shard_rows = config.data.global_batch_size // placement.batch_shards
     rows = shard_rows // num_microbatches(config, placement.sizes)
+    if shards == 1 or wanted == "off":
+        return "off"
     if wanted == "ring" and placement.stages > 1:
         # What is handed on is so by all devices at once, and a stage may be idle while another works.
         raise ConfigError("model.overlap: ring works without a pipeline alone; set auto or rows")
@@ -205,8 +207,6 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
             "model.overlap: rows needs two rows or more in a microbatch, of which one is multiplied while the other "
             "travels; set train.microbatch_size, or auto"
         )
-    if shards == 1 or wanted == "off":
-        return "off"
     if wanted != "auto":
         return wanted
     if placement.mesh.devices.flat[0].platform == "cpu":

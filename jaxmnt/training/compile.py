@@ -188,7 +188,7 @@ def inference_spec(
             "pipeline": Pipeline(),
             "data": config.data.model_copy(update={"global_batch_size": rows, "sequence_length": sizes["model"]}),
             "train": config.train.model_copy(update={"microbatch_size": None, "loss": None}),
-            "model": config.model.model_copy(update={"attention": "xla"}),
+            "model": config.model.model_copy(update={"attention": "xla", "overlap": "off"}),
             "optimizer": config.optimizer.model_copy(update={"offload": False}),
         }
     )

@@ -34,14 +34,14 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
     On GPUs the weights of a layer are gathered together, since each gather takes a step from device to device for each
     device; those of the ends, which are larger, stay apart. With layers that communicate along several axes, one
     collective may run beside another: by default XLA has one at a time, and a gather between hosts would wait for those
-    within them. Groups along different axes share one device, so that no two of them can wait for each other.
+    within them. All devices start collectives in the same order, and groups along two axes share one device.
     """
     options: dict[str, Any] = {}
     if spec.placement.mesh.devices.flat[0].platform != "cpu":
-        if spec.prefetch:
+        if spec.prefetch and _whole_layer_bytes(spec):
             options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
-        if spec.placement.axes_of_layers > 1:
-            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+        if spec.placement.axes_of_layers > 1 and _is_known(_AT_ONCE, 4):
+            options[_AT_ONCE] = 4
     else:
         options["xla_backend_optimization_level"] = level
         if spec.dtype == jnp.float32 and _is_known(_NEWER_EMITTERS):
@@ -51,12 +51,13 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
 
 def memory_options(state: State, memory: GpuMemory | None) -> dict[str, Any]:
     """What XLA's scheduler may fill, which it takes for 95 % of (80 % of the GPU less the step's arguments): beyond
-    that it overlaps nothing and computes results a second time, although there is room."""
+    that it overlaps nothing and computes results a second time, although there is room. Of a state that alone takes
+    80 % it cannot be told otherwise."""
     if memory is None:
         return {}
     arguments = bytes_a_device(state)
     assumed, real = 0.8 * memory.total - arguments, 0.95 * (memory.usable - arguments)
-    if real <= 0 or assumed == 0:
+    if real <= 0 or assumed <= 0:
         return {}
     return _unless_set({"xla_gpu_memory_limit_slop_factor": round(100 * real / assumed)})
 
@@ -85,15 +86,17 @@ def _whole_layer_bytes(spec: StepSpec) -> int:
     return largest
 
 
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
 _NEWER_EMITTERS = "xla_cpu_use_fusion_emitters"
 """Of jaxlib 0.10; 0.12 has no others."""
 
 
 @functools.cache
-def _is_known(option: str) -> bool:
+def _is_known(option: str, value: Any = False) -> bool:
     """Whether this jaxlib has a compile option, which nothing but trying tells."""
     try:
-        jax.jit(lambda: jnp.int32(0)).lower().compile({option: False})
+        jax.jit(lambda: jnp.int32(0)).lower().compile({option: value})
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise

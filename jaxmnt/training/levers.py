@@ -4,6 +4,7 @@ What forward keeps for backward, and what the state takes, is counted. Other tem
 nor are the masks of dropout: so a microbatch of half the rows saves more than it is said to here.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError
 from jaxmnt.training import engine
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes
@@ -30,7 +32,12 @@ def find_levers(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[L
     config on the same devices."""
     kept = kept_bytes(spec)
     found = [Lever(*one) for one in _of_the_state(spec, kept)]
-    found += [Lever(setting, kept - kept_bytes(rebuild(other))) for setting, other in _of_activations(spec)]
+    for setting, other in _of_activations(spec):
+        with contextlib.suppress(ConfigError):  # another size does not divide: no lever
+            found.append(Lever(setting, kept - kept_bytes(rebuild(other))))
+    for setting, other in _of_meshes(spec):
+        with contextlib.suppress(ConfigError):
+            found.append(Lever(setting, _state_bytes(spec) - _state_bytes(rebuild(other))))
     return sorted((one for one in found if one.saves > 0), key=lambda one: (-one.saves, one.setting))
 
 
@@ -50,20 +57,28 @@ def kept_bytes(spec: StepSpec) -> int:
 
 def _of_the_state(spec: StepSpec, kept: int) -> Iterator[tuple[str, int]]:
     """(setting, bytes)."""
-    config, state, sizes = spec.config, abstract_state(spec), spec.placement.sizes
+    config, state = spec.config, abstract_state(spec)
     optimizer = bytes_a_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
     if not config.optimizer.offload:
         yield "optimizer.offload=true", min(optimizer, kept)  # for the update, when nothing is kept, all is back
         if config.optimizer.state_dtype == "float32":
             yield "optimizer.state_dtype=bfloat16", optimizer // 2
-    else:
-        optimizer = 0
-    if sizes["data"] > 1 and spec.config.mesh.zero == 3 and sizes["data"] % 2 == 0:
-        # Parameters, their gradients in float32, and the optimizer.
-        params = bytes_a_device(state["params"])
-        gradients = float32_bytes(state["params"])
-        setting = f"mesh.data={sizes['data'] // 2} mesh.fsdp={sizes['fsdp'] * 2}"
-        yield setting, (params + gradients + optimizer) // 2
+
+
+def _of_meshes(spec: StepSpec) -> Iterator[tuple[str, Config]]:
+    """(setting, the config with it)."""
+    config, sizes = spec.config, spec.placement.sizes
+    if sizes["data"] % 2 == 0 and config.mesh.zero == 3:
+        data, fsdp = sizes["data"] // 2, sizes["fsdp"] * 2
+        mesh = config.mesh.model_copy(update={"data": data, "fsdp": fsdp})
+        yield f"mesh.data={data} mesh.fsdp={fsdp}", config.model_copy(update={"mesh": mesh})
+
+
+def _state_bytes(spec: StepSpec) -> int:
+    """Parameters, their gradients, and the optimizer where it is on the device."""
+    state = abstract_state(spec)
+    optimizer = 0 if spec.config.optimizer.offload else bytes_a_device(state["optimizer"])
+    return bytes_a_device(state["params"]) + float32_bytes(state["params"]) + optimizer
 
 
 def _of_activations(spec: StepSpec) -> Iterator[tuple[str, Config]]:

@@ -82,7 +82,7 @@ class StepSpec:
     def is_reduced_early(self, names: Axes) -> bool:
         """Whether the gradient of a parameter with these axes is summed over `data` in the backward of the last
         microbatch, layer by layer, and not after it: with `prefetch` those of layers."""
-        return self.prefetch and names[0] in self.slots and self._is_copied(names)
+        return self.prefetch and bool(names) and names[0] in self.slots and self._is_copied(names)
 
     def _is_copied(self, names: Axes) -> bool:
         """Over `data` alone: scales are over more axes, and small."""

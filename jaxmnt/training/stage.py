@@ -44,18 +44,22 @@ def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]
     names = {"dots": [PROJECTED, SCATTERED, ATTENTION], "names": train.remat_save, "full": []}[remat]
     kept = [_is_named(names)]
     kept += [policies.dots_with_no_batch_dims_saveable] if remat == "dots" else []
-    is_offloaded = _is_named(train.remat_offload)
-    # JAX has policies that offload products, or names, and no public word for what they return.
-    offload_products = policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
-    to_host = offload_products(jax.lax.dot_general_p, dimension_numbers=(((0,), (0,)), ((), ())))
+    is_offloaded, to_host = _is_named(train.remat_offload), _to_host() if train.remat_offload else None
 
     def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
-        if is_offloaded(primitive, *values, **parameters):
+        if to_host is not None and is_offloaded(primitive, *values, **parameters):
             return to_host
         return any(keep(primitive, *values, **parameters) for keep in kept)
 
     # Inside a scan XLA cannot merge the recomputation with the first computation; unrolled, it could.
     return jax.checkpoint(layer, policy=policy, prevent_cse=train.layer_unroll > 1)
+
+
+def _to_host() -> Any:
+    """What a policy returns for what is kept in host memory. JAX has policies that offload products, or names, and no
+    public word for this."""
+    offload_products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
+    return offload_products(jax.lax.dot_general_p, dimension_numbers=(((0,), (0,)), ((), ())))
 
 
 def _is_named(names: list[str]) -> Callable[..., bool]:
@@ -165,7 +169,7 @@ class Layers:
 
         def look(weights: Params, x_BSD: jax.Array) -> jax.Array:
             with noting_weights() as noted:
-                output = self._call(place, *self._arguments(jnp.int32(0), place, rows, weights), x_BSD)
+                output = self._called(place, *self._arguments(jnp.int32(0), place, rows, weights), x_BSD)
             found.extend(any(leaf is one for one in noted) for leaf in jax.tree.leaves(weights))
             return output.x_BSD
 
@@ -398,12 +402,16 @@ class Layers:
 
         def apply(*arguments: Any) -> Any:
             arguments = (*arguments[:-1], checkpoint_name(arguments[-1], "layer_input"))
-            parts = self._spec.placement.overlap == "rows"
-            output = self._call_by_halves(place, *arguments) if parts else self._call(place, *arguments)
+            output = self._called(place, *arguments)
             float32 = lambda one: one.astype(jnp.float32)
             return (output.x_BSD, jax.tree.map(float32, output.loss)), jax.tree.map(float32, dict(output.sums))
 
         return apply
+
+    def _called(self, place: int, *arguments: Any) -> LayerOutput:
+        """The layer at this place of the pattern, as it is called in training."""
+        by_halves = self._spec.placement.overlap == "rows"
+        return self._call_by_halves(place, *arguments) if by_halves else self._call(place, *arguments)
 
     def _call_by_halves(
         self, place: int, weights: Params, buffers: Params, number: jax.Array, rows: Rows, x_BSD: jax.Array
