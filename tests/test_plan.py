@@ -10,7 +10,7 @@ from conftest import ROOT, command, mostly_slow
 from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
 from jaxmnt.plan.costs import Costs, Rates
-from jaxmnt.plan.hlo import Program, shapes_in
+from jaxmnt.plan.hlo import Program, collective, shapes_in
 from jaxmnt.plan.show import _round
 from jaxmnt.plan.targets import CHIPS, find_chip, gpu_devices
 from jaxmnt.plan.timeline import play
@@ -64,6 +64,14 @@ def test_collectives_are_read_from_the_text():
     assert (hop.kind, hop.payload, hop.groups, hop.sent) == ("collective-permute", 64, ((0, 2), (2, 4), (4, 6)), 64)
     assert everyone.groups == (tuple(range(8)),) and everyone.sent == 2 * 4 * 7 / 8
     assert ("bf16", (8, 8)) in shapes_in(PROGRAM)
+
+
+@pytest.mark.parametrize("result", ["f32[8]{0}", "((f32[8]{0}), f32[8]{0})", "(f32[4]{0}, f32[4]{0})"])
+def test_a_sum_that_is_started_is_read_in_every_form(result):
+    line = f"  %s = {result} all-reduce-start(%a), channel_id=1, replica_groups={{{{0,1}}}}, to_apply=%add"
+    text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n{line}\n}}\n"
+    [one] = [collective(instruction, 2) for instruction in Program(text).computations["main"]]
+    assert (one.payload, one.asynchronous) == (32, True)
 
 
 def test_a_loop_and_its_groups_are_read_from_a_real_program():
