@@ -17,7 +17,7 @@ from jaxmnt.config.load import load_config
 from jaxmnt.errors import ExitCode
 from jaxmnt.models import float8
 from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, chosen_for, float8_products, power_of_two_scale, product
-from jaxmnt.plan.budget import _gathered_in_float8, make_report
+from jaxmnt.plan.budget import gathered_in_float8, make_report
 from jaxmnt.plan.targets import find_chip, gpu_devices
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.train import train
@@ -26,6 +26,7 @@ from jaxmnt.training.compile import build_spec, compile_step
 from jaxmnt.training.state import abstract_state
 
 HOW = Float8(least=16, native=False)
+RING_OF_8 = ("mesh.fsdp=16", "mesh.model=8", "model.overlap=ring", "train.float8_least=512")
 
 
 @pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
@@ -119,7 +120,7 @@ def test_weights_that_are_gathered_in_float8_are_the_same(sections):
         asked = sections | {"train": train | {"float8_gather": gather}}
         if gather:
             spec = build_spec(config(**asked), 60, jax.devices())
-            names = _gathered_in_float8(spec)
+            names = gathered_in_float8(spec)
             assert any(name.endswith("mlp.up") for name in names)
             assert not any("norm" in name or "bias" in name or "embedding" in name for name in names)
         results.append(gradients(8, **asked))
@@ -157,15 +158,17 @@ def test_a_run_learns_as_it_does_in_float32(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 @pytest.mark.parametrize(
-    ("overrides", "in_float8"),
+    ("overrides", "in_float8", "others"),
     [
-        ((), 7),  # query, key, value, output; gate, up, down
-        (("train.float8_least=2048",), 5),  # not keys and values
-        (("train.precision=bfloat16",), 0),
-        (("train.remat=full",), 7),
+        ((), 3 * 7, 3),  # query, key, value, output; gate, up, down: forward and two backward; and the head's three
+        (("train.float8_least=2048",), 3 * 5, 3 * 2 + 3),  # not keys and values
+        (("train.precision=bfloat16",), 0, 3 * 7 + 3),
+        (("train.remat=full",), 3 * 7 + 6, 3),  # forward once more, but for the last, which backward does not need
+        # In eight pieces, forward and the gradient of x; keys and values are too small.
+        (RING_OF_8, 5 * (8 + 8 + 1), 2 * (8 + 8 + 1) + 3),
     ],
 )
-def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatch, overrides, in_float8):
+def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatch, overrides, in_float8, others):
     """By the custom calls of the program for H100s: three a projection, forward, and more if forward is computed again.
     The rest are the three of the head."""
     config = load_config(ROOT / "configs" / "llama-8b.yaml", ["train.precision=float8", *overrides])
@@ -175,13 +178,7 @@ def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatc
     spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
     text = compile_step(spec, abstract_state(spec)).as_text()
     count = lambda target: text.count(f'custom_call_target="{target}"')
-    products = 3 * in_float8
-    if (
-        config.train.remat == "full"
-    ):  # forward once more, but for the layer's last product, which backward does not need
-        products += in_float8 - 1
-    assert count("__cublas$lt$matmul$f8") == products
-    assert count("__cublas$lt$matmul") == 3 * (7 - in_float8) + 3
+    assert (count("__cublas$lt$matmul$f8"), count("__cublas$lt$matmul")) == (in_float8, others)
 
 
 @pytest.mark.slow

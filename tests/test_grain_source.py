@@ -337,7 +337,8 @@ def test_what_cannot_be_a_source(asked, module, name, kind, words):
     ],
 )
 def test_rows_that_do_not_fit_the_config(asked, module, name, words):
-    config = asked(train=f"{module(BAD)}.{name}", elements="rows")
+    mask = f"data.document_mask={name == 'scattered'}"
+    config = asked(mask, train=f"{module(BAD)}.{name}", elements="rows")
     with pytest.raises(ConfigError, match=words):
         TrainingData(config, open_sources(config.data))
 

@@ -171,27 +171,25 @@ def test_a_round_is_drawn():
     ]
 
 
-def test_what_goes_between_hosts_runs_beside_what_does_not():
-    """As one gather of four devices and one of two, on hosts of two."""
+def played_with_another_gather(groups, whole, host_of=lambda device: 0):
+    """The first and the second gather of a step that starts both before its first product."""
     text = OVERLAPPING.replace(
         "  %first =",
-        "  %other = (bf16[10]{0}, bf16[20]{0}) all-gather-start(%w), replica_groups={{0,1},{2,3}}, dimensions={0}\n"
-        "  %first =",
-    ).replace("  %second =", "  %done.2 = bf16[20]{0} all-gather-done(%other)\n  %second =")
+        f"  %other = (bf16[10]{{0}}, bf16[{whole}]{{0}}) all-gather-start(%w), replica_groups={groups}\n  %first =",
+    ).replace("  %second =", f"  %done.2 = bf16[{whole}]{{0}} all-gather-done(%other)\n  %second =")
     rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0, 1.0)
-    first, second, _ = play(Program(text), 4, rates, lambda device: device // 2).collectives
+    return play(Program(text), 4, rates, host_of).collectives[:2]
+
+
+def test_what_goes_between_hosts_runs_beside_what_does_not():
+    """One gather of four devices and one of two, on hosts of two."""
+    first, second = played_with_another_gather("{{0,1},{2,3}}", 20, lambda device: device // 2)
     assert (first.exposed, second.exposed) == (pytest.approx(10), pytest.approx(0))
 
 
 def test_communication_that_is_under_way_delays_what_comes_next():
     """One after the other, as on the device: a second gather begins when the first is over."""
-    text = OVERLAPPING.replace(
-        "  %first =",
-        "  %other = (bf16[10]{0}, bf16[40]{0}) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}\n"
-        "  %first =",
-    ).replace("  %second =", "  %done.2 = bf16[40]{0} all-gather-done(%other)\n  %second =")
-    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0, 1.0)
-    first, second, _ = play(Program(text), 4, rates).collectives
+    first, second = played_with_another_gather("{{0,1,2,3}}", 40)
     assert (first.exposed, second.exposed) == (pytest.approx(10), pytest.approx(15))
 
 

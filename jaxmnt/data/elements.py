@@ -203,18 +203,14 @@ class GivenRows:
             )
         segments = row.get("segments", self._places[:0])
         several = segments.max(initial=0) > 1
-        if (
-            (self._apart or several)
-            and len(segments)
-            and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments))
-        ):
-            raise self._elements.refusal(
-                number, "has a segment in several places; the tokens of a document must stand together"
-            )
         if not self._apart and (several or (row.get("positions", self._places) != self._places).any()):
             raise self._elements.refusal(
                 number,
                 "keeps documents apart by segments and positions; set data.document_mask: true, or leave these out",
+            )
+        if self._apart and len(segments) and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
+            raise self._elements.refusal(
+                number, "has a segment in several places; the tokens of a document must stand together"
             )
 
 

@@ -51,11 +51,6 @@ class Attention(nnx.Module):
         a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options())
         return checkpoint_name(project_scattered(a_BLHK, self.output[...], placement, "heads"), "attention_output")
 
-    def __init_subclass__(cls) -> None:
-        if hasattr(cls, "projections"):
-            raise TypeError(f"{cls.__name__}.projections is not called: rename it `adjusted`, which is given them")
-        super().__init_subclass__()
-
     # What families vary.
 
     all_keys = False

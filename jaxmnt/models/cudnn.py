@@ -102,8 +102,7 @@ class _Call(NamedTuple):
     """The documents of one call."""
 
     lengths_C: jax.Array
-    first_token_C: jax.Array
-    first_C1: jax.Array  # first_token_C, and where the last one ends
+    first_C1: jax.Array  # each one's first token, and where the last one ends
     mine_T: jax.Array  # bool: the tokens of these documents
     document_T: jax.Array  # which one of these a token belongs to; of the tokens of others any
     place_T: jax.Array  # and where in it
@@ -115,7 +114,7 @@ def _call(documents: _Documents, number: jax.Array, per_call: int) -> _Call:
     mine_T = (document_T >= 0) & (document_T < per_call)
     document_T = jnp.clip(document_T, 0, per_call - 1)
     place_T = jnp.where(mine_T, jnp.arange(len(document_T)) - first_C1[document_T], 0)
-    return _Call(jnp.diff(first_C1), first_C1[:-1], first_C1, mine_T, document_T, place_T)
+    return _Call(jnp.diff(first_C1), first_C1, mine_T, document_T, place_T)
 
 
 def _for_each_call(
@@ -162,7 +161,7 @@ def _backward(
     statistics_TH = statistics_BLH.reshape(-1, heads)
 
     def fill(call: _Call, filled: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        token_CL = call.first_token_C[:, None] + jnp.arange(length)
+        token_CL = call.first_C1[:-1, None] + jnp.arange(length)
         inside_CL = jnp.arange(length) < call.lengths_C[:, None]
         # Where a document has no token any more, its exponentials are to be 0.
         statistics_CLH = jnp.where(inside_CL[..., None], statistics_TH.at[token_CL].get(mode="clip"), _NOTHING)

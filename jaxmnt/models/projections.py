@@ -24,6 +24,7 @@ from jaxmnt.parallel.collectives import (
     WHOLE_SEQUENCE,
     gather_piece_by_piece,
     gather_sequence,
+    piece_of_length,
     scatter_piece_by_piece,
     scatter_sequence,
 )
@@ -171,7 +172,7 @@ def _project_ring_backward(
     taken = tuple(map(_owned, weights, own))
 
     def part(number: jax.Array) -> jax.Array:
-        pieces = [_piece(gradient, number, placement) for gradient in gradients]
+        pieces = [piece_of_length(gradient, number, placement) for gradient in gradients]
         gradient_of = lambda how, piece, weight: _x_gradient(how, piece, weight, x_BLD)
         found = [_unseen(gradient_of, *one) for one in zip(how, pieces, taken, strict=True)]
         return functools.reduce(jnp.add, found)
@@ -195,7 +196,7 @@ def _scatter_ring(how: How, placement: Placement, x: jax.Array, weight: jax.Arra
 def _scatter_ring_forward(
     how: How, placement: Placement, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    part = lambda number: _unseen(_project, how, _piece(x, number, placement), weight)
+    part = lambda number: _unseen(_project, how, piece_of_length(x, number, placement), weight)
     return checkpoint_name(scatter_piece_by_piece(part, placement), SCATTERED), (x, weight)
 
 
@@ -210,11 +211,6 @@ def _scatter_ring_backward(
 
 
 _scatter_ring.defvjp(_scatter_ring_forward, _scatter_ring_backward)
-
-
-def _piece(x: jax.Array, number: jax.Array, placement: Placement) -> jax.Array:
-    size = x.shape[1] // placement.num_shards("sequence")
-    return jax.lax.dynamic_slice_in_dim(x, number * size, size, axis=1)
 
 
 def _unseen(product: Callable[..., jax.Array], how: How, *arrays: jax.Array) -> jax.Array:

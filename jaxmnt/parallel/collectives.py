@@ -40,19 +40,16 @@ def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> A
     def one(weight: jax.Array, names: Axes) -> jax.Array:
         if "norm" in names:
             return weight.astype(jnp.float32)
-        gathered = placement.gathered_axes(names)
-        if gathered is None:
-            return weight.astype(dtype)
-        dimension, over = gathered
-        return jax.lax.all_gather(weight.astype(dtype), over, axis=dimension, tiled=True)
+        return unshard_as_it_is(weight.astype(dtype), names, placement)
 
     return jax.tree.map(one, params, axes, is_leaf=is_axes)
 
 
-def unshard_packed(piece: jax.Array, names: Axes, placement: Placement) -> jax.Array:
+def unshard_as_it_is(piece: jax.Array, names: Axes, placement: Placement) -> jax.Array:
     """A weight from this device's piece of it, in the dtype that it has."""
     gathered = placement.gathered_axes(names)
-    assert gathered is not None
+    if gathered is None:
+        return piece
     dimension, over = gathered
     return jax.lax.all_gather(piece, over, axis=dimension, tiled=True)
 
@@ -184,13 +181,12 @@ def gather_piece_by_piece(
     size, own = placement.sizes[over], jax.lax.axis_index(over)
     found, piece = [], x_BSD
     for step in range(size):
-        arriving = jax.lax.ppermute(piece, over, [(device, (device - 1) % size) for device in range(size)])
-        result = work(piece)
+        result, done = work(piece), piece
         if step < size - 1:
+            arriving = jax.lax.ppermute(piece, over, [(device, (device - 1) % size) for device in range(size)])
             # The piece after next sets out when this one is done with, or XLA would let all travel first.
-            result, arriving = jax.lax.optimization_barrier((result, arriving))
-        found.append((result, piece))
-        piece = arriving
+            result, piece = jax.lax.optimization_barrier((result, arriving))
+        found.append((result, done))
     length = x_BSD.shape[1]
 
     def in_order(*parts: jax.Array) -> jax.Array:
@@ -230,8 +226,13 @@ def _sum_and_scatter(over: tuple[str, ...], x_BLD: jax.Array) -> jax.Array:
 
 def local_shard(x_BLD: jax.Array, placement: Placement) -> jax.Array:
     """This device's piece of the length of something that all devices have whole: replicated to split."""
+    return piece_of_length(x_BLD, index_along("sequence", placement), placement)
+
+
+def piece_of_length(x_BLD: jax.Array, number: jax.Array, placement: Placement) -> jax.Array:
+    """[B, S, …]: this piece of the length, of what is at hand whole."""
     size = x_BLD.shape[1] // placement.num_shards("sequence")
-    return jax.lax.dynamic_slice_in_dim(x_BLD, index_along("sequence", placement) * size, size, axis=1)
+    return jax.lax.dynamic_slice_in_dim(x_BLD, number * size, size, axis=1)
 
 
 def sum_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:

@@ -47,7 +47,7 @@ def least(spec: StepSpec) -> Least:
     found: Least = defaultdict(float)
 
     compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, config.mesh.zero
-    training, in_float8 = set(names_of(spec.trained_axes)), _gathered_in_float8(spec)
+    training, in_float8 = set(names_of(spec.trained_axes)), gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
         gathered = placement.gathered_axes(names)
@@ -81,7 +81,7 @@ def least(spec: StepSpec) -> Least:
     return dict(found)
 
 
-def _gathered_in_float8(spec: StepSpec) -> set[str]:
+def gathered_in_float8(spec: StepSpec) -> set[str]:
     """Names of parameters."""
     if not spec.float8:
         return set()

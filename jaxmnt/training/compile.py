@@ -36,8 +36,8 @@ from jaxmnt.training.levers import find_levers, told
 from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import build_schedule, unit_slots
+from jaxmnt.training.remat import NAMES
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, CONTROL_AXES, ControlFlags, State, StepSpec, resolve_precision
-from jaxmnt.training.stage import NAMES
 from jaxmnt.training.state import (
     HOST_MEMORY,
     OneLeaf,
@@ -373,9 +373,8 @@ def measure(spec: StepSpec, state: State, step: Any, limit: int | None) -> Memor
 
 def _gpu_memory(placement: Placement) -> GpuMemory | None:
     """None on CPUs."""
-    local = [device for device in placement.mesh.devices.flat if device.process_index == jax.process_index()]
-    usable = (local[0].memory_stats() or {}).get("bytes_limit")
-    if local[0].platform == "cpu" or usable is None:
+    usable = _device_limit(placement)
+    if usable is None or placement.mesh.devices.flat[0].platform == "cpu":
         return None
     fraction = float(os.environ.get(MEMORY_FRACTION, JAX_MEMORY_FRACTION))
     return GpuMemory(usable / fraction, usable)

@@ -28,8 +28,9 @@ from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.pipeline_schedule import PhaseTable, PipelineSchedule
+from jaxmnt.training.remat import Residuals
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, StepSpec
-from jaxmnt.training.stage import Layers, Residuals, Rows, microbatch_rows
+from jaxmnt.training.stage import Layers, Rows, microbatch_rows
 from jaxmnt.training.trained import select
 
 FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"

@@ -1,4 +1,4 @@
-"""A stage's layers, forward and backward, and what they keep in between (remat policies).
+"""A stage's layers, forward and backward.
 
 Shapes: B batch, L length, S a device's piece of the length, D model.
 """
@@ -10,68 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
-from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
 from jaxmnt.models.float8 import FORWARD, float8_products, noting_weights, packed, power_of_two_scale, unpacked
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel import collectives
-from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, unshard, unshard_packed
+from jaxmnt.parallel.collectives import unshard, unshard_as_it_is
 from jaxmnt.parallel.sharding import Axes, is_axes, unstacked
+from jaxmnt.training.remat import Backward, Residuals, placed, rematerialise, taken
 from jaxmnt.training.spec import Batch, StepSpec
-from jaxmnt.training.state import HOST_MEMORY
 from jaxmnt.training.trained import select
-
-NAMES = (
-    "layer_input", "query", "key", "value", ATTENTION, "attention_output", "mlp_gate", "mlp_up", "mlp_output",
-    "whole_sequence",
-)  # fmt: skip
-"""What `train.remat_save` may keep, and `train.remat_offload` in host memory. All of these are bfloat16 or float32
-activations of a layer: layer_input [B, L / model, D], which is kept under every policy; query, key, value, attention
-[B, L, heads, head_dim] (with its softmax statistics, so that backward does not attend again), mlp_gate and mlp_up
-[B, L, mlp], split over `model`; the outputs [B, L / model, D]; whole_sequence, the gathered inputs of attention and MLP
-[B, L, D]."""
-
-
-def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]:
-    """Applies the policy of `train.remat` to a layer, with what `train.remat_offload` names kept in host memory. No
-    kernel keeps attention's scores, so `attention` is `none`."""
-    policies, remat = jax.checkpoint_policies, train.remat
-    if remat in ("none", "attention"):
-        return layer
-    names = {"dots": [PROJECTED, SCATTERED, ATTENTION], "names": train.remat_save, "full": []}[remat]
-    kept = [_is_named(names)]
-    kept += [policies.dots_with_no_batch_dims_saveable] if remat == "dots" else []
-    is_offloaded, to_host = _is_named(train.remat_offload), _to_host() if train.remat_offload else None
-
-    def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
-        if to_host is not None and is_offloaded(primitive, *values, **parameters):
-            return to_host
-        return any(keep(primitive, *values, **parameters) for keep in kept)
-
-    # Inside a scan XLA cannot merge the recomputation with the first computation; unrolled, it could.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=train.layer_unroll > 1)
-
-
-def _to_host() -> Any:
-    """What a policy returns for what is kept in host memory. JAX has policies that offload products, or names, and no
-    public word for this."""
-    offload_products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
-    return offload_products(jax.lax.dot_general_p, dimension_numbers=(((0,), (0,)), ((), ())))
-
-
-def _is_named(names: list[str]) -> Callable[..., bool]:
-    """A policy for what has one of these names; of what cuDNN gives, attention's."""
-    named = jax.checkpoint_policies.save_only_these_names(*names)
-    return lambda primitive, *values, **parameters: bool(
-        named(primitive, *values, **parameters) or (ATTENTION in names and is_cudnn_attention(primitive))
-    )
-
-
-Residuals = list[jax.Array]
-"""What forward leaves for backward."""
 
 When = Callable[[jax.Array | None, Callable[[], Any], Callable[[], Any]], Any]
 """`when(also, go, idle)` is `go()` if this tick has a microbatch and `also` is true (None is), else `idle()`."""
@@ -140,7 +89,7 @@ class Layers:
         self._remat = lambda layer: rematerialise(layer, spec.config.train)
         self._scales: dict[int, list[jax.Array | None]] = {}
         """By place in the pattern, of each weight that is gathered in float8 the scale, [units]."""
-        self._backwards: dict[int, _Backward] = {}
+        self._backwards: dict[int, Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
 
     def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:
@@ -208,9 +157,9 @@ class Layers:
             unit = chunk * self._depth + offset
             go = lambda: self._unit_forward(x_BSD, unit, rows, ready)
             zeros = jax.tree.map(lambda one: jnp.zeros(one.shape[1:], one.dtype), sums)
-            idle = lambda: (x_BSD, _taken(residuals, slot, offset), zeros, ready)
+            idle = lambda: (x_BSD, taken(residuals, slot, offset), zeros, ready)
             x_BSD, kept, new, ready = when(self._filled(unit), go, idle)
-            residuals = _placed(residuals, kept, slot, offset)
+            residuals = placed(residuals, kept, slot, offset)
             return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new), ready), None
 
         first = lambda: self._weights(jnp.int32(0), 0)
@@ -245,7 +194,7 @@ class Layers:
         def body(carry: tuple[jax.Array, Params], offset: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
             x_gradient_BSD, gradients = carry
             unit = chunk * self._depth + offset
-            go = lambda: self._unit_backward(x_gradient_BSD, unit, rows, _taken(residuals, slot, offset), reduce)
+            go = lambda: self._unit_backward(x_gradient_BSD, unit, rows, taken(residuals, slot, offset), reduce)
             nothing = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
             x_gradient_BSD, new = when(self._filled(unit), go, nothing)
             return (x_gradient_BSD, jax.tree.map(lambda total, one: total.at[unit].add(one), gradients, new)), None
@@ -281,7 +230,7 @@ class Layers:
 
         def body(carry: Any, unit: jax.Array) -> tuple[Any, None]:
             x_gradient_BSD, gradients, ready, waiting = carry
-            kept = _taken(residuals, slot, unit)
+            kept = taken(residuals, slot, unit)
             for place in range(last, -1, -1):
                 before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), last)
                 weights, ready = ready, self._weights(*before)
@@ -360,7 +309,7 @@ class Layers:
             (x_BSD, loss), backward, sums_of_layer = jax.vjp(
                 self._remat(self._apply(place)), *arguments, x_BSD, has_aux=True
             )
-            self._backwards[place] = _Backward(
+            self._backwards[place] = Backward(
                 backward, (*arguments, x_BSD), known=len(arguments), loss=loss is not None
             )
             kept += self._backwards[place].kept(backward)
@@ -461,7 +410,7 @@ class Layers:
             if scales is None:
                 return unshard(weight, names, placement, dtype)
             scale = scales[unit]
-            return unpacked(unshard_packed(packed(weight.astype(dtype), scale), names, placement), scale, dtype)
+            return unpacked(unshard_as_it_is(packed(weight.astype(dtype), scale), names, placement), scale, dtype)
 
         named = jax.tree.leaves(axes, is_leaf=is_axes)
         return jax.tree.unflatten(structure, map(whole, leaves, self._scales[place], named))
@@ -489,43 +438,6 @@ class Layers:
     def _scan(self, body: Callable[[Any, jax.Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
         unroll = min(self._spec.config.train.layer_unroll, self._depth)
         return jax.lax.scan(body, start, jnp.arange(self._depth), unroll=unroll, reverse=reverse)[0]
-
-
-def _taken(residuals: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
-    """What a unit has left in a slot. By slices, which arrays in host memory have too."""
-    cut = lambda one: jax.lax.dynamic_slice(one, (slot, offset, *[0] * (one.ndim - 2)), (1, 1, *one.shape[2:]))
-    return [cut(one).reshape(one.shape[2:]) for one in residuals]
-
-
-def _placed(residuals: Residuals, kept: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
-    """With what a unit leaves."""
-    put = lambda one, new: jax.lax.dynamic_update_slice(one, new[None, None], (slot, offset, *[0] * new.ndim))
-    return [put(one, new) for one, new in zip(residuals, kept, strict=True)]
-
-
-class _Backward:
-    """A layer's backward function without arrays. JAX keeps apart which of its arguments it holds and what else
-    (jax.vjp's `args_res` and `opaque_residuals`): the first `known` arguments are given again when it is called."""
-
-    def __init__(self, backward: Any, arguments: tuple[Any, ...], *, known: int, loss: bool):
-        self._tree, self._loss = jax.tree.structure(backward), loss
-        # In place of an argument that it does not hold there is an object that is no array.
-        is_entry = lambda node: node is not None and not isinstance(node, tuple | list | dict)
-        entries = jax.tree.leaves(backward.args_res, is_leaf=is_entry)
-        assert len(entries) == len(jax.tree.leaves(arguments)), "an entry for each argument"
-        given = len(jax.tree.leaves(arguments[:known]))
-        self._given = [index for index in range(given) if isinstance(entries[index], jax.Array)]
-        self.count = len(jax.tree.leaves(backward)) - len(self._given)
-
-    def kept(self, backward: Any) -> Residuals:
-        """The arrays that it holds, but for those that will be given again."""
-        return jax.tree.leaves(backward)[len(self._given) :]
-
-    def __call__(self, kept: Residuals, arguments: tuple[Any, ...], x_gradient_BSD: jax.Array) -> Any:
-        """The gradients of all arguments and of x."""
-        given = jax.tree.leaves(arguments)
-        backward = jax.tree.unflatten(self._tree, [given[index] for index in self._given] + kept)
-        return backward((x_gradient_BSD, jnp.ones(()) if self._loss else None))
 
 
 def _checked(output: Any, x_BSD: jax.Array) -> LayerOutput:
