@@ -38,6 +38,13 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: f
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
+def zeros_after(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Zeros like another array, made when x is there. XLA makes all zeros of a program at once, and of a large table's
+    gradient they would lie in memory until it is added up."""
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), like.dtype), x))
+    return jnp.broadcast_to(zero, like.shape)
+
+
 class Embedding(nnx.Module):
     """A row of D numbers for each token id, or each position (`axis`)."""
 
@@ -63,7 +70,7 @@ def _look_up(dtype: jnp.dtype, table_VD: jax.Array, rows_BL: jax.Array) -> jax.A
 _look_up.defvjp(
     lambda dtype, table_VD, rows_BL: (_look_up(dtype, table_VD, rows_BL), (table_VD, rows_BL)),
     lambda dtype, saved, gradient_BLD: (
-        jnp.zeros_like(saved[0]).at[saved[1]].add(gradient_BLD.astype(saved[0].dtype), mode="drop"), None,
+        zeros_after(gradient_BLD, saved[0]).at[saved[1]].add(gradient_BLD.astype(saved[0].dtype), mode="drop"), None,
     ),
 )  # fmt: skip
 

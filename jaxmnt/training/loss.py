@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxmnt.config.load import import_dotted
 from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError, printable
+from jaxmnt.models.layers import zeros_after
 from jaxmnt.parallel.collectives import index_along, max_over, share_of, sum_over
 from jaxmnt.parallel.sharding import Placement
 
@@ -179,7 +180,7 @@ def _with_gradients(
         matrix_gradient_DV += _product(x_CD.T, gradient_CV).astype(matrix_gradient_DV.dtype)
         return (_added(sums, part), matrix_gradient_DV, jax.tree.map(jnp.add, rest_gradient, new_rest)), x_gradient_CD
 
-    start = (no_loss(), *jax.tree.map(jnp.zeros_like, head))
+    start = (no_loss(), *jax.tree.map(lambda weight: zeros_after(x_BLD, weight), head))
     (sums, *gradients), x_gradient_NCD = jax.lax.scan(add, start, _cut(chunks, x_BLD, rows))
     x_gradient_TD = x_gradient_NCD.reshape(-1, x_BLD.shape[-1])[: x_BLD.shape[0] * x_BLD.shape[1]]
     return sums, (x_gradient_TD.reshape(x_BLD.shape), HeadWeights(*gradients))
