@@ -140,7 +140,9 @@ def test_a_resume_after_damage(undisturbed, tmp_path, monkeypatch, file, form, k
         error, code = refusal, refusal.exit_code
     except HangsError as hang:
         pytest.fail(f"{mutation}: hangs in {_place(hang)}")
-    may_change = ("run/lock.*", _METRICS, _EVENTS, _PHASES, "run/config.yaml", "run/native/*")
+    # resources.jsonl is there if the run took longer than the first interval at which resources are told.
+    told = (_METRICS, _EVENTS, _PHASES, "run/resources.jsonl")
+    may_change = ("run/lock.*", *told, "run/config.yaml", "run/native/*")
     assert gone(before, snapshot(tmp_path), may_change, file) == []
     assert _loud(said.getvalue()) is None
     if error is not None:
