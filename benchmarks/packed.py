@@ -11,7 +11,8 @@ import json
 from importlib.metadata import version
 
 from jaxmnt.config.load import parse_config
-from jaxmnt.plan.targets import find_chip, gpu_devices
+from jaxmnt.plan.chips import find_chip
+from jaxmnt.plan.targets import gpu_devices
 
 LENGTHS = (2048, 4096, 8192, 16384)
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from jaxmnt.config.load import load_config
 from jaxmnt.plan.budget import ideal_state_bytes, least
-from jaxmnt.plan.targets import find_chip, gpu_devices
+from jaxmnt.plan.chips import find_chip
+from jaxmnt.plan.targets import gpu_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- table: benchmarks/plan.py {} -->", "<!-- end of table -->"

@@ -13,6 +13,7 @@ COMMANDS = {
     "data": ("jaxmnt.data.__main__", "show what a config feeds, and what was in a step's batch"),
     "checkpoint": ("jaxmnt.checkpoint.__main__", "list, verify, show, compare and export checkpoints"),
     "preflight": ("jaxmnt.preflight.__main__", "check the hosts of a run and the network between them"),
+    "plan": ("jaxmnt.plan.__main__", "find the best mesh for a run, what it takes and what it costs"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "drill": ("jaxmnt.drill.__main__", "force the failures of a long run on the same config made small"),
     "report": ("jaxmnt.report.__main__", "show what the time of a run went into, and what it cost"),

@@ -37,6 +37,7 @@ CODES = {
     "score": HERE,
     "lm_eval": HERE,
     "convert": HERE,
+    "plan": HERE,
     "convert from-hf": HERE,
     "convert to-hf": HERE,
     "convert settings": HERE,

@@ -18,7 +18,8 @@ from jaxmnt.errors import ExitCode
 from jaxmnt.models import float8
 from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, chosen_for, float8_products, power_of_two_scale, product
 from jaxmnt.plan.budget import gathered_in_float8, make_report
-from jaxmnt.plan.targets import find_chip, gpu_devices
+from jaxmnt.plan.chips import find_chip
+from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.train import train
 from jaxmnt.training import compile as compile_module

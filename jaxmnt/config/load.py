@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -145,6 +145,16 @@ def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
+
+
+def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any]) -> str:
+    """The file's keys with overrides and further settings by dotted key, as the text of a config file."""
+    tree, _ = _read(path)
+    for override in overrides:
+        _apply(tree, override)
+    for dotted, value in settings.items():
+        _apply(tree, f"{dotted}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

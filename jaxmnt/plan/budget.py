@@ -17,8 +17,10 @@ import numpy as np
 
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
+from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
-from jaxmnt.plan.targets import Chip
+from jaxmnt.plan.predict import predicted
+from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.timeline import Round, Timeline, play
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
@@ -187,9 +189,12 @@ def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
 Report = dict[str, Any]
 
 
-def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip | None) -> Report:
+def make_report(
+    spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip | None, rates: Rates | None = None
+) -> Report:
     """Compiles the step for the spec's devices and says all about it. What `chip` they are says what memory they have,
-    and how long a step takes."""
+    and how long a step takes, if no other rates are given."""
+    rates = rates_of(chip) if rates is None and chip is not None else rates
     state = abstract_state(spec)
     started = time.perf_counter()
     memory = None if chip is None else GpuMemory(chip.memory, OUR_MEMORY_FRACTION * chip.memory)
@@ -197,7 +202,7 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip |
     seconds = time.perf_counter() - started
     text = step.as_text()
     needed = measure(spec, state, step, None if memory is None else round(memory.usable))
-    timeline = replayed(spec, text, hosts, chip)
+    timeline = replayed(spec, text, hosts, rates)
     fits = needed.limit is None or needed.peak <= needed.limit
     rebuild = lambda config: build_spec(
         config, spec.data_vocab_size, list(spec.placement.mesh.devices.flat), lambda device: str(hosts(device))
@@ -218,9 +223,10 @@ def make_report(spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip |
             "levers": [] if fits else [one._asdict() for one in find_levers(spec, rebuild)],
         },
         "collectives": traffic(spec, timeline, hosts),
-        "timeline": None if chip is None else step_times(timeline) | {"rates": asdict(chip.rates)},
-        "rounds": [] if chip is None else rounds(spec, timeline),
-        "besides": [] if chip is None else besides(timeline),
+        "timeline": None if rates is None else step_times(timeline) | {"rates": asdict(rates)},
+        "prediction": None if rates is None else predicted(spec, timeline).to_json(),
+        "rounds": [] if rates is None else rounds(spec, timeline),
+        "besides": [] if rates is None else besides(timeline),
         "compile_seconds": round(seconds, 1),
     }
 
@@ -243,11 +249,11 @@ def parameters(spec: StepSpec) -> list[dict[str, Any]]:
     ]
 
 
-def replayed(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], chip: Chip | None) -> Timeline:
-    """A step of the compiled program, by the rates of the chip if it is known."""
+def replayed(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], rates: Rates | None) -> Timeline:
+    """A step of the compiled program, by the rates of its devices if they are known."""
     devices = list(spec.placement.mesh.devices.flat)
     host_of = [hosts(device) for device in devices].__getitem__
-    return play(Program(text), len(devices), None if chip is None else chip.rates, host_of, _share(spec))
+    return play(Program(text), len(devices), rates, host_of, _share(spec))
 
 
 def step_times(timeline: Timeline) -> dict[str, float]:

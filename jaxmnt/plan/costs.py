@@ -1,63 +1,22 @@
 """How long the instructions of a compiled program take at given rates: a roofline.
 
-What multiplies takes as long as its FLOPs need, or its bytes if they need longer; everything else as long as its bytes.
-Not counted: what starting a kernel takes, and that work beside communication is slower.
+What multiplies takes as long as its FLOPs need at the rate that its shape attains, or its bytes if they need longer;
+everything else as long as its bytes. Not counted: what starting a kernel takes, and that work beside communication is
+slower.
 """
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from jaxmnt.plan.hlo import HOST_COPY, Array, Collective, Instruction, Program
+from jaxmnt.plan.hlo import Array, Instruction, Program
+from jaxmnt.plan.rates import Rates
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "optimization-barrier", "copy-start", "copy-done", "async-update", "async-done",
 }  # fmt: skip
-_START, _STEP_WITHIN_HOST, _STEP_BETWEEN_HOSTS = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds, by which NCCL itself weighs a ring with its protocol for large messages (src/graph/tuning.cc: base latency,
-NVLink, network)."""
-
 _NAMES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "f64": "float32"}
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device attains. FLOP/s by the dtype that is multiplied, and bytes a second: of its memory, and sent to
-    another device of its host, by its share of the host's network, or to its host's memory."""
-
-    products: Mapping[str, float]
-    attention: float
-    memory: float
-    within_host: float
-    between_hosts: float
-    to_host: float
-
-    def collective(self, one: Collective, host_of: Callable[[int], int]) -> float:
-        """Seconds of one execution, by rings: what starts them, each step from device to device, and the bytes.
-
-        Devices of a group that share a host share what goes between hosts, as NCCL's rings do: of a whole that is
-        gathered on h hosts, (h - 1) / h enter each host, by as many network cards as it has devices in the group.
-        """
-        if one.kind == HOST_COPY:
-            return _START + one.payload / self.to_host
-        if one.kind == "collective-permute":
-            if any(host_of(a) != host_of(b) for a, b in one.groups):
-                return _START + _STEP_BETWEEN_HOSTS + one.payload / self.between_hosts
-            return _START + _STEP_WITHIN_HOST + one.payload / self.within_host
-        return max(self._ring(one, group, host_of) for group in one.groups)
-
-    def _ring(self, one: Collective, group: tuple[int, ...], host_of: Callable[[int], int]) -> float:
-        shares = Counter(map(host_of, group))  # how many of its devices each host has
-        rounds, hosts = 2 if one.kind == "all-reduce" else 1, len(shares)
-        seconds = one.sent / self.within_host
-        if hosts > 1:
-            entering = rounds * one.payload * (1 - 1 / hosts)
-            seconds = max(seconds, entering / (min(shares.values()) * self.between_hosts))
-        steps = rounds * ((len(group) - hosts) * _STEP_WITHIN_HOST + (hosts - 1) * _STEP_BETWEEN_HOSTS)
-        return _START + steps + seconds
 
 
 class Costs:
@@ -81,35 +40,42 @@ class Costs:
         if instruction.opcode in _FREE:
             return 0.0, 0.0
         work = list(self._products(computation, instruction))
-        busy = sum(flops / rate for flops, rate in work)
+        busy = sum(seconds for _, seconds in work)
         return max(busy, self._moved(computation, instruction) / self._rates.memory), sum(flops for flops, _ in work)
 
     def _products(self, computation: str, instruction: Instruction) -> Iterator[tuple[float, float]]:
-        """(FLOPs, attained rate) of each product in an instruction."""
+        """(FLOPs, seconds) of each product in an instruction."""
         if instruction.opcode == "fusion":
             assert instruction.callee is not None
             for inner in self._program.computations[instruction.callee]:
                 yield from self._products(instruction.callee, inner)
         elif instruction.opcode == "dot":
-            left = self._array(computation, instruction.operands[0])
-            dimensions = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.line)
-            yield self._product(instruction, left, dimensions.group(1) if dimensions else "")
+            yield self._product(computation, instruction, r"lhs_{}_dims=\{{([\d,]*)\}}")
         elif instruction.opcode == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
             name = target.group(1) if target else ""
             if name.startswith("__cublas"):
-                left = self._array(computation, instruction.operands[0])
-                found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.line)
-                yield self._product(instruction, left, found.group(1).replace('"', "") if found else "")
+                yield self._product(computation, instruction, r'"lhs_{}_dimensions":\s*\[([^\]]*)\]')
             elif name.startswith("__cudnn$fmha"):
-                width = self._array(computation, instruction.operands[0])[1][-1]
-                yield _attention_flops(instruction.line, width, backward="Backward" in name), self._rates.attention
+                yield self._attention(computation, instruction, backward="Backward" in name)
 
-    def _product(self, instruction: Instruction, left: Array, contracting: str) -> tuple[float, float]:
-        dtype, shape = left
-        depth = math.prod(shape[int(place)] for place in contracting.split(",") if place.strip())
+    def _product(self, computation: str, instruction: Instruction, dimensions: str) -> tuple[float, float]:
+        """`dimensions` is the pattern of those of the left side that are named so."""
+        dtype, shape = self._array(computation, instruction.operands[0])
+        sizes = (
+            math.prod(shape[place] for place in _places(dimensions.format(name), instruction.line))
+            for name in ("contracting", "batch")
+        )
+        depth, times = sizes
+        rows, outputs = math.prod(shape) / (depth * times), math.prod(instruction.arrays[0][1])
         name = "float8" if dtype.startswith("f8") else _NAMES.get(dtype, "float32")
-        return 2.0 * math.prod(instruction.arrays[0][1]) * depth, self._rates.products[name]
+        seconds = times * self._rates.product(rows, outputs / (rows * times), depth, name) if outputs else 0.0
+        return 2.0 * outputs * depth, seconds
+
+    def _attention(self, computation: str, instruction: Instruction, *, backward: bool) -> tuple[float, float]:
+        width = self._array(computation, instruction.operands[0])[1][-1]
+        flops, length = _attention_flops(instruction.line, width, backward=backward)
+        return flops, self._rates.attend(flops, length, backward=backward)
 
     def _array(self, computation: str, name: str) -> Array:
         return self._named[computation][name].arrays[0]
@@ -158,9 +124,15 @@ class Costs:
         return float(sum(map(read, parameters)) + written(root))
 
 
-def _attention_flops(line: str, width: int, *, backward: bool) -> float:
-    """Of cuDNN's fused attention: two products of queries with keys or values forward, five backward, over the pairs
-    that the mask leaves."""
+def _places(pattern: str, line: str) -> list[int]:
+    """The numbers of dimensions that a pattern finds."""
+    found = re.search(pattern, line)
+    return [int(place) for place in re.findall(r"\d+", found.group(1))] if found else []
+
+
+def _attention_flops(line: str, width: int, *, backward: bool) -> tuple[float, int]:
+    """(FLOPs, length of the rows) of cuDNN's fused attention: two products of queries with keys or values forward,
+    five backward, over the pairs that the mask leaves."""
     shape = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', line)
     assert shape is not None, "cuDNN's attention says the shape of its scores"
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", shape.group(1)))
@@ -171,4 +143,4 @@ def _attention_flops(line: str, width: int, *, backward: bool) -> float:
         pairs /= 2
     if 0 < reach < keys:
         pairs = min(pairs, float(queries * reach))
-    return 2.0 * batch * heads * pairs * width * (5 if backward else 2)
+    return 2.0 * batch * heads * pairs * width * (5 if backward else 2), queries

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.config import Config
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.plan.targets import CHIPS, Chip, find_chip, gpu_devices, virtual_devices
+from jaxmnt.plan.chips import CHIPS, Chip
+from jaxmnt.plan.networks import Network, find_target
+from jaxmnt.plan.targets import gpu_devices, virtual_devices
 
 if TYPE_CHECKING:
     import jax
@@ -20,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("dry run")
     group.add_argument("--dry-run", action="store_true", help="compile for a cluster, print the plan, and stop")
     group.add_argument("--devices", type=int, metavar="N", help="plan for N virtual CPU devices (default: the mesh's)")
-    group.add_argument("--target", metavar="CHIP", help=f"plan for this GPU: {', '.join(CHIPS)}")
+    group.add_argument(
+        "--target", metavar="CHIP", help=f"plan for this GPU: {', '.join(CHIPS)}; or an instance type of a cloud"
+    )
     group.add_argument("--hosts", type=int, metavar="N", help="hosts of the target (default: what the mesh needs)")
     group.add_argument("--devices-per-host", type=int, metavar="N", help=f"GPUs per host ({DEVICES_PER_HOST})")
     group.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -43,36 +47,38 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 def dry_run(config: Config, options: argparse.Namespace) -> int:
     """Prints the plan and returns the exit code. Raises `ConfigError` for what does not fit, as training would."""
-    devices, hosts, chip = _cluster(config, options)
-    config, vocab = _with_vocabulary(config)
+    devices, hosts, chip, network = _cluster(config, options)
+    config, vocab = with_vocabulary(config)
 
     from jaxmnt.plan.budget import make_report
+    from jaxmnt.plan.rates import rates_of
     from jaxmnt.plan.show import show
     from jaxmnt.training.compile import build_spec
 
     spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
-    report = make_report(spec, hosts, chip)
+    report = make_report(spec, hosts, chip, None if chip is None else rates_of(chip, network))
     print(json.dumps(report, indent=2) if options.json else show(spec, report, hosts))
     return ExitCode.FINISHED
 
 
 def _cluster(
     config: Config, options: argparse.Namespace
-) -> "tuple[list[jax.Device], Callable[[jax.Device], int], Chip | None]":
-    """The devices, which host each is in, and what they are."""
+) -> "tuple[list[jax.Device], Callable[[jax.Device], int], Chip | None, Network | None]":
+    """The devices, which of them reach each other by fast links, what they are, and what lies between."""
     needed = math.prod(size for size in config.mesh.sizes().values() if size > 0)
-    per_host = options.devices_per_host or min(needed, DEVICES_PER_HOST)
     if options.target is None:
         count, per_host = options.devices or needed, options.devices_per_host or DEVICES_PER_HOST
-        return list(virtual_devices(count)), lambda device: device.id // per_host, None
-    chip = find_chip(options.target)
+        return list(virtual_devices(count)), lambda device: device.id // per_host, None, None
+    chip, network = find_target(options.target)
+    per_host = options.devices_per_host or min(needed, network.devices_per_host)
     if options.hosts is None and needed % per_host:
         raise ConfigError(f"--hosts: the mesh's {needed} devices do not fill hosts of {per_host}; give --hosts")
     hosts = options.hosts or needed // per_host
-    return list(gpu_devices(chip, hosts, per_host)), lambda device: device.process_index, chip
+    near = per_host if network.domain == network.devices_per_host else network.domain
+    return list(gpu_devices(chip, hosts, per_host)), lambda device: device.id // near, chip, network
 
 
-def _with_vocabulary(config: Config) -> tuple[Config, int]:
+def with_vocabulary(config: Config) -> tuple[Config, int]:
     """The config with a vocabulary, and the ids that its data has, which is read only if the config leaves it open."""
     if config.model.vocab_size is not None:
         return config, config.model.vocab_size

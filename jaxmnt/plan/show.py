@@ -89,7 +89,7 @@ def _parameters(report: Report) -> list[str]:
     total = sum(entry["bytes_a_device"] for entry in report["parameters"])
     elements = sum(int(np.prod(entry["shape"])) for entry in report["parameters"])
     rows.append(("all", count(elements), "", size(total), ""))
-    return _table(rows, right={3})
+    return table(rows, right={3})
 
 
 def _memory(report: Report) -> list[str]:
@@ -104,7 +104,7 @@ def _memory(report: Report) -> list[str]:
         rows.append(("of what it has", f"{size(memory['limit'])} ({share:.0%}){verdict}"))
     for lever in memory["levers"]:
         rows.append(("saves", f"{size(lever['saves'])}: {lever['setting']}"))
-    return _table(rows, right=set())
+    return table(rows, right=set())
 
 
 def _collectives(report: Report) -> list[str]:
@@ -126,19 +126,28 @@ def _collectives(report: Report) -> list[str]:
     last: tuple[str, ...] = ("all", "", "", "", size(total), "")
     if timed:
         last += (*(_seconds(report["timeline"][f"{name}_seconds"]) for name in ("communication", "exposed")), "", "")
-    return _table([*rows, last], right={3, 4, 6, 7, 8, 9})
+    return table([*rows, last], right={3, 4, 6, 7, 8, 9})
 
 
 def _timeline(report: Report) -> list[str]:
-    found = report["timeline"]
+    found, step = report["timeline"], report["prediction"]
     if found is None:
         return []
     rates = found["rates"]
+    parts = {
+        "work": step["work_seconds"],
+        "communication that is exposed": step["exposed_seconds"],
+        "idle stages": step["bubble_seconds"],
+        "work slowed beside communication": step["contention_seconds"],
+        "the host": step["host_seconds"],
+    }
+    told = ", ".join(f"{_seconds(value)} {name}" for name, value in parts.items() if value)
     return [
-        f"step    about {_seconds(found['step_seconds'])}: {_seconds(found['work_seconds'])} of work, and "
-        f"{_seconds(found['communication_seconds'])} of communication, of which "
-        f"{_seconds(found['exposed_seconds'])} are exposed, {found['exposed_percent']:g} % of the step",
-        f"        by a roofline: products {rates['products']['bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16, attention "
+        f"step    about {_seconds(step['step_seconds'])}, between {_seconds(step['from'])} and "
+        f"{_seconds(step['to'])}: {told}",
+        f"        of {_seconds(found['communication_seconds'])} of communication {found['exposed_percent']:g} % of the "
+        "step are exposed",
+        f"        large products {rates['products']['bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16, attention "
         f"{rates['attention'] / 1e12:.0f}, memory {rates['memory'] / 1e12:.2f} TB/s, links "
         f"{rates['within_host'] / 1e9:.0f} GB/s in a host, {rates['between_hosts'] / 1e9:g} between "
         f"hosts, {rates['to_host'] / 1e9:g} to host memory",
@@ -153,7 +162,7 @@ def _besides(report: Report) -> list[str]:
     for entry in report["besides"]:
         array = f"{entry['dtype']} {'×'.join(map(str, entry['shape']))}"
         rows.append((entry["what"], *(entry["in"] or ["-"]), array, count(entry["times"]), _seconds(entry["seconds"])))
-    return _table(rows, right={3, 4})
+    return table(rows, right={3, 4})
 
 
 _BAR = 40
@@ -179,7 +188,7 @@ def _round(one: dict[str, Any]) -> list[str]:
             f"▕{bar.ljust(_BAR)[:_BAR]}▏", _seconds(entry["ends"] - entry["begins"]), told,
         ))  # fmt: skip
     lines = [f"{one['of']}: {one['times']:g} × {_seconds(one['seconds'])}"]
-    lines += _table(rows, right={3, 5}) if rows else []
+    lines += table(rows, right={3, 5}) if rows else []
     if small := [entry for entry in one["collectives"] if entry not in shown]:
         takes, exposed = sum(entry["ends"] - entry["begins"] for entry in small), sum(map(_exposed, small))
         lines.append(f"        {len(small)} of less than 1 %: {_seconds(takes)}, {_seconds(exposed)} exposed")
@@ -196,7 +205,8 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
 
 
-def _table(rows: Rows, right: set[int]) -> list[str]:
+def table(rows: Rows, right: set[int]) -> list[str]:
+    """Lines with columns of equal width; those of `right` end at the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(

@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from jaxmnt.plan.costs import Costs, Rates
+from jaxmnt.plan.costs import Costs
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Instruction, Program, collective
+from jaxmnt.plan.rates import Rates
 
 
 @dataclass
@@ -142,7 +143,7 @@ class _Player:
         return now
 
     def _send(self, played: Played, name: str, now: _Now, times: float, started: Started, began: _Now) -> _Now:
-        seconds = 0.0 if self._rates is None else self._rates.collective(played.one, self._host_of)
+        seconds = self._seconds(played.one)
         played.times += times
         played.seconds += times * seconds
         one = played.one
@@ -156,6 +157,13 @@ class _Player:
             return replace(now, links=links)
         played.exposed += times * (end - now.work)
         return replace(now, work=end, links=links)
+
+    def _seconds(self, one: Collective) -> float:
+        if self._rates is None:
+            return 0.0
+        if one.kind == HOST_COPY:
+            return self._rates.copy(one.payload)
+        return self._rates.collective(one.kind, one.payload, one.groups, self._host_of)
 
     def _loop(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
         """The first round, and a second that stands for the rest: the first may wait for what came before. Of a loop

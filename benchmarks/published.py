@@ -1,0 +1,381 @@
+"""The estimate that needs no compile, held against published runs of other frameworks; and the fit of its rates.
+
+    python benchmarks/published.py                           print the table of errors by source
+    python benchmarks/published.py --rows SOURCE             print the rows of sources with this in their name
+    python benchmarks/published.py --fit                     fit the rates to all rows, and print them
+    python benchmarks/published.py --write docs/planning.md  put the table between that file's markers
+    python benchmarks/published.py --data FILE               take rows from another file of the same columns
+
+Each source's convention is set first: rows that state TFLOP/s alone are turned into tokens/s by it. What a framework
+does otherwise than this one is in `SOFTWARE`, from its documents, and not fitted. No row has a constant of its own.
+"""
+
+import argparse
+import csv
+import itertools
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxmnt.plan import estimate as estimates
+from jaxmnt.plan import rates as rating
+from jaxmnt.plan.chips import CHIPS, Chip
+from jaxmnt.plan.estimate import ModelShape, Scheme, Software, decoder, estimate
+
+DATA = Path(__file__).with_name("published_runs.csv")
+BEGIN, END = "<!-- table: benchmarks/published.py -->", "<!-- end of table -->"
+
+LIMITED = replace(CHIPS["h100"], kind="NVIDIA H100", bandwidth=2_400_000_000_000, power=500 / 700)
+"""torchtitan's: 96 GB of HBM2e, and 500 W."""
+
+FLASH_2 = {"ampere": 1.0, "hopper": 0.65}
+"""FlashAttention 2 in times of the best kernel: 370 of 600 TFLOP/s forward on an H100 (Shah et al. 2024,
+arXiv:2407.08608)."""
+FLASH_1 = {"ampere": 0.6, "hopper": 0.4}
+"""Its predecessor in Triton: 100 to 140 TFLOP/s on an A100, of 190 (Dao 2023, arXiv:2307.08691)."""
+
+UNFUSED, FUSED_SINGLY = 2.7, 1.1
+"""Bytes that element-wise work moves in times of a program that fuses all it can. By counting operations: torchtitan
+without a compiler has RMSNorm in float32 and rotation of complex numbers, an operation at a time: 84 bytes for each
+number of the residual stream instead of 18, 20 for those of queries and keys instead of 4, 10 for the MLP's instead of
+6. llm-foundry has kernels of its own for these, in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Row:
+    source: str
+    publisher: str
+    label: str
+    model: ModelShape
+    scheme: Scheme
+    chip: Chip
+    software: str
+    tokens_per_second: float
+    """Of a GPU, as published."""
+
+
+class Left(Exception):  # noqa: N818
+    """A row that is left out, and why."""
+
+
+def software(name: str, generation: str) -> Software:
+    """What a framework does otherwise than this one."""
+    flash_1, flash_2 = FLASH_1.get(generation, 1.0), FLASH_2.get(generation, 1.0)
+    compiled = Software(attention=flash_2, head_everywhere=False)
+    return {
+        "torchtitan": replace(compiled, passes=UNFUSED, kernels_a_layer=40),
+        "torchtitan, compiled": compiled,
+        "torchtitan, compiled, async": replace(compiled, hides_model=0.5),
+        "llm-foundry": Software(passes=FUSED_SINGLY, attention=flash_1, gradient_bytes=2, kernels_a_layer=40),
+        "Megatron 2021": Software(
+            attention=0.0, sequence_parallel=False, gradient_bytes=2, head_everywhere=False, hides_gathers=0.0
+        ),
+        "DeepSpeed 2021": Software(attention=0.0, gradient_bytes=2, hides_gathers=0.0),
+        "Megatron, 2024": Software(hides_model=0.5, attention=flash_2, head_everywhere=False),
+        "Megatron": Software(hides_model=0.5, head_everywhere=False),
+        "MaxText": Software(),
+    }[name]
+
+
+def rows_of(path: Path) -> tuple[list[Row], Counter[str]]:
+    """The rows that the estimate can be held against, and how many are left out, by reason."""
+    found, left = [], Counter[str]()
+    with path.open() as file:
+        for line in csv.DictReader(line for line in file if not line.startswith("#")):
+            try:
+                found.append(_row(line))
+            except Left as reason:
+                left[str(reason)] += 1
+    return found, left
+
+
+_EXPERTS = ("MoE", "a3B", "a22B", "DeepSeek", "OSS", "Kimi", "Nemotron_3", "Mixtral")
+_VOCABULARY = {"GPT3": 51200, "Nemotron": 256000}
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    source, notes, name = line["source"], line["notes"], line["model"]
+    number = lambda key, default=None: int(float(line[key])) if line[key] else default
+    if any(word in name or word in notes for word in _EXPERTS):
+        raise Left("experts")
+    if not line["layers"] or not line["hidden"]:
+        raise Left("shapes are not published")
+    if not line["tp"] or not line["num_gpus"]:
+        raise Left("the mesh is not published")
+    float8 = "fp8" in line["precision"]
+    if line["precision"] in ("mxfp8", "fp8-mx", "nvfp4", "fp8-rowwise"):
+        raise Left(f"precision {line['precision']} is not supported")
+    chip = _chip(line["gpu"])
+    heads, hidden = number("heads"), number("hidden")
+    vocab = number("vocab") or next((size for key, size in _VOCABULARY.items() if key in name), None)
+    if vocab is None:
+        raise Left("shapes are not published")
+    gated = any(family in name.lower() for family in ("llama", "qwen", "mistral", "gemma"))
+    model = decoder(
+        number("layers"), hidden, heads, number("kv_heads", heads), number("ffn"), vocab,
+        gated=gated, tied=not gated,
+    )  # fmt: skip
+    parts = {axis: number(key, 1) for axis, key in (("model", "tp"), ("pipeline", "pp"), ("context", "cp"))}
+    replicas = number("num_gpus") // math.prod(parts.values())
+    batch, rows = number("global_batch_seqs"), number("micro_batch", 1)
+    if not batch or batch < replicas * rows or replicas < 1:
+        raise Left("the batch does not divide among the GPUs")
+    if "Interleaved" in notes and not line["vpp"]:
+        raise Left("the chunks of a stage are not published")
+    kind, zero, remat = _framework(source, notes, line["remat"])
+    scheme = Scheme(
+        length=number("seq_len"), rows=rows, microbatches=batch // (replicas * rows), fsdp=replicas, zero=zero,
+        chunks=number("vpp", 1) or 1, remat=remat, float8=float8, **parts,
+    )  # fmt: skip
+    rate = float(line["tokens_per_s_per_gpu"]) if line["tokens_per_s_per_gpu"] else None
+    if rate is None:
+        rate = _tokens_per_second(source, float(line["tflops_per_gpu"]), model, scheme)
+    mesh = " ".join(f"{key}{line[key]}" for key in ("tp", "pp", "cp", "vpp") if line[key] not in ("", "1"))
+    label = f"{name}, {scheme.length}, {line['gpu']} × {line['num_gpus']}, {mesh or 'fsdp'}, {rows} rows"
+    return Row(source, _publisher(source), label, model, scheme, chip, kind, rate)
+
+
+def _chip(name: str) -> Chip:
+    if "500W" in name:
+        return LIMITED
+    if "A100" in name:
+        return CHIPS["a100-40gb" if "40GB" in name else "a100"]
+    return CHIPS[next(one for one in ("gb300", "gb200", "b300", "b200", "h200", "h100") if one in name.lower())]
+
+
+def _framework(source: str, notes: str, remat: str) -> tuple[str, int, str]:
+    """(key of `software`, ZeRO stage, what is computed again)."""
+    remat = {
+        "selective(op)": "half_the_products", "selective(layer)": "half_the_layers", "full": "full", "": "none",
+    }.get(remat, "none")  # fmt: skip
+    sharded = 3 if "FSDP=" in notes and "FSDP=0" not in notes else 1
+    if "orch" in source and "itan" in source:
+        compiled = "torchtitan" + ", compiled" * ("compile" in notes or "asyncTP" in source)
+        return compiled + ", async" * (compiled != "torchtitan" and "AsyncTP" in notes), 3, remat
+    if "foundry" in source:
+        return "llm-foundry", 3, remat
+    if "2104.04473" in source:
+        return ("DeepSpeed 2021", 3, "full") if "ZeRO-3" in source else ("Megatron 2021", 0, "full")
+    if "AutoModel" in source:
+        return "torchtitan, compiled", 3, remat
+    if "NeMo" in source or "Megatron" in source:
+        return "Megatron" + ", 2024" * ("24.03" in source), sharded, remat
+    if "axtext" in source.lower():
+        return "MaxText", 3, "none"
+    raise Left("the framework is not described")
+
+
+def _publisher(source: str) -> str:
+    """Whose software it is: what is fitted without one has seen none of it."""
+    names = {
+        "orchtitan": "torchtitan", "orchTitan": "torchtitan", "foundry": "llm-foundry", "2104": "Megatron 2021",
+        "AutoModel": "AutoModel", "NeMo docs": "NeMo", "NeMo 24": "NeMo", "Bridge": "Megatron-Bridge",
+        "axtext": "MaxText", "axText": "MaxText",
+    }  # fmt: skip
+    return next((name for key, name in names.items() if key in source), source)
+
+
+def _tokens_per_second(source: str, tflops: float, model: ModelShape, scheme: Scheme) -> float:
+    """Of a GPU, from its TFLOP/s in the source's convention."""
+    [(count, layer)] = model.layers
+    square = 12 * count * model.hidden * scheme.length
+    if "2104.04473" in source:  # hardware FLOPs: forward twice
+        h, s, v = model.hidden, scheme.length, model.vocab
+        return tflops * 1e12 / (96 * count * h * h * (1 + s / (6 * h) + v / (16 * count * h)))
+    multiplying = 6 * (count * layer.parameters + model.vocab * model.hidden)
+    causal = "Bridge" in source or "AutoModel" in source
+    return tflops * 1e12 / (multiplying + (square / 2 if causal else square))
+
+
+# The rates as one tuple of numbers that can be fitted.
+
+Constants = dict[str, float]
+
+
+PRIOR: Constants = {
+    "ampere.products": 0.84, "ampere.attention": 0.60,
+    "hopper.products": 0.72, "hopper.float8": 0.66, "hopper.attention": 0.55,
+    "blackwell.products": 0.76, "blackwell.float8": 0.68, "blackwell.attention": 0.55,
+    "depth": 400.0, "contention": 0.10,
+}  # fmt: skip
+"""What would be said without any published run: rates that libraries measure of single kernels."""
+TRUST = 0.2
+"""How much the fit minds a constant that leaves its prior, in loss for each unit of its logarithm."""
+
+
+def standing() -> Constants:
+    """As they are in the code."""
+    found = {name: getattr(rating.ATTAINED[name.split(".")[0]], name.split(".")[1]) for name in PRIOR if "." in name}
+    return found | {"depth": rating.HALF_DEPTH, "contention": estimates.CONTENTION}
+
+
+def predicted(row: Row, constants: Constants) -> float:
+    """Tokens per second of a GPU."""
+    generation = row.chip.generation
+    old = rating.ATTAINED[generation]
+    of = lambda field: constants.get(f"{generation}.{field}", getattr(old, field))
+    attention = of("attention")
+    attained = old._replace(
+        products=of("products"), float8=of("float8"), attention=attention,
+        attention_backward=attention * old.attention_backward / old.attention,
+    )  # fmt: skip
+    rates = replace(rating.rates_of(row.chip, attained=attained), depth=constants["depth"])
+    found = estimate(row.model, row.scheme, rates, row.chip.domain, software(row.software, generation))
+    seconds = found.seconds + (constants["contention"] / estimates.CONTENTION - 1) * found.contention
+    return row.scheme.tokens / seconds / row.scheme.devices
+
+
+def loss(rows: Sequence[Row], constants: Constants) -> float:
+    """Absolute errors of logarithms, a publisher's mean weighed by the root of how many rows it has."""
+    errors = defaultdict(list)
+    for row in rows:
+        errors[row.publisher].append(abs(math.log(predicted(row, constants) / row.tokens_per_second)))
+    weights = {name: math.sqrt(len(found)) for name, found in errors.items()}
+    weighted = sum(weights[name] * statistics.fmean(min(one, 0.5) for one in found) for name, found in errors.items())
+    return weighted / sum(weights.values())
+
+
+def fitted(rows: Sequence[Row]) -> Constants:
+    """Constants of least loss, found one at a time until none helps. What no row needs stays at its prior."""
+    mind = lambda tried: TRUST * statistics.fmean(abs(math.log(tried[name] / PRIOR[name])) for name in PRIOR)
+    best, least = PRIOR, loss(rows, PRIOR)
+    for step in (0.2, 0.1, 0.05, 0.02):
+        moved = True
+        while moved:
+            moved = False
+            for name, factor in itertools.product(best, (1 - step, 1 + step)):
+                tried = best | {name: best[name] * factor}
+                if not _plausible(name, tried[name]):
+                    continue
+                if (new := loss(rows, tried) + mind(tried)) < least - 1e-5:
+                    best, least, moved = tried, new, True
+    return best
+
+
+def _plausible(name: str, value: float) -> bool:
+    """Rates below the peak, as others measure them; contention of a size that hardware allows."""
+    low, high = {"depth": (50, 1000), "contention": (0.02, 0.5)}.get(name, (0.3, 0.95))
+    return low <= value <= high
+
+
+def without_publisher(rows: Sequence[Row]) -> dict[str, Constants]:
+    """By publisher: constants that were fitted to all others' rows."""
+    return {name: fitted([row for row in rows if row.publisher != name]) for name in publishers(rows)}
+
+
+def publishers(rows: Sequence[Row]) -> list[str]:
+    return sorted({row.publisher for row in rows})
+
+
+def kendall(pairs: Sequence[tuple[float, float]], apart: float = 0.0) -> float | None:
+    """Kendall's tau of the ranks by estimate and as published; pairs whose published figures are within `apart` of each
+    other are none. None without pairs."""
+    signs = [
+        math.copysign(1, (a[0] - b[0]) * (a[1] - b[1]))
+        for a, b in itertools.combinations(pairs, 2)
+        if a[0] != b[0] and a[1] != b[1] and abs(math.log(a[1] / b[1])) > apart
+    ]
+    return sum(signs) / len(signs) if signs else None
+
+
+NOISE = 0.03
+"""As much as a run differs from itself."""
+
+
+def ranked(rows: Sequence[Row], of: Callable[[Row], float]) -> list[float]:
+    """Kendall's tau of each group of runs of one source that differ in nothing but the mesh, the batch and the way in
+    which they are executed, and by more than noise."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row.source, row.model, row.scheme.length, row.chip.kind, row.scheme.float8].append(row)
+    found = (kendall([(of(row), row.tokens_per_second) for row in group], NOISE) for group in groups.values())
+    return [tau for tau in found if tau is not None]
+
+
+def halves(ratios: Sequence[float]) -> Iterator[float]:
+    """Errors of each half of a source's rows, with one factor fitted on the other half: its median."""
+    for mine, other in ((ratios[::2], ratios[1::2]), (ratios[1::2], ratios[::2])):
+        if mine and other:
+            factor = statistics.median(other)
+            yield from (abs(ratio / factor - 1) for ratio in mine)
+
+
+def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constants]) -> str:
+    constants = standing()
+    by_source = defaultdict(list)
+    for row in rows:
+        by_source[row.source].append(row)
+    lines = [
+        "| source | rows | estimate / published, median | error | error unseen | error with its factor | tau |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    told: dict[str, list[float]] = defaultdict(list)
+    for source, own in by_source.items():
+        ratios = [predicted(row, constants) / row.tokens_per_second for row in own]
+        blind = [abs(predicted(row, unseen[row.publisher]) / row.tokens_per_second - 1) for row in own]
+        told["error"] += [abs(ratio - 1) for ratio in ratios]
+        told["unseen"] += blind
+        halved = list(halves(ratios)) if len(own) >= 4 else []
+        told["factor"] += halved
+        tau = kendall([(predicted(row, constants), row.tokens_per_second) for row in own])
+        cells = (
+            source.replace("|", "/"), str(len(own)), f"{statistics.median(ratios):.2f}",
+            percent(statistics.median(abs(ratio - 1) for ratio in ratios)), percent(statistics.median(blind)),
+            percent(statistics.median(halved)) if halved else "-", "-" if tau is None else f"{tau:.2f}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    error, blind, factor = told["error"], told["unseen"], told["factor"]
+    within = lambda errors: percent(sum(one <= 0.3 for one in errors) / len(errors))
+    taus = ranked(rows, lambda row: predicted(row, constants))
+    lines += [
+        "",
+        f"All {len(rows)} rows: median error {percent(statistics.median(error))}, {within(error)} of them within 30 %. "
+        f"By constants that were fitted without the publisher: {percent(statistics.median(blind))}, {within(blind)} "
+        f"within 30 %. With one factor a source, fitted on one half and held against the other: "
+        f"{percent(statistics.median(factor))}. {len(taus)} groups of runs of a source and model that differ in mesh, "
+        f"batch or execution, and by more than {percent(NOISE)}: Kendall's tau "
+        f"{statistics.fmean(taus):.2f} on average.",
+        "",
+        "Left out: " + "; ".join(f"{count} because of {reason}" for reason, count in sorted(left.items())) + ".",
+    ]
+    return "\n".join(lines)
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, metavar="FILE", help="rows (default: those beside this)")
+    parser.add_argument("--rows", metavar="SOURCE", help="print each row of sources with this in their name")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to all rows")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file with the markers")
+    options = parser.parse_args()
+    rows, left = rows_of(options.data)
+    constants = standing()
+    if options.rows is not None:
+        for row in (row for row in rows if options.rows in row.source):
+            found = predicted(row, constants)
+            print(f"{found / row.tokens_per_second:.3f}  {found:9.0f} {row.tokens_per_second:9.0f}  {row.label}")
+        return
+    if options.fit:
+        best = fitted(rows)
+        print(f"loss {loss(rows, constants):.4f} before, {loss(rows, best):.4f} after")
+        for name, value in best.items():
+            print(f"{name:24s} {constants[name]:.4g} -> {value:.4g}")
+        return
+    fit_to, _ = rows_of(DATA)
+    text = table(rows, left, without_publisher(fit_to))
+    print(text)
+    if options.write is not None:
+        before, rest = options.write.read_text().split(BEGIN)
+        after = rest.split(END, 1)[1]
+        options.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""python -m jaxmnt.plan --config FILE --target CHIP --gpus N[,N…] [--for time|cost|tokens:2T] [key=value …]
+
+Finds the best mesh for a run on GPUs that need not be there: estimates all that divide, compiles the best few for
+real, and says what the run takes, what it costs, and why. With several numbers of GPUs it says how many to take.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.config import Config, load_config
+from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.plan.networks import find_target
+
+if TYPE_CHECKING:
+    from jaxmnt.plan.answer import Answer, Priced, Wish
+    from jaxmnt.plan.search import Search
+
+_MOST_GPUS = 16384
+"""Up to which a least number is looked for."""
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    chip, network = find_target(options.target)
+    counts = _counts(options.gpus)
+    config = load_config(options.config, options.overrides)
+    wish = _wish(options, config)
+
+    from jaxmnt.plan.dry_run import with_vocabulary
+    from jaxmnt.plan.rates import rates_of
+    from jaxmnt.plan.targets import gpu_devices
+
+    config, _ = with_vocabulary(config)
+    with _quiet_compiler():
+        gpu_devices(chip, 1, 1)  # before JAX starts its backends
+        from jaxmnt.plan.search import Search
+
+        search = Search(config, chip, network, rates_of(chip, network))
+        answers = [_answer(search, count, wish, options.compile) for count in counts]
+        return _say(search, answers, wish, options)
+
+
+def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argparse.Namespace) -> int:
+    from jaxmnt.plan.answer import knee, winner
+    from jaxmnt.plan.answer_text import show_answers
+
+    best = winner(answers, wish)
+    if best is None:
+        raise ConfigError(_does_not_fit(search, answers, wish))
+    if options.json:
+        told = {
+            "target": search.chip.kind, "tokens": wish.tokens, "knee": knee(answers),
+            "answers": [
+                {"gpus": one.gpus, "estimated": len(one.guesses), "plans": [plan.to_json() for plan in one.priced]}
+                for one in answers
+            ],
+        }  # fmt: skip
+        print(json.dumps(told, indent=2))
+    else:
+        print(show_answers(search, answers, wish, best))
+    if options.picture is not None:
+        from jaxmnt.plan.picture import draw
+
+        options.picture.write_text(draw(answers, search.chip.kind))
+        _note(f"picture: {options.picture}")
+    if options.write is not None:
+        _write(options.write, options, best)
+        _note(f"config: {options.write}")
+    return ExitCode.FINISHED
+
+
+def _answer(search: "Search", gpus: int, wish: "Wish", count: int) -> "Answer":
+    from jaxmnt.plan.answer import Answer, priced
+    from jaxmnt.telemetry.flops import CONVENTIONS, token_flops
+    from jaxmnt.telemetry.peaks import peaks_of
+
+    began = time.perf_counter()
+    guesses = search.guesses(gpus)
+    fit = sum(map(search.may_fit, guesses))
+    _note(f"{gpus} GPUs: {len(guesses)} ways estimated in {time.perf_counter() - began:.0f} s, {fit} may fit")
+    plans = search.best(guesses, count, lambda text: _note(f"  compiled {text}"))
+    config = search.config
+    per_token = CONVENTIONS[config.telemetry.flops](token_flops(search.definition, config.data.sequence_length))
+    peak = peaks_of(search.chip.kind).get("bfloat16")
+    return Answer(gpus, guesses, [priced(search, plan, wish, per_token, peak) for plan in plans])
+
+
+def _does_not_fit(search: "Search", answers: "list[Answer]", wish: "Wish") -> str:
+    """With the least number of GPUs on which the run was compiled and fits."""
+    from jaxmnt.plan.candidates import numbers_of_gpus
+    from jaxmnt.plan.search import describe
+
+    largest = max(answer.gpus for answer in answers)
+    guesses = [guess for answer in answers for guess in answer.guesses]
+    if not guesses:
+        needs = "no mesh divides the batch, the heads and the layers"
+    else:
+        least = min(guesses, key=lambda guess: guess.memory.peak)
+        needs = (
+            f"the least is {describe(least.candidate)}, which needs about {least.memory.peak / 2**30:.0f} GiB of the "
+            f"{search.limit / 2**30:.0f} that a GPU has"
+        )
+    for gpus in numbers_of_gpus(search.network.devices_per_host, _MOST_GPUS):
+        if gpus <= largest:
+            continue
+        plans = search.best(search.guesses(gpus), 1)
+        if plans:
+            plan = plans[0]
+            return (
+                f"--gpus: the run does not fit on {largest} × {search.chip.kind}: {needs}; the least number that it "
+                f"fits on is {gpus} ({describe(plan.candidate)}: {plan.peak / 2**30:.0f} GiB, compiled)"
+            )
+    return f"--gpus: the run fits on no number of {search.chip.kind} up to {_MOST_GPUS}: {needs}"
+
+
+def _write(path: Path, options: argparse.Namespace, best: "Priced") -> None:
+    """The config with the winner's settings: the file's keys, the overrides, and these."""
+    from jaxmnt.config.load import with_settings
+
+    path.write_text(with_settings(options.config, options.overrides, best.plan.candidate.settings))
+
+
+def _wish(options: argparse.Namespace, config: Config) -> "Wish":
+    """Raises `ConfigError` for a goal that is not one, and for costs without a price."""
+    from jaxmnt.plan.answer import Wish
+
+    by, tokens = "time", None
+    for part in options.goal.split(","):
+        name, _, number = part.partition(":")
+        if name in ("time", "cost") and not number:
+            by = name
+        elif name == "tokens":
+            tokens = _tokens(number)
+        else:
+            raise ConfigError(f"--for: {part!r} is not a goal; give time, cost, tokens:2T, or some with commas")
+    price = config.launch.cost_per_gpu_hour if options.price is None else options.price
+    if by == "cost" and price is None:
+        raise ConfigError("--for: cost needs a price; give --price or launch.cost_per_gpu_hour, of an hour of a GPU")
+    batch = config.data.global_batch_size * config.data.sequence_length
+    if tokens is None:
+        tokens = float(config.train.steps * batch)
+    return Wish(tokens, by, price, options.hours_between_failures, options.restart_seconds)
+
+
+_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _tokens(text: str) -> float:
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMBT]?)", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ConfigError(f"--for: tokens:{text} is not a number of tokens; give one such as tokens:2T or tokens:300B")
+    return float(found[1]) * _FACTORS[found[2].upper()]
+
+
+def _counts(text: str) -> list[int]:
+    counts = sorted({int(part) if part.strip().isdecimal() else 0 for part in text.split(",")})
+    if counts[0] < 1 or counts[-1] > _MOST_GPUS:
+        raise ConfigError(f"--gpus: {text!r} must be numbers from 1 to {_MOST_GPUS}, with commas; correct it")
+    return counts
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """XLA's warnings of a GPU that is not there, and of candidates that do not fit, are not the answer."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    yield
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m jaxmnt.plan", description=__doc__, codes=HERE)
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the config of the run")
+    parser.add_argument("--target", required=True, metavar="CHIP", help="a GPU such as h100, or an instance type")
+    parser.add_argument("--gpus", required=True, metavar="N[,N…]", help="how many; several to choose among them")
+    parser.add_argument(
+        "--for", dest="goal", default="time", metavar="GOAL",
+        help="time, cost, tokens:2T (default: the config's steps), or some of them with commas",
+    )  # fmt: skip
+    parser.add_argument(
+        "--price", type=float, metavar="P", help="of an hour of a GPU; default launch.cost_per_gpu_hour"
+    )
+    parser.add_argument("--compile", type=int, default=6, metavar="K", help="ways that are compiled; default 6")
+    parser.add_argument(
+        "--hours-between-failures", type=float, metavar="H",
+        help="mean hours between failures of the whole run; default by published failures of GPUs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restart-seconds", type=float, default=300.0, metavar="S", help="from a failure to the next step; default 300"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the winner's config")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw time and cost over the GPUs, as SVG")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_settings()
+    options = parser.parse_intermixed_args(arguments)
+    for name in ("price", "hours_between_failures", "restart_seconds", "compile"):
+        value = getattr(options, name)
+        if value is not None and (value < 0 or (name not in ("price", "restart_seconds") and value == 0)):
+            raise ConfigError(f"--{name.replace('_', '-')}: {value:g} must be above 0; correct it")
+    return options
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,186 @@
+"""What a search has found: for each number of GPUs the plans that fit, what they cost to the goal, and why."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
+from jaxmnt.plan.predict import HIGH, LOW
+from jaxmnt.plan.search import Guess, Plan, Search, describe
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the run is for."""
+
+    tokens: float
+    by: str
+    """What ranks numbers of GPUs: `time` or `cost`."""
+    price: float | None
+    """Of an hour of a GPU."""
+    hours_between_failures: float | None = None
+    restart_seconds: float = RESTART_SECONDS
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan, and what it takes to the goal."""
+
+    plan: Plan
+    gpus: int
+    tokens_per_second: float
+    """Of a GPU."""
+    mfu: float | None
+    faults: Faults
+    goal: Goal
+
+    def to_json(self) -> dict[str, Any]:
+        plan, seconds = self.plan, self.plan.seconds
+        return {
+            "gpus": self.gpus,
+            "settings": plan.candidate.settings,
+            "step_seconds": round(seconds, 4),
+            "step_seconds_range": [round(LOW * seconds, 4), round(HIGH * seconds, 4)],
+            "estimated_seconds": round(plan.guess.seconds, 4),
+            "prediction": {name: round(value, 4) for name, value in vars(plan.prediction).items()},
+            "exposed_percent": round(100 * plan.prediction.exposed / seconds, 2),
+            "memory": {"peak": plan.peak, "limit": plan.limit, "estimated_peak": round(plan.guess.memory.peak)},
+            "tokens_per_second_per_gpu": round(self.tokens_per_second, 1),
+            "mfu": None if self.mfu is None else round(self.mfu, 4),
+            "goodput": round(self.faults.goodput, 4),
+            "save_every_seconds": round(self.faults.interval_seconds, 1),
+            "hours_between_failures": round(self.faults.between_seconds / 3600, 2),
+            "days": round(self.goal.days, 3),
+            "cost": None if self.goal.cost is None else round(self.goal.cost),
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """For one number of GPUs."""
+
+    gpus: int
+    guesses: list[Guess]
+    priced: list[Priced]
+    """The fastest first; empty if nothing fits."""
+
+
+def priced(search: Search, plan: Plan, wish: Wish, flops_per_token: float, peak: float | None) -> Priced:
+    """What a plan takes to the goal. `peak` are the FLOP/s of a GPU by which utilisation is told."""
+    one, data = plan.candidate, search.config.data
+    gpus = one.data * one.pipeline * one.fsdp * one.model
+    tokens = data.global_batch_size * data.sequence_length
+    rate = tokens / plan.seconds
+    memory = plan.report["memory"]
+    # Replicas hold the same: each host writes its share of one copy.
+    state = (memory["params"] + memory["optimizer"]) / one.data
+    faults = faults_of(
+        gpus, state, search.network.devices_per_host,
+        hours_between=wish.hours_between_failures, restart_seconds=wish.restart_seconds,
+    )  # fmt: skip
+    mfu = None if peak is None else rate / gpus * flops_per_token / peak
+    return Priced(plan, gpus, rate / gpus, mfu, faults, reach(wish.tokens, rate, faults, gpus, wish.price))
+
+
+def winner(answers: Sequence[Answer], wish: Wish) -> Priced | None:
+    """The plan that reaches the goal first, or for the least money; at a tie with fewer GPUs."""
+    found = [one for answer in answers for one in answer.priced]
+    if not found:
+        return None
+    if wish.by == "cost":
+        return min(found, key=lambda one: (one.goal.cost or math.inf, one.gpus))
+    return min(found, key=lambda one: (one.goal.seconds, one.gpus))
+
+
+_WORTH = 0.8
+"""Of what more GPUs promise, what they must hold for the curve to go on."""
+
+
+def knee(answers: Sequence[Answer]) -> int | None:
+    """The number of GPUs beyond which more of them shorten the run by less than 80 % of their share; None if there are
+    fewer than two numbers."""
+    found = [(answer.gpus, answer.priced[0].goal.seconds) for answer in answers if answer.priced]
+    if len(found) < 2:
+        return None
+    last = found[0]
+    for gpus, seconds in found[1:]:
+        held = math.log(last[1] / seconds) / math.log(gpus / last[0])
+        if held < _WORTH:
+            return last[0]
+        last = gpus, seconds
+    return last[0]
+
+
+def reasons(search: Search, answer: Answer) -> list[str]:
+    """Why the winner is as it is, in numbers."""
+    best = answer.priced[0].plan
+    found = [_data_parallel(search, answer, best)]
+    found += _axes(search, answer, best)
+    if (next_one := _next_faster(search, answer, best)) is not None:
+        found.append(next_one)
+    return [one for one in found if one]
+
+
+def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
+    """Whether data parallelism alone fits."""
+    alone = [
+        guess
+        for guess in answer.guesses
+        if (one := guess.candidate).data == answer.gpus and one.rows == min(_rows(answer.guesses))
+    ]
+    if not alone:
+        return "data parallelism alone: the batch does not divide among so many replicas"
+    least = min(alone, key=lambda guess: guess.memory.peak)
+    state, limit = least.memory.state / _GIB, search.limit / _GIB
+    if not search.may_fit(least):
+        return (
+            f"data parallelism alone needs {least.memory.peak / _GIB:.0f} GiB of a GPU at least, {state:.0f} of them "
+            f"for parameters and moments: {least.memory.peak / _GIB - limit:.0f} GiB more than the {limit:.0f} that "
+            "there are, so the state is split"
+        )
+    fastest = min((guess for guess in alone if search.may_fit(guess)), key=lambda guess: guess.seconds)
+    return f"data parallelism alone fits, and is estimated at {_times(fastest, best)} of the winner's step"
+
+
+def _rows(guesses: Sequence[Guess]) -> list[int]:
+    return [guess.candidate.rows for guess in guesses]
+
+
+def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
+    """What tensor and pipeline parallelism cost or save here."""
+    found, fit = [], [guess for guess in answer.guesses if search.may_fit(guess)]
+    for axis, name in (("model", "tensor parallelism"), ("pipeline", "a pipeline")):
+        used = getattr(best.candidate, axis) > 1
+        others = [guess for guess in fit if (getattr(guess.candidate, axis) > 1) != used]
+        if not others:
+            found.append(f"without {name} nothing fits" if used else f"{name}: no mesh with it divides and fits")
+            continue
+        other = min(others, key=lambda guess: guess.seconds)
+        link = other.estimate.links.get(axis)
+        exposed = f", {link.exposed:.2g} s of them waiting for it" if link is not None and not used else ""
+        idle = f", {other.estimate.bubble:.2g} s idle" if axis == "pipeline" and not used else ""
+        verb = "without" if used else "with"
+        found.append(
+            f"{verb} {name} the best is {describe(other.candidate)}: estimated at {_times(other, best)} of the "
+            f"winner's step{exposed}{idle}"
+        )
+    return found
+
+
+def _next_faster(search: Search, answer: Answer, best: Plan) -> str | None:
+    """What the fastest mesh lacks that does not fit."""
+    faster = next((guess for guess in answer.guesses if guess.seconds < 0.99 * best.guess.seconds), None)
+    if faster is None or search.may_fit(faster):
+        return None
+    lacks = (faster.memory.peak - search.limit) / _GIB
+    return (
+        f"{describe(faster.candidate)} would be the next faster one, estimated at {_times(faster, best)}: it needs "
+        f"{faster.memory.peak / _GIB:.0f} GiB, {lacks:.0f} more than there are"
+    )
+
+
+def _times(guess: Guess, best: Plan) -> str:
+    return f"{guess.seconds / best.guess.seconds:.2f} ×"

@@ -1,0 +1,93 @@
+"""A search's answer as text for a person."""
+
+from collections.abc import Sequence
+
+from jaxmnt.plan.answer import Answer, Priced, Wish, knee, reasons
+from jaxmnt.plan.predict import HIGH, LOW
+from jaxmnt.plan.search import Search, describe
+from jaxmnt.plan.show import table
+from jaxmnt.telemetry.progress import count, size
+
+_SHOWN = 6
+
+
+def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Priced) -> str:
+    """All of it; `best` is the winner among all numbers of GPUs."""
+    data = search.config.data
+    network, chip = search.network, search.chip
+    batch = data.global_batch_size * data.sequence_length
+    lines = [
+        f"target  {chip.kind}, {network.domain} that reach each other by NVLink, {network.gigabits:g} Gbit/s of "
+        f"{network.fabric} a GPU beyond",
+        f"goal    {count(wish.tokens)} tokens, in steps of {count(batch)}",
+    ]
+    blocks = ["\n".join(lines)]
+    if len(answers) > 1:
+        blocks.append("\n".join(_by_gpus(answers, wish)))
+    own = next(answer for answer in answers if answer.gpus == best.gpus)
+    blocks.append("\n".join(_ranked(own)))
+    blocks.append(
+        "\n".join(
+            f"why     {line}" if place == 0 else f"        {line}" for place, line in enumerate(reasons(search, own))
+        )
+    )
+    blocks.append("\n".join(_of_the_best(best)))
+    return "\n\n".join(blocks)
+
+
+def _by_gpus(answers: Sequence[Answer], wish: Wish) -> list[str]:
+    rows: list[tuple[str, ...]] = [("GPUs", "step", "tokens/s/GPU", "goodput", "days", "cost", "mesh")]
+    turn = knee(answers)
+    for answer in answers:
+        if not answer.priced:
+            rows.append((str(answer.gpus), "does not fit", "", "", "", "", ""))
+            continue
+        one = answer.priced[0]
+        mark = "  <- the knee: more GPUs hold less than 80 % of what they promise" if answer.gpus == turn else ""
+        rows.append((
+            str(answer.gpus), _seconds(one.plan.seconds), f"{one.tokens_per_second:,.0f}", f"{one.faults.goodput:.1%}",
+            f"{one.goal.days:,.1f}", _money(one), describe(one.plan.candidate) + mark,
+        ))  # fmt: skip
+    return table(rows, right={0, 1, 2, 3, 4, 5})
+
+
+def _ranked(answer: Answer) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        (f"{answer.gpus} GPUs", "step", "range", "MFU", "memory", "exposed", "idle", "tokens/s/GPU", "days", "cost")
+    ]
+    for one in answer.priced[:_SHOWN]:
+        plan, seconds = one.plan, one.plan.seconds
+        rows.append((
+            describe(plan.candidate), _seconds(seconds), f"{LOW * seconds:.2f}-{HIGH * seconds:.2f}",
+            "-" if one.mfu is None else f"{one.mfu:.1%}", f"{size(plan.peak)} ({plan.peak / plan.limit:.0%})",
+            f"{plan.prediction.exposed / seconds:.1%}", f"{plan.prediction.bubble / seconds:.1%}",
+            f"{one.tokens_per_second:,.0f}", f"{one.goal.days:,.1f}", _money(one),
+        ))  # fmt: skip
+    return table(rows, right=set(range(1, 10)))
+
+
+def _of_the_best(best: Priced) -> list[str]:
+    faults, found = best.faults, best.plan.prediction
+    parts = ", ".join(
+        f"{name} {_seconds(value)}"
+        for name, value in (
+            ("work", found.work), ("waiting for communication", found.exposed), ("pipeline idle", found.bubble),
+            ("slowed beside communication", found.contention), ("host", found.host),
+        )
+        if value
+    )  # fmt: skip
+    settings = " ".join(f"{key}={value}" for key, value in best.plan.candidate.settings.items())
+    return [
+        f"step    {parts}",
+        f"fails   every {faults.between_seconds / 3600:,.1f} hours by published failures of GPUs; save every "
+        f"{faults.interval_seconds / 60:.1f} min (Young–Daly); {faults.goodput:.1%} of the time goes into steps",
+        f"set     {settings}",
+    ]
+
+
+def _money(one: Priced) -> str:
+    return "-" if one.goal.cost is None else f"{one.goal.cost:,.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -1,0 +1,156 @@
+"""What a step needs of a device's memory, from shapes alone: without compiling.
+
+The state, and what forward keeps for backward, are counted. What else XLA has at the peak is estimated: it is some
+multiples of a layer's weights and activations in backward, or of the head's weights in the loss, and with ZeRO 1 and 2
+the weights and gradients that are whole. The multiples are fitted to compiled programs by `benchmarks/plan_memory.py`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxmnt.config.schema import Config, Mesh, Pipeline
+from jaxmnt.plan.estimate import ModelShape, Scheme
+from jaxmnt.training.compile import build_spec
+from jaxmnt.training.levers import kept_bytes
+
+
+class Multiples(NamedTuple):
+    """Of what is in memory at the peak besides the state, the gradients and what forward keeps: the larger of what
+    backward and the loss have, and copies."""
+
+    weights: float
+    """In backward, of a layer's weights in bfloat16, as they are multiplied on a device."""
+    wide: float
+    """In backward, of the MLP's activations."""
+    narrow: float
+    """In backward, of the residual stream."""
+    wide_again: float
+    """More of them with remat full."""
+    narrow_again: float
+    head: float
+    """In the loss, of the head's gradient in float32."""
+    head_tied: float
+    """Of that, if the head is the embedding."""
+    head_narrow: float
+    """In the loss, of the residual stream."""
+    head_weights: float
+    """In the loss, of a layer's weights."""
+    rest: float
+    """In the loss, GiB."""
+    gradients: float
+    """Of the gradients, copies in another order."""
+    gradients_apart: float
+    """More if the last microbatch is a program of its own."""
+    head_apart: float
+    """Of the head's gradient, if the last microbatch is a program of its own."""
+
+
+MULTIPLES = {
+    "sharded": Multiples(8.4, 0.6, 1.22, 0.49, 0.16, 1.75, 1.0, 0.36, 3.14, 0.04, 0.19, 0.21, 1.47),
+    "whole": Multiples(3.5, 2.1, 2.8, 1.0, 1.0, 2.07, 1.3, 3.9, 0.0, 0.24, 0.0, 0.3, 0.0),
+    "stages": Multiples(4.55, 0.55, 0.06, 0.43, 0.43, 2.5, 0.75, 2.73, 1.0, 0.3, 0.21, 0.3, 0.0),
+    "chunks": Multiples(2.07, 3.5, 1.54, 1.0, 1.0, 1.23, 1.0, 2.1, 1.0, 0.21, 0.12, 0.3, 0.0),
+    "ZeRO 2": Multiples(2.45, 2.1, 2.8, 0.7, 0.7, 1.75, 0.7, 2.81, 0.34, 0.21, 0.39, 0.3, 0.0),
+    "ZeRO 1": Multiples(2.45, 2.1, 2.8, 0.7, 0.7, 1.75, 0.7, 2.81, 0.34, 0.21, 0.0, 0.3, 0.0),
+}
+
+
+def kind_of(scheme: Scheme) -> str:
+    """Which multiples a scheme has: programs of one kind have the same arrays at their peak."""
+    if scheme.fsdp > 1 and scheme.zero < 3:
+        return f"ZeRO {scheme.zero}"
+    if scheme.pipeline > 1:
+        return "chunks" if scheme.chunks > 1 else "stages"
+    return "sharded" if scheme.fsdp > 1 else "whole"
+
+
+class Memory(NamedTuple):
+    """Bytes of a device."""
+
+    state: float
+    """Parameters and moments."""
+    kept: float
+    """From forward for backward."""
+    rest: float
+
+    @property
+    def peak(self) -> float:
+        return self.state + self.kept + self.rest
+
+
+class Kept:
+    """Bytes that a row leaves on a device from forward for backward, in all layers. They are counted once for each
+    policy and number of devices that share a layer."""
+
+    def __init__(self, config: Config, vocab: int, devices_of: Callable[[int], Sequence[jax.Device]]):
+        """`devices_of` gives so many devices of the kind that is planned for."""
+        self._config, self._vocab, self._devices_of = config, vocab, devices_of
+        self._known: dict[tuple[str, int], int] = {}
+
+    def of_row(self, remat: str, model: int) -> int:
+        """Raises `ConfigError` for sizes that so many devices cannot share."""
+        if (remat, model) not in self._known:
+            config = self._config
+            one = config.model_copy(
+                update={
+                    "mesh": Mesh(data=1, model=model),
+                    "pipeline": Pipeline(),
+                    "data": config.data.model_copy(update={"global_batch_size": 1}),
+                    "train": config.train.model_copy(update={"remat": remat, "microbatch_size": 1}),
+                    "model": config.model.model_copy(update={"overlap": "off"}),
+                }
+            )
+            spec = build_spec(one, self._vocab, self._devices_of(model), lambda _: "")
+            self._known[remat, model] = kept_bytes(spec)
+        return self._known[remat, model]
+
+
+def estimate_memory(
+    model: ModelShape,
+    scheme: Scheme,
+    kept_of_row: float,
+    slots: int = 1,
+    moment_bytes: int = 4,
+    multiples: Multiples | None = None,
+) -> Memory:
+    """A step's peak, with parameters in float32 and two moments of so many bytes each.
+
+    `kept_of_row` is what a row leaves in all layers (`Kept`). A stage keeps at most `slots` microbatches of a chunk.
+    """
+    stages, parts = scheme.pipeline, scheme.model
+    depth = math.ceil(model.depth / (stages * scheme.chunks))
+    padding = depth * stages * scheme.chunks / model.depth
+    layers = padding * sum(count * layer.parameters for count, layer in model.layers)
+    ends = model.vocab * model.hidden * (1 if model.tied else 2)
+    own = (layers + ends) / (parts * stages * scheme.fsdp) + model.others / stages
+    kept_bytes = kept_of_row * scheme.rows * slots * depth / model.depth
+    gradients = 4 * own
+    whole = (layers + ends) / (parts * stages)
+    rest = gradients + _working(model, scheme, gradients, multiples or MULTIPLES[kind_of(scheme)])
+    if scheme.fsdp > 1 and scheme.zero < 3:
+        rest += 2 * whole
+    if scheme.fsdp > 1 and scheme.zero == 1:
+        rest += 4 * whole - gradients
+    return Memory((4 + 2 * moment_bytes) * own, kept_bytes, rest)
+
+
+def _working(model: ModelShape, scheme: Scheme, gradients: float, of: Multiples) -> float:
+    """What is in memory besides state, gradients and what is kept."""
+    tokens = scheme.rows * scheme.length
+    largest = max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
+    weights = 2 * largest.parameters / scheme.model
+    widest = max(max(one.inputs, one.outputs) for one in largest.products)
+    wide, narrow = 2 * tokens * widest / scheme.model, 2 * tokens * model.hidden
+    head = 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)
+    again = scheme.remat == "full"
+    backward = of.weights * weights + of.wide * wide + of.narrow * narrow
+    backward += again * (of.wide_again * wide + of.narrow_again * narrow)
+    loss = of.head * head * (of.head_tied if model.tied else 1)
+    loss += of.head_narrow * narrow + of.head_weights * weights + of.rest * 2**30
+    # With `data` and ZeRO 3 the last of several microbatches sums gradients while it goes back.
+    apart = scheme.data > 1 and scheme.zero == 3 and scheme.pipeline == 1 and scheme.microbatches > 1
+    copies = of.gradients * gradients + apart * (of.gradients_apart * gradients + of.head_apart * head)
+    return max(backward, loss) + copies

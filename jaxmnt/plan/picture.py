@@ -1,0 +1,78 @@
+"""Time and cost over the number of GPUs, as an SVG."""
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+from jaxmnt.plan.answer import Answer, knee
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 420, 70, 70, 46, 52
+_TIME, _COST = "#1f77b4", "#d62728"
+
+
+def draw(answers: Sequence[Answer], chip: str) -> str:
+    """Days in blue by the left axis, money in red by the right one if there is a price; both axes and that of the GPUs
+    are logarithmic. A line marks the knee."""
+    found = [answer for answer in answers if answer.priced]
+    gpus = [float(answer.gpus) for answer in found]
+    days = [answer.priced[0].goal.days for answer in found]
+    costs = [answer.priced[0].goal.cost for answer in found]
+    across = _scale(gpus, _LEFT, _WIDTH - _RIGHT)
+    parts = [
+        f'<text x="{_LEFT}" y="24" font-size="15">Days to the goal, and what it costs, on {escape(chip)}</text>',
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">GPUs</text>',
+        f'<rect x="{_LEFT}" y="{_TOP}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_HEIGHT - _TOP - _BOTTOM}" '
+        'fill="none" stroke="#999"/>',
+    ]
+    for value in gpus:
+        parts.append(
+            f'<text x="{across(value):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:,.0f}</text>'
+        )
+    if (turn := knee(answers)) is not None:
+        x = across(turn)
+        parts.append(
+            f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}" '
+            'stroke="#555" stroke-dasharray="5 4"/>'
+        )
+        parts.append(f'<text x="{x + 5:.1f}" y="{_TOP + 16}" fill="#555">knee: {turn:,}</text>')
+    parts += _curve(gpus, days, across, _TIME, left=True, unit="days")
+    if all(cost is not None for cost in costs):
+        parts += _curve(gpus, [cost or 0.0 for cost in costs], across, _COST, left=False, unit="cost")
+    inside = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="12">\n<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>\n{inside}\n</svg>\n'
+    )
+
+
+def _curve(
+    gpus: Sequence[float], values: Sequence[float], across: Callable[[float], float], color: str, *, left: bool,
+    unit: str,
+) -> list[str]:  # fmt: skip
+    up = _scale(values, _HEIGHT - _BOTTOM - 14, _TOP + 30)
+    points = [(across(x), up(y)) for x, y in zip(gpus, values, strict=True)]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    found = [f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>']
+    found += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points]
+    x, anchor = (_LEFT - 6, "end") if left else (_WIDTH - _RIGHT + 6, "start")
+    for value in {min(values), max(values)}:
+        found.append(
+            f'<text x="{x}" y="{up(value) + 4:.1f}" text-anchor="{anchor}" fill="{color}">{_short(value)}</text>'
+        )
+    found.append(f'<text x="{x}" y="{_TOP + 8}" text-anchor="{anchor}" fill="{color}">{unit}</text>')
+    return found
+
+
+def _scale(values: Sequence[float], first: float, last: float) -> Callable[[float], float]:
+    """A logarithmic scale on which the values fill the span."""
+    low, high = math.log(min(values)), math.log(max(values))
+    margin = 0.06 * (last - first)
+    span = (last - first - 2 * margin) / (high - low) if high > low else 0.0
+    return lambda value: first + margin + (math.log(value) - low) * span if span else (first + last) / 2
+
+
+def _short(value: float) -> str:
+    for factor, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {name}"
+    return f"{value:.3g}"

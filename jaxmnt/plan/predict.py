@@ -1,0 +1,48 @@
+"""What a step takes, predicted from the compiled program, with its range and what it goes into."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmnt.plan.estimate import CONTENTION, HOST_SECONDS
+from jaxmnt.plan.timeline import Timeline
+from jaxmnt.training.spec import StepSpec
+
+LOW, HIGH = 0.9, 1.2
+"""A step takes between so many times what is predicted: nine in ten of the published runs did, of whose publisher the
+rates had seen nothing (`benchmarks/published.py`)."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step. The parts add up to it."""
+
+    work: float
+    """Products, attention and all else that the device computes."""
+    exposed: float
+    """Communication that the device waits for."""
+    bubble: float
+    """A stage of a pipeline has nothing to do."""
+    contention: float
+    """Work is slower beside communication."""
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        return self.work + self.exposed + self.bubble + self.contention + self.host
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {f"{name}_seconds": round(value, 6) for name, value in vars(self).items()}
+        return {"step_seconds": round(self.seconds, 4), "from": LOW * self.seconds, "to": HIGH * self.seconds, **parts}
+
+
+def predicted(spec: StepSpec, timeline: Timeline) -> Prediction:
+    """From the compiled step as it was played, in which a stage that is idle takes no time."""
+    hidden = max(0.0, sum(played.seconds for played in timeline.collectives) - timeline.exposed)
+    idle = spec.schedule.idle_share() if spec.schedule.stages > 1 else 0.0
+    return Prediction(
+        work=timeline.seconds - timeline.exposed,
+        exposed=timeline.exposed,
+        bubble=idle * timeline.seconds,
+        contention=CONTENTION * hidden,
+        host=HOST_SECONDS,
+    )

@@ -1,0 +1,165 @@
+"""What a device attains: how long a product, attention, reading memory and a collective take. No JAX.
+
+A product of [m, k] by [k, n] attains what its generation does with large ones, less where its tiles do not fill all
+multiprocessors in whole waves, or where k is short: k / (k + `depth`).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxmnt.plan.chips import Chip
+from jaxmnt.plan.networks import Network, network_of
+from jaxmnt.telemetry.peaks import peaks_of
+
+START, STEP_WITHIN_HOST, STEP_BETWEEN_HOSTS = 8.4e-6, 3.4e-6, 14e-6
+"""Seconds, by which NCCL itself weighs a ring with its protocol for large messages (src/graph/tuning.cc: base latency,
+NVLink, network)."""
+
+
+class Attained(NamedTuple):
+    """Shares of a generation's data sheet that large operations attain."""
+
+    products: float
+    float8: float
+    """Of the peak in float8."""
+    attention: float
+    """Forward, of the peak in bfloat16, over pairs that the mask leaves."""
+    attention_backward: float
+    link: float
+    """Of NVLink, by collectives."""
+
+
+ATTAINED = {
+    "ampere": Attained(0.778, 0.0, 0.60, 0.51, 0.78),
+    "hopper": Attained(0.614, 0.66, 0.55, 0.467, 0.78),
+    "blackwell": Attained(0.76, 0.659, 0.474, 0.403, 0.78),
+}
+"""The first three columns, `HALF_DEPTH` and `estimate.CONTENTION` are fitted to published runs by
+`benchmarks/published.py --fit`, the others set: backward attains 85 % of attention's forward (Shah et al. 2024,
+arXiv:2407.08608), and collectives 350 of the 450 GB/s of an H100's NVLink."""
+
+MEMORY, TO_HOST = 0.85, 0.8
+"""Of the memory's bandwidth, and of the link to the host's memory."""
+HALF_DEPTH, HALF_LENGTH = 400.0, 500.0
+"""The depth at which a product attains half, and the length at which attention does."""
+POWER = 0.5
+"""A GPU with a share p of its generation's power multiplies at p to this of its rate."""
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int
+    share: float
+    """Of what the largest tile attains."""
+
+
+TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.93), Tile(64, 128, 0.75))
+"""Those of libraries: cuBLAS and CUTLASS choose among such."""
+_SPLIT = 0.85
+"""What a product attains that is also cut along k, to fill the multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device attains. FLOP/s of large products by the dtype that is multiplied, and of attention; bytes a second
+    of its memory, and sent to another device of its host, by its share of the host's network, or to its host's memory.
+    """
+
+    products: Mapping[str, float]
+    attention: float
+    memory: float
+    within_host: float
+    between_hosts: float
+    to_host: float
+    attention_backward: float = 0.0
+    """0: as `attention`."""
+    cores: int = 0
+    """Multiprocessors that tiles are spread over; 0: tiles do not matter."""
+    depth: float = 0.0
+    length: float = 0.0
+    """At which attention attains half."""
+    steps: Mapping[str, float] = field(
+        default_factory=lambda: {"start": START, "within": STEP_WITHIN_HOST, "between": STEP_BETWEEN_HOSTS}
+    )
+    """Seconds that start a collective, and of each of its steps."""
+
+    def product(self, m: float, n: float, k: float, dtype: str) -> float:
+        """Seconds of [m, k] by [k, n], without what memory needs."""
+        share = k / (k + self.depth) if k else 1.0
+        if self.cores:
+            share *= _filled(m, n, k, self.cores)
+        return 2.0 * m * n * k / (self.products[dtype] * share)
+
+    def attend(self, flops: float, length: float, *, backward: bool) -> float:
+        """Seconds of attention in rows of this length; `flops` of the pairs that the mask leaves."""
+        rate = self.attention_backward if backward and self.attention_backward else self.attention
+        return flops / rate * (1 + self.length / length)
+
+    def collective(
+        self, kind: str, payload: float, groups: Sequence[Sequence[int]], host_of: Callable[[int], int]
+    ) -> float:
+        """Seconds of one execution, by rings: what starts them, each step from device to device, and the bytes of
+        `payload`, the whole that is gathered or reduced in a group. Of permutes the groups are pairs."""
+        if kind == "collective-permute":
+            return self.send(payload, between_hosts=any(host_of(a) != host_of(b) for a, b in groups))
+        return max(self.ring(kind, payload, Counter(map(host_of, group)).values()) for group in groups)
+
+    def copy(self, payload: float) -> float:
+        """Seconds of bytes to the host's memory, or from it."""
+        return self.steps["start"] + payload / self.to_host
+
+    def send(self, payload: float, *, between_hosts: bool) -> float:
+        """Seconds of bytes to one other device."""
+        if between_hosts:
+            return self.steps["start"] + self.steps["between"] + payload / self.between_hosts
+        return self.steps["start"] + self.steps["within"] + payload / self.within_host
+
+    def ring(self, kind: str, payload: float, shares: Iterable[int]) -> float:
+        """Seconds among devices of which each host has its share.
+
+        Devices of a group that share a host share what goes between hosts, as NCCL's rings do: of a whole that is
+        gathered on h hosts, (h - 1) / h enter each host, by as many network cards as it has devices in the group.
+        """
+        of_hosts = tuple(shares)
+        size, hosts, rounds = sum(of_hosts), len(of_hosts), 2 if kind == "all-reduce" else 1
+        seconds = rounds * payload * (size - 1) / size / self.within_host
+        if hosts > 1:
+            entering = rounds * payload * (1 - 1 / hosts)
+            seconds = max(seconds, entering / (min(of_hosts) * self.between_hosts))
+        steps = rounds * ((size - hosts) * self.steps["within"] + (hosts - 1) * self.steps["between"])
+        return self.steps["start"] + steps + seconds
+
+
+def _filled(m: float, n: float, k: float, cores: int) -> float:
+    """What a product attains of a large one, by its tiles: those of the last wave leave multiprocessors idle."""
+    best = 0.0
+    for rows, columns, share in TILES:
+        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / cores)
+        best = max(best, share * m * n / (rows * columns) / (waves * cores))
+    if best < 0.9:
+        pieces = min(8, max(1, int(k) // 1024))
+        waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) * pieces / cores)
+        best = max(best, _SPLIT * m * n / 128**2 * pieces / (waves * cores))
+    return min(best, 1.0)
+
+
+def rates_of(chip: Chip, network: Network | None = None, attained: Attained | None = None) -> Rates:
+    """What a chip attains, by its data sheet and what its generation attains of that, if nothing else is given."""
+    network, attained = network or network_of(chip), attained or ATTAINED[chip.generation]
+    peaks, slowed = peaks_of(chip.kind), chip.power**POWER
+    share = lambda dtype: attained.float8 if dtype == "float8" else attained.products
+    return Rates(
+        products={dtype: share(dtype) * slowed * peak for dtype, peak in peaks.items() if share(dtype)},
+        attention=attained.attention * slowed * peaks["bfloat16"],
+        attention_backward=attained.attention_backward * slowed * peaks["bfloat16"],
+        memory=MEMORY * chip.bandwidth,
+        within_host=attained.link * chip.nvlink,
+        between_hosts=network.between_hosts,
+        to_host=TO_HOST * chip.to_host,
+        cores=chip.cores,
+        depth=HALF_DEPTH,
+        length=HALF_LENGTH,
+    )

@@ -1,0 +1,200 @@
+"""The best mesh for a config and a number of GPUs: all are estimated, the best few are compiled."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmnt.config.schema import Config
+from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
+from jaxmnt.errors import ConfigError
+from jaxmnt.models.contract import define
+from jaxmnt.models.registry import build_family
+from jaxmnt.parallel.sharding import Overlap
+from jaxmnt.plan.budget import make_report
+from jaxmnt.plan.candidates import Candidate, candidates
+from jaxmnt.plan.chips import Chip
+from jaxmnt.plan.estimate import Estimate, Scheme, estimate
+from jaxmnt.plan.memory import Kept, Memory, estimate_memory
+from jaxmnt.plan.networks import Network
+from jaxmnt.plan.predict import Prediction
+from jaxmnt.plan.rates import Rates
+from jaxmnt.plan.shapes import model_shape, software_of
+from jaxmnt.plan.targets import gpu_devices
+from jaxmnt.training.compile import build_spec
+from jaxmnt.training.pipeline_schedule import build_schedule
+
+ROOM = 1.03
+"""Of the memory that there is, what an estimate may be: it is that exact, and the compiler decides."""
+COMPILED = 6
+"""Candidates that are compiled, at most."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A candidate as it is estimated."""
+
+    candidate: Candidate
+    scheme: Scheme
+    estimate: Estimate
+    memory: Memory
+    kept_of_row: float
+    slots: int
+    """Microbatches of a chunk that a stage keeps at most."""
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A candidate that was compiled."""
+
+    candidate: Candidate
+    guess: Guess
+    prediction: Prediction
+    peak: int
+    limit: int
+    report: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit
+
+
+class Search:
+    """Of one config and target. What it learns of the config serves for every number of GPUs."""
+
+    def __init__(self, config: Config, chip: Chip, network: Network, rates: Rates):
+        assert config.model.vocab_size is not None
+        self.config, self.chip, self.network, self.rates = config, chip, network, rates
+        self.vocab = config.model.vocab_size
+        self.definition = define(build_family(config.model, self.vocab))
+        self.shape = model_shape(self.definition)
+        self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
+        self._kept = Kept(config, self.vocab, lambda count: self.devices(count)[:count])
+        self._moments = 2 if config.optimizer.state_dtype == "bfloat16" else 4
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  one search lives as long as its process
+    def devices(self, gpus: int) -> Sequence[jax.Device]:
+        """To compile for."""
+        per_host = min(self.network.devices_per_host, gpus)
+        return gpu_devices(self.chip, -(-gpus // per_host), per_host)
+
+    def guesses(self, gpus: int, *, pruned: bool = True) -> list[Guess]:
+        """All candidates, the fastest first."""
+        found = (self.guess(one) for one in candidates(self.config, gpus, self.network, pruned=pruned))
+        known = [guess for guess in found if guess is not None]
+        return sorted(known, key=lambda guess: (guess.seconds, str(guess.candidate)))
+
+    def may_fit(self, guess: Guess) -> bool:
+        """As far as an estimate can say."""
+        return guess.memory.peak <= ROOM * self.limit
+
+    def guess(self, one: Candidate) -> Guess | None:
+        """None for sizes that cannot be built."""
+        schedule = _schedule(one.pipeline, one.microbatches, one.chunks)
+        try:
+            row = self._kept.of_row(one.remat, one.model)
+        except ConfigError:
+            return None
+        scheme = Scheme(
+            length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, data=one.data,
+            pipeline=one.pipeline, fsdp=one.fsdp, model=one.model, zero=one.zero, chunks=one.chunks,
+            idle=schedule.idle, ticks=schedule.ticks, remat=one.remat,
+            float8=self.config.train.precision == "float8", kept=row * one.rows / one.pipeline,
+        )  # fmt: skip
+        memory = estimate_memory(self.shape, scheme, row, schedule.slots, self._moments)
+        software = software_of(scheme, _overlap(one))
+        found = estimate(self.shape, scheme, self.rates, self.network.domain, software)
+        return Guess(one, scheme, found, memory, row, schedule.slots)
+
+    def compiled(self, guess: Guess) -> Plan | None:
+        """None if it cannot be built: a size that only the whole config shows."""
+        one = guess.candidate
+        gpus = one.data * one.pipeline * one.fsdp * one.model
+        devices, domain = list(self.devices(gpus)), self.network.domain
+        host = lambda device: device.id // domain
+        try:
+            spec = build_spec(one.applied_to(self.config), self.vocab, devices, lambda device: str(host(device)))
+        except ConfigError:
+            return None
+        report = make_report(spec, host, self.chip, self.rates)
+        memory = report["memory"]
+        return Plan(one, guess, _prediction(report), memory["peak"], memory["limit"], report)
+
+    def best(
+        self, guesses: Sequence[Guess], count: int = COMPILED, told: Callable[[str], None] = lambda text: None
+    ) -> list[Plan]:
+        """Of guesses, the fastest first: the plans that were compiled and fit, the fastest first. As many as `count`
+        are compiled, and more until one fits."""
+        found: list[Plan] = []
+        tried = 0
+        for guess in _distinct([guess for guess in guesses if self.may_fit(guess)]):
+            if tried >= count and (found or tried >= 3 * count):
+                break
+            tried += 1
+            began = time.perf_counter()
+            plan = self.compiled(guess)
+            if plan is None:
+                continue
+            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {time.perf_counter() - began:.0f} s to compile")
+            if plan.fits:
+                found.append(plan)
+        return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
+
+
+def _prediction(report: dict[str, Any]) -> Prediction:
+    parts = report["prediction"]
+    return Prediction(**{name: parts[f"{name}_seconds"] for name in Prediction.__dataclass_fields__})
+
+
+def _distinct(guesses: Sequence[Guess]) -> list[Guess]:
+    """Of those that differ in nothing that an estimate tells apart, the first."""
+    seen, found = set(), []
+    for guess in guesses:
+        key = (round(guess.seconds, 6), round(guess.memory.peak))
+        if key not in seen:
+            seen.add(key)
+            found.append(guess)
+    return found
+
+
+def _overlap(one: Candidate) -> Overlap:
+    """As `model.overlap` auto chooses, nearly: the ring needs pieces that are large enough."""
+    if one.model == 1:
+        return "off"
+    return "rows" if one.rows > 1 else "ring" if one.pipeline == 1 else "off"
+
+
+class _Facts(NamedTuple):
+    """Of a pipeline's schedule."""
+
+    idle: float
+    ticks: int
+    slots: int
+
+
+@functools.cache
+def _schedule(stages: int, microbatches: int, chunks: int) -> _Facts:
+    if stages == 1:
+        return _Facts(0.0, microbatches, 1)
+    schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
+    return _Facts(schedule.idle_share(), schedule.ticks, max(map(schedule.in_flight, range(stages))))
+
+
+def describe(one: Candidate) -> str:
+    """In one line."""
+    mesh = " × ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
+    rows = f"{one.rows} row{'s' * (one.rows > 1)}"
+    stages = f", {one.chunks} chunks a stage" if one.chunks > 1 else ""
+    zero = f", ZeRO {one.zero}" if one.fsdp > 1 else ""
+    return f"{mesh}, {rows}{stages}, remat {one.remat}{zero}"

@@ -1,0 +1,99 @@
+"""What a config multiplies and how it is spread, as the numbers that the estimate takes."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxmnt.config.schema import Config
+from jaxmnt.models.contract import Definition
+from jaxmnt.parallel.axes import num_microbatches
+from jaxmnt.parallel.sharding import GATHERED, RULES, SCALES_AND_BIASES, Overlap, is_axes
+from jaxmnt.plan.estimate import Layer, ModelShape, Product, Scheme, Software
+from jaxmnt.training.pipeline_schedule import PipelineSchedule
+
+
+def model_shape(definition: Definition) -> ModelShape:
+    """Read off a model's parameters, their logical axes, and `Family.attention_shape`."""
+    family, config = definition.family, definition.family.config
+    layers = Counter[Layer]()
+    for group in definition.groups:
+        for place, kind in enumerate(group.pattern):
+            inside = lambda tree, group=group, place=place: _of_kind(tree[group.name], place, len(group.pattern))
+            shape = family.attention_shape(kind)
+            products = tuple(_products(inside(definition.abstract), inside(definition.axes)))
+            layers[Layer(products, shape.heads, config.num_kv_heads or 0, shape.head_dim, shape.window)] += group.units
+    counted = tuple((count, layer) for layer, count in layers.items())
+    found = ModelShape(counted, config.hidden_size, definition.vocab_size, config.tie_embeddings)
+    return replace(found, others=definition.parameter_count - found.parameters)
+
+
+def _of_kind(tree: Any, place: int, kinds: int) -> Any:
+    """A group's tree for one place of its pattern."""
+    return tree if kinds == 1 else tree.get(str(place), {})
+
+
+def _products(arrays: Any, axes: Any) -> list[Product]:
+    """One for each weight of a layer: stacked arrays, whose first dimension is that of the stack."""
+    found = []
+    leaves = zip(jax.tree.leaves(arrays), jax.tree.leaves(axes, is_leaf=is_axes), strict=True)
+    for leaf, names in leaves:
+        if SCALES_AND_BIASES & {*names}:
+            continue
+        hidden = next((place for place, name in enumerate(names) if name in GATHERED), None)
+        sizes, named = leaf.shape[1:], names[1:]
+        if hidden is None:
+            found.append(Product(sizes[0], math.prod(sizes[1:]), ""))
+            continue
+        width, other = leaf.shape[hidden], math.prod(sizes) // leaf.shape[hidden]
+        split = any("model" in RULES.get(name or "", ()) for name in named)
+        if hidden == 1:
+            found.append(Product(width, other, "outputs" if split else ""))
+        else:
+            found.append(Product(other, width, "inputs" if split else ""))
+    return found
+
+
+def scheme_of(config: Config, sizes: Mapping[str, int], schedule: PipelineSchedule, *, float8: bool) -> Scheme:
+    """How a step of the config is spread over a mesh of these sizes."""
+    microbatches = num_microbatches(config, sizes)
+    rows = config.data.global_batch_size // (sizes["data"] * sizes["fsdp"] * microbatches)
+    return Scheme(
+        length=config.data.sequence_length,
+        rows=rows,
+        microbatches=microbatches,
+        data=sizes["data"],
+        pipeline=sizes["pipeline"],
+        fsdp=sizes["fsdp"],
+        context=sizes["context"],
+        model=sizes["model"],
+        zero=config.mesh.zero,
+        chunks=schedule.chunks,
+        idle=schedule.idle_share(),
+        ticks=schedule.ticks,
+        remat=config.train.remat if config.train.remat != "names" else "full",
+        float8=float8,
+    )
+
+
+HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
+"""The share of communication over `model` that is behind products, by `model.overlap`."""
+
+
+def software_of(scheme: Scheme, overlap: Overlap) -> Software:
+    """What this program does with a scheme on GPUs. Its constants are fitted to compiled programs that were played, by
+    `benchmarks/plan_search.py --fit`."""
+    ahead = scheme.zero == 3 and scheme.pipeline == 1
+    return Software(
+        passes=0.83,
+        weight_bytes=30.0,
+        hides_gathers=1.0,
+        hides_ends=0.02,
+        least_exposed=0.01 if ahead else 0.13 if scheme.zero == 3 else 0.72,
+        hides_sum=0.23 if ahead else 0.0,
+        hides_model=HIDES_MODEL[overlap],
+        exposes_stages=0.98,
+    )
