@@ -38,6 +38,7 @@ from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.run import compile_cache, lock
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.storage import json_digest
+from jaxmnt.telemetry import reliability
 from jaxmnt.telemetry.events import history
 from jaxmnt.train import train
 
@@ -185,7 +186,7 @@ def test_what_is_kept(steps, keep, every, best):
 def test_the_interval_loses_the_least_time(cost, mean):
     """Against Daly's exact expectation of the time that a unit of work takes, restarting for free."""
     lost = lambda interval: mean * math.expm1((interval + cost) / mean) / interval
-    chosen = retention.best_interval(cost, mean)
+    chosen = reliability.best_interval(cost, mean)
     grid = np.geomspace(cost / 10, 20 * mean, 4000)
     with np.errstate(over="ignore"):
         least = float(np.nanmin(mean * np.expm1((grid + cost) / mean) / grid))
@@ -193,9 +194,9 @@ def test_the_interval_loses_the_least_time(cost, mean):
 
 
 def test_how_often_a_run_fails():
-    assert retention.seconds_between_failures(2.0, 5, 100.0, 8) == (7200.0, "stated")
-    assert retention.seconds_between_failures(None, 5, 100.0, 8) == (20.0, "measured")
-    mean, how = retention.seconds_between_failures(None, 0, 100.0, 16384)
+    assert reliability.seconds_between_failures(2.0, 5, 100.0, 8) == (7200.0, "stated")
+    assert reliability.seconds_between_failures(None, 5, 100.0, 8) == (20.0, "measured")
+    mean, how = reliability.seconds_between_failures(None, 0, 100.0, 16384)
     assert how == "assumed" and mean / 3600 == pytest.approx(54 * 24 / 419)
 
 

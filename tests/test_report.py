@@ -12,6 +12,7 @@ from conftest import command, metrics, until
 
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.report.__main__ import main
+from jaxmnt.report.contents import report_of
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, sliding_ettr, typical_step
 from jaxmnt.report.history import read_attempts
 
@@ -195,6 +196,105 @@ def test_every_number_is_there_as_json(restarted, capsys):
     assert not (restarted / "report.html").exists()
     assert "goodput" in text and "hanging until the watchdog ended it" in text and "2 more were taken again" in text
     assert "hang: no progress" in text and "finished" in text
+
+
+GIB = 2**30
+
+
+def advised(tmp_path, *, compiled=None, events=(), wait=0.0, config=None, steps=40, phases=None):
+    """The rules that speak of a run of steps of 10 s, with their words."""
+    log = Log(tmp_path / "run")
+    log.start(0)
+    log.event("compile", seconds=20.0, **(compiled or {}))
+    for number in range(1, steps + 1):
+        log.step(number, 10.0, wait)
+        for kind, at, more in events:
+            if at == number:
+                log.event(kind, step=number, **more)
+    run = log.write()
+    (run / "config.yaml").write_text(json.dumps(config or {}))
+    if phases is not None:
+        line = {"kind": "phases", "time": log.now, "step": steps, "steps": steps, "mean": phases}
+        (run / "phases.jsonl").write_text(json.dumps(line) + "\n")
+    (told,) = report_of([str(run)])["runs"]
+    return {one["rule"]: f"{one['evidence']}; {one['do']}" for one in told["advice"]}
+
+
+ROOMY = {"memory": {"peak": 30 * GIB, "limit": 73 * GIB}}
+FULL = {"memory": {"peak": 70 * GIB, "limit": 73 * GIB}, "idle_share": 0.02, "microbatches": 8}
+
+
+def expected(seconds, **exposed):
+    return {"expected_step_seconds": seconds, "expected_exposed_seconds": exposed}
+
+
+@pytest.mark.parametrize(
+    ("more", "rule", "words"),
+    [
+        ({"phases": {"data": 1.2, "device": 8.0}}, "input-bound", ["1200 ms", "12%", "data.read_threads"]),
+        (
+            {"compiled": FULL | expected(9.0, fsdp=0.4, model=2.0)},
+            "communication-bound", ["mesh.model", "2.4 s", "jaxmnt.plan"],
+        ),
+        (
+            {"compiled": FULL | expected(5.0)},
+            "slower than expected", ["10 s", "2.00 times", "profile"],
+        ),
+        ({"compiled": FULL | {"idle_share": 0.25}}, "bubble", ["20%", "train.microbatch_size"]),
+        (
+            {"compiled": FULL | ROOMY, "config": {"train": {"remat": "full"}}},
+            "remat not needed", ["30 GiB", "41%", "train.remat=dots"],
+        ),
+        (
+            {"compiled": FULL | ROOMY, "config": {"train": {"remat": "none"}}},
+            "memory unused", ["train.microbatch_size"],
+        ),
+        (
+            {"events": [("checkpoint_commit", at, {"blocked_seconds": 9.0}) for at in (10, 20, 30, 40)]},
+            "checkpoints too often", ["1.7 min", "9 s", "every_minutes: auto"],
+        ),
+        (
+            {"events": [
+                ("straggler", 20, {"at_fault": 3, "at_fault_host": "n7", "phase": "data", "slower_seconds": 2.0}),
+            ]},
+            "slow host", ["process 3 on n7", "2000 ms", "data"],
+        ),
+        (
+            {"events": [("config_change", 1, {"key": "data.global_batch_size", "before": 256, "now": 1024})]},
+            "learning rate", ["1024", "2.00", "optimizer.learning_rate"],
+        ),
+    ],
+)  # fmt: skip
+def test_advice_is_given_with_its_evidence(tmp_path, more, rule, words):
+    found = advised(tmp_path, **({"compiled": FULL} | more))
+    assert list(found) == [rule]
+    for word in words:
+        assert word in found[rule], found[rule]
+
+
+def test_a_good_run_gets_no_advice(tmp_path, capsys):
+    assert advised(tmp_path, compiled=FULL | {"expected_step_seconds": 9.5}, phases={"data": 0.1}) == {}
+    assert main([str(tmp_path / "run"), "--advise"]) == 0
+    assert "nothing that the rules know" in capsys.readouterr().out
+
+
+def test_a_slow_host_that_is_over_and_a_rate_that_was_changed_need_no_advice(tmp_path):
+    who = {"at_fault": 3, "at_fault_host": "n7", "phase": "data"}
+    change = lambda key, before, now: ("config_change", 1, {"key": key, "before": before, "now": now})
+    events = [
+        ("straggler", 10, who | {"slower_seconds": 2.0}), ("straggler_over", 20, who),
+        change("data.global_batch_size", 256, 1024), change("optimizer.learning_rate", 1e-4, 2e-4),
+    ]  # fmt: skip
+    assert advised(tmp_path, compiled=FULL, events=events) == {}
+
+
+def test_restarts_that_compile_again_are_told(restarted):
+    (told,) = report_of([str(restarted)])["runs"]
+    assert [one["rule"] for one in told["advice"] if one["rule"] == "recompilations"] == []
+    text = (restarted / "events" / "0.jsonl").read_text()
+    (restarted / "events" / "0.jsonl").write_text(text.replace('"compile": 20.0', '"compile": 25.0'))
+    (told,) = report_of([str(restarted)])["runs"]
+    assert "run.compile_cache" in next(one["do"] for one in told["advice"] if one["rule"] == "recompilations")
 
 
 def test_a_directory_without_a_run_is_named(tmp_path):

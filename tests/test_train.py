@@ -103,6 +103,9 @@ def test_stop_and_resume_is_bit_identical(tiny, whole_run):
     assert_equal(final_state(config), final_state(whole_run))
     assert [event["attempt"] for event in events(config.run.dir, "start")] == [0, 1]
     assert events(config.run.dir, "restore")[0]["step"] == 10
+    told = events(config.run.dir, "compile")[0]
+    assert told["memory"]["peak"] > told["memory"]["params"] > 0 and told["idle_share"] == 0
+    assert "expected_step_seconds" not in told  # of CPUs no rates are known
     assert {event["key"] for event in events(config.run.dir, "config_change")} == {"train.stop_after"}
 
 

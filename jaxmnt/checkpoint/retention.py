@@ -11,9 +11,7 @@ from jaxmnt.checkpoint.commit import newest_valid, step_directories, step_of
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.storage import StoragePath, files, is_link
 from jaxmnt.telemetry.progress import size
-
-INTERRUPTIONS_A_DEVICE_HOUR = 419 / (54 * 24 * 16384)
-"""Llama 3's 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)."""
+from jaxmnt.telemetry.reliability import best_interval
 
 _SHORTEST_SECONDS = 60.0
 
@@ -29,33 +27,6 @@ def kept(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
         stay |= {step for step in steps if step % settings.keep_every_steps == 0}
     known = [(loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return stay | {-step for _, step in sorted(known)[: settings.keep_best]}
-
-
-def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Seconds of work between saves that lose the least time.
-
-    Daly's higher-order estimate (J. T. Daly, Future Generation Computer Systems 22, 2006, equation 37), which is
-    Young's √(2·cost·M) for a small cost: √(2·cost·M)·(1 + ⅓·√(cost/2M) + ⅑·(cost/2M)) − cost.
-    """
-    cost, mean = save_seconds, seconds_between_failures
-    if cost >= 2 * mean:
-        return mean
-    ratio = cost / (2 * mean)
-    return math.sqrt(2 * cost * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
-
-
-def seconds_between_failures(
-    stated_hours: float | None, failures: int, seconds_running: float, devices: int
-) -> tuple[float, Literal["stated", "measured", "assumed"]]:
-    """The mean time between failures of a run, and how it is known.
-
-    Measured is what this run has seen, once it has failed; before, published failures of GPUs are assumed.
-    """
-    if stated_hours is not None:
-        return stated_hours * 3600, "stated"
-    if failures > 0 and seconds_running > 0:
-        return seconds_running / failures, "measured"
-    return 3600 / (INTERRUPTIONS_A_DEVICE_HOUR * devices), "assumed"
 
 
 @dataclass

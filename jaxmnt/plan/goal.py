@@ -10,7 +10,7 @@ time of writing more, which is added to R.
 import math
 from dataclasses import dataclass
 
-from jaxmnt.checkpoint.retention import INTERRUPTIONS_A_DEVICE_HOUR, best_interval
+from jaxmnt.telemetry.reliability import INTERRUPTIONS_A_DEVICE_HOUR, best_interval
 
 _LARGEST = 700.0
 """What exp takes."""

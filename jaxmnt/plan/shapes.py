@@ -12,8 +12,12 @@ from jaxmnt.config.schema import Config
 from jaxmnt.models.contract import Definition
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.sharding import GATHERED, RULES, SCALES_AND_BIASES, Overlap, is_axes
-from jaxmnt.plan.estimate import Layer, ModelShape, Product, Scheme, Software
+from jaxmnt.plan.chips import CHIPS
+from jaxmnt.plan.estimate import Estimate, Layer, ModelShape, Product, Scheme, Software, estimate
+from jaxmnt.plan.rates import rates_of
+from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
+from jaxmnt.training.spec import StepSpec
 
 
 def model_shape(definition: Definition) -> ModelShape:
@@ -97,3 +101,16 @@ def software_of(scheme: Scheme, overlap: Overlap) -> Software:
         hides_model=HIDES_MODEL[overlap],
         exposes_stages=0.98,
     )
+
+
+def expected_step(spec: StepSpec) -> Estimate | None:
+    """A step of a run on the devices that it has, by their data sheets; None on those that are not known, such as
+    CPUs."""
+    kind = spec.placement.mesh.devices.flat[0].device_kind
+    chip = next((one for one in CHIPS.values() if one.kind == kind), None)
+    if chip is None:
+        return None
+    scheme = scheme_of(spec.config, spec.placement.sizes, spec.schedule, float8=spec.float8 is not None)
+    scheme = replace(scheme, kept=kept_bytes(spec) / max(1, scheme.pipeline))
+    software = software_of(scheme, spec.placement.overlap)
+    return estimate(model_shape(spec.definition), scheme, rates_of(chip), chip.domain, software)

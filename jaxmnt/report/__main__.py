@@ -17,6 +17,7 @@ _PAGE = "report.html"
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     # They import NumPy, for which --help shall not wait.
+    from jaxmnt.report.advice import advice_text
     from jaxmnt.report.contents import report_of
     from jaxmnt.report.page import as_json, page
     from jaxmnt.report.perfetto import trace_of
@@ -31,6 +32,9 @@ def main(arguments: list[str]) -> int:
         return ExitCode.FINISHED
     if options.failures:
         print(failures_text(report))
+        return ExitCode.FINISHED
+    if options.advise:
+        print(advice_text(report))
         return ExitCode.FINISHED
     print(summary_text(report))
     if not options.text:
@@ -64,6 +68,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--json", action="store_true", help="print every number of the report as JSON, and nothing else"
     )
     instead.add_argument("--failures", action="store_true", help="print what ended attempts, and nothing else")
+    instead.add_argument("--advise", action="store_true", help="print what could be better, and nothing else")
     instead.add_argument("--watch", action="store_true", help="serve the page on this machine, and keep it up to date")
     parser.add_argument(
         "--port", type=_port, default=8700, metavar="PORT", help="for --watch; default 8700; 0: any free one"

@@ -13,6 +13,7 @@ import yaml
 import jaxmnt
 from jaxmnt.config.load import flat
 from jaxmnt.errors import printable
+from jaxmnt.report.advice import advise
 from jaxmnt.report.charts import charts_of
 from jaxmnt.report.failures import failures
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
@@ -97,6 +98,7 @@ def _of_run(run: str, price: float | None) -> dict[str, Any]:
         "attempts": [_attempt(*one) for one in zip(attempts, parts, strict=True)],
         "failures": [asdict(one) for one in failures(run_dir, attempts, parts, over=over)],
         "stragglers": _stragglers(attempts),
+        "advice": [asdict(one) for one in advise(attempts, config, typical, phase_lines)],
         "marks": _marks(attempts),
         "timeline": _timeline(attempts),
         "charts": [asdict(chart) for chart in charts_of(

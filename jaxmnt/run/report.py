@@ -4,6 +4,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
 from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
+from jaxmnt.plan.shapes import expected_step
 from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.saves import CheckpointManager
@@ -129,6 +131,19 @@ def program(status: StatusLine, program: Program) -> None:
         f"{size(memory.temporary)}, peak {size(memory.peak)}{limit}"
     )
     status.line(f"compile {program.compile_seconds:.1f} s")
+
+
+def about(program: Program) -> dict[str, Any]:
+    """What advice on a run is held against: the memory of a step, how long stages are idle, and what a step is expected
+    to take on devices whose rates are known."""
+    spec = program.spec
+    told: dict[str, Any] = {"memory": asdict(program.memory), "microbatches": spec.num_microbatches}
+    told["idle_share"] = spec.schedule.idle_share() if spec.placement.stages > 1 else 0.0
+    expected = expected_step(spec)
+    if expected is not None:
+        told["expected_step_seconds"] = expected.seconds
+        told["expected_exposed_seconds"] = {axis: link.exposed for axis, link in sorted(expected.links.items())}
+    return told
 
 
 def train_log(

@@ -12,7 +12,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS
-from jaxmnt.checkpoint.retention import SaveTimer, need, seconds_between_failures, shortage
+from jaxmnt.checkpoint.retention import SaveTimer, need, shortage
 from jaxmnt.checkpoint.saver import Saver, SaveResult
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
@@ -25,6 +25,7 @@ from jaxmnt.run.rundir import checkpoint_root, plain_config
 from jaxmnt.storage import is_link
 from jaxmnt.telemetry.events import Events, history
 from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.reliability import seconds_between_failures
 from jaxmnt.training.compile import Program
 from jaxmnt.training.state import stored_bytes
 

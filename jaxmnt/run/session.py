@@ -170,7 +170,7 @@ class Session:
         """Compiles the steps, before the first batch is read."""
         self.build_program()
         self.clock.lap("compile")
-        self.events.write("compile", seconds=self.program.compile_seconds)
+        self.events.write("compile", seconds=self.program.compile_seconds, **report.about(self.program))
 
     def restore(self) -> None:
         """Takes over the state to go on from, and readies what saves and compares it."""

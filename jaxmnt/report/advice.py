@@ -1,0 +1,239 @@
+"""What a run could do better, by rules, each with its evidence in numbers."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmnt.report.history import Attempt, Record, number
+from jaxmnt.telemetry.reliability import best_interval, seconds_between_failures
+
+
+@dataclass(frozen=True)
+class Advice:
+    rule: str
+    evidence: str
+    """What was seen."""
+    do: str
+    """What to set, or where to look."""
+    share: float
+    """Of the time of the run, about, that it costs; 0 if that is not known."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the rules look at."""
+
+    attempts: Sequence[Attempt]
+    config: Mapping[str, Any]
+    """By dotted keys."""
+    typical: float
+    """Seconds of a step."""
+    phases: Mapping[str, float]
+    """Seconds of each phase in a step, on average over processes."""
+    program: Record
+    """The event of the newest compile: what was expected of it, and its memory."""
+
+    @property
+    def steps(self) -> int:
+        return sum(len(attempt.steps) for attempt in self.attempts)
+
+
+def advise(
+    attempts: Sequence[Attempt], config: Mapping[str, Any], typical: float, phase_lines: Sequence[Record]
+) -> list[Advice]:
+    """Those rules that apply, what costs most first."""
+    if not math.isfinite(typical):
+        return []
+    compiles = [record for attempt in attempts for record in attempt.events if record["kind"] == "compile"]
+    seen = _Seen(attempts, config, typical, _mean_phases(phase_lines), compiles[-1] if compiles else {})
+    found = [one for rule in RULES for one in rule(seen)]
+    return sorted(found, key=lambda one: (-one.share, one.rule, one.evidence))
+
+
+def _mean_phases(lines: Sequence[Record]) -> dict[str, float]:
+    told = [line["mean"] for line in lines if line["kind"] == "phases" and isinstance(line.get("mean"), dict)]
+    names = sorted({name for one in told for name in one})
+    return {name: statistics.fmean(number(one, name) for one in told) for name in names}
+
+
+_INPUT, _EXPOSED, _IDLE, _SLOWER, _MEMORY, _EVALUATION = 0.05, 0.15, 0.10, 1.2, 0.6, 0.10
+"""Shares from which on a rule speaks; times of what is expected of a step; the share of memory that is used."""
+
+
+def _input(seen: _Seen) -> Iterator[Advice]:
+    share = seen.phases.get("data", 0.0) / seen.typical
+    if share > _INPUT:
+        yield Advice(
+            "input-bound",
+            f"a process waits {1e3 * seen.phases['data']:.0f} ms of a step for its input, {share:.0%} of it",
+            "raise data.read_threads or data.prefetch; put the data on a local disk (data.stage_dir)",
+            share,
+        )
+
+
+def _communication(seen: _Seen) -> Iterator[Advice]:
+    links = seen.program.get("expected_exposed_seconds")
+    if not isinstance(links, dict) or not links:
+        return
+    axis = max(sorted(links), key=lambda name: number(links, name))
+    exposed, step = sum(number(links, name) for name in links), number(seen.program, "expected_step_seconds")
+    if step and exposed / step > _EXPOSED:
+        yield Advice(
+            "communication-bound",
+            f"of an expected step of {step:.3g} s the devices wait {exposed:.3g} s for communication, most of it "
+            f"along mesh.{axis} ({number(links, axis):.3g} s)",
+            "python -m jaxmnt.plan looks for a mesh that waits less",
+            exposed / step,
+        )
+
+
+def _expected(seen: _Seen) -> Iterator[Advice]:
+    step = number(seen.program, "expected_step_seconds")
+    if step and seen.typical > _SLOWER * step:
+        yield Advice(
+            "slower than expected",
+            f"a step takes {seen.typical:.3g} s, {seen.typical / step:.2f} times what is expected of its devices "
+            f"({step:.3g} s)",
+            "look for slow hosts and input in the report, and at a profile (telemetry.profile_at)",
+            1 - step / seen.typical,
+        )
+
+
+def _bubble(seen: _Seen) -> Iterator[Advice]:
+    idle = number(seen.program, "idle_share")
+    share = idle / (1 + idle)
+    if share > _IDLE:
+        yield Advice(
+            "bubble",
+            f"stages of the pipeline are idle for {share:.0%} of a step",
+            "have more microbatches (a smaller train.microbatch_size, or a larger batch), fewer stages, or "
+            "pipeline.schedule=interleaved",
+            share,
+        )
+
+
+def _memory(seen: _Seen) -> Iterator[Advice]:
+    memory = seen.program.get("memory")
+    if not isinstance(memory, dict) or not number(memory, "limit"):
+        return
+    used = number(memory, "peak") / number(memory, "limit")
+    if used >= _MEMORY:
+        return
+    evidence = f"a step uses {number(memory, 'peak') / 2**30:.0f} GiB, {used:.0%} of a device's memory"
+    if seen.config.get("train.remat") in ("full", "dots"):
+        less = "dots" if seen.config["train.remat"] == "full" else "none"
+        yield Advice("remat not needed", evidence, f"try train.remat={less}: backward computes less again", 0.0)
+    else:
+        yield Advice("memory unused", evidence, "try a larger train.microbatch_size: larger products attain more", 0.0)
+
+
+def _checkpoints(seen: _Seen) -> Iterator[Advice]:
+    """Too often or too rarely, by what an interval t costs: C / t for saves and t / 2M for steps that are lost."""
+    commits = [
+        record for attempt in seen.attempts for record in attempt.events if record["kind"] == "checkpoint_commit"
+    ]
+    blocked = [number(record, "blocked_seconds") for record in commits]
+    cost = statistics.fmean(blocked) if blocked else 0.0
+    work = sum(number(line, "step_seconds") for attempt in seen.attempts for line in attempt.steps)
+    if len(commits) < 3 or not cost or not work:
+        return
+    failures = sum(attempt.end in ("failed", "hang", "peer_lost", None) for attempt in seen.attempts[:-1])
+    running = sum(attempt.seconds for attempt in seen.attempts)
+    mean, known = seconds_between_failures(
+        seen.config.get("checkpoint.hours_between_failures"), failures, running, seen.attempts[-1].devices
+    )
+    best, taken = best_interval(cost, mean), work / len(commits)
+    lost = lambda interval: cost / interval + interval / (2 * mean)
+    if lost(taken) - lost(best) > 0.005:
+        often = "often" if taken < best else "rarely"
+        yield Advice(
+            f"checkpoints too {often}",
+            f"a save every {taken / 60:.1f} min, which blocks training for {cost:.2g} s, where {best / 60:.1f} min "
+            f"would lose least with {mean / 3600:.1f} hours between failures ({known})",
+            "set checkpoint.every_minutes: auto",
+            lost(taken) - lost(best),
+        )
+
+
+def _slow_hosts(seen: _Seen) -> Iterator[Advice]:
+    records = [record for attempt in seen.attempts[-1:] for record in attempt.events]
+    over = {_who(record) for record in records if record["kind"] == "straggler_over"}
+    for who in sorted({_who(record) for record in records if record["kind"] == "straggler"} - over):
+        slower = max(
+            number(record, "slower_seconds")
+            for record in records
+            if record["kind"] == "straggler" and _who(record) == who
+        )
+        yield Advice(
+            "slow host",
+            f"process {who[0]} on {who[1]} holds the others up by {1e3 * slower:.0f} ms a step in {who[2]}",
+            "see python -m jaxmnt.preflight on it; leave the host out",
+            slower / seen.typical,
+        )
+
+
+def _who(record: Record) -> tuple[int, str, str]:
+    place = record.get("at_fault")
+    return (-1 if place is None else place, str(record.get("at_fault_host")), str(record.get("phase")))
+
+
+def _recompilations(seen: _Seen) -> Iterator[Advice]:
+    laps = [attempt.laps.get("compile", 0.0) for attempt in seen.attempts]
+    again = sum(laps[1:])
+    running = sum(attempt.seconds for attempt in seen.attempts)
+    if len(laps) > 1 and laps[0] and again / len(laps[1:]) > max(20.0, 0.5 * laps[0]) and running:
+        yield Advice(
+            "recompilations",
+            f"{len(laps) - 1} restarts compiled for {again:.0f} s, though the program was known",
+            "set run.compile_cache to a folder that all hosts share and that stays",
+            again / running,
+        )
+
+
+def _evaluations(seen: _Seen) -> Iterator[Advice]:
+    seconds = sum(number(line, "seconds") for attempt in seen.attempts for line in attempt.evals)
+    running = sum(attempt.seconds for attempt in seen.attempts)
+    if running and seconds / running > _EVALUATION:
+        yield Advice(
+            "evaluations",
+            f"evaluations take {seconds / running:.0%} of the time",
+            "raise train.eval_every",
+            seconds / running,
+        )
+
+
+def _learning_rate(seen: _Seen) -> Iterator[Advice]:
+    for attempt in seen.attempts:
+        changes = {record.get("key"): record for record in attempt.events if record["kind"] == "config_change"}
+        batch = changes.get("data.global_batch_size")
+        if batch is None or "optimizer.learning_rate" in changes:
+            continue
+        before, now = number(batch, "before"), number(batch, "now")
+        if before and now:
+            yield Advice(
+                "learning rate",
+                f"attempt {attempt.number} went on with {now:g} rows a step instead of {before:g}, at the same rate",
+                f"with AdamW, multiply optimizer.learning_rate by {math.sqrt(now / before):.2f}, the root of the ratio "
+                "(Malladi et al. 2022, arXiv:2205.10287)",
+                0.0,
+            )
+
+
+RULES: tuple[Callable[[_Seen], Iterator[Advice]], ...] = (
+    _input, _communication, _expected, _bubble, _memory, _checkpoints, _slow_hosts, _recompilations, _evaluations,
+    _learning_rate,
+)  # fmt: skip
+
+
+def advice_text(report: Mapping[str, Any]) -> str:
+    """For a terminal."""
+    lines = []
+    for run in report["runs"]:
+        if not run["advice"]:
+            lines.append(f"advice  {run['label']}: nothing that the rules know would make it faster")
+        for one in run["advice"]:
+            share = f" (about {one['share']:.1%} of the time)" if one["share"] else ""
+            lines.append(f"advice  {one['rule']}{share}: {one['evidence']}; {one['do']}")
+    return "\n".join(lines)
