@@ -128,7 +128,7 @@ def _row(line: Mapping[str, str]) -> Row:
     kind, zero, remat = _framework(source, notes, line["remat"])
     scheme = Scheme(
         length=number("seq_len"), rows=rows, microbatches=batch // (replicas * rows), fsdp=replicas, zero=zero,
-        chunks=number("vpp", 1) or 1, remat=remat, float8=float8, **parts,
+        chunks=number("vpp", 1) or 1, remat=remat, dtype="float8" if float8 else "bfloat16", **parts,
     )  # fmt: skip
     rate = float(line["tokens_per_s_per_gpu"]) if line["tokens_per_s_per_gpu"] else None
     if rate is None:
@@ -290,7 +290,7 @@ def ranked(rows: Sequence[Row], of: Callable[[Row], float]) -> list[float]:
     which they are executed, and by more than noise."""
     groups = defaultdict(list)
     for row in rows:
-        groups[row.source, row.model, row.scheme.length, row.chip.kind, row.scheme.float8].append(row)
+        groups[row.source, row.model, row.scheme.length, row.chip.kind, row.scheme.dtype].append(row)
     found = (kendall([(of(row), row.tokens_per_second) for row in group], NOISE) for group in groups.values())
     return [tau for tau in found if tau is not None]
 

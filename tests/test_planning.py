@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmnt.config.load import load_config
+from jaxmnt.config.load import load_config, with_settings
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
 from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
@@ -117,14 +117,31 @@ def test_candidates_divide(gpus):
     assert pruned or gpus == 24  # 64 rows do not divide among 24
 
 
-def test_a_candidate_is_a_config():
-    one = Candidate(2, 2, 2, 1, 4, 4, 2, "full", 3)
-    applied = one.applied_to(config_of())
-    assert (applied.mesh.data, applied.mesh.pipeline, applied.mesh.fsdp, applied.mesh.zero) == (2, 2, 2, 3)
-    assert (applied.pipeline.schedule, applied.pipeline.chunks) == ("interleaved", 2)
-    assert (applied.train.microbatch_size, applied.train.remat) == (4, "full")
-    again = config_of(*(f"{key}={value}" for key, value in one.settings.items()))
-    assert (again.mesh, again.pipeline) == (applied.mesh, applied.pipeline)
+def test_a_rack_lets_a_layer_be_split_over_hosts():
+    wide = {one.model: one for one in candidates(config_of(), 64, network_of(CHIPS["gb200"])) if one.model > 2}
+    assert set(wide) == {4, 8}
+    assert not wide[4].settings["mesh.allow_split_hosts"]
+    assert wide[8].settings["mesh.allow_split_hosts"] and wide[8].applied_to(config_of()).mesh.allow_split_hosts
+
+
+@pytest.mark.parametrize(
+    "one", [Candidate(2, 2, 2, 1, 4, 4, 2, "full", 3), Candidate(8, 1, 1, 1, 4, 2, 1, "none", 3)], ids=str
+)
+def test_what_is_written_is_what_was_planned(tmp_path, one):
+    """Also into a config whose own mesh had settings that the new one does not have."""
+    path, written = tmp_path / "own.yaml", tmp_path / "best.yaml"
+    own = {
+        "run": {"dir": "1e5"}, "data": {"path": "none", "sequence_length": 256, "global_batch_size": 64},
+        "model": {"vocab_size": 1024, "num_heads": 8, "hidden_size": 256, "num_layers": 4},
+        "mesh": {"pipeline": 4}, "pipeline": {"schedule": "gpipe", "layers": [1, 1, 1, 1]},
+        "train": {"remat": "names", "remat_save": ["query"], "steps": 10}, "optimizer": {"warmup_steps": 2},
+    }  # fmt: skip
+    path.write_text(json.dumps(own))
+    written.write_text(with_settings(path, ["data.sequence_length=512"], one.settings))
+    config, planned = load_config(written), one.applied_to(load_config(path))
+    assert (config.mesh, config.pipeline, config.train) == (planned.mesh, planned.pipeline, planned.train)
+    assert (config.run.dir, config.data.sequence_length) == ("1e5", 512)
+    assert (config.mesh.data, config.mesh.pipeline, config.train.microbatch_size) == (one.data, one.pipeline, 4)
 
 
 def test_numbers_of_gpus_rise_by_a_quarter_at_most():
@@ -180,8 +197,12 @@ def test_what_a_goal_costs():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--target", "h10"), ["--target", "'h10'", "h100", "gb300"]),
+        (("--target", "h10"), ["--target", "'h10'", "did you mean h100"]),
         (("--target", "p5.48xlarg"), ["--target", "p5.48xlarge"]),
+        (("--target", "a100-40g"), ["--target", "a100-40gb"]),
+        (("--gpus", "12"), ["--gpus", "12", "hosts of 8", "8 or 16"]),
+        (("--price", "nan"), ["--price", "nan"]),
+        (("--hours-between-failures", "0"), ["--hours-between-failures", "0"]),
         (("--gpus", "0"), ["--gpus", "'0'"]),
         (("--gpus", "8,x"), ["--gpus", "'8,x'"]),
         (("--for", "tokens:"), ["--for", "tokens:2T"]),

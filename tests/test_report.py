@@ -251,7 +251,7 @@ def expected(seconds, **exposed):
         ),
         (
             {"events": [("checkpoint_commit", at, {"blocked_seconds": 9.0}) for at in (10, 20, 30, 40)]},
-            "checkpoints too often", ["1.7 min", "9 s", "every_minutes: auto"],
+            "checkpoints too often", ["1.7 min", "9 s", "every_minutes: auto", "every_steps: 0"],
         ),
         (
             {"events": [
@@ -276,6 +276,22 @@ def test_a_good_run_gets_no_advice(tmp_path, capsys):
     assert advised(tmp_path, compiled=FULL | {"expected_step_seconds": 9.5}, phases={"data": 0.1}) == {}
     assert main([str(tmp_path / "run"), "--advise"]) == 0
     assert "nothing that the rules know" in capsys.readouterr().out
+
+
+def test_a_host_that_is_slow_again_is_told(tmp_path):
+    who = {"at_fault": 3, "at_fault_host": "n7", "phase": "data"}
+    events = [
+        ("straggler", 10, who | {"slower_seconds": 2.0}), ("straggler_over", 20, who),
+        ("straggler", 30, who | {"slower_seconds": 3.0}),
+    ]  # fmt: skip
+    assert "3000 ms" in advised(tmp_path, compiled=FULL, events=events)["slow host"]
+
+
+def test_what_is_set_already_is_not_advised(tmp_path):
+    saves = [("checkpoint_commit", at, {"blocked_seconds": 9.0}) for at in (10, 20, 30, 40)]
+    config = {"checkpoint": {"every_minutes": "auto", "every_steps": 0}, "train": {"remat": "none"}}
+    compiled = FULL | ROOMY | {"microbatches": 1}  # a larger microbatch there is none
+    assert advised(tmp_path, compiled=compiled, events=saves, config=config) == {}
 
 
 def test_a_slow_host_that_is_over_and_a_rate_that_was_changed_need_no_advice(tmp_path):

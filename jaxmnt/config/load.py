@@ -153,8 +153,8 @@ def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any])
     for override in overrides:
         _apply(tree, override)
     for dotted, value in settings.items():
-        _apply(tree, f"{dotted}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
-    return yaml.safe_dump(tree, sort_keys=False)
+        _apply(tree, f"{dotted}={yaml.dump(value, Dumper=_Dumper, default_flow_style=True).splitlines()[0]}")
+    return _dumped(tree)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

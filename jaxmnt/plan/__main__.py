@@ -5,25 +5,25 @@ real, and says what the run takes, what it costs, and why. With several numbers 
 """
 
 import argparse
-import contextlib
 import json
-import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.plan.goal import RESTART_SECONDS
 from jaxmnt.plan.networks import find_target
 
 if TYPE_CHECKING:
     from jaxmnt.plan.answer import Answer, Priced, Wish
     from jaxmnt.plan.search import Search
 
+COMPILED = 6
+"""Ways that are compiled by default."""
 _MOST_GPUS = 16384
 """Up to which a least number is looked for."""
 
@@ -31,7 +31,7 @@ _MOST_GPUS = 16384
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     chip, network = find_target(options.target)
-    counts = _counts(options.gpus)
+    counts = _counts(options.gpus, network.devices_per_host)
     config = load_config(options.config, options.overrides)
     wish = _wish(options, config)
 
@@ -40,17 +40,16 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.plan.targets import gpu_devices
 
     config, _ = with_vocabulary(config)
-    with _quiet_compiler():
-        gpu_devices(chip, 1, 1)  # before JAX starts its backends
-        from jaxmnt.plan.search import Search
+    gpu_devices(chip, 1, 1)  # before JAX starts its backends
+    from jaxmnt.plan.search import Search
 
-        search = Search(config, chip, network, rates_of(chip, network))
-        answers = [_answer(search, count, wish, options.compile) for count in counts]
-        return _say(search, answers, wish, options)
+    search = Search(config, chip, network, rates_of(chip, network))
+    answers = [_answer(search, count, wish, options.compile) for count in counts]
+    return _say(search, answers, wish, options)
 
 
 def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argparse.Namespace) -> int:
-    from jaxmnt.plan.answer import knee, winner
+    from jaxmnt.plan.answer import knee, reasons, winner
     from jaxmnt.plan.answer_text import show_answers
 
     best = winner(answers, wish)
@@ -58,7 +57,8 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
         raise ConfigError(_does_not_fit(search, answers, wish))
     if options.json:
         told = {
-            "target": search.chip.kind, "tokens": wish.tokens, "knee": knee(answers),
+            "target": search.chip.kind, "tokens": wish.tokens, "knee": knee(answers), "winner": best.to_json(),
+            "reasons": reasons(search, next(one for one in answers if one.gpus == best.gpus)),
             "answers": [
                 {"gpus": one.gpus, "estimated": len(one.guesses), "plans": [plan.to_json() for plan in one.priced]}
                 for one in answers
@@ -90,8 +90,9 @@ def _answer(search: "Search", gpus: int, wish: "Wish", count: int) -> "Answer":
     plans = search.best(guesses, count, lambda text: _note(f"  compiled {text}"))
     config = search.config
     per_token = CONVENTIONS[config.telemetry.flops](token_flops(search.definition, config.data.sequence_length))
-    peak = peaks_of(search.chip.kind).get("bfloat16")
-    return Answer(gpus, guesses, [priced(search, plan, wish, per_token, peak) for plan in plans])
+    peak = peaks_of(search.chip.kind).get(search.dtype.replace("float8", "bfloat16"))  # as a run counts it
+    found = [priced(search, plan, wish, per_token, peak) for plan in plans]
+    return Answer(gpus, guesses, sorted(found, key=lambda one: one.goal.seconds))
 
 
 def _does_not_fit(search: "Search", answers: "list[Answer]", wish: "Wish") -> str:
@@ -99,8 +100,9 @@ def _does_not_fit(search: "Search", answers: "list[Answer]", wish: "Wish") -> st
     from jaxmnt.plan.candidates import numbers_of_gpus
     from jaxmnt.plan.search import describe
 
-    largest = max(answer.gpus for answer in answers)
+    asked = [answer.gpus for answer in answers]
     guesses = [guess for answer in answers for guess in answer.guesses]
+    guesses = guesses or [guess for gpus in asked for guess in search.guesses(gpus, pruned=False)]
     if not guesses:
         needs = "no mesh divides the batch, the heads and the layers"
     else:
@@ -109,17 +111,15 @@ def _does_not_fit(search: "Search", answers: "list[Answer]", wish: "Wish") -> st
             f"the least is {describe(least.candidate)}, which needs about {least.memory.peak / 2**30:.0f} GiB of the "
             f"{search.limit / 2**30:.0f} that a GPU has"
         )
+    told = f"--gpus: the run does not fit on {', '.join(map(str, asked))} × {search.chip.kind}: {needs}"
     for gpus in numbers_of_gpus(search.network.devices_per_host, _MOST_GPUS):
-        if gpus <= largest:
-            continue
-        plans = search.best(search.guesses(gpus), 1)
-        if plans:
+        if gpus not in asked and (plans := search.best(search.guesses(gpus), 1)):
             plan = plans[0]
             return (
-                f"--gpus: the run does not fit on {largest} × {search.chip.kind}: {needs}; the least number that it "
-                f"fits on is {gpus} ({describe(plan.candidate)}: {plan.peak / 2**30:.0f} GiB, compiled)"
+                f"{told}; the least number that it fits on is {gpus} ({describe(plan.candidate)}: "
+                f"{plan.peak / 2**30:.0f} GiB, compiled)"
             )
-    return f"--gpus: the run fits on no number of {search.chip.kind} up to {_MOST_GPUS}: {needs}"
+    return f"{told}; nor does it on any number up to {_MOST_GPUS}"
 
 
 def _write(path: Path, options: argparse.Namespace, best: "Priced") -> None:
@@ -127,6 +127,7 @@ def _write(path: Path, options: argparse.Namespace, best: "Priced") -> None:
     from jaxmnt.config.load import with_settings
 
     path.write_text(with_settings(options.config, options.overrides, best.plan.candidate.settings))
+    load_config(path)  # or it is not what was planned
 
 
 def _wish(options: argparse.Namespace, config: Config) -> "Wish":
@@ -161,22 +162,19 @@ def _tokens(text: str) -> float:
     return float(found[1]) * _FACTORS[found[2].upper()]
 
 
-def _counts(text: str) -> list[int]:
+def _counts(text: str, per_host: int) -> list[int]:
     counts = sorted({int(part) if part.strip().isdecimal() else 0 for part in text.split(",")})
     if counts[0] < 1 or counts[-1] > _MOST_GPUS:
         raise ConfigError(f"--gpus: {text!r} must be numbers from 1 to {_MOST_GPUS}, with commas; correct it")
+    for count in counts:
+        if count > per_host and count % per_host:
+            fitting = f"{count - count % per_host} or {count - count % per_host + per_host}"
+            raise ConfigError(f"--gpus: {count} do not fill hosts of {per_host}; give {fitting}")
     return counts
 
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _quiet_compiler() -> Iterator[None]:
-    """XLA's warnings of a GPU that is not there, and of candidates that do not fit, are not the answer."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    yield
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -191,23 +189,29 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--price", type=float, metavar="P", help="of an hour of a GPU; default launch.cost_per_gpu_hour"
     )
-    parser.add_argument("--compile", type=int, default=6, metavar="K", help="ways that are compiled; default 6")
+    parser.add_argument(
+        "--compile", type=int, default=COMPILED, metavar="K", help=f"ways that are compiled; default {COMPILED}"
+    )
     parser.add_argument(
         "--hours-between-failures", type=float, metavar="H",
         help="mean hours between failures of the whole run; default by published failures of GPUs",
     )  # fmt: skip
     parser.add_argument(
-        "--restart-seconds", type=float, default=300.0, metavar="S", help="from a failure to the next step; default 300"
+        "--restart-seconds",
+        type=float,
+        default=RESTART_SECONDS,
+        metavar="S",
+        help=f"from a failure to the next step; default {RESTART_SECONDS:g}",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the winner's config")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw time and cost over the GPUs, as SVG")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_settings()
     options = parser.parse_intermixed_args(arguments)
-    for name in ("price", "hours_between_failures", "restart_seconds", "compile"):
+    for name, least in (("price", 0.0), ("restart_seconds", 0.0), ("hours_between_failures", 0.01), ("compile", 1)):
         value = getattr(options, name)
-        if value is not None and (value < 0 or (name not in ("price", "restart_seconds") and value == 0)):
-            raise ConfigError(f"--{name.replace('_', '-')}: {value:g} must be above 0; correct it")
+        if value is not None and not (least <= value < 1e9):
+            raise ConfigError(f"--{name.replace('_', '-')}: {value:g} must be a number from {least:g} up; correct it")
     return options
 
 

@@ -53,8 +53,8 @@ class Priced:
             "goodput": round(self.faults.goodput, 4),
             "save_every_seconds": round(self.faults.interval_seconds, 1),
             "hours_between_failures": round(self.faults.between_seconds / 3600, 2),
-            "days": round(self.goal.days, 3),
-            "cost": None if self.goal.cost is None else round(self.goal.cost),
+            "days": round(self.goal.days, 3) if math.isfinite(self.goal.days) else None,
+            "cost": round(self.goal.cost) if self.goal.cost is not None and math.isfinite(self.goal.cost) else None,
         }
 
 
@@ -65,13 +65,12 @@ class Answer:
     gpus: int
     guesses: list[Guess]
     priced: list[Priced]
-    """The fastest first; empty if nothing fits."""
+    """Those that reach the goal first; empty if nothing fits."""
 
 
 def priced(search: Search, plan: Plan, wish: Wish, flops_per_token: float, peak: float | None) -> Priced:
     """What a plan takes to the goal. `peak` are the FLOP/s of a GPU by which utilisation is told."""
-    one, data = plan.candidate, search.config.data
-    gpus = one.data * one.pipeline * one.fsdp * one.model
+    one, data, gpus = plan.candidate, search.config.data, plan.candidate.gpus
     tokens = data.global_batch_size * data.sequence_length
     rate = tokens / plan.seconds
     memory = plan.report["memory"]
@@ -91,7 +90,7 @@ def winner(answers: Sequence[Answer], wish: Wish) -> Priced | None:
     if not found:
         return None
     if wish.by == "cost":
-        return min(found, key=lambda one: (one.goal.cost or math.inf, one.gpus))
+        return min(found, key=lambda one: (math.inf if one.goal.cost is None else one.goal.cost, one.gpus))
     return min(found, key=lambda one: (one.goal.seconds, one.gpus))
 
 
@@ -103,6 +102,7 @@ def knee(answers: Sequence[Answer]) -> int | None:
     """The number of GPUs beyond which more of them shorten the run by less than 80 % of their share; None if there are
     fewer than two numbers."""
     found = [(answer.gpus, answer.priced[0].goal.seconds) for answer in answers if answer.priced]
+    found = [(gpus, seconds) for gpus, seconds in found if math.isfinite(seconds)]
     if len(found) < 2:
         return None
     last = found[0]
@@ -117,69 +117,75 @@ def knee(answers: Sequence[Answer]) -> int | None:
 def reasons(search: Search, answer: Answer) -> list[str]:
     """Why the winner is as it is, in numbers."""
     best = answer.priced[0].plan
-    found = [_data_parallel(search, answer, best)]
-    found += _axes(search, answer, best)
-    if (next_one := _next_faster(search, answer, best)) is not None:
-        found.append(next_one)
+    if answer.gpus == 1:
+        return ["there is one GPU: nothing is split"]
+    found = [_data_parallel(search, answer, best), *_axes(search, answer, best), _too_large(search, answer, best)]
     return [one for one in found if one]
 
 
 def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
     """Whether data parallelism alone fits."""
-    alone = [
-        guess
-        for guess in answer.guesses
-        if (one := guess.candidate).data == answer.gpus and one.rows == min(_rows(answer.guesses))
-    ]
+    if best.candidate.data == answer.gpus:
+        return "data parallelism alone fits, and nothing is faster"
+    alone = [guess for guess in answer.guesses if guess.candidate.data == answer.gpus]
     if not alone:
         return "data parallelism alone: the batch does not divide among so many replicas"
     least = min(alone, key=lambda guess: guess.memory.peak)
-    state, limit = least.memory.state / _GIB, search.limit / _GIB
+    limit = search.limit / _GIB
     if not search.may_fit(least):
         return (
-            f"data parallelism alone needs {least.memory.peak / _GIB:.0f} GiB of a GPU at least, {state:.0f} of them "
-            f"for parameters and moments: {least.memory.peak / _GIB - limit:.0f} GiB more than the {limit:.0f} that "
-            "there are, so the state is split"
+            f"data parallelism alone needs {least.memory.peak / _GIB:.0f} GiB of a GPU at least, "
+            f"{least.memory.state / _GIB:.0f} of them for parameters and moments: "
+            f"{least.memory.peak / _GIB - limit:.0f} GiB more than the {limit:.0f} that there are, so the state is "
+            "split"
         )
     fastest = min((guess for guess in alone if search.may_fit(guess)), key=lambda guess: guess.seconds)
-    return f"data parallelism alone fits, and is estimated at {_times(fastest, best)} of the winner's step"
-
-
-def _rows(guesses: Sequence[Guess]) -> list[int]:
-    return [guess.candidate.rows for guess in guesses]
+    return f"data parallelism alone may fit, and is estimated at {_times(fastest, best)} of the winner's step"
 
 
 def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
     """What tensor and pipeline parallelism cost or save here."""
     found, fit = [], [guess for guess in answer.guesses if search.may_fit(guess)]
     for axis, name in (("model", "tensor parallelism"), ("pipeline", "a pipeline")):
-        used = getattr(best.candidate, axis) > 1
-        others = [guess for guess in fit if (getattr(guess.candidate, axis) > 1) != used]
-        if not others:
-            found.append(f"without {name} nothing fits" if used else f"{name}: no mesh with it divides and fits")
+        size = lambda guess, axis=axis: getattr(guess.candidate, axis)
+        if getattr(best.candidate, axis) > 1:
+            without = [guess for guess in fit if size(guess) == 1]
+            if not without:
+                found.append(f"without {name} nothing fits")
+                continue
+            one = min(without, key=lambda guess: guess.seconds)
+            found.append(f"without {name} the best is {describe(one.candidate)}: {_estimated(one, best)}")
             continue
-        other = min(others, key=lambda guess: guess.seconds)
-        link = other.estimate.links.get(axis)
-        exposed = f", {link.exposed:.2g} s of them waiting for it" if link is not None and not used else ""
-        idle = f", {other.estimate.bubble:.2g} s idle" if axis == "pipeline" and not used else ""
-        verb = "without" if used else "with"
-        found.append(
-            f"{verb} {name} the best is {describe(other.candidate)}: estimated at {_times(other, best)} of the "
-            f"winner's step{exposed}{idle}"
+        with_it = [guess for guess in fit if size(guess) > 1]
+        if not with_it:
+            found.append(f"{name}: no mesh with it divides and fits")
+            continue
+        one = min(with_it, key=lambda guess: guess.seconds)
+        waits = (
+            f", {one.estimate.links[axis].exposed:.2g} s of them waiting for it" if axis in one.estimate.links else ""
         )
+        idle = f", {one.estimate.bubble:.2g} s idle" if axis == "pipeline" else ""
+        found.append(f"with {name} the best is {describe(one.candidate)}: {_estimated(one, best)}{waits}{idle}")
     return found
 
 
-def _next_faster(search: Search, answer: Answer, best: Plan) -> str | None:
-    """What the fastest mesh lacks that does not fit."""
-    faster = next((guess for guess in answer.guesses if guess.seconds < 0.99 * best.guess.seconds), None)
-    if faster is None or search.may_fit(faster):
+def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
+    """What a faster mesh lacks: of those that are estimated to be faster and do not fit, the one that lacks least."""
+    faster = [
+        guess for guess in answer.guesses if guess.seconds < 0.99 * best.guess.seconds and not search.may_fit(guess)
+    ]
+    if not faster:
         return None
-    lacks = (faster.memory.peak - search.limit) / _GIB
+    one = min(faster, key=lambda guess: (guess.memory.peak, guess.seconds))
+    lacks = (one.memory.peak - search.limit) / _GIB
     return (
-        f"{describe(faster.candidate)} would be the next faster one, estimated at {_times(faster, best)}: it needs "
-        f"{faster.memory.peak / _GIB:.0f} GiB, {lacks:.0f} more than there are"
+        f"{describe(one.candidate)} would be faster, {_estimated(one, best)}: it needs "
+        f"{one.memory.peak / _GIB:.0f} GiB, {lacks:.0f} more than there are"
     )
+
+
+def _estimated(guess: Guess, best: Plan) -> str:
+    return f"estimated at {_times(guess, best)} of the winner's step"
 
 
 def _times(guess: Guess, best: Plan) -> str:

@@ -31,7 +31,8 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
             f"why     {line}" if place == 0 else f"        {line}" for place, line in enumerate(reasons(search, own))
         )
     )
-    blocks.append("\n".join(_of_the_best(best)))
+    known = "by published failures of GPUs" if wish.hours_between_failures is None else "as given"
+    blocks.append("\n".join(_of_the_best(best, known)))
     return "\n\n".join(blocks)
 
 
@@ -66,7 +67,8 @@ def _ranked(answer: Answer) -> list[str]:
     return table(rows, right=set(range(1, 10)))
 
 
-def _of_the_best(best: Priced) -> list[str]:
+def _of_the_best(best: Priced, known: str) -> list[str]:
+    """`known` is how it is known that the run fails so often."""
     faults, found = best.faults, best.plan.prediction
     parts = ", ".join(
         f"{name} {_seconds(value)}"
@@ -76,10 +78,12 @@ def _of_the_best(best: Priced) -> list[str]:
         )
         if value
     )  # fmt: skip
-    settings = " ".join(f"{key}={value}" for key, value in best.plan.candidate.settings.items())
+    settings = " ".join(
+        f"{key}={value}" for key, value in best.plan.candidate.settings.items() if value not in (None, [], False)
+    )
     return [
         f"step    {parts}",
-        f"fails   every {faults.between_seconds / 3600:,.1f} hours by published failures of GPUs; save every "
+        f"fails   every {faults.between_seconds / 3600:,.1f} hours ({known}); save every "
         f"{faults.interval_seconds / 60:.1f} min (Young–Daly); {faults.goodput:.1%} of the time goes into steps",
         f"set     {settings}",
     ]

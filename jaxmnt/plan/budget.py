@@ -18,6 +18,7 @@ import numpy as np
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
 from jaxmnt.plan.chips import Chip
+from jaxmnt.plan.estimate import SEQUENCE_COLLECTIVES
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predicted
 from jaxmnt.plan.rates import Rates, rates_of
@@ -33,11 +34,6 @@ from jaxmnt.training.trained import names_of
 
 Least = dict[tuple[str, str], float]
 """(kind, axis) → bytes."""
-
-SEQUENCE_COLLECTIVES = {"none": (4, 4), "attention": (4, 4), "dots": (6, 4), "full": (6, 5)}
-"""Gathers and scatters of the activations over `model`, for a layer, by remat policy: two of each forward, the others
-of each backward; with dots the two gathers again; with full also the scatter between attention and MLP, and with names
-at most as much."""
 
 
 def least(spec: StepSpec) -> Least:

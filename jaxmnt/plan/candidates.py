@@ -1,10 +1,10 @@
-"""The ways in which a run can be spread over a number of GPUs, and the rules by which some are left out unseen."""
+"""The ways in which a run can be spread over a number of GPUs, and the rule by which some are left out unseen."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxmnt.config.schema import Config, Pipeline
+from jaxmnt.config.schema import Config
 from jaxmnt.plan.networks import Network
 
 REMATS = ("none", "dots", "full")
@@ -27,6 +27,12 @@ class Candidate:
     chunks: int
     remat: str
     zero: int
+    splits_hosts: bool = False
+    """Whether `model` is split over several hosts of a rack whose GPUs all reach each other by NVLink."""
+
+    @property
+    def gpus(self) -> int:
+        return self.data * self.pipeline * self.fsdp * self.model
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -34,27 +40,34 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By dotted keys of the config, as they are written into one."""
-        found: dict[str, Any] = {f"mesh.{axis}": size for axis, size in self.mesh.items()}
-        found |= {"mesh.zero": self.zero, "train.microbatch_size": self.rows, "train.remat": self.remat}
-        if self.pipeline > 1:
-            found |= {"pipeline.schedule": "interleaved" if self.chunks > 1 else "1f1b", "pipeline.chunks": self.chunks}
-        return found
+        """By dotted keys of the config. What the mesh does not have is set back to its default."""
+        several = self.pipeline > 1
+        return {
+            **{f"mesh.{axis}": size for axis, size in self.mesh.items()},
+            "mesh.zero": self.zero,
+            "mesh.prefetch": None,
+            "mesh.allow_split_hosts": self.splits_hosts,
+            "pipeline.schedule": "interleaved" if self.chunks > 1 else "1f1b",
+            "pipeline.chunks": self.chunks if several else 1,
+            "pipeline.layers": None,
+            "train.microbatch_size": self.rows,
+            "train.remat": self.remat,
+            "train.remat_save": [],
+            "train.remat_offload": [],
+        }
 
     def applied_to(self, config: Config) -> Config:
-        """The config with this mesh. What does not divide is found when it is built."""
-        mesh = config.mesh.model_copy(update=self.mesh | {"zero": self.zero, "prefetch": None})
-        pipeline = Pipeline()
-        if self.pipeline > 1:
-            pipeline = Pipeline(schedule="interleaved" if self.chunks > 1 else "1f1b", chunks=self.chunks)
-        train = config.train.model_copy(
-            update={"microbatch_size": self.rows, "remat": self.remat, "remat_save": [], "remat_offload": []}
-        )
-        return config.model_copy(update={"mesh": mesh, "pipeline": pipeline, "train": train})
+        """The config with these settings. What does not divide is found when it is built."""
+        for section in ("mesh", "pipeline", "train"):
+            own = {
+                key.partition(".")[2]: value for key, value in self.settings.items() if key.startswith(f"{section}.")
+            }
+            config = config.model_copy(update={section: getattr(config, section).model_copy(update=own)})
+        return config
 
 
 def candidates(config: Config, gpus: int, network: Network, *, pruned: bool = True) -> Iterator[Candidate]:
-    """All that divide, in a fixed order. `pruned` leaves out what the rules below say cannot be best."""
+    """All that divide, in a fixed order. `pruned` leaves out what the rule below says cannot be best."""
     layers = config.model.num_layers
     for model in _divisors(gpus):
         if model > network.domain or config.model.num_heads % model or config.data.sequence_length % model:
@@ -65,39 +78,35 @@ def candidates(config: Config, gpus: int, network: Network, *, pruned: bool = Tr
             for fsdp in _divisors(gpus // (model * pipeline)):
                 if config.model.hidden_size % fsdp:
                     continue
-                yield from _with_batch(config, gpus // (model * pipeline * fsdp), pipeline, fsdp, model, pruned)
+                splits = model > network.devices_per_host
+                of_mesh = Candidate(gpus // (model * pipeline * fsdp), pipeline, fsdp, model, 1, 1, 1, "", 3, splits)
+                yield from _with_batch(config, of_mesh, pruned)
 
 
-def _with_batch(config: Config, data: int, pipeline: int, fsdp: int, model: int, pruned: bool) -> Iterator[Candidate]:
-    rows_of_shard, uneven = divmod(config.data.global_batch_size, data * fsdp)
+def _with_batch(config: Config, mesh: Candidate, pruned: bool) -> Iterator[Candidate]:
+    """The candidates of a mesh."""
+    rows_of_shard, uneven = divmod(config.data.global_batch_size, mesh.data * mesh.fsdp)
     if uneven or not rows_of_shard:
         return
     for rows in ROWS:
         if rows_of_shard % rows:
             continue
-        microbatches = rows_of_shard // rows
-        for zero in (3, 2, 1) if fsdp > 1 else (3,):
-            for chunks in CHUNKS if pipeline > 1 else (1,):
-                if pipeline * chunks > config.model.num_layers:
+        for zero in (3, 2, 1) if mesh.fsdp > 1 else (3,):
+            for chunks in CHUNKS if mesh.pipeline > 1 else (1,):
+                if mesh.pipeline * chunks > config.model.num_layers:
                     continue
                 for remat in REMATS:
-                    found = Candidate(data, pipeline, fsdp, model, rows, microbatches, chunks, remat, zero)
+                    found = replace(
+                        mesh, rows=rows, microbatches=rows_of_shard // rows, zero=zero, chunks=chunks, remat=remat
+                    )
                     if not (pruned and _is_hopeless(found)):
                         yield found
 
 
 def _is_hopeless(one: Candidate) -> bool:
-    """Whether another candidate is better for sure: the rules of the search.
-
-    1. A pipeline with fewer microbatches than half of its stages is idle for most of the time.
-    2. Without a pipeline and with one microbatch, ZeRO 1 and 2 gather once a step, as 3 does, and hide none of it.
-    3. Interleaving needs microbatches that fill rounds of all stages.
-    """
-    if one.pipeline > 1 and 2 * one.microbatches < one.pipeline:
-        return True
-    if one.zero < 3 and one.pipeline == 1 and one.microbatches == 1:
-        return True
-    return one.chunks > 1 and one.microbatches % one.pipeline != 0
+    """The rule of the search: a pipeline with fewer microbatches than half of its stages is idle for most of the time,
+    and another schedule of the same stages, or fewer stages, is better."""
+    return one.pipeline > 1 and 2 * one.microbatches < one.pipeline
 
 
 def _divisors(number: int) -> list[int]:

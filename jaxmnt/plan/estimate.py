@@ -105,12 +105,18 @@ class Scheme:
     """A stage's idle time as a share of its work; None: (stages - 1) / (microbatches * chunks)."""
     remat: str = "none"
     """What backward computes again: a key of `AGAIN`."""
-    float8: bool = False
+    dtype: str = "bfloat16"
+    """Of products: also `float8`, of which all else is in bfloat16, and `float32`."""
     ticks: int | None = None
     """Of a pipeline in which all stages hand on at once; None: a stage hands on what it has."""
     kept: float = 0.0
     """Bytes that a microbatch leaves on a device from forward for backward, if they are copied to a place of their
     own, and from it."""
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number that is no float8."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def devices(self) -> int:
@@ -152,7 +158,7 @@ at most as much."""
 
 @dataclass(frozen=True)
 class Software:
-    """What an implementation does of its own. The default is what this one does on GPUs."""
+    """What an implementation does of its own. `shapes.software_of` is this one's."""
 
     passes: float = 1.0
     """How often element-wise work reads and writes memory, in times of a program that fuses all it can."""
@@ -262,12 +268,10 @@ class _Step:
         forward, backward = _Work(0, 0, 0), _Work(0, 0, 0)
         share = 1 / scheme.pipeline
         links: dict[str, Link] = {}
-        busiest = [0.0, 0.0]
         for count, layer in self.model.layers:
             own = count * share
             ahead, back = self._layer(layer)
             forward, backward = forward.plus(ahead.times(own)), backward.plus(back.times(own))
-            busiest = [busiest[0] + own * ahead.seconds, busiest[1] + own * back.seconds]
             self._add(links, self._gathers(layer, ahead.seconds, back.seconds), own * scheme.microbatches)
             self._add(links, self._between_layers(layer, back), own * scheme.microbatches)
         head = self._head()
@@ -306,7 +310,7 @@ class _Step:
             back += self._product(t, k, n) + self._product(k, n, t)
             wide += n if split == "outputs" else k
         between = t // parts if self.software.sequence_parallel else t
-        moved = 2 * (9 * between * self.model.hidden + t * wide) * self.software.passes
+        moved = scheme.item * (9 * between * self.model.hidden + t * wide) * self.software.passes
         elementwise = moved / rates.memory
         copied = _KEPT_PASSES * scheme.kept / self.model.depth * scheme.pipeline / rates.memory
         copied += self.software.weight_bytes * layer.parameters / parts / rates.memory
@@ -317,14 +321,14 @@ class _Step:
         return forward, backward.plus(again)
 
     def _product(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
-        dtype = dtype or ("float8" if self.scheme.float8 else "bfloat16")
-        width = 1 if dtype == "float8" else 2
-        moved = width * (m * k + k * n) + 2 * m * n
+        dtype = dtype or self.scheme.dtype
+        width = 1 if dtype == "float8" else self.scheme.item
+        moved = width * (m * k + k * n) + self.scheme.item * m * n
         return max(self.rates.product(m, n, k, dtype), moved / self.rates.memory)
 
     def _quantized(self, layer: Layer) -> float:
         """Forward: inputs and outputs are read, and written in float8 in both orders."""
-        if not self.scheme.float8:
+        if self.scheme.dtype != "float8":
             return 0.0
         parts = self.scheme.model
         numbers = sum(
@@ -354,7 +358,8 @@ class _Step:
         """Of a microbatch: three products, and the logits that are written and read."""
         t, hidden, vocab = self.tokens, self.model.hidden, self.model.vocab // self.scheme.model
         products = sum(
-            self._product(*shape, "bfloat16") for shape in ((t, vocab, hidden), (t, hidden, vocab), (hidden, vocab, t))
+            self._product(*shape, self.scheme.dtype.replace("float8", "bfloat16"))
+            for shape in ((t, vocab, hidden), (t, hidden, vocab), (hidden, vocab, t))
         )
         return products + t * vocab * _LOGIT_BYTES / self.rates.memory
 
@@ -372,9 +377,13 @@ class _Step:
         sizes = {name: getattr(self.scheme, name) for name in ("data", "pipeline", "fsdp", "context", "model")}
         names = list(sizes)
         inner = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
-        size = sizes[axis]
-        near = max(1, min(size, self.domain // inner)) if inner <= self.domain else 1
-        return [near] * max(1, size // near)
+        return self._spread(sizes[axis], inner)
+
+    def _spread(self, size: int, inner: int) -> list[int]:
+        """How many of `size` devices each domain has, if `inner` others lie between each two."""
+        near = max(1, min(size, self.domain // inner))
+        full, rest = divmod(size, near)
+        return [near] * full + [rest] * (rest > 0)
 
     def _ring(self, kind: str, payload: float, axis: str) -> float:
         return self.rates.ring(kind, payload, self._hosts(axis))
@@ -385,7 +394,7 @@ class _Step:
         if scheme.fsdp * scheme.context == 1 or scheme.zero < 2:
             return {}
         weights = layer.parameters / scheme.model
-        gather = self._sharded("all-gather", 2 * weights) if scheme.zero == 3 else 0.0
+        gather = self._sharded("all-gather", scheme.item * weights) if scheme.zero == 3 else 0.0
         scatter = self._sharded("reduce-scatter", software.gradient_bytes * weights)
         exposed = max(0.0, gather - software.hides_gathers * ahead)
         exposed += max(0.0, gather + scatter - software.hides_gathers * back)
@@ -397,15 +406,13 @@ class _Step:
     def _sharded(self, kind: str, payload: float) -> float:
         """Among all devices that weights are split over: `fsdp`, and `context` where there is one."""
         scheme = self.scheme
-        size, inner = scheme.fsdp * scheme.context, scheme.model
-        near = max(1, min(size, self.domain // inner))
-        return self.rates.ring(kind, payload, [near] * max(1, size // near))
+        return self.rates.ring(kind, payload, self._spread(scheme.fsdp * scheme.context, scheme.model))
 
     def _between_layers(self, layer: Layer, back: _Work) -> dict[str, Link]:
         """Activations over `model`, and keys and values over `context`."""
         scheme, found = self.scheme, {}
         if scheme.model > 1:
-            whole = 2 * self.tokens * self.model.hidden
+            whole = scheme.item * self.tokens * self.model.hidden
             gathers, scatters = SEQUENCE_COLLECTIVES.get(scheme.remat, SEQUENCE_COLLECTIVES["full"])
             if self.software.sequence_parallel:
                 seconds = gathers * self._ring("all-gather", whole, "model")
@@ -414,7 +421,7 @@ class _Step:
                 seconds = (6 if AGAIN[scheme.remat].products == 1 else 4) * self._ring("all-reduce", whole, "model")
             found["model"] = Link(seconds, seconds * (1 - self.software.hides_model))
         if scheme.context > 1:
-            own = 2 * self.tokens * 2 * layer.kv_heads * layer.head_dim / scheme.model
+            own = scheme.item * self.tokens * 2 * layer.kv_heads * layer.head_dim / scheme.model
             seconds = 3 * self._ring("all-gather", own * scheme.context, "context")
             behind = self._attention(layer, backward=False) + back.attention
             found["context"] = Link(seconds, max(0.0, seconds - behind))
@@ -428,8 +435,9 @@ class _Step:
             if scheme.zero == 0:
                 seconds = self._sharded("all-reduce", software.gradient_bytes * weights)
             else:
-                seconds = self._sharded("all-gather", 2 * weights)
-                seconds += self._sharded("reduce-scatter", software.gradient_bytes * weights)
+                seconds = self._sharded("all-gather", scheme.item * weights)
+                if scheme.zero == 1:
+                    seconds += self._sharded("reduce-scatter", software.gradient_bytes * weights)
             behind = software.hides_gathers * backward
             found["fsdp"] = Link(seconds, max(max(0.1, software.least_exposed) * seconds, seconds - behind))
         if scheme.data > 1:
@@ -446,18 +454,19 @@ class _Step:
             return {}
         table = self.model.vocab * self.model.hidden / (scheme.model * scheme.pipeline)
         seconds = self._sharded("reduce-scatter", software.gradient_bytes * table)
-        seconds += self._sharded("all-gather", 2 * table) if scheme.zero == 3 else 0.0
-        return {"fsdp": Link(2 * seconds, 2 * seconds * (1 - software.hides_ends))}
+        seconds += self._sharded("all-gather", scheme.item * table) if scheme.zero == 3 else 0.0
+        seconds *= 1 if self.model.tied else 2
+        return {"fsdp": Link(seconds, seconds * (1 - software.hides_ends))}
 
     def _pipeline(self) -> dict[str, Link]:
         """What stages hand to each other, of a microbatch."""
         scheme, software = self.scheme, self.software
         if scheme.pipeline == 1:
             return {}
-        payload = 2 * self.tokens * self.model.hidden / scheme.model
+        payload = scheme.item * self.tokens * self.model.hidden / scheme.model
         inner = scheme.fsdp * scheme.context * scheme.model
         sends = 2 * scheme.chunks if scheme.ticks is None else 2 * scheme.ticks / scheme.microbatches
-        seconds = sends * self.rates.send(payload, between_hosts=inner >= self.domain)
+        seconds = sends * self.rates.send(payload, between_hosts=scheme.pipeline * inner > self.domain)
         exposed = seconds * software.exposes_stages
         if software.head_everywhere:  # the ends are split over all stages: four sums over them
             sums = 4 * self._ring("all-reduce", payload, "pipeline")

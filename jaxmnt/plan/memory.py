@@ -2,7 +2,8 @@
 
 The state, and what forward keeps for backward, are counted. What else XLA has at the peak is estimated: it is some
 multiples of a layer's weights and activations in backward, or of the head's weights in the loss, and with ZeRO 1 and 2
-the weights and gradients that are whole. The multiples are fitted to compiled programs by `benchmarks/plan_memory.py`.
+the weights and gradients that are whole. The multiples are fitted to compiled
+programs by `benchmarks/plan_estimates.py`.
 """
 
 import math
@@ -12,9 +13,13 @@ from typing import NamedTuple
 import jax
 
 from jaxmnt.config.schema import Config, Mesh, Pipeline
+from jaxmnt.errors import ConfigError
 from jaxmnt.plan.estimate import ModelShape, Scheme
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.levers import kept_bytes
+from jaxmnt.training.spec import StepSpec
+from jaxmnt.training.state import abstract_state, bytes_a_device
+from jaxmnt.training.trained import names_of
 
 
 class Multiples(NamedTuple):
@@ -27,6 +32,8 @@ class Multiples(NamedTuple):
     """In backward, of the MLP's activations."""
     narrow: float
     """In backward, of the residual stream."""
+    kept: float
+    """In backward, of what forward has kept of a layer, which is cut out of all that is kept."""
     wide_again: float
     """More of them with remat full."""
     narrow_again: float
@@ -49,12 +56,12 @@ class Multiples(NamedTuple):
 
 
 MULTIPLES = {
-    "sharded": Multiples(8.4, 0.6, 1.22, 0.49, 0.16, 1.75, 1.0, 0.36, 3.14, 0.04, 0.19, 0.21, 1.47),
-    "whole": Multiples(3.5, 2.1, 2.8, 1.0, 1.0, 2.07, 1.3, 3.9, 0.0, 0.24, 0.0, 0.3, 0.0),
-    "stages": Multiples(4.55, 0.55, 0.06, 0.43, 0.43, 2.5, 0.75, 2.73, 1.0, 0.3, 0.21, 0.3, 0.0),
-    "chunks": Multiples(2.07, 3.5, 1.54, 1.0, 1.0, 1.23, 1.0, 2.1, 1.0, 0.21, 0.12, 0.3, 0.0),
-    "ZeRO 2": Multiples(2.45, 2.1, 2.8, 0.7, 0.7, 1.75, 0.7, 2.81, 0.34, 0.21, 0.39, 0.3, 0.0),
-    "ZeRO 1": Multiples(2.45, 2.1, 2.8, 0.7, 0.7, 1.75, 0.7, 2.81, 0.34, 0.21, 0.0, 0.3, 0.0),
+    "sharded": Multiples(8.4, 0.6, 1.22, 0.0, 0.49, 0.16, 1.75, 1.0, 0.36, 3.14, 0.04, 0.19, 0.21, 1.47),
+    "whole": Multiples(3.5, 2.1, 2.8, 0.0, 1.0, 1.0, 2.07, 1.3, 3.9, 0.0, 0.24, 0.0, 0.3, 0.0),
+    "stages": Multiples(4.55, 0.55, 0.06, 0.0, 0.43, 0.43, 2.5, 0.75, 2.73, 1.0, 0.3, 0.21, 0.3, 0.0),
+    "chunks": Multiples(2.07, 3.5, 1.54, 0.0, 1.0, 1.0, 1.23, 1.0, 2.1, 1.0, 0.21, 0.12, 0.3, 0.0),
+    "ZeRO 2": Multiples(2.45, 2.1, 2.8, 0.0, 0.7, 0.7, 1.75, 0.7, 2.81, 0.34, 0.21, 0.39, 0.3, 0.0),
+    "ZeRO 1": Multiples(2.45, 2.1, 2.8, 0.0, 0.7, 0.7, 1.75, 0.7, 2.81, 0.34, 0.21, 0.0, 0.3, 0.0),
 }
 
 
@@ -81,6 +88,19 @@ class Memory(NamedTuple):
         return self.state + self.kept + self.rest
 
 
+class StateBytes(NamedTuple):
+    """Of each parameter, on average over all."""
+
+    parameters: float = 4.0
+    moments: float = 8.0
+    """Of the optimizer, on the device."""
+    gradients: float = 4.0
+
+
+_ADAMW = StateBytes()
+"""Of AdamW in float32."""
+
+
 class Kept:
     """Bytes that a row leaves on a device from forward for backward, in all layers. They are counted once for each
     policy and number of devices that share a layer."""
@@ -88,24 +108,48 @@ class Kept:
     def __init__(self, config: Config, vocab: int, devices_of: Callable[[int], Sequence[jax.Device]]):
         """`devices_of` gives so many devices of the kind that is planned for."""
         self._config, self._vocab, self._devices_of = config, vocab, devices_of
-        self._known: dict[tuple[str, int], int] = {}
+        self._known: dict[tuple[str, int], int | ConfigError] = {}
 
     def of_row(self, remat: str, model: int) -> int:
         """Raises `ConfigError` for sizes that so many devices cannot share."""
         if (remat, model) not in self._known:
-            config = self._config
-            one = config.model_copy(
-                update={
-                    "mesh": Mesh(data=1, model=model),
-                    "pipeline": Pipeline(),
-                    "data": config.data.model_copy(update={"global_batch_size": 1}),
-                    "train": config.train.model_copy(update={"remat": remat, "microbatch_size": 1}),
-                    "model": config.model.model_copy(update={"overlap": "off"}),
-                }
-            )
-            spec = build_spec(one, self._vocab, self._devices_of(model), lambda _: "")
-            self._known[remat, model] = kept_bytes(spec)
-        return self._known[remat, model]
+            try:
+                self._known[remat, model] = kept_bytes(self._spec(remat, model))
+            except ConfigError as error:
+                self._known[remat, model] = error
+        found = self._known[remat, model]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def state(self) -> StateBytes:
+        """Of the config's dtypes, its optimizer, and what does not train. Raises `ConfigError` for a config that no
+        mesh could train."""
+        spec = self._spec("full", 1)
+        state, count = abstract_state(spec), spec.definition.parameter_count
+        training = names_of(spec.trained_axes)
+        moments = bytes_a_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
+        names = names_of(spec.definition.axes)
+        sizes = [leaf.size for leaf in jax.tree.leaves(state["params"])]
+        trained = sum(size for size, name in zip(sizes, names, strict=True) if name in training)
+        on_device = 0 if self._config.optimizer.offload else moments
+        return StateBytes(bytes_a_device(state["params"]) / count, on_device / count, 4 * trained / count)
+
+    def _spec(self, remat: str, model: int) -> StepSpec:
+        """Of one row, on so many devices."""
+        config = self._config
+        one = config.model_copy(
+            update={
+                "mesh": Mesh(data=1, model=model, allow_split_hosts=True),
+                "pipeline": Pipeline(),
+                "data": config.data.model_copy(update={"global_batch_size": 1}),
+                "train": config.train.model_copy(
+                    update={"remat": remat, "microbatch_size": 1, "remat_save": [], "remat_offload": []}
+                ),
+                "model": config.model.model_copy(update={"overlap": "off"}),
+            }
+        )
+        return build_spec(one, self._vocab, self._devices_of(model), lambda _: "")
 
 
 def estimate_memory(
@@ -113,10 +157,10 @@ def estimate_memory(
     scheme: Scheme,
     kept_of_row: float,
     slots: int = 1,
-    moment_bytes: int = 4,
+    state: StateBytes = _ADAMW,
     multiples: Multiples | None = None,
 ) -> Memory:
-    """A step's peak, with parameters in float32 and two moments of so many bytes each.
+    """A step's peak.
 
     `kept_of_row` is what a row leaves in all layers (`Kept`). A stage keeps at most `slots` microbatches of a chunk.
     """
@@ -127,18 +171,20 @@ def estimate_memory(
     ends = model.vocab * model.hidden * (1 if model.tied else 2)
     own = (layers + ends) / (parts * stages * scheme.fsdp) + model.others / stages
     kept_bytes = kept_of_row * scheme.rows * slots * depth / model.depth
-    gradients = 4 * own
+    gradients = state.gradients * own
     whole = (layers + ends) / (parts * stages)
-    rest = gradients + _working(model, scheme, gradients, multiples or MULTIPLES[kind_of(scheme)])
+    rest = gradients + _working(
+        model, scheme, gradients, kept_of_row * scheme.rows / model.depth, multiples or MULTIPLES[kind_of(scheme)]
+    )
     if scheme.fsdp > 1 and scheme.zero < 3:
         rest += 2 * whole
     if scheme.fsdp > 1 and scheme.zero == 1:
-        rest += 4 * whole - gradients
-    return Memory((4 + 2 * moment_bytes) * own, kept_bytes, rest)
+        rest += state.gradients * whole - gradients
+    return Memory((state.parameters + state.moments) * own, kept_bytes, rest)
 
 
-def _working(model: ModelShape, scheme: Scheme, gradients: float, of: Multiples) -> float:
-    """What is in memory besides state, gradients and what is kept."""
+def _working(model: ModelShape, scheme: Scheme, gradients: float, kept: float, of: Multiples) -> float:
+    """What is in memory besides state, gradients and what is kept, of a layer `kept`."""
     tokens = scheme.rows * scheme.length
     largest = max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
     weights = 2 * largest.parameters / scheme.model
@@ -146,7 +192,7 @@ def _working(model: ModelShape, scheme: Scheme, gradients: float, of: Multiples)
     wide, narrow = 2 * tokens * widest / scheme.model, 2 * tokens * model.hidden
     head = 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)
     again = scheme.remat == "full"
-    backward = of.weights * weights + of.wide * wide + of.narrow * narrow
+    backward = of.weights * weights + of.wide * wide + of.narrow * narrow + of.kept * kept
     backward += again * (of.wide_again * wide + of.narrow_again * narrow)
     loss = of.head * head * (of.head_tied if model.tied else 1)
     loss += of.head_narrow * narrow + of.head_weights * weights + of.rest * 2**30

@@ -7,7 +7,7 @@ from jaxmnt.plan.chips import CHIPS, Chip, find_chip
 
 ATTAINED = {"infiniband": 0.9, "roce": 0.9, "efa": 0.8, "tcpxo": 0.85, "tcpx": 0.7, "ethernet": 0.7}
 """What large collectives attain of a network card's rate. 370 to 390 GB/s of the 400 of eight InfiniBand cards are
-usual; those below are assumptions, which `--calibrate` replaces."""
+usual; those below are assumptions."""
 
 
 class Network(NamedTuple):
@@ -81,6 +81,4 @@ def find_target(name: str) -> tuple[Chip, Network]:
         return chip, Network(domain, instance.gigabits / instance.gpus, instance.fabric, instance.gpus)
     if name in CHIPS:
         return CHIPS[name], network_of(CHIPS[name])
-    if any(character in name for character in "-._") and "gb" not in name:
-        raise ConfigError(f"--target: unknown instance type {name!r}; {nearest(name, list(INSTANCES))}")
-    raise ConfigError(f"--target: unknown GPU {name!r}; choose one of {', '.join(CHIPS)}, or an instance type")
+    raise ConfigError(f"--target: no GPU or instance type is named {name!r}; {nearest(name, [*CHIPS, *INSTANCES])}")

@@ -13,7 +13,7 @@ _TIME, _COST = "#1f77b4", "#d62728"
 def draw(answers: Sequence[Answer], chip: str) -> str:
     """Days in blue by the left axis, money in red by the right one if there is a price; both axes and that of the GPUs
     are logarithmic. A line marks the knee."""
-    found = [answer for answer in answers if answer.priced]
+    found = [answer for answer in answers if answer.priced and math.isfinite(answer.priced[0].goal.seconds)]
     gpus = [float(answer.gpus) for answer in found]
     days = [answer.priced[0].goal.days for answer in found]
     costs = [answer.priced[0].goal.cost for answer in found]
@@ -36,7 +36,7 @@ def draw(answers: Sequence[Answer], chip: str) -> str:
         )
         parts.append(f'<text x="{x + 5:.1f}" y="{_TOP + 16}" fill="#555">knee: {turn:,}</text>')
     parts += _curve(gpus, days, across, _TIME, left=True, unit="days")
-    if all(cost is not None for cost in costs):
+    if costs and all(costs):
         parts += _curve(gpus, [cost or 0.0 for cost in costs], across, _COST, left=False, unit="cost")
     inside = "\n".join(parts)
     return (

@@ -39,10 +39,11 @@ def predicted(spec: StepSpec, timeline: Timeline) -> Prediction:
     """From the compiled step as it was played, in which a stage that is idle takes no time."""
     hidden = max(0.0, sum(played.seconds for played in timeline.collectives) - timeline.exposed)
     idle = spec.schedule.idle_share() if spec.schedule.stages > 1 else 0.0
+    looped = [one.times * one.seconds for one in timeline.rounds if one.times > 1]  # the longest is that over ticks
     return Prediction(
         work=timeline.seconds - timeline.exposed,
         exposed=timeline.exposed,
-        bubble=idle * timeline.seconds,
+        bubble=idle * max(looped, default=timeline.seconds),
         contention=CONTENTION * hidden,
         host=HOST_SECONDS,
     )

@@ -1,6 +1,7 @@
 """The best mesh for a config and a number of GPUs: all are estimated, the best few are compiled."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,9 @@ from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule
 
-ROOM = 1.03
-"""Of the memory that there is, what an estimate may be: it is that exact, and the compiler decides."""
-COMPILED = 6
-"""Candidates that are compiled, at most."""
+ROOM = 1.06
+"""Of the memory that there is, what an estimate may be: few are further off (`benchmarks/plan_estimates.py`), and the
+compiler decides."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,12 @@ class Search:
         self.shape = model_shape(self.definition)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self._kept = Kept(config, self.vocab, lambda count: self.devices(count)[:count])
-        self._moments = 2 if config.optimizer.state_dtype == "bfloat16" else 4
+        if config.mesh.rules:
+            raise ConfigError("mesh.rules: the search is for meshes by the usual rules; leave it out")
+        self._state = self._kept.state()
+        precision = config.train.precision
+        self.dtype = "bfloat16" if precision == "auto" else precision
+        """Of products, on GPUs."""
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  one search lives as long as its process
     def devices(self, gpus: int) -> Sequence[jax.Device]:
@@ -110,45 +115,42 @@ class Search:
             length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, data=one.data,
             pipeline=one.pipeline, fsdp=one.fsdp, model=one.model, zero=one.zero, chunks=one.chunks,
             idle=schedule.idle, ticks=schedule.ticks, remat=one.remat,
-            float8=self.config.train.precision == "float8", kept=row * one.rows / one.pipeline,
+            dtype=self.dtype, kept=row * one.rows / one.pipeline,
         )  # fmt: skip
-        memory = estimate_memory(self.shape, scheme, row, schedule.slots, self._moments)
+        memory = estimate_memory(self.shape, scheme, row, schedule.slots, self._state)
         software = software_of(scheme, _overlap(one))
         found = estimate(self.shape, scheme, self.rates, self.network.domain, software)
         return Guess(one, scheme, found, memory, row, schedule.slots)
 
-    def compiled(self, guess: Guess) -> Plan | None:
-        """None if it cannot be built: a size that only the whole config shows."""
+    def compiled(self, guess: Guess) -> Plan:
+        """Raises `ConfigError` for what cannot be built."""
         one = guess.candidate
-        gpus = one.data * one.pipeline * one.fsdp * one.model
-        devices, domain = list(self.devices(gpus)), self.network.domain
+        devices, domain = list(self.devices(one.gpus)), self.network.domain
         host = lambda device: device.id // domain
-        try:
-            spec = build_spec(one.applied_to(self.config), self.vocab, devices, lambda device: str(host(device)))
-        except ConfigError:
-            return None
+        spec = build_spec(one.applied_to(self.config), self.vocab, devices, lambda device: str(host(device)))
         report = make_report(spec, host, self.chip, self.rates)
         memory = report["memory"]
         return Plan(one, guess, _prediction(report), memory["peak"], memory["limit"], report)
 
-    def best(
-        self, guesses: Sequence[Guess], count: int = COMPILED, told: Callable[[str], None] = lambda text: None
-    ) -> list[Plan]:
+    def best(self, guesses: Sequence[Guess], count: int, told: Callable[[str], None] = lambda text: None) -> list[Plan]:
         """Of guesses, the fastest first: the plans that were compiled and fit, the fastest first. As many as `count`
         are compiled, and more until one fits."""
-        found: list[Plan] = []
-        tried = 0
-        for guess in _distinct([guess for guess in guesses if self.may_fit(guess)]):
-            if tried >= count and (found or tried >= 3 * count):
+        fit = _distinct([guess for guess in guesses if self.may_fit(guess)])
+        chosen, found = fit[:count], list[Plan]()
+        # If none of the fastest fits after all, those come that need least.
+        roomy = sorted(fit[count:], key=lambda guess: guess.memory.peak)[: 2 * count]
+        for guess in itertools.chain(chosen, roomy):
+            if found and guess not in chosen:
                 break
-            tried += 1
             began = time.perf_counter()
-            plan = self.compiled(guess)
-            if plan is None:
+            try:
+                plan = self.compiled(guess)
+            except ConfigError as error:  # what only the whole config shows
+                told(f"{describe(guess.candidate)}: {error}")
                 continue
-            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {time.perf_counter() - began:.0f} s to compile")
-            if plan.fits:
-                found.append(plan)
+            took = f"{time.perf_counter() - began:.0f} s to compile"
+            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {plan.peak / 2**30:.1f} GiB, {took}")
+            found += [plan] if plan.fits else []
         return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
 
 

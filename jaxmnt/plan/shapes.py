@@ -61,7 +61,7 @@ def _products(arrays: Any, axes: Any) -> list[Product]:
     return found
 
 
-def scheme_of(config: Config, sizes: Mapping[str, int], schedule: PipelineSchedule, *, float8: bool) -> Scheme:
+def scheme_of(config: Config, sizes: Mapping[str, int], schedule: PipelineSchedule, dtype: str) -> Scheme:
     """How a step of the config is spread over a mesh of these sizes."""
     microbatches = num_microbatches(config, sizes)
     rows = config.data.global_batch_size // (sizes["data"] * sizes["fsdp"] * microbatches)
@@ -79,7 +79,7 @@ def scheme_of(config: Config, sizes: Mapping[str, int], schedule: PipelineSchedu
         idle=schedule.idle_share(),
         ticks=schedule.ticks,
         remat=config.train.remat if config.train.remat != "names" else "full",
-        float8=float8,
+        dtype=dtype,
     )
 
 
@@ -88,8 +88,7 @@ HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
 
 
 def software_of(scheme: Scheme, overlap: Overlap) -> Software:
-    """What this program does with a scheme on GPUs. Its constants are fitted to compiled programs that were played, by
-    `benchmarks/plan_search.py --fit`."""
+    """What this program does with a scheme on GPUs. Its constants are fitted to compiled programs that were played."""
     ahead = scheme.zero == 3 and scheme.pipeline == 1
     return Software(
         passes=0.83,
@@ -104,13 +103,15 @@ def software_of(scheme: Scheme, overlap: Overlap) -> Software:
 
 
 def expected_step(spec: StepSpec) -> Estimate | None:
-    """A step of a run on the devices that it has, by their data sheets; None on those that are not known, such as
-    CPUs."""
+    """A step of a run on the devices that it has, by their data sheets, and in their vendor's own systems; None on
+    those that are not known, such as CPUs."""
     kind = spec.placement.mesh.devices.flat[0].device_kind
     chip = next((one for one in CHIPS.values() if one.kind == kind), None)
     if chip is None:
         return None
-    scheme = scheme_of(spec.config, spec.placement.sizes, spec.schedule, float8=spec.float8 is not None)
-    scheme = replace(scheme, kept=kept_bytes(spec) / max(1, scheme.pipeline))
+    dtype = spec.dtype.name if spec.float8 is None else "float8"
+    scheme = scheme_of(spec.config, spec.placement.sizes, spec.schedule, dtype)
+    slots = spec.schedule.slots()[2] if scheme.pipeline > 1 else 1
+    scheme = replace(scheme, kept=kept_bytes(spec) * scheme.chunks / slots)
     software = software_of(scheme, spec.placement.overlap)
     return estimate(model_shape(spec.definition), scheme, rates_of(chip), chip.domain, software)

@@ -145,8 +145,8 @@ def _timeline(report: Report) -> list[str]:
     return [
         f"step    about {_seconds(step['step_seconds'])}, between {_seconds(step['from'])} and "
         f"{_seconds(step['to'])}: {told}",
-        f"        of {_seconds(found['communication_seconds'])} of communication {found['exposed_percent']:g} % of the "
-        "step are exposed",
+        f"        {_seconds(found['communication_seconds'])} of communication in all; for "
+        f"{found['exposed_percent']:g} % of the step the device waits for it",
         f"        large products {rates['products']['bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16, attention "
         f"{rates['attention'] / 1e12:.0f}, memory {rates['memory'] / 1e12:.2f} TB/s, links "
         f"{rates['within_host'] / 1e9:.0f} GB/s in a host, {rates['between_hosts'] / 1e9:g} between "

@@ -94,8 +94,8 @@ def _expected(seen: _Seen) -> Iterator[Advice]:
     if step and seen.typical > _SLOWER * step:
         yield Advice(
             "slower than expected",
-            f"a step takes {seen.typical:.3g} s, {seen.typical / step:.2f} times what is expected of its devices "
-            f"({step:.3g} s)",
+            f"a step takes {seen.typical:.3g} s, {seen.typical / step:.2f} times what is expected of its devices with "
+            f"the network of their vendor's systems ({step:.3g} s)",
             "look for slow hosts and input in the report, and at a profile (telemetry.profile_at)",
             1 - step / seen.typical,
         )
@@ -125,7 +125,7 @@ def _memory(seen: _Seen) -> Iterator[Advice]:
     if seen.config.get("train.remat") in ("full", "dots"):
         less = "dots" if seen.config["train.remat"] == "full" else "none"
         yield Advice("remat not needed", evidence, f"try train.remat={less}: backward computes less again", 0.0)
-    else:
+    elif number(seen.program, "microbatches") > 1:
         yield Advice("memory unused", evidence, "try a larger train.microbatch_size: larger products attain more", 0.0)
 
 
@@ -139,6 +139,9 @@ def _checkpoints(seen: _Seen) -> Iterator[Advice]:
     work = sum(number(line, "step_seconds") for attempt in seen.attempts for line in attempt.steps)
     if len(commits) < 3 or not cost or not work:
         return
+    config = seen.config
+    if config.get("checkpoint.every_minutes") == "auto" and config.get("checkpoint.every_steps") == 0:
+        return  # it weighs the same by itself
     failures = sum(attempt.end in ("failed", "hang", "peer_lost", None) for attempt in seen.attempts[:-1])
     running = sum(attempt.seconds for attempt in seen.attempts)
     mean, known = seconds_between_failures(
@@ -152,20 +155,19 @@ def _checkpoints(seen: _Seen) -> Iterator[Advice]:
             f"checkpoints too {often}",
             f"a save every {taken / 60:.1f} min, which blocks training for {cost:.2g} s, where {best / 60:.1f} min "
             f"would lose least with {mean / 3600:.1f} hours between failures ({known})",
-            "set checkpoint.every_minutes: auto",
+            "set checkpoint.every_minutes: auto and checkpoint.every_steps: 0",
             lost(taken) - lost(best),
         )
 
 
 def _slow_hosts(seen: _Seen) -> Iterator[Advice]:
-    records = [record for attempt in seen.attempts[-1:] for record in attempt.events]
-    over = {_who(record) for record in records if record["kind"] == "straggler_over"}
-    for who in sorted({_who(record) for record in records if record["kind"] == "straggler"} - over):
-        slower = max(
-            number(record, "slower_seconds")
-            for record in records
-            if record["kind"] == "straggler" and _who(record) == who
-        )
+    slow: dict[tuple[int, str, str], float] = {}
+    for record in seen.attempts[-1].events:
+        if record["kind"] == "straggler":
+            slow[_who(record)] = number(record, "slower_seconds")
+        elif record["kind"] == "straggler_over":
+            slow.pop(_who(record), None)
+    for who, slower in sorted(slow.items()):
         yield Advice(
             "slow host",
             f"process {who[0]} on {who[1]} holds the others up by {1e3 * slower:.0f} ms a step in {who[2]}",
@@ -180,7 +182,9 @@ def _who(record: Record) -> tuple[int, str, str]:
 
 
 def _recompilations(seen: _Seen) -> Iterator[Advice]:
-    laps = [attempt.laps.get("compile", 0.0) for attempt in seen.attempts]
+    # Of another config the program is another one.
+    changed = lambda attempt: any(record["kind"] == "config_change" for record in attempt.events)
+    laps = [attempt.laps.get("compile", 0.0) for attempt in seen.attempts if not changed(attempt)]
     again = sum(laps[1:])
     running = sum(attempt.seconds for attempt in seen.attempts)
     if len(laps) > 1 and laps[0] and again / len(laps[1:]) > max(20.0, 0.5 * laps[0]) and running:

@@ -243,6 +243,11 @@ def build_spec(
     )  # fmt: skip
     check_whole(abstract_state(spec)["params"], definition.axes, placement)
     _check_memory_options(config, placement)
+    if kernel == "cudnn" and (model.head_dim or 0) > 128 and is_planned(placement):
+        raise ConfigError(
+            f"model.attention: JAX compiles cuDNN's attention with heads of {model.head_dim} only where there is a "
+            "GPU; set model.attention=xla for the plan"
+        )
     return spec
 
 
