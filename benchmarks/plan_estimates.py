@@ -1,0 +1,201 @@
+"""What the search estimates without compiling, held against compiled programs: memory, and the time of a step.
+
+    python benchmarks/plan_estimates.py --plans 12 --seed 7    compile 12 plans drawn at random, and compare
+    python benchmarks/plan_estimates.py --plans 100 --add      the same, and add them to the data of the fit
+    python benchmarks/plan_estimates.py                        compare with the data of the fit
+    python benchmarks/plan_estimates.py --fit                  fit the multiples of `plan/memory.py` to that data
+
+Needs the extra `plan`; no GPU. A plan takes some ten seconds on two cores.
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.config.load import load_config
+from jaxmnt.errors import ConfigError
+from jaxmnt.plan.candidates import CHUNKS, REMATS, Candidate
+from jaxmnt.plan.estimate import ModelShape, Scheme
+from jaxmnt.plan.memory import MULTIPLES, Multiples, estimate_memory, kind_of
+from jaxmnt.plan.networks import find_target
+from jaxmnt.plan.rates import rates_of
+from jaxmnt.plan.targets import gpu_devices
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(__file__).with_name("compiled_plans.jsonl")
+MODELS = (
+    "llama3.2-1b", "llama3.2-3b", "llama3.1-8b", "mistral-7b-v0.3", "olmo2-13b", "qwen3-14b", "qwen3-32b",
+    "llama3.1-70b",
+)  # fmt: skip
+TARGETS = ("h100", "h200")
+_LARGE = ("qwen3-32b", "llama3.1-70b")
+
+
+def drawn(seed: int) -> Iterator[tuple[str, str, int, Candidate]]:
+    """(model, target, length, candidate), without end. Some of them do not divide."""
+    rng = random.Random(seed)
+    while True:
+        name = rng.choice(MODELS)
+        hosts = rng.choice([2, 4, 8, 16] if name in _LARGE else [1, 2, 4, 8, 16])
+        model, pipeline = rng.choice([1, 1, 1, 2, 4, 8]), rng.choice([1, 1, 1, 2, 4, 8])
+        rest = 8 * hosts // (model * pipeline)
+        if not rest:
+            continue
+        fsdp = rng.choice([size for size in range(1, rest + 1) if rest % size == 0])
+        chunks = rng.choice(CHUNKS[:2]) if pipeline > 1 else 1
+        microbatches = pipeline * rng.choice([2, 4]) if pipeline > 1 else rng.choice([1, 2, 4])
+        zero = rng.choice([3, 3, 3, 3, 2, 1]) if fsdp > 1 else 3
+        one = Candidate(
+            rest // fsdp, pipeline, fsdp, model, rng.choice([1, 1, 2, 4]), microbatches, chunks, rng.choice(REMATS),
+            zero,
+        )  # fmt: skip
+        yield name, rng.choice(TARGETS), rng.choice([2048, 4096, 8192]), one
+
+
+def compiled(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Of so many that about fit: what is needed to estimate them, and what the compiler says."""
+    gpu_devices(find_target("h100")[0], 1, 1)
+    from jaxmnt.plan.search import Search
+
+    done = 0
+    for name, target, length, one in drawn(seed):
+        if done == count:
+            return
+        chip, network = find_target(target)
+        batch = one.rows * one.microbatches * one.data * one.fsdp
+        overrides = [f"model.preset={name}", f"data.sequence_length={length}", f"data.global_batch_size={batch}"]
+        config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides)
+        search = Search(config, chip, network, rates_of(chip, network))
+        guess = search.guess(one)
+        if guess is None or guess.memory.peak > 1.1 * search.limit or guess.memory.peak < 2**32:
+            continue
+        try:
+            plan = search.compiled(guess)
+        except ConfigError:  # what only the whole config shows
+            continue
+        done += 1
+        shape, scheme = search.shape, guess.scheme
+        yield {
+            "model": name, "target": target, "scheme": vars(scheme),
+            "shape": [shape.layers, shape.hidden, shape.vocab, shape.tied, shape.others],
+            "kept_of_row": guess.kept_of_row, "slots": guess.slots, "peak": plan.peak,
+            "estimated_peak": round(guess.memory.peak), "seconds": plan.seconds, "estimated_seconds": guess.seconds,
+        }  # fmt: skip
+
+
+def shape_of(record: dict[str, Any]) -> ModelShape:
+    from jaxmnt.plan.estimate import Layer, Product
+
+    layers, hidden, vocab, tied, others = record["shape"]
+    kinds = tuple(
+        (count, Layer(tuple(Product(*product) for product in products), *rest)) for count, (products, *rest) in layers
+    )
+    return ModelShape(kinds, hidden, vocab, tied, others)
+
+
+def peak_of(record: dict[str, Any], multiples: Multiples | None = None) -> float:
+    """Estimated, in bytes."""
+    memory = estimate_memory(
+        shape_of(record), Scheme(**record["scheme"]), record["kept_of_row"], record["slots"], multiples=multiples
+    )
+    return memory.peak
+
+
+def fitted(records: Sequence[dict[str, Any]], start: Multiples) -> Multiples:
+    """Of least mean error of the peak, one multiple at a time, from several starts."""
+    known = [(record, shape_of(record), Scheme(**record["scheme"])) for record in records]
+
+    def loss(tried: Multiples) -> float:
+        errors = (
+            estimate_memory(shape, scheme, record["kept_of_row"], record["slots"], multiples=tried).peak
+            / record["peak"]
+            - 1
+            for record, shape, scheme in known
+        )
+        return statistics.fmean(min(abs(error), 0.1) for error in errors)
+
+    def descended(best: Multiples) -> tuple[float, Multiples]:
+        least = loss(best)
+        for step in (0.5, 0.2, 0.1, 0.05):
+            moved = True
+            while moved:
+                moved = False
+                for name, sign in ((name, sign) for name in best._fields for sign in (-1, 1)):
+                    value = getattr(best, name)
+                    tried = best._replace(**{name: max(0.0, value + sign * step * max(value, 0.3))})
+                    if (new := loss(tried)) < least - 1e-6:
+                        best, least, moved = tried, new, True
+        return least, best
+
+    rng = random.Random(0)
+    starts = [
+        start,
+        *(Multiples(*(value * rng.uniform(0, 2) + rng.uniform(0, 0.5) for value in start)) for _ in range(12)),
+    ]
+    return min(map(descended, starts))[1]
+
+
+def told(record: dict[str, Any]) -> str:
+    scheme = Scheme(**record["scheme"])
+    mesh = " ".join(
+        f"{axis} {getattr(scheme, axis)}" for axis in ("data", "pipeline", "fsdp", "model") if getattr(scheme, axis) > 1
+    )
+    estimated = peak_of(record) / 2**30
+    peak, ratio = record["peak"] / 2**30, estimated * 2**30 / record["peak"]
+    time = record["estimated_seconds"] / record["seconds"]
+    return (
+        f"{ratio:6.3f}  {estimated:6.1f} of {peak:6.1f} GiB   time {time:5.2f} of {record['seconds']:7.3f} s   "
+        f"{record['model']} on {record['target']}: {mesh or 'one device'}, {scheme.length} × {scheme.rows} × "
+        f"{scheme.microbatches}, remat {scheme.remat}, ZeRO {scheme.zero}, {scheme.chunks} chunks"
+    )
+
+
+def summary(records: Sequence[dict[str, Any]]) -> str:
+    memory = [abs(peak_of(record) / record["peak"] - 1) for record in records]
+    time = [abs(record["estimated_seconds"] / record["seconds"] - 1) for record in records]
+    within = sum(error <= 0.03 for error in memory)
+    return (
+        f"{len(records)} plans: memory {100 * statistics.median(memory):.1f} % off by the median, "
+        f"{100 * max(memory):.1f} % at most, {within} within 3 %; time {100 * statistics.median(time):.1f} % off by "
+        f"the median, {100 * max(time):.1f} % at most"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", type=int, metavar="N", help="compile so many, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw; default 0")
+    parser.add_argument("--add", action="store_true", help="add them to the data of the fit")
+    parser.add_argument("--fit", action="store_true", help="fit the multiples to the data")
+    options = parser.parse_args()
+    if options.plans is not None:
+        records = []
+        for record in compiled(options.plans, options.seed):
+            records.append(json.loads(json.dumps(record)))
+            print(told(records[-1]), flush=True)
+            if options.add:
+                with DATA.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+        print(summary(records))
+        return
+    records = [json.loads(line) for line in DATA.read_text().splitlines()]
+    if not options.fit:
+        print(*map(told, records), summary(records), sep="\n")
+        return
+    by_kind = defaultdict(list)
+    for record in records:
+        by_kind[kind_of(Scheme(**record["scheme"]))].append(record)
+    for kind, own in sorted(by_kind.items()):
+        best = fitted(own, MULTIPLES[kind])
+        errors = [abs(peak_of(record, best) / record["peak"] - 1) for record in own]
+        values = ", ".join(f"{value:.2f}" for value in best)
+        print(f'"{kind}": Multiples({values}),  # {len(own)}: {statistics.fmean(errors):.4f}, {max(errors):.3f}')
+
+
+if __name__ == "__main__":
+    main()
