@@ -321,7 +321,7 @@ def test_a_plan_of_virtual_devices(tmp_path):
     [
         (("--devices", "8"), ["--devices", "add --dry-run"]),
         (("--json",), ["--json", "add --dry-run"]),
-        (("--dry-run", "--target", "h10"), ["--target", "'h10'", "h100", "h200", "a100"]),
+        (("--dry-run", "--target", "h10"), ["--target", "'h10'", "did you mean h100"]),
         (("--dry-run", "--target", "h100", "--devices", "8"), ["--devices", "exclude each other"]),
         (("--dry-run", "--hosts", "2"), ["--hosts", "--target"]),
         (("--dry-run", "--devices", "0"), ["--devices", "0"]),
