@@ -11,7 +11,7 @@ import json
 from importlib.metadata import version
 
 from jaxmnt.config.load import parse_config
-from jaxmnt.plan.chips import find_chip
+from jaxmnt.plan.networks import find_target
 from jaxmnt.plan.targets import gpu_devices
 
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -26,7 +26,7 @@ def temporary_bytes(length: int, target: str | None) -> int:
             "train": {"microbatch_size": 1, "precision": "bfloat16" if target else "float32"},
         }
     )
-    devices = gpu_devices(find_chip(target), 1, 1) if target else None
+    devices = gpu_devices(find_target(target)[0], 1, 1) if target else None
 
     import jax
 

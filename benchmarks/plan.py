@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxmnt.config.load import load_config
 from jaxmnt.plan.budget import ideal_state_bytes, least
-from jaxmnt.plan.chips import find_chip
+from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.targets import gpu_devices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ def planned(recipe: str, mesh: dict[str, int], rows: int, chip_name: str = "h100
     sizes = {"data": 1, "pipeline": 1, "fsdp": 1, "model": 1} | mesh
     overrides = [*(f"mesh.{axis}={size}" for axis, size in sizes.items()), f"train.microbatch_size={rows}", *more]
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", overrides)
-    chip = find_chip(chip_name)
+    chip = CHIPS[chip_name]
     devices = gpu_devices(chip, HOSTS, DEVICES_PER_HOST)
 
     from jaxmnt.plan.budget import make_report

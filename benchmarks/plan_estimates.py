@@ -58,7 +58,7 @@ def drawn(seed: int) -> Iterator[tuple[str, str, int, Candidate]]:
 
 
 def compiled(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of so many that about fit: what is needed to estimate them, and what the compiler says."""
+    """Of so many of 4 GiB and more that about fit: what is needed to estimate them, and what the compiler says."""
     gpu_devices(find_target("h100")[0], 1, 1)
     from jaxmnt.plan.search import Search
 

@@ -57,7 +57,7 @@ class Row:
     """Of a GPU, as published."""
 
 
-class Left(Exception):  # noqa: N818
+class OmittedError(ValueError):
     """A row that is left out, and why."""
 
 
@@ -87,7 +87,7 @@ def rows_of(path: Path) -> tuple[list[Row], Counter[str]]:
         for line in csv.DictReader(line for line in file if not line.startswith("#")):
             try:
                 found.append(_row(line))
-            except Left as reason:
+            except OmittedError as reason:
                 left[str(reason)] += 1
     return found, left
 
@@ -100,19 +100,19 @@ def _row(line: Mapping[str, str]) -> Row:
     source, notes, name = line["source"], line["notes"], line["model"]
     number = lambda key, default=None: int(float(line[key])) if line[key] else default
     if any(word in name or word in notes for word in _EXPERTS):
-        raise Left("experts")
+        raise OmittedError("experts")
     if not line["layers"] or not line["hidden"]:
-        raise Left("shapes are not published")
+        raise OmittedError("shapes are not published")
     if not line["tp"] or not line["num_gpus"]:
-        raise Left("the mesh is not published")
+        raise OmittedError("the mesh is not published")
     float8 = "fp8" in line["precision"]
     if line["precision"] in ("mxfp8", "fp8-mx", "nvfp4", "fp8-rowwise"):
-        raise Left(f"precision {line['precision']} is not supported")
+        raise OmittedError(f"precision {line['precision']} is not supported")
     chip = _chip(line["gpu"])
     heads, hidden = number("heads"), number("hidden")
     vocab = number("vocab") or next((size for key, size in _VOCABULARY.items() if key in name), None)
     if vocab is None:
-        raise Left("shapes are not published")
+        raise OmittedError("shapes are not published")
     gated = any(family in name.lower() for family in ("llama", "qwen", "mistral", "gemma"))
     model = decoder(
         number("layers"), hidden, heads, number("kv_heads", heads), number("ffn"), vocab,
@@ -122,9 +122,9 @@ def _row(line: Mapping[str, str]) -> Row:
     replicas = number("num_gpus") // math.prod(parts.values())
     batch, rows = number("global_batch_seqs"), number("micro_batch", 1)
     if not batch or batch < replicas * rows or replicas < 1:
-        raise Left("the batch does not divide among the GPUs")
+        raise OmittedError("the batch does not divide among the GPUs")
     if "Interleaved" in notes and not line["vpp"]:
-        raise Left("the chunks of a stage are not published")
+        raise OmittedError("the chunks of a stage are not published")
     kind, zero, remat = _framework(source, notes, line["remat"])
     scheme = Scheme(
         length=number("seq_len"), rows=rows, microbatches=batch // (replicas * rows), fsdp=replicas, zero=zero,
@@ -165,7 +165,7 @@ def _framework(source: str, notes: str, remat: str) -> tuple[str, int, str]:
         return "Megatron" + ", 2024" * ("24.03" in source), sharded, remat
     if "axtext" in source.lower():
         return "MaxText", 3, "none"
-    raise Left("the framework is not described")
+    raise OmittedError("the framework is not described")
 
 
 def _publisher(source: str) -> str:
@@ -217,11 +217,7 @@ def predicted(row: Row, constants: Constants) -> float:
     generation = row.chip.generation
     old = rating.ATTAINED[generation]
     of = lambda field: constants.get(f"{generation}.{field}", getattr(old, field))
-    attention = of("attention")
-    attained = old._replace(
-        products=of("products"), float8=of("float8"), attention=attention,
-        attention_backward=attention * old.attention_backward / old.attention,
-    )  # fmt: skip
+    attained = old._replace(products=of("products"), float8=of("float8"), attention=of("attention"))
     rates = replace(rating.rates_of(row.chip, attained=attained), depth=constants["depth"])
     found = estimate(row.model, row.scheme, rates, row.chip.domain, software(row.software, generation))
     seconds = found.seconds + (constants["contention"] / estimates.CONTENTION - 1) * found.contention

@@ -6,9 +6,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxmnt.errors import ConfigError, ExitCode, report
+from jaxmnt.errors import ConfigError, ExitCode, printable, report
 from jaxmnt.output import checked, guard
 
 HERE: dict[ExitCode, str] = {
@@ -143,6 +144,17 @@ def _as_setting(argument: str) -> str:
     name, _, value = argument.lstrip("-").partition("=")
     meant = setting_for(name.replace("-", "_"))
     return f"settings have no dashes: write {meant.key}={value or 'VALUE'}" if meant else ""
+
+
+def write_file(path: Path, text: str) -> None:
+    """Publishes a file that somebody asked for. Raises `ConfigError` if it cannot be written there."""
+    from jaxmnt.storage import publish
+
+    try:
+        publish(path, text)
+    except (OSError, ValueError) as error:  # or a path without a name
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{printable(str(path))} cannot be written: {why}; give another place") from error
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:

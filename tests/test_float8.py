@@ -18,7 +18,7 @@ from jaxmnt.errors import ExitCode
 from jaxmnt.models import float8
 from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, chosen_for, float8_products, power_of_two_scale, product
 from jaxmnt.plan.budget import gathered_in_float8, make_report
-from jaxmnt.plan.chips import find_chip
+from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.train import train
@@ -175,7 +175,7 @@ def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatc
     config = load_config(ROOT / "configs" / "llama-8b.yaml", ["train.precision=float8", *overrides])
     # Else products are Triton's in a program that was made without a device, which leaves the choice to a trial.
     monkeypatch.setattr(compile_module, "compiler_options", lambda *_: {"xla_gpu_enable_triton_gemm": False})
-    devices = gpu_devices(find_chip("h100"), 16, 8)
+    devices = gpu_devices(CHIPS["h100"], 16, 8)
     spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
     text = compile_step(spec, abstract_state(spec)).as_text()
     count = lambda target: text.count(f'custom_call_target="{target}"')
@@ -186,7 +186,7 @@ def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatc
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 def test_what_is_gathered_on_gpus_is_half():
     """And no more is sent than the scheme needs."""
-    chip, sent = find_chip("h100"), {}
+    chip, sent = CHIPS["h100"], {}
     for gather in ("true", "false"):
         overrides = ["train.precision=float8", f"train.float8_gather={gather}"]
         config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides)

@@ -9,7 +9,7 @@ from conftest import ROOT, command, mostly_slow
 
 from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
-from jaxmnt.plan.chips import CHIPS, find_chip
+from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.costs import Costs
 from jaxmnt.plan.hlo import Program, collective, shapes_in
 from jaxmnt.plan.rates import Rates, rates_of
@@ -355,7 +355,7 @@ CLUSTER_MESHES = [
 def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
     """The real GPU program: what it sends, what it keeps, and that nothing whole is anywhere."""
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", list(mesh))
-    chip = find_chip("h100")
+    chip = CHIPS["h100"]
     spec = build_spec(config, config.model.vocab_size, gpu_devices(chip, 16, 8), lambda d: str(d.process_index))
     report = make_report(spec, lambda device: device.process_index, chip)
     hold_to_budget(spec, report)
@@ -401,7 +401,7 @@ def test_packed_rows_are_cudnns_too(remat):
             "data.global_batch_size=128", "model.num_layers=4",
         )  # fmt: skip
         config = load_config(ROOT / "configs" / "llama-8b.yaml", list(overrides))
-        spec = build_spec(config, config.model.vocab_size, gpu_devices(find_chip("h100"), 16, 8))
+        spec = build_spec(config, config.model.vocab_size, gpu_devices(CHIPS["h100"], 16, 8))
         compiled = compile_step(spec, abstract_state(spec))
         memory[rows], text = compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
         assert text.count('"__cudnn$fmhaSoftmax"') == {"dots": 1, "full": 2}[remat]
@@ -417,7 +417,7 @@ def test_the_gradients_of_large_tables_are_made_when_they_are_added_up():
     """Zeros of four of them would be made at the start, and lie in memory: 8 GiB of 23."""
     overrides = ["mesh.data=16", "mesh.fsdp=8", "train.remat=full"]
     config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides)
-    spec = build_spec(config, config.model.vocab_size, gpu_devices(find_chip("h200"), 16, 8))
+    spec = build_spec(config, config.model.vocab_size, gpu_devices(CHIPS["h200"], 16, 8))
     assert compile_step(spec, abstract_state(spec)).memory_analysis().temp_size_in_bytes < 18 * 2**30
 
 
@@ -444,7 +444,7 @@ def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 def test_a_plan_that_does_not_fit_names_what_would_save_most():
-    chip = find_chip("h100")
+    chip = CHIPS["h100"]
     plan = lambda *overrides: make_report(
         spec_of(*overrides), lambda device: device.process_index, chip
     )["memory"]  # fmt: skip

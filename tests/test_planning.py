@@ -52,7 +52,7 @@ def test_published_runs_are_met():
 
 
 def test_compiled_plans_are_met():
-    """In memory, without compiling: half within 1 %, three of four within 3 %."""
+    """In memory, without compiling, those that it was fitted to: half within 1 %, three of four within 3 %."""
     of = benchmark("plan_estimates")
     records = [json.loads(line) for line in of.DATA.read_text().splitlines()]
     errors = [abs(of.peak_of(record) / record["peak"] - 1) for record in records]

@@ -93,6 +93,10 @@ class LayerGroup(NamedTuple):
     def num_layers(self) -> int:
         return len(self.pattern) * self.units
 
+    def at(self, tree: Params, place: int) -> Params:
+        """What the group's tree has for one place of its pattern: not every kind has parameters, or buffers."""
+        return tree if len(self.pattern) == 1 else tree.get(str(place), {})
+
 
 class AttentionShape(NamedTuple):
     """Of the attention of a layer, for counting what it costs. A layer without has no heads."""

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import HERE, Parser, run_command, write_file
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.goal import RESTART_SECONDS
@@ -54,7 +54,7 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
 
     best = winner(answers, wish)
     if best is None:
-        raise ConfigError(_does_not_fit(search, answers, wish))
+        raise ConfigError(_does_not_fit(search, answers))
     if options.json:
         told = {
             "target": search.chip.kind, "tokens": wish.tokens, "knee": knee(answers), "winner": best.to_json(),
@@ -70,7 +70,7 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
     if options.picture is not None:
         from jaxmnt.plan.picture import draw
 
-        options.picture.write_text(draw(answers, search.chip.kind))
+        write_file(options.picture, draw(answers, search.chip.kind))
         _note(f"picture: {options.picture}")
     if options.write is not None:
         _write(options.write, options, best)
@@ -95,10 +95,11 @@ def _answer(search: "Search", gpus: int, wish: "Wish", count: int) -> "Answer":
     return Answer(gpus, guesses, sorted(found, key=lambda one: one.goal.seconds))
 
 
-def _does_not_fit(search: "Search", answers: "list[Answer]", wish: "Wish") -> str:
+def _does_not_fit(search: "Search", answers: "list[Answer]") -> str:
     """With the least number of GPUs on which the run was compiled and fits."""
     from jaxmnt.plan.candidates import numbers_of_gpus
     from jaxmnt.plan.search import describe
+    from jaxmnt.telemetry.progress import size
 
     asked = [answer.gpus for answer in answers]
     guesses = [guess for answer in answers for guess in answer.guesses]
@@ -108,8 +109,8 @@ def _does_not_fit(search: "Search", answers: "list[Answer]", wish: "Wish") -> st
     else:
         least = min(guesses, key=lambda guess: guess.memory.peak)
         needs = (
-            f"the least is {describe(least.candidate)}, which needs about {least.memory.peak / 2**30:.0f} GiB of the "
-            f"{search.limit / 2**30:.0f} that a GPU has"
+            f"the least is {describe(least.candidate)}, which needs about {size(least.memory.peak)} of the "
+            f"{size(search.limit)} that a GPU has"
         )
     told = f"--gpus: the run does not fit on {', '.join(map(str, asked))} × {search.chip.kind}: {needs}"
     for gpus in numbers_of_gpus(search.network.devices_per_host, _MOST_GPUS):
@@ -117,7 +118,7 @@ def _does_not_fit(search: "Search", answers: "list[Answer]", wish: "Wish") -> st
             plan = plans[0]
             return (
                 f"{told}; the least number that it fits on is {gpus} ({describe(plan.candidate)}: "
-                f"{plan.peak / 2**30:.0f} GiB, compiled)"
+                f"{size(plan.peak)}, compiled)"
             )
     return f"{told}; nor does it on any number up to {_MOST_GPUS}"
 
@@ -126,7 +127,7 @@ def _write(path: Path, options: argparse.Namespace, best: "Priced") -> None:
     """The config with the winner's settings: the file's keys, the overrides, and these."""
     from jaxmnt.config.load import with_settings
 
-    path.write_text(with_settings(options.config, options.overrides, best.plan.candidate.settings))
+    write_file(path, with_settings(options.config, options.overrides, best.plan.candidate.settings))
     load_config(path)  # or it is not what was planned
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Guess, Plan, Search, describe
-
-_GIB = 2**30
+from jaxmnt.telemetry.progress import size
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,11 @@ def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
     if not alone:
         return "data parallelism alone: the batch does not divide among so many replicas"
     least = min(alone, key=lambda guess: guess.memory.peak)
-    limit = search.limit / _GIB
     if not search.may_fit(least):
         return (
-            f"data parallelism alone needs {least.memory.peak / _GIB:.0f} GiB of a GPU at least, "
-            f"{least.memory.state / _GIB:.0f} of them for parameters and moments: "
-            f"{least.memory.peak / _GIB - limit:.0f} GiB more than the {limit:.0f} that there are, so the state is "
-            "split"
+            f"data parallelism alone needs {size(least.memory.peak)} of a GPU at least, {size(least.memory.state)} of "
+            f"them for parameters and moments: {size(least.memory.peak - search.limit)} more than the "
+            f"{size(search.limit)} that there are, so the state is split"
         )
     fastest = min((guess for guess in alone if search.may_fit(guess)), key=lambda guess: guess.seconds)
     return f"data parallelism alone may fit, and is estimated at {_times(fastest, best)} of the winner's step"
@@ -177,10 +174,9 @@ def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
     if not faster:
         return None
     one = min(faster, key=lambda guess: (guess.memory.peak, guess.seconds))
-    lacks = (one.memory.peak - search.limit) / _GIB
     return (
-        f"{describe(one.candidate)} would be faster, {_estimated(one, best)}: it needs "
-        f"{one.memory.peak / _GIB:.0f} GiB, {lacks:.0f} more than there are"
+        f"{describe(one.candidate)} would be faster, {_estimated(one, best)}: it needs {size(one.memory.peak)}, "
+        f"{size(one.memory.peak - search.limit)} more than there are"
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxmnt.plan.answer import Answer, Priced, Wish, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Search, describe
-from jaxmnt.plan.show import table
+from jaxmnt.plan.show import seconds_text, table
 from jaxmnt.telemetry.progress import count, size
 
 _SHOWN = 6
@@ -23,7 +23,7 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
     ]
     blocks = ["\n".join(lines)]
     if len(answers) > 1:
-        blocks.append("\n".join(_by_gpus(answers, wish)))
+        blocks.append("\n".join(_by_gpus(answers)))
     own = next(answer for answer in answers if answer.gpus == best.gpus)
     blocks.append("\n".join(_ranked(own)))
     blocks.append(
@@ -36,7 +36,7 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
     return "\n\n".join(blocks)
 
 
-def _by_gpus(answers: Sequence[Answer], wish: Wish) -> list[str]:
+def _by_gpus(answers: Sequence[Answer]) -> list[str]:
     rows: list[tuple[str, ...]] = [("GPUs", "step", "tokens/s/GPU", "goodput", "days", "cost", "mesh")]
     turn = knee(answers)
     for answer in answers:
@@ -46,8 +46,8 @@ def _by_gpus(answers: Sequence[Answer], wish: Wish) -> list[str]:
         one = answer.priced[0]
         mark = "  <- the knee: more GPUs hold less than 80 % of what they promise" if answer.gpus == turn else ""
         rows.append((
-            str(answer.gpus), _seconds(one.plan.seconds), f"{one.tokens_per_second:,.0f}", f"{one.faults.goodput:.1%}",
-            f"{one.goal.days:,.1f}", _money(one), describe(one.plan.candidate) + mark,
+            str(answer.gpus), seconds_text(one.plan.seconds), f"{one.tokens_per_second:,.0f}",
+            f"{one.faults.goodput:.1%}", f"{one.goal.days:,.1f}", _money(one), describe(one.plan.candidate) + mark,
         ))  # fmt: skip
     return table(rows, right={0, 1, 2, 3, 4, 5})
 
@@ -59,7 +59,7 @@ def _ranked(answer: Answer) -> list[str]:
     for one in answer.priced[:_SHOWN]:
         plan, seconds = one.plan, one.plan.seconds
         rows.append((
-            describe(plan.candidate), _seconds(seconds), f"{LOW * seconds:.2f}-{HIGH * seconds:.2f}",
+            describe(plan.candidate), seconds_text(seconds), f"{LOW * seconds:.2f}-{HIGH * seconds:.2f}",
             "-" if one.mfu is None else f"{one.mfu:.1%}", f"{size(plan.peak)} ({plan.peak / plan.limit:.0%})",
             f"{plan.prediction.exposed / seconds:.1%}", f"{plan.prediction.bubble / seconds:.1%}",
             f"{one.tokens_per_second:,.0f}", f"{one.goal.days:,.1f}", _money(one),
@@ -71,7 +71,7 @@ def _of_the_best(best: Priced, known: str) -> list[str]:
     """`known` is how it is known that the run fails so often."""
     faults, found = best.faults, best.plan.prediction
     parts = ", ".join(
-        f"{name} {_seconds(value)}"
+        f"{name} {seconds_text(value)}"
         for name, value in (
             ("work", found.work), ("waiting for communication", found.exposed), ("pipeline idle", found.bubble),
             ("slowed beside communication", found.contention), ("host", found.host),
@@ -91,7 +91,3 @@ def _of_the_best(best: Priced, known: str) -> list[str]:
 
 def _money(one: Priced) -> str:
     return "-" if one.goal.cost is None else f"{one.goal.cost:,.0f}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -1,7 +1,8 @@
 """The ways in which a run can be spread over a number of GPUs, and the rule by which some are left out unseen."""
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.config.schema import Config
@@ -68,39 +69,33 @@ class Candidate:
 
 def candidates(config: Config, gpus: int, network: Network, *, pruned: bool = True) -> Iterator[Candidate]:
     """All that divide, in a fixed order. `pruned` leaves out what the rule below says cannot be best."""
-    layers = config.model.num_layers
+    for data, pipeline, fsdp, model in _meshes(config, gpus, network):
+        rows_of_shard, uneven = divmod(config.data.global_batch_size, data * fsdp)
+        if uneven:
+            continue
+        stages = (3, 2, 1) if fsdp > 1 else (3,)
+        for rows, zero, chunks, remat in itertools.product(ROWS, stages, CHUNKS if pipeline > 1 else (1,), REMATS):
+            if not rows_of_shard or rows_of_shard % rows or pipeline * chunks > config.model.num_layers:
+                continue
+            splits_hosts = model > network.devices_per_host
+            found = Candidate(
+                data, pipeline, fsdp, model, rows, rows_of_shard // rows, chunks, remat, zero, splits_hosts
+            )
+            if not (pruned and _is_hopeless(found)):
+                yield found
+
+
+def _meshes(config: Config, gpus: int, network: Network) -> Iterator[tuple[int, int, int, int]]:
+    """(data, pipeline, fsdp, model)"""
     for model in _divisors(gpus):
         if model > network.domain or config.model.num_heads % model or config.data.sequence_length % model:
             continue
         for pipeline in _divisors(gpus // model):
-            if pipeline > min(layers, _MOST_STAGES):
+            if pipeline > min(config.model.num_layers, _MOST_STAGES):
                 continue
             for fsdp in _divisors(gpus // (model * pipeline)):
-                if config.model.hidden_size % fsdp:
-                    continue
-                splits = model > network.devices_per_host
-                of_mesh = Candidate(gpus // (model * pipeline * fsdp), pipeline, fsdp, model, 1, 1, 1, "", 3, splits)
-                yield from _with_batch(config, of_mesh, pruned)
-
-
-def _with_batch(config: Config, mesh: Candidate, pruned: bool) -> Iterator[Candidate]:
-    """The candidates of a mesh."""
-    rows_of_shard, uneven = divmod(config.data.global_batch_size, mesh.data * mesh.fsdp)
-    if uneven or not rows_of_shard:
-        return
-    for rows in ROWS:
-        if rows_of_shard % rows:
-            continue
-        for zero in (3, 2, 1) if mesh.fsdp > 1 else (3,):
-            for chunks in CHUNKS if mesh.pipeline > 1 else (1,):
-                if mesh.pipeline * chunks > config.model.num_layers:
-                    continue
-                for remat in REMATS:
-                    found = replace(
-                        mesh, rows=rows, microbatches=rows_of_shard // rows, zero=zero, chunks=chunks, remat=remat
-                    )
-                    if not (pruned and _is_hopeless(found)):
-                        yield found
+                if config.model.hidden_size % fsdp == 0:
+                    yield gpus // (model * pipeline * fsdp), pipeline, fsdp, model
 
 
 def _is_hopeless(one: Candidate) -> bool:

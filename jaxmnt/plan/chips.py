@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from jaxmnt.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class Chip:
@@ -96,10 +94,3 @@ CHIPS = {
     ),
 }  # fmt: skip
 """After NVIDIA's data sheets; memory, cores, caches and clocks as the CUDA driver tells them."""
-
-
-def find_chip(name: str) -> Chip:
-    """Raises `ConfigError` with the known chips."""
-    if name not in CHIPS:
-        raise ConfigError(f"--target: unknown GPU {name!r}; choose one of {', '.join(CHIPS)}")
-    return CHIPS[name]

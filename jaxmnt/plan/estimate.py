@@ -277,12 +277,12 @@ class _Step:
         head = self._head()
         if scheme.pipeline > 1 and software.head_everywhere:
             head /= scheme.pipeline
-        once = self._once(backward.seconds)
-        self._add(links, once, 1.0)
+        self._add(links, self._once(backward.seconds), 1.0)
         self._add(links, self._pipeline(), scheme.microbatches)
         self._add(links, self._ends(), scheme.microbatches)
         work = forward.plus(backward).times(scheme.microbatches)
-        inside = work.seconds + scheme.microbatches * head + links.get("model", Link(0, 0)).exposed
+        waiting = links["model"].exposed if "model" in links else 0.0
+        inside = work.seconds + scheme.microbatches * head + waiting
         hidden = sum(link.seconds - link.exposed for link in links.values())
         started = 3 * software.kernels_a_layer * self.model.depth * LAUNCH_SECONDS * scheme.microbatches
         return Estimate(
@@ -291,7 +291,7 @@ class _Step:
             elementwise=work.elementwise,
             head=scheme.microbatches * head,
             optimizer=self._optimizer(),
-            bubble=scheme.idle_share * (work.seconds + links.get("model", Link(0, 0)).exposed),
+            bubble=scheme.idle_share * (work.seconds + waiting),
             contention=CONTENTION * hidden,
             host=HOST_SECONDS + max(0.0, started - inside),
             links=links,
@@ -428,7 +428,7 @@ class _Step:
         return found
 
     def _once(self, backward: float) -> dict[str, Link]:
-        """Once a step: sums over `data`; with ZeRO 1 and 2, and for the ends, what is gathered and scattered."""
+        """Once a step: sums over `data`; with ZeRO 2 the gather of weights, with 1 also the scatter of gradients."""
         scheme, software, found = self.scheme, self.software, {}
         weights = self.model.parameters / (scheme.model * scheme.pipeline)
         if scheme.fsdp * scheme.context > 1 and scheme.zero < 3:

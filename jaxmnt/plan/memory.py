@@ -2,8 +2,8 @@
 
 The state, and what forward keeps for backward, are counted. What else XLA has at the peak is estimated: it is some
 multiples of a layer's weights and activations in backward, or of the head's weights in the loss, and with ZeRO 1 and 2
-the weights and gradients that are whole. The multiples are fitted to compiled
-programs by `benchmarks/plan_estimates.py`.
+the weights and gradients that are whole. The multiples are fitted to compiled programs by
+`benchmarks/plan_estimates.py`.
 """
 
 import math
@@ -179,7 +179,7 @@ def estimate_memory(
         model, scheme, gradients, kept_of_row * scheme.rows / model.depth, multiples or MULTIPLES[kind_of(scheme)]
     )
     if scheme.fsdp > 1 and scheme.zero < 3:
-        rest += 2 * whole
+        rest += scheme.item * whole
     if scheme.fsdp > 1 and scheme.zero == 1:
         rest += state.gradients * whole - gradients
     return Memory((state.parameters + state.moments) * own, kept_bytes, rest)
@@ -189,9 +189,10 @@ def _working(model: ModelShape, scheme: Scheme, gradients: float, kept: float, o
     """What is in memory besides state, gradients and what is kept, of a layer `kept`."""
     tokens = scheme.rows * scheme.length
     largest = max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
-    weights = 2 * largest.parameters / scheme.model
+    weights = scheme.item * largest.parameters / scheme.model
     widest = max(max(one.inputs, one.outputs) for one in largest.products)
-    wide, narrow = 2 * tokens * widest / scheme.model, 2 * tokens * model.hidden
+    wide = scheme.item * tokens * widest / scheme.model
+    narrow = scheme.item * tokens * model.hidden
     head = 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)
     again = scheme.remat == "full"
     backward = of.weights * weights + of.wide * wide + of.narrow * narrow + of.kept * kept

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jaxmnt.errors import ConfigError, nearest
-from jaxmnt.plan.chips import CHIPS, Chip, find_chip
+from jaxmnt.plan.chips import CHIPS, Chip
 
 ATTAINED = {"infiniband": 0.9, "roce": 0.9, "efa": 0.8, "tcpxo": 0.85, "tcpx": 0.7, "ethernet": 0.7}
 """What large collectives attain of a network card's rate. 370 to 390 GB/s of the 400 of eight InfiniBand cards are
@@ -76,7 +76,7 @@ def find_target(name: str) -> tuple[Chip, Network]:
     """Of a GPU's name, or of an instance type. Raises `ConfigError` with the nearest name."""
     if name in INSTANCES:
         instance = INSTANCES[name]
-        chip = find_chip(instance.chip)
+        chip = CHIPS[instance.chip]
         domain = max(chip.domain, instance.gpus)
         return chip, Network(domain, instance.gigabits / instance.gpus, instance.fabric, instance.gpus)
     if name in CHIPS:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from jaxmnt.plan.answer import Answer, knee
+from jaxmnt.telemetry.progress import count
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 420, 70, 70, 46, 52
 _TIME, _COST = "#1f77b4", "#d62728"
@@ -57,7 +58,7 @@ def _curve(
     x, anchor = (_LEFT - 6, "end") if left else (_WIDTH - _RIGHT + 6, "start")
     for value in {min(values), max(values)}:
         found.append(
-            f'<text x="{x}" y="{up(value) + 4:.1f}" text-anchor="{anchor}" fill="{color}">{_short(value)}</text>'
+            f'<text x="{x}" y="{up(value) + 4:.1f}" text-anchor="{anchor}" fill="{color}">{count(value)}</text>'
         )
     found.append(f'<text x="{x}" y="{_TOP + 8}" text-anchor="{anchor}" fill="{color}">{unit}</text>')
     return found
@@ -69,10 +70,3 @@ def _scale(values: Sequence[float], first: float, last: float) -> Callable[[floa
     margin = 0.06 * (last - first)
     span = (last - first - 2 * margin) / (high - low) if high > low else 0.0
     return lambda value: first + margin + (math.log(value) - low) * span if span else (first + last) / 2
-
-
-def _short(value: float) -> str:
-    for factor, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {name}"
-    return f"{value:.3g}"

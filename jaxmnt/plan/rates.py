@@ -7,7 +7,7 @@ multiprocessors in whole waves, or where k is short: k / (k + `depth`).
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxmnt.plan.chips import Chip
@@ -27,20 +27,20 @@ class Attained(NamedTuple):
     """Of the peak in float8."""
     attention: float
     """Forward, of the peak in bfloat16, over pairs that the mask leaves."""
-    attention_backward: float
     link: float
     """Of NVLink, by collectives."""
 
 
 ATTAINED = {
-    "ampere": Attained(0.778, 0.0, 0.60, 0.51, 0.78),
-    "hopper": Attained(0.614, 0.66, 0.55, 0.467, 0.78),
-    "blackwell": Attained(0.76, 0.659, 0.474, 0.403, 0.78),
+    "ampere": Attained(0.778, 0.0, 0.60, 0.78),
+    "hopper": Attained(0.614, 0.66, 0.55, 0.78),
+    "blackwell": Attained(0.76, 0.659, 0.474, 0.78),
 }
 """The first three columns, `HALF_DEPTH` and `estimate.CONTENTION` are fitted to published runs by
-`benchmarks/published.py --fit`, the others set: backward attains 85 % of attention's forward (Shah et al. 2024,
-arXiv:2407.08608), and collectives 350 of the 450 GB/s of an H100's NVLink."""
+`benchmarks/published.py --fit`; collectives attain 350 of the 450 GB/s of an H100's NVLink."""
 
+BACKWARD = 0.85
+"""What attention's backward attains of its forward's rate (Shah et al. 2024, arXiv:2407.08608)."""
 MEMORY, TO_HOST = 0.85, 0.8
 """Of the memory's bandwidth, and of the link to the host's memory."""
 HALF_DEPTH, HALF_LENGTH = 400.0, 500.0
@@ -81,10 +81,6 @@ class Rates:
     depth: float = 0.0
     length: float = 0.0
     """At which attention attains half."""
-    steps: Mapping[str, float] = field(
-        default_factory=lambda: {"start": START, "within": STEP_WITHIN_HOST, "between": STEP_BETWEEN_HOSTS}
-    )
-    """Seconds that start a collective, and of each of its steps."""
 
     def product(self, m: float, n: float, k: float, dtype: str) -> float:
         """Seconds of [m, k] by [k, n], without what memory needs."""
@@ -109,13 +105,13 @@ class Rates:
 
     def copy(self, payload: float) -> float:
         """Seconds of bytes to the host's memory, or from it."""
-        return self.steps["start"] + payload / self.to_host
+        return START + payload / self.to_host
 
     def send(self, payload: float, *, between_hosts: bool) -> float:
         """Seconds of bytes to one other device."""
         if between_hosts:
-            return self.steps["start"] + self.steps["between"] + payload / self.between_hosts
-        return self.steps["start"] + self.steps["within"] + payload / self.within_host
+            return START + STEP_BETWEEN_HOSTS + payload / self.between_hosts
+        return START + STEP_WITHIN_HOST + payload / self.within_host
 
     def ring(self, kind: str, payload: float, shares: Iterable[int]) -> float:
         """Seconds among devices of which each host has its share.
@@ -129,8 +125,8 @@ class Rates:
         if hosts > 1:
             entering = rounds * payload * (1 - 1 / hosts)
             seconds = max(seconds, entering / (min(of_hosts) * self.between_hosts))
-        steps = rounds * ((size - hosts) * self.steps["within"] + (hosts - 1) * self.steps["between"])
-        return self.steps["start"] + steps + seconds
+        steps = rounds * ((size - hosts) * STEP_WITHIN_HOST + (hosts - 1) * STEP_BETWEEN_HOSTS)
+        return START + steps + seconds
 
 
 def _filled(m: float, n: float, k: float, cores: int) -> float:
@@ -154,7 +150,7 @@ def rates_of(chip: Chip, network: Network | None = None, attained: Attained | No
     return Rates(
         products={dtype: share(dtype) * slowed * peak for dtype, peak in peaks.items() if share(dtype)},
         attention=attained.attention * slowed * peaks["bfloat16"],
-        attention_backward=attained.attention_backward * slowed * peaks["bfloat16"],
+        attention_backward=BACKWARD * attained.attention * slowed * peaks["bfloat16"],
         memory=MEMORY * chip.bandwidth,
         within_host=attained.link * chip.nvlink,
         between_hosts=network.between_hosts,

@@ -25,6 +25,7 @@ from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.shapes import model_shape, software_of
 from jaxmnt.plan.targets import gpu_devices
+from jaxmnt.telemetry.progress import size
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule
 
@@ -75,24 +76,22 @@ class Search:
 
     def __init__(self, config: Config, chip: Chip, network: Network, rates: Rates):
         assert config.model.vocab_size is not None
+        if config.mesh.rules:
+            raise ConfigError("mesh.rules: the search is for meshes by the usual rules; leave it out")
         self.config, self.chip, self.network, self.rates = config, chip, network, rates
         self.vocab = config.model.vocab_size
         self.definition = define(build_family(config.model, self.vocab))
         self.shape = model_shape(self.definition)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self._kept = Kept(config, self.vocab, lambda count: self.devices(count)[:count])
-        if config.mesh.rules:
-            raise ConfigError("mesh.rules: the search is for meshes by the usual rules; leave it out")
         self._state = self._kept.state()
         precision = config.train.precision
         self.dtype = "bfloat16" if precision == "auto" else precision
         """Of products, on GPUs."""
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019  one search lives as long as its process
     def devices(self, gpus: int) -> Sequence[jax.Device]:
         """To compile for."""
-        per_host = min(self.network.devices_per_host, gpus)
-        return gpu_devices(self.chip, -(-gpus // per_host), per_host)
+        return _devices(self.chip, gpus, min(self.network.devices_per_host, gpus))
 
     def guesses(self, gpus: int, *, pruned: bool = True) -> list[Guess]:
         """All candidates, the fastest first."""
@@ -149,7 +148,7 @@ class Search:
                 told(f"{describe(guess.candidate)}: {error}")
                 continue
             took = f"{time.perf_counter() - began:.0f} s to compile"
-            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {plan.peak / 2**30:.1f} GiB, {took}")
+            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {size(plan.peak)}, {took}")
             found += [plan] if plan.fits else []
         return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
 
@@ -175,6 +174,12 @@ def _overlap(one: Candidate) -> Overlap:
     if one.model == 1:
         return "off"
     return "rows" if one.rows > 1 else "ring" if one.pipeline == 1 else "off"
+
+
+@functools.cache
+def _devices(chip: Chip, gpus: int, per_host: int) -> Sequence[jax.Device]:
+    """Enough for so many GPUs, in whole hosts."""
+    return gpu_devices(chip, -(-gpus // per_host), per_host)
 
 
 class _Facts(NamedTuple):

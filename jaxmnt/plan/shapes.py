@@ -26,18 +26,13 @@ def model_shape(definition: Definition) -> ModelShape:
     layers = Counter[Layer]()
     for group in definition.groups:
         for place, kind in enumerate(group.pattern):
-            inside = lambda tree, group=group, place=place: _of_kind(tree[group.name], place, len(group.pattern))
+            inside = lambda tree, group=group, place=place: group.at(tree[group.name], place)
             shape = family.attention_shape(kind)
             products = tuple(_products(inside(definition.abstract), inside(definition.axes)))
             layers[Layer(products, shape.heads, config.num_kv_heads or 0, shape.head_dim, shape.window)] += group.units
     counted = tuple((count, layer) for layer, count in layers.items())
     found = ModelShape(counted, config.hidden_size, definition.vocab_size, config.tie_embeddings)
     return replace(found, others=definition.parameter_count - found.parameters)
-
-
-def _of_kind(tree: Any, place: int, kinds: int) -> Any:
-    """A group's tree for one place of its pattern."""
-    return tree if kinds == 1 else tree.get(str(place), {})
 
 
 def _products(arrays: Any, axes: Any) -> list[Product]:
@@ -88,7 +83,8 @@ HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
 
 
 def software_of(scheme: Scheme, overlap: Overlap) -> Software:
-    """What this program does with a scheme on GPUs. Its constants are fitted to compiled programs that were played."""
+    """What this program does with a scheme on GPUs. Its constants are chosen so that steps of some fifty compiled
+    programs are met as they are played; `benchmarks/plan_estimates.py` says how far off they are."""
     ahead = scheme.zero == 3 and scheme.pipeline == 1
     return Software(
         passes=0.83,

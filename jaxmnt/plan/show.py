@@ -118,14 +118,18 @@ def _collectives(report: Report) -> list[str]:
         )  # fmt: skip
         if timed:
             times = (entry[name] for name in ("seconds", "exposed_seconds", "work_seconds_meanwhile"))
-            row += (*map(_seconds, times), f"{entry['flops_meanwhile'] / 1e12:,.0f} T")
+            row += (*map(seconds_text, times), f"{entry['flops_meanwhile'] / 1e12:,.0f} T")
         rows.append(row)
     total = sum(entry["bytes_sent"] for entry in report["collectives"])
     if not total:
         return ["no collectives: nothing crosses devices"]
     last: tuple[str, ...] = ("all", "", "", "", size(total), "")
     if timed:
-        last += (*(_seconds(report["timeline"][f"{name}_seconds"]) for name in ("communication", "exposed")), "", "")
+        last += (
+            *(seconds_text(report["timeline"][f"{name}_seconds"]) for name in ("communication", "exposed")),
+            "",
+            "",
+        )
     return table([*rows, last], right={3, 4, 6, 7, 8, 9})
 
 
@@ -141,11 +145,11 @@ def _timeline(report: Report) -> list[str]:
         "work slowed beside communication": step["contention_seconds"],
         "the host": step["host_seconds"],
     }
-    told = ", ".join(f"{_seconds(value)} {name}" for name, value in parts.items() if value)
+    told = ", ".join(f"{seconds_text(value)} {name}" for name, value in parts.items() if value)
     return [
-        f"step    about {_seconds(step['step_seconds'])}, between {_seconds(step['from'])} and "
-        f"{_seconds(step['to'])}: {told}",
-        f"        {_seconds(found['communication_seconds'])} of communication in all; for "
+        f"step    about {seconds_text(step['step_seconds'])}, between {seconds_text(step['from'])} and "
+        f"{seconds_text(step['to'])}: {told}",
+        f"        {seconds_text(found['communication_seconds'])} of communication in all; for "
         f"{found['exposed_percent']:g} % of the step the device waits for it",
         f"        large products {rates['products']['bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16, attention "
         f"{rates['attention'] / 1e12:.0f}, memory {rates['memory'] / 1e12:.2f} TB/s, links "
@@ -161,7 +165,9 @@ def _besides(report: Report) -> list[str]:
     rows: Rows = [("besides products and attention", "in", "array", "times", "takes")]
     for entry in report["besides"]:
         array = f"{entry['dtype']} {'×'.join(map(str, entry['shape']))}"
-        rows.append((entry["what"], *(entry["in"] or ["-"]), array, count(entry["times"]), _seconds(entry["seconds"])))
+        rows.append(
+            (entry["what"], *(entry["in"] or ["-"]), array, count(entry["times"]), seconds_text(entry["seconds"]))
+        )
     return table(rows, right={3, 4})
 
 
@@ -182,16 +188,16 @@ def _round(one: dict[str, Any]) -> list[str]:
         hidden = max(begin, min(waited, end))
         bar = " " * begin + "░" * (hidden - begin) + "█" * (end - hidden)
         exposed = _exposed(entry)
-        told = f"{_seconds(exposed)} exposed" if exposed > 1e-6 else "hidden"
+        told = f"{seconds_text(exposed)} exposed" if exposed > 1e-6 else "hidden"
         rows.append((
             f"        {entry['kind']}", entry["axis"], entry["dtype"], size(entry["bytes_sent"]),
-            f"▕{bar.ljust(_BAR)[:_BAR]}▏", _seconds(entry["ends"] - entry["begins"]), told,
+            f"▕{bar.ljust(_BAR)[:_BAR]}▏", seconds_text(entry["ends"] - entry["begins"]), told,
         ))  # fmt: skip
-    lines = [f"{one['of']}: {one['times']:g} × {_seconds(one['seconds'])}"]
+    lines = [f"{one['of']}: {one['times']:g} × {seconds_text(one['seconds'])}"]
     lines += table(rows, right={3, 5}) if rows else []
     if small := [entry for entry in one["collectives"] if entry not in shown]:
         takes, exposed = sum(entry["ends"] - entry["begins"] for entry in small), sum(map(_exposed, small))
-        lines.append(f"        {len(small)} of less than 1 %: {_seconds(takes)}, {_seconds(exposed)} exposed")
+        lines.append(f"        {len(small)} of less than 1 %: {seconds_text(takes)}, {seconds_text(exposed)} exposed")
     return lines
 
 
@@ -201,7 +207,7 @@ def _exposed(entry: dict[str, Any]) -> float:
     return max(0.0, waited)
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
 
 

@@ -7,9 +7,8 @@ no JAX is needed.
 import argparse
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser, run_command
-from jaxmnt.errors import ConfigError, ExitCode, printable
-from jaxmnt.storage import publish
+from jaxmnt.commands import HERE, Parser, run_command, write_file
+from jaxmnt.errors import ExitCode, printable
 
 _PAGE = "report.html"
 
@@ -39,10 +38,10 @@ def main(arguments: list[str]) -> int:
     print(summary_text(report))
     if not options.text:
         where = options.output or (Path(options.run[0]) / _PAGE if len(options.run) == 1 else Path(_PAGE))
-        _publish(where, page(report))
+        write_file(where, page(report))
         print(f"page    {printable(str(where))}")
     if options.perfetto is not None:
-        _publish(options.perfetto, trace_of(options.run))
+        write_file(options.perfetto, trace_of(options.run))
         print(f"trace   {printable(str(options.perfetto))}; open it at https://ui.perfetto.dev")
     if options.png is not None:
         from jaxmnt.report.png import write_pngs  # an extra, and slow to import
@@ -78,16 +77,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--perfetto", type=Path, metavar="FILE", help="also write phases and events as a trace for Perfetto"
     )
     return parser.parse_args(arguments)
-
-
-def _publish(path: Path, text: str) -> None:
-    try:
-        publish(path, text)
-    except (OSError, ValueError) as error:  # or a path without a name
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"{printable(str(path))} cannot be written: {why}; give another place with --output, --perfetto"
-        ) from error
 
 
 def _price(text: str) -> float:

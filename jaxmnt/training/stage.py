@@ -95,7 +95,7 @@ class Layers:
     def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:
         """From now on, weights that layers multiply in float8 alone, and that are gathered."""
         for place in range(len(self._group.pattern)):
-            stacked, axes = self._at(self._params, place), self._at(self._axes, place)
+            stacked, axes = self._group.at(self._params, place), self._group.at(self._axes, place)
             named = jax.tree.leaves(axes, is_leaf=is_axes)
             wanted = [
                 multiplied and self._spec.placement.gathered_axes(names) is not None
@@ -218,10 +218,10 @@ class Layers:
 
         def add(total: Params, place: int, unit: jax.Array, waiting: Params) -> Params:
             """With the gradients that have waited."""
-            axes = self._at(self._trained_axes, place)
+            axes = self._group.at(self._trained_axes, place)
             if not axes:
                 return total
-            own = self._at(total, place)
+            own = self._group.at(total, place)
             new = jax.tree.map(lambda one, new: one[unit] + new, own, reduce(waiting, axes))
             if last_microbatch:
                 new = self._summed_over_replicas(new, place)
@@ -238,13 +238,13 @@ class Layers:
                 gradients = add(gradients, *after, waiting)
                 own, kept = self._split(kept, place)
                 found, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
-                waiting = select(found, self._at(self._trained_axes, place))
+                waiting = select(found, self._group.at(self._trained_axes, place))
             return (x_gradient_BSD, gradients, ready, waiting), None
 
         ready = self._weights(jnp.int32(self._depth - 1), last)
         shapes = jax.eval_shape(lambda: self._weights(jnp.int32(0), 0))
         waiting = jax.tree.map(
-            lambda one: jnp.zeros(one.shape, one.dtype), select(shapes, self._at(self._trained_axes, 0))
+            lambda one: jnp.zeros(one.shape, one.dtype), select(shapes, self._group.at(self._trained_axes, 0))
         )
         start = (x_gradient_BSD, gradients, ready, waiting)
         x_gradient_BSD, gradients, _, waiting = self._scan(body, start, reverse=True)
@@ -252,7 +252,7 @@ class Layers:
 
     def _summed_over_replicas(self, gradients: Params, place: int) -> Params:
         spec = self._spec
-        stacked = self._at(spec.trained_axes[self._group.name], place)
+        stacked = self._group.at(spec.trained_axes[self._group.name], place)
         return collectives.reduce_gradients(
             gradients, stacked, spec.placement, spec.reduce_dtype, spec.is_reduced_early
         )
@@ -329,7 +329,7 @@ class Layers:
             own, kept = self._split(kept, place)
             weights = self._weights(unit, place)
             new, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
-            if axes := self._at(self._trained_axes, place):
+            if axes := self._group.at(self._trained_axes, place):
                 found[str(place)] = reduce(select(new, axes), axes)
         return x_gradient_BSD, self._joined(found)
 
@@ -398,10 +398,10 @@ class Layers:
     def _weights(self, unit: jax.Array, place: int) -> Params:
         """A layer's, ready for use."""
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
-        weights = jax.tree.map(pick, self._at(self._params, place))
+        weights = jax.tree.map(pick, self._group.at(self._params, place))
         if self._whole:
             return weights
-        axes, placement, dtype = self._at(self._axes, place), self._spec.placement, self._spec.dtype
+        axes, placement, dtype = self._group.at(self._axes, place), self._spec.placement, self._spec.dtype
         if place not in self._scales:
             return unshard(weights, axes, placement, dtype)
         leaves, structure = jax.tree.flatten(weights)
@@ -420,13 +420,9 @@ class Layers:
     ) -> tuple[Params, Params, jax.Array, Rows]:
         """What a layer is applied to besides x."""
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
-        buffers = jax.tree.map(pick, self._at(self._buffers, place)) if self._buffers else {}
+        buffers = jax.tree.map(pick, self._group.at(self._buffers, place)) if self._buffers else {}
         number = self._number + len(self._group.pattern) * jnp.maximum(pick(self._order), 0) + place
         return weights, buffers, number, rows
-
-    def _at(self, tree: Params, place: int) -> Params:
-        """What a group's tree has for one place of its pattern: not every kind has parameters, or buffers."""
-        return tree if len(self._group.pattern) == 1 else tree.get(str(place), {})
 
     def _joined(self, by_place: dict[str, Any]) -> Any:
         """A group's tree of what there is for each place of its pattern."""
