@@ -1,5 +1,6 @@
 """What a search has found: for each number of GPUs the plans that fit, what they cost to the goal, and why."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,19 +99,14 @@ _WORTH = 0.8
 
 
 def knee(answers: Sequence[Answer]) -> int | None:
-    """The number of GPUs beyond which more of them shorten the run by less than 80 % of their share; None if there are
-    fewer than two numbers."""
+    """The number of GPUs beyond which more of them shorten the run by less than 80 % of their share; None if all do
+    better."""
     found = [(answer.gpus, answer.priced[0].goal.seconds) for answer in answers if answer.priced]
     found = [(gpus, seconds) for gpus, seconds in found if math.isfinite(seconds)]
-    if len(found) < 2:
-        return None
-    last = found[0]
-    for gpus, seconds in found[1:]:
-        held = math.log(last[1] / seconds) / math.log(gpus / last[0])
-        if held < _WORTH:
-            return last[0]
-        last = gpus, seconds
-    return last[0]
+    for (fewer, before), (gpus, seconds) in itertools.pairwise(found):
+        if math.log(before / seconds) / math.log(gpus / fewer) < _WORTH:
+            return fewer
+    return None
 
 
 def reasons(search: Search, answer: Answer) -> list[str]:
@@ -159,9 +155,11 @@ def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
             continue
         one = min(with_it, key=lambda guess: guess.seconds)
         waits = (
-            f", {one.estimate.links[axis].exposed:.2g} s of them waiting for it" if axis in one.estimate.links else ""
+            f", in which a GPU waits {one.estimate.links[axis].exposed:.2g} s for communication along it"
+            if axis in one.estimate.links
+            else ""
         )
-        idle = f", {one.estimate.bubble:.2g} s idle" if axis == "pipeline" else ""
+        idle = f", and is idle for {one.estimate.bubble:.2g} s" if axis == "pipeline" else ""
         found.append(f"with {name} the best is {describe(one.candidate)}: {_estimated(one, best)}{waits}{idle}")
     return found
 

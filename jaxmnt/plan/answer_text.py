@@ -78,8 +78,10 @@ def _of_the_best(best: Priced, known: str) -> list[str]:
         )
         if value
     )  # fmt: skip
+    one = best.plan.candidate
+    keys = {key: value for key, value in one.settings.items() if value not in (None, [], False)}
     settings = " ".join(
-        f"{key}={value}" for key, value in best.plan.candidate.settings.items() if value not in (None, [], False)
+        f"{key}={value}" for key, value in keys.items() if one.pipeline > 1 or not key.startswith("pipeline.")
     )
     return [
         f"step    {parts}",

@@ -56,17 +56,22 @@ def _curve(
     found = [f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>']
     found += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points]
     x, anchor = (_LEFT - 6, "end") if left else (_WIDTH - _RIGHT + 6, "start")
-    for value in {min(values), max(values)}:
-        found.append(
-            f'<text x="{x}" y="{up(value) + 4:.1f}" text-anchor="{anchor}" fill="{color}">{count(value)}</text>'
-        )
+    ends = {count(value): value for value in (min(values), max(values))}
+    for text, value in ends.items():
+        found.append(f'<text x="{x}" y="{up(value) + 4:.1f}" text-anchor="{anchor}" fill="{color}">{text}</text>')
     found.append(f'<text x="{x}" y="{_TOP + 8}" text-anchor="{anchor}" fill="{color}">{unit}</text>')
     return found
 
 
+_LEAST_RATIO = 2.0
+"""Of the ends of a scale, or a difference of a percent would fill it."""
+
+
 def _scale(values: Sequence[float], first: float, last: float) -> Callable[[float], float]:
-    """A logarithmic scale on which the values fill the span."""
+    """A logarithmic scale on which the values fill the span, but for a margin."""
     low, high = math.log(min(values)), math.log(max(values))
+    missing = max(0.0, math.log(_LEAST_RATIO) - (high - low)) / 2
+    low, high = low - missing, high + missing
     margin = 0.06 * (last - first)
-    span = (last - first - 2 * margin) / (high - low) if high > low else 0.0
-    return lambda value: first + margin + (math.log(value) - low) * span if span else (first + last) / 2
+    span = (last - first - 2 * margin) / (high - low)
+    return lambda value: first + margin + (math.log(value) - low) * span

@@ -148,7 +148,8 @@ class Search:
                 told(f"{describe(guess.candidate)}: {error}")
                 continue
             took = f"{time.perf_counter() - began:.0f} s to compile"
-            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {size(plan.peak)}, {took}")
+            room = size(plan.peak) + ("" if plan.fits else ", which does not fit")
+            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {room}, {took}")
             found += [plan] if plan.fits else []
         return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
 
