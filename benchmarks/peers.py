@@ -199,7 +199,7 @@ def peak_mib(pid: int) -> float:
 
 
 def torch_worker(steps: int) -> None:
-    """The same model and update in plain eager PyTorch; a line a step into the file METRICS."""
+    """The same model and update in plain eager PyTorch, of ROWS rows a step; a line a step into the file METRICS."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -250,7 +250,7 @@ def torch_worker(steps: int) -> None:
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
     with Path(os.environ["METRICS"] if rank == 0 else os.devnull).open("a", encoding="ascii") as file:
         for step in range(steps):
-            tokens = torch.randint(0, VOCAB, (ROWS // world, LENGTH + 1))
+            tokens = torch.randint(0, VOCAB, (int(os.environ.get("ROWS", ROWS)) // world, LENGTH + 1))
             logits = decoder(tokens[:, :-1])
             loss = functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
             optimizer.zero_grad()

@@ -15,6 +15,7 @@ COMMANDS = {
     "preflight": ("jaxmnt.preflight.__main__", "check the hosts of a run and the network between them"),
     "plan": ("jaxmnt.plan.__main__", "find the best mesh for a run, what it takes and what it costs"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
+    "bench": ("jaxmnt.bench.__main__", "measure how a run scales over processes"),
     "drill": ("jaxmnt.drill.__main__", "force the failures of a long run on the same config made small"),
     "report": ("jaxmnt.report.__main__", "show what the time of a run went into, and what it cost"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),

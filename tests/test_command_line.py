@@ -38,6 +38,7 @@ CODES = {
     "lm_eval": HERE,
     "convert": HERE,
     "plan": HERE,
+    "bench": HERE,
     "convert from-hf": HERE,
     "convert to-hf": HERE,
     "convert settings": HERE,

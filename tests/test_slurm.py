@@ -192,3 +192,18 @@ def test_without_a_spare_node_the_job_is_requeued(slurm, crashed, submit, tmp_pa
     assert slurm.job(number)["Restarts"] == "1"
     hosts = [[event["host"] for event in events(run_dir, "start", process)] for process in range(2)]
     assert hosts[1][0] == f"h{lost}" and f"h{lost}" not in (hosts[0][1], hosts[1][1])
+
+
+def test_a_scaling_study_by_jobs(slurm, tiny_file, tmp_path):
+    """One job after the other, of one node and of two."""
+    slurm.wait(lambda: slurm.idle() == NODES, 60, "all nodes are idle")
+    text = slurm.call(
+        sys.executable, "-m", "jaxmnt.bench", "scaling", "--slurm", "--config", str(tiny_file), "--processes", "1,2",
+        "--mode", "weak", "--steps", "9", "--rounds", "1", "launch.gpus_per_node=0", f"launch.python={sys.executable}",
+        "launch.environment={JAX_NUM_CPU_DEVICES: '1'}",
+    )  # fmt: skip
+    assert "weak scaling" in text
+    study = json.loads((tmp_path / "run" / "scaling" / "scaling.json").read_text())
+    points = study["scalings"][0]["points"]
+    assert [(one["processes"], one["devices"]) for one in points] == [(1, 1), (2, 2)]
+    assert all(one["predicted"] is None for one in points)  # nothing was measured that could predict

@@ -5,6 +5,7 @@ Starts the processes of a run: on this machine, or on a cluster by a job script 
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from jaxmnt.commands import HERE, RUN, Parser, expect_separator, run_command
@@ -22,12 +23,22 @@ def main(arguments: list[str]) -> int:
 
 
 def _local(options: argparse.Namespace, train_arguments: list[str]) -> int:
-    from jaxmnt.launch.local import launch, local_run
+    from jaxmnt.launch.local import check_cores, launch, local_run
     from jaxmnt.launch.restarts import Restarts, fitting_counts
 
-    if options.processes < 1 or (options.devices_per_process or 1) < 1 or options.max_restarts < 0:
-        raise ConfigError("--processes and --devices-per-process take numbers from 1 up, --max-restarts from 0")
-    local = local_run(train_arguments, options.devices_per_process)
+    numbers = (options.processes, options.devices_per_process or 1, options.cores_per_process or 1)
+    if min(numbers) < 1 or options.max_restarts < 0:
+        raise ConfigError(
+            "--processes, --devices-per-process and --cores-per-process take numbers from 1 up, --max-restarts from 0"
+        )
+    check_cores(options.processes, options.cores_per_process)
+    if options.preflight:
+        from jaxmnt.preflight.arguments import parse_arguments
+
+        local = local_run(train_arguments, options.devices_per_process, ("jaxmnt.preflight",), parse_arguments)
+    else:
+        local = local_run(train_arguments, options.devices_per_process)
+    local = replace(local, cores=options.cores_per_process)
     counts = fitting_counts(options.elastic, options.processes, options.devices_per_process, local.config)
     return launch(local, options.processes, Restarts(options.max_restarts, counts))
 
@@ -79,15 +90,19 @@ def _add_local(where: "argparse._SubParsersAction[Parser]") -> None:
     local = where.add_parser(
         "local",
         help="several processes on this machine",
-        usage="%(prog)s --processes N [--devices-per-process K] [--max-restarts R] [--elastic MIN:MAX] "
-        "-- --config FILE [key=value ...]",
+        usage="%(prog)s --processes N [--devices-per-process K] [--cores-per-process K] [--max-restarts R] "
+        "[--elastic MIN:MAX] [--preflight] -- --config FILE [key=value ...]",
         codes=RUN,
     )
     local.add_argument("--processes", type=int, required=True, help="how many")
     local.add_argument("--devices-per-process", type=int, help="virtual CPU devices of each; default: what it has")
+    local.add_argument("--cores-per-process", type=int, help="bind each to cores of its own; default on CPUs: a share")
     local.add_argument("--max-restarts", type=int, default=0, help="start again so often after failures; default 0")
     local.add_argument(
         "--elastic", metavar="MIN:MAX", help="go on with fewer processes, down to MIN, when a restart gains no step"
+    )
+    local.add_argument(
+        "--preflight", action="store_true", help="check the hosts instead: what follows -- goes to jaxmnt.preflight"
     )
 
 

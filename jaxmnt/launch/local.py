@@ -1,5 +1,6 @@
 """Several processes of one run on this machine: output prefixed, logs kept, stopped when one fails, started again."""
 
+import argparse
 import contextlib
 import math
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from jaxmnt.errors import ConfigError, ExitCode, printable, remark
 from jaxmnt.launch.ledger import events_since, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
+from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.run.preemption import Handler
 from jaxmnt.telemetry.events import last_commit
 
@@ -64,6 +66,8 @@ class Local:
     """Virtual CPU devices of each process; None for what it has."""
     module: tuple[str, ...] = ("jaxmnt.train",)
     """What each process runs, with arguments that come before those of jaxmnt.train."""
+    cores: int | None = None
+    """Of each process; None: on CPUs they share all."""
 
     @property
     def run_dir(self) -> Path:
@@ -176,8 +180,8 @@ class _LocalProcesses:
             environment[RUN_KEY] = self._run_key
             arguments = [*local.module, *local.arguments, *_settings(number, processes, environment)]
             self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe))
-            if environment.get("JAX_PLATFORMS") == "cpu":
-                _give_cores(self._children[-1].process.pid, number, processes)
+            if local.cores is not None or environment.get("JAX_PLATFORMS") == "cpu":
+                _give_cores(self._children[-1].process.pid, number, processes, local.cores)
             for signal_number in self.asked:
                 _send(self._children[-1:], signal_number)
 
@@ -321,13 +325,24 @@ def _environment(number: int, processes: int, coordinator: str, devices: int | N
     return environment
 
 
-def _give_cores(pid: int, number: int, processes: int) -> None:
+def check_cores(processes: int, each: int | None) -> None:
+    """Raises `ConfigError` if there are not so many cores for each process."""
+    if each is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--cores-per-process: this system cannot bind processes to cores; leave it out")
+    cores = len(os.sched_getaffinity(0))
+    if processes * each > cores:
+        raise ConfigError(f"--cores-per-process: {processes} × {each} cores are more than the {cores} here; lower it")
+
+
+def _give_cores(pid: int, number: int, processes: int, each: int | None) -> None:
     """Its own share of our cores, where there are enough: XLA makes a thread for each core that a process may use, and
     the threads of several would get into each other's way."""
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return
     cores = sorted(os.sched_getaffinity(0))
-    begin, end = (len(cores) * count // processes for count in (number, number + 1))
+    begin, end = (len(cores) * count // processes if each is None else count * each for count in (number, number + 1))
     if len(cores) >= processes:
         with contextlib.suppress(ProcessLookupError):  # it has ended already, which is found elsewhere
             os.sched_setaffinity(pid, cores[begin:end])
@@ -344,14 +359,19 @@ def _settings(number: int, processes: int, environment: dict[str, str]) -> list[
     return settings
 
 
-def local_run(train_arguments: list[str], devices: int | None, module: tuple[str, ...] = ("jaxmnt.train",)) -> Local:
-    """What is to be started. Reading the config here also finds mistakes once instead of once a process."""
+def local_run(
+    train_arguments: list[str],
+    devices: int | None,
+    module: tuple[str, ...] = ("jaxmnt.train",),
+    parse: Callable[[list[str]], argparse.Namespace] = parse_arguments,
+) -> Local:
+    """What is to be started; `parse` reads the arguments, which have a config and overrides. Reading them here also
+    finds mistakes once instead of once a process."""
     from jaxmnt.config import load_config
-    from jaxmnt.run.arguments import parse_arguments
 
     if not train_arguments:
-        raise ConfigError("give the arguments of jaxmnt.train after --, such as: -- --config configs/quickstart.yaml")
-    options = parse_arguments(train_arguments)
+        raise ConfigError(f"give the arguments of {module[0]} after --, such as: -- --config configs/quickstart.yaml")
+    options = parse(train_arguments)
     config = load_config(options.config, options.overrides)
     for key in VARIABLES:
         if getattr(config.cluster, key) is not None:

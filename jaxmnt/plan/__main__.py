@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jaxmnt.commands import HERE, Parser, run_command, write_file
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.goal import RESTART_SECONDS
 from jaxmnt.plan.networks import find_target
 
@@ -34,6 +35,9 @@ def main(arguments: list[str]) -> int:
     counts = _counts(options.gpus, network.devices_per_host)
     config = load_config(options.config, options.overrides)
     wish = _wish(options, config)
+    calibration = None if options.calibration is None else read_calibration(options.calibration)
+    if calibration is not None:
+        check_fits(calibration, options.calibration, chip, 1, 1)
 
     from jaxmnt.plan.dry_run import with_vocabulary
     from jaxmnt.plan.rates import rates_of
@@ -43,7 +47,8 @@ def main(arguments: list[str]) -> int:
     gpu_devices(chip, 1, 1)  # before JAX starts its backends
     from jaxmnt.plan.search import Search
 
-    search = Search(config, chip, network, rates_of(chip, network))
+    rates = rates_of(chip, network)
+    search = Search(config, chip, network, rates if calibration is None else calibration.rates(rates))
     answers = [_answer(search, count, wish, options.compile) for count in counts]
     return _say(search, answers, wish, options)
 
@@ -203,6 +208,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         default=RESTART_SECONDS,
         metavar="S",
         help=f"from a failure to the next step; default {RESTART_SECONDS:g}",
+    )
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="rates that preflight --calibrate has measured on such GPUs"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the winner's config")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw time and cost over the GPUs, as SVG")

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from jaxmnt.plan.answer import Answer, Priced, Wish, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Search, describe
-from jaxmnt.plan.show import seconds_text, table
-from jaxmnt.telemetry.progress import count, size
+from jaxmnt.telemetry.progress import count, seconds_text, size, table
 
 _SHOWN = 6
 

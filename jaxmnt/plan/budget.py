@@ -9,7 +9,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -219,7 +218,7 @@ def make_report(
             "levers": [] if fits else [one._asdict() for one in find_levers(spec, rebuild)],
         },
         "collectives": traffic(spec, timeline, hosts),
-        "timeline": None if rates is None else step_times(timeline) | {"rates": asdict(rates)},
+        "timeline": None if rates is None else step_times(timeline) | {"rates": rates.to_json()},
         "prediction": None if rates is None else predicted(spec, timeline).to_json(),
         "rounds": [] if rates is None else rounds(spec, timeline),
         "besides": [] if rates is None else besides(timeline),

@@ -1,8 +1,8 @@
 """How long the instructions of a compiled program take at given rates: a roofline.
 
 What multiplies takes as long as its FLOPs need at the rate that its shape attains, or its bytes if they need longer;
-everything else as long as its bytes. Not counted: what starting a kernel takes, and that work beside communication is
-slower.
+everything else as long as its bytes. What starts an instruction counts where it was measured. Not counted: that work
+beside communication is slower.
 """
 
 import math
@@ -41,7 +41,8 @@ class Costs:
             return 0.0, 0.0
         work = list(self._products(computation, instruction))
         busy = sum(seconds for _, seconds in work)
-        return max(busy, self._moved(computation, instruction) / self._rates.memory), sum(flops for flops, _ in work)
+        seconds = max(busy, self.moved(computation, instruction) / self._rates.memory)
+        return seconds + self._rates.instruction, sum(flops for flops, _ in work)
 
     def _products(self, computation: str, instruction: Instruction) -> Iterator[tuple[float, float]]:
         """(FLOPs, seconds) of each product in an instruction."""
@@ -62,15 +63,15 @@ class Costs:
     def _product(self, computation: str, instruction: Instruction, dimensions: str) -> tuple[float, float]:
         """`dimensions` is the pattern of those of the left side that are named so."""
         dtype, shape = self._array(computation, instruction.operands[0])
-        sizes = (
-            math.prod(shape[place] for place in _places(dimensions.format(name), instruction.line))
-            for name in ("contracting", "batch")
-        )
-        depth, times = sizes
+        added, batch = (_places(dimensions.format(name), instruction.line) for name in ("contracting", "batch"))
+        depth, times = (math.prod(shape[place] for place in places) for places in (added, batch))
         rows, outputs = math.prod(shape) / (depth * times), math.prod(instruction.arrays[0][1])
         name = "float8" if dtype.startswith("f8") else _NAMES.get(dtype, "float32")
-        seconds = times * self._rates.product(rows, outputs / (rows * times), depth, name) if outputs else 0.0
-        return 2.0 * outputs * depth, seconds
+        if not outputs:
+            return 0.0, 0.0
+        by_rows = min(added, default=0) == len(batch) < len(shape) - 1
+        seconds = self._rates.product(rows, outputs / (rows * times), depth, name, gradient=by_rows)
+        return 2.0 * outputs * depth, times * seconds
 
     def _attention(self, computation: str, instruction: Instruction, *, backward: bool) -> tuple[float, float]:
         width = self._array(computation, instruction.operands[0])[1][-1]
@@ -80,7 +81,7 @@ class Costs:
     def _array(self, computation: str, name: str) -> Array:
         return self._named[computation][name].arrays[0]
 
-    def _moved(self, computation: str, instruction: Instruction) -> float:
+    def moved(self, computation: str, instruction: Instruction) -> float:
         """Bytes that an instruction reads and writes: of what it takes a slice of, the slice alone."""
         named = self._named[computation]
         if instruction.opcode == "fusion" and instruction.callee is not None:

@@ -4,10 +4,12 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.config import Config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import CHIPS, Chip
 from jaxmnt.plan.networks import Network, find_target
 from jaxmnt.plan.targets import gpu_devices, virtual_devices
@@ -27,12 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--hosts", type=int, metavar="N", help="hosts of the target (default: what the mesh needs)")
     group.add_argument("--devices-per-host", type=int, metavar="N", help=f"GPUs per host ({DEVICES_PER_HOST})")
+    group.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="rates that preflight --calibrate has measured, for the plan"
+    )
     group.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for options that make no sense together."""
-    asked = [name for name in ("devices", "target", "hosts", "devices_per_host", "json") if getattr(options, name)]
+    names = ("devices", "target", "hosts", "devices_per_host", "calibration", "json")
+    asked = [name for name in names if getattr(options, name)]
     if asked and not options.dry_run:
         raise ConfigError(f"--{asked[0].replace('_', '-')}: only a plan has it; add --dry-run")
     if options.devices is not None and options.target is not None:
@@ -47,6 +53,7 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 def dry_run(config: Config, options: argparse.Namespace) -> int:
     """Prints the plan and returns the exit code. Raises `ConfigError` for what does not fit, as training would."""
+    calibration = None if options.calibration is None else read_calibration(options.calibration)
     devices, hosts, chip, network = _cluster(config, options)
     config, vocab = with_vocabulary(config)
 
@@ -55,8 +62,12 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
     from jaxmnt.plan.show import show
     from jaxmnt.training.compile import build_spec
 
+    rates = None if chip is None else rates_of(chip, network)
+    if calibration is not None:
+        check_fits(calibration, options.calibration, chip, len({*map(hosts, devices)}), len(devices))
+        rates = calibration.rates(rates)
     spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
-    report = make_report(spec, hosts, chip, None if chip is None else rates_of(chip, network))
+    report = make_report(spec, hosts, chip, rates)
     print(json.dumps(report, indent=2) if options.json else show(spec, report, hosts))
     return ExitCode.FINISHED
 

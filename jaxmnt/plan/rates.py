@@ -5,10 +5,12 @@ multiprocessors in whole waves, or where k is short: k / (k + `depth`).
 """
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import product as combinations
+from typing import Any, NamedTuple
 
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.networks import Network, network_of
@@ -63,6 +65,50 @@ _SPLIT = 0.85
 
 
 @dataclass(frozen=True)
+class Curve:
+    """FLOP/s of products [m, k] by [k, n], measured at all combinations of some sizes."""
+
+    sizes: tuple[float, ...]
+    """Rising."""
+    rates: tuple[float, ...]
+    """Of all (m, n, k), k fastest."""
+
+    def at(self, m: float, n: float, k: float) -> float:
+        """Between sizes by the logarithm of m, n and k; beyond them as at the edge."""
+        places = [self._place(size) for size in (m, n, k)]
+        total = 0.0
+        for corner in combinations((0, 1), repeat=3):
+            weight, index = 1.0, 0
+            for (low, part), upper in zip(places, corner, strict=True):
+                weight *= part if upper else 1 - part
+                index = index * len(self.sizes) + min(low + upper, len(self.sizes) - 1)
+            total += weight * self.rates[index]
+        return total
+
+    def _place(self, size: float) -> tuple[int, float]:
+        """The largest size below, and how far it is from there to the next."""
+        size = min(max(size, self.sizes[0]), self.sizes[-1])
+        low = bisect_right(self.sizes, size) - 1
+        if low == len(self.sizes) - 1:
+            return low, 0.0
+        return low, math.log(size / self.sizes[low]) / math.log(self.sizes[low + 1] / self.sizes[low])
+
+
+class CollectiveRate(NamedTuple):
+    """A collective's seconds: `start`, `step` for each step from device to device, and its bytes at `rate` a second."""
+
+    start: float
+    step: float
+    rate: float
+
+
+WITHIN_HOST, BETWEEN_HOSTS = "within hosts", "between hosts"
+"""Where a link is measured."""
+GRADIENT = "gradient"
+"""Products in which rows are added up, as in a weight's gradient."""
+
+
+@dataclass(frozen=True)
 class Rates:
     """What a device attains. FLOP/s of large products by the dtype that is multiplied, and of attention; bytes a second
     of its memory, and sent to another device of its host, by its share of the host's network, or to its host's memory.
@@ -81,9 +127,25 @@ class Rates:
     depth: float = 0.0
     length: float = 0.0
     """At which attention attains half."""
+    instruction: float = 0.0
+    """Seconds of each instruction besides, which starts it."""
+    curves: Mapping[tuple[str, str], Curve] = field(default_factory=dict)
+    """Where products were measured: by dtype, and `GRADIENT` or nothing. They count instead of `products`."""
+    collectives: Mapping[tuple[str, str], CollectiveRate] = field(default_factory=dict)
+    """Where collectives were measured: by kind and place. They count instead of `within_host` and `between_hosts`."""
 
-    def product(self, m: float, n: float, k: float, dtype: str) -> float:
-        """Seconds of [m, k] by [k, n], without what memory needs."""
+    def to_json(self) -> dict[str, Any]:
+        """Those of large operations."""
+        names = ("products", "attention", "memory", "within_host", "between_hosts", "to_host")
+        found = {name: getattr(self, name) for name in names}
+        finite = {name: value for name, value in found.items() if value != math.inf}
+        return finite | {"products": dict(self.products), "measured": bool(self.curves)}
+
+    def product(self, m: float, n: float, k: float, dtype: str, *, gradient: bool = False) -> float:
+        """Seconds of [m, k] by [k, n], without what memory needs. `gradient`: the rows of both sides are added up."""
+        curve = (gradient and self.curves.get((dtype, GRADIENT))) or self.curves.get((dtype, ""))
+        if curve and k:
+            return 2.0 * m * n * k / curve.at(m, n, k)
         share = k / (k + self.depth) if k else 1.0
         if self.cores:
             share *= _filled(m, n, k, self.cores)
@@ -109,9 +171,15 @@ class Rates:
 
     def send(self, payload: float, *, between_hosts: bool) -> float:
         """Seconds of bytes to one other device."""
-        if between_hosts:
-            return START + STEP_BETWEEN_HOSTS + payload / self.between_hosts
-        return START + STEP_WITHIN_HOST + payload / self.within_host
+        link = self._link("collective-permute", BETWEEN_HOSTS if between_hosts else WITHIN_HOST)
+        return link.start + link.step + payload / link.rate
+
+    def _link(self, kind: str, place: str) -> CollectiveRate:
+        if (kind, place) in self.collectives:
+            return self.collectives[kind, place]
+        if place == WITHIN_HOST:
+            return CollectiveRate(START, STEP_WITHIN_HOST, self.within_host)
+        return CollectiveRate(START, STEP_BETWEEN_HOSTS, self.between_hosts)
 
     def ring(self, kind: str, payload: float, shares: Iterable[int]) -> float:
         """Seconds among devices of which each host has its share.
@@ -120,13 +188,19 @@ class Rates:
         gathered on h hosts, (h - 1) / h enter each host, by as many network cards as it has devices in the group.
         """
         of_hosts = tuple(shares)
-        size, hosts, rounds = sum(of_hosts), len(of_hosts), 2 if kind == "all-reduce" else 1
-        seconds = rounds * payload * (size - 1) / size / self.within_host
+        size, hosts, rounds = sum(of_hosts), len(of_hosts), rounds_of(kind)
+        within, between = self._link(kind, WITHIN_HOST), self._link(kind, BETWEEN_HOSTS)
+        seconds = rounds * payload * (size - 1) / size / within.rate if size > hosts else 0.0
         if hosts > 1:
             entering = rounds * payload * (1 - 1 / hosts)
-            seconds = max(seconds, entering / (min(of_hosts) * self.between_hosts))
-        steps = rounds * ((size - hosts) * STEP_WITHIN_HOST + (hosts - 1) * STEP_BETWEEN_HOSTS)
-        return START + steps + seconds
+            seconds = max(seconds, entering / (min(of_hosts) * between.rate))
+        steps = rounds * ((size - hosts) * within.step + (hosts - 1) * between.step)
+        return (between if hosts > 1 else within).start + steps + seconds
+
+
+def rounds_of(kind: str) -> int:
+    """How often a ring passes all of what is gathered or reduced."""
+    return 2 if kind == "all-reduce" else 1
 
 
 def _filled(m: float, n: float, k: float, cores: int) -> float:

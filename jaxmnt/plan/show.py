@@ -8,10 +8,8 @@ import numpy as np
 
 from jaxmnt.config.schema import AXES
 from jaxmnt.plan.budget import Report, counted
-from jaxmnt.telemetry.progress import count, size
+from jaxmnt.telemetry.progress import Rows, count, seconds_text, size, table
 from jaxmnt.training.spec import StepSpec
-
-Rows = list[tuple[str, ...]]
 
 _HOSTS_SHOWN = 8
 
@@ -151,11 +149,20 @@ def _timeline(report: Report) -> list[str]:
         f"{seconds_text(step['to'])}: {told}",
         f"        {seconds_text(found['communication_seconds'])} of communication in all; for "
         f"{found['exposed_percent']:g} % of the step the device waits for it",
-        f"        large products {rates['products']['bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16, attention "
-        f"{rates['attention'] / 1e12:.0f}, memory {rates['memory'] / 1e12:.2f} TB/s, links "
-        f"{rates['within_host'] / 1e9:.0f} GB/s in a host, {rates['between_hosts'] / 1e9:g} between "
-        f"hosts, {rates['to_host'] / 1e9:g} to host memory",
+        f"        {'as measured' if rates['measured'] else 'by data sheets'}: {_rates(rates)}",
     ]
+
+
+def _rates(rates: dict[str, Any]) -> str:
+    dtype = "bfloat16" if "bfloat16" in rates["products"] else next(iter(rates["products"]))
+    parts = [
+        f"large products {rates['products'][dtype] / 1e12:.3g} TFLOP/s in {dtype}",
+        f"attention {rates['attention'] / 1e12:.3g}",
+        f"memory {rates['memory'] / 1e9:,.0f} GB/s",
+    ]
+    links = {"within_host": "in a host", "between_hosts": "between hosts", "to_host": "to host memory"}
+    sent = [f"{rates[name] / 1e9:.3g} {text}" for name, text in links.items() if name in rates]
+    return ", ".join(parts) + (f", links in GB/s: {', '.join(sent)}" if sent else "")
 
 
 def _besides(report: Report) -> list[str]:
@@ -205,19 +212,3 @@ def _exposed(entry: dict[str, Any]) -> float:
     """Seconds for which the device waits for it."""
     waited: float = entry["ends"] - entry["waited_for"]
     return max(0.0, waited)
-
-
-def seconds_text(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
-
-
-def table(rows: Rows, right: set[int]) -> list[str]:
-    """Lines with columns of equal width; those of `right` end at the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

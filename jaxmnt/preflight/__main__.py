@@ -1,32 +1,28 @@
-"""python -m jaxmnt.preflight --config FILE [key=value …]
-
-Checks the hosts of a run and the network between them, and prints a table: start it as the run would be started, one
-process a host. --explain only says which process this one would be, and from which variables that came.
-"""
+"""The command that checks the hosts of a run: see `arguments.py` for its help."""
 
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import CHECKS, Parser, run_command
+from jaxmnt.commands import run_command, write_file
 from jaxmnt.config import Config, load_config
 from jaxmnt.config.schema import Cluster
 from jaxmnt.distributed.gpu_settings import prepare
 from jaxmnt.distributed.identity import Identity, identify, survey
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.output import checked
+from jaxmnt.preflight.arguments import parse_arguments
 from jaxmnt.preflight.table import Row, Verdict, failed, failures, table, to_json
 
 if TYPE_CHECKING:
     from jaxmnt.distributed.heartbeat import Heartbeat
 
-_WAIT_SECONDS = 45.0
-
 
 def main(arguments: list[str]) -> int:
-    options = _parse(arguments)
+    options = parse_arguments(arguments)
     if options.explain:
         cluster = load_config(options.config, options.overrides).cluster if options.config else Cluster()
         return explain(cluster, as_json=options.json)
@@ -88,7 +84,21 @@ def _all_rows(config: Config, identity: Identity, heartbeat: "Heartbeat", option
         rows += links.pair_rows(identity, hosts, _megabits(all_facts))
         rows += links.axis_rows(mesh, identity, hosts)
         rows += links.nccl_rows(_nccl_folder(config), hosts[0]) if options.nccl_debug and first else []
+        if options.calibrate is not None and not failures(agreed(rows, identity)):
+            rows += _calibrated(options.calibrate, identity)
     return agreed(rows, identity)
+
+
+def _calibrated(path: Path, identity: Identity) -> list[Row]:
+    """Measures, and writes the file. Process 0 gets the row."""
+    from jaxmnt.plan.calibration import summary, to_text
+    from jaxmnt.preflight.calibrate import calibrate
+
+    found = calibrate(identity, time.strftime("%Y-%m-%d"))
+    if found is None:
+        return []
+    write_file(path, to_text(found))
+    return [Row("calibration", Verdict.OK, f"all {found.devices} devices", f"{summary(found)}; written to {path}")]
 
 
 def _meeting_rows(identity: Identity, where: str) -> list[Row]:
@@ -158,19 +168,6 @@ def explain(cluster: Cluster, *, as_json: bool = False) -> int:
     for launcher, text in found.ignored.items():
         print(f"{'ignored':<13} {launcher}: {text}")
     return ExitCode.FINISHED
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.preflight", description=__doc__, codes=CHECKS)
-    parser.add_argument("--config", metavar="FILE", help="the config of the run")
-    parser.add_argument("--explain", action="store_true", help="say which process this is, and from which variables")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--wait", type=float, default=_WAIT_SECONDS, metavar="SECONDS", help="for all processes to come; default 45"
-    )
-    parser.add_argument("--nccl-debug", action="store_true", help="say which network NCCL chooses, and keep its logs")
-    parser.add_settings()
-    return parser.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":

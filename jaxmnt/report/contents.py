@@ -18,6 +18,7 @@ from jaxmnt.report.charts import charts_of
 from jaxmnt.report.failures import failures
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
 from jaxmnt.report.history import Attempt, Record, number, read_run_records
+from jaxmnt.report.scaling import read_study
 from jaxmnt.telemetry.events import FORMAT, PHASE_LINES, RESOURCES, event_files, read_lines
 from jaxmnt.telemetry.phase_log import QUANTILES
 
@@ -83,7 +84,8 @@ def _of_run(run: str, price: float | None) -> dict[str, Any]:
     over = not _is_under_way(run_dir, attempts)
     phase_lines = read_lines(run_dir / PHASE_LINES)
     newest = attempts[-1].start
-    notes += [trouble] if trouble else []
+    study, unread = read_study(run_dir)
+    notes += [one for one in (trouble, unread) if one]
     if newest.get("format", FORMAT) > FORMAT:
         notes.append(
             f"{run} was written by a later version of jaxmnt (format {newest['format']}; this one knows {FORMAT}): "
@@ -99,6 +101,7 @@ def _of_run(run: str, price: float | None) -> dict[str, Any]:
         "failures": [asdict(one) for one in failures(run_dir, attempts, parts, over=over)],
         "stragglers": _stragglers(attempts),
         "advice": [asdict(one) for one in advise(attempts, config, typical, phase_lines)],
+        "scaling": None if study is None else study.to_json(),
         "marks": _marks(attempts),
         "timeline": _timeline(attempts),
         "charts": [asdict(chart) for chart in charts_of(

@@ -109,7 +109,7 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Fl
         precision = "float32" if device.platform == "cpu" else "bfloat16"
     if precision == "float8":
         precision, on_gpu = "bfloat16", device.platform != "cpu"
-        if on_gpu and device_capability(device) < _LEAST_FLOAT8:
+        if on_gpu and device_capability(device) < LEAST_FLOAT8:
             raise ConfigError(
                 f"train.precision: {device.device_kind} has no products in float8, which came with Ada and Hopper; set "
                 "bfloat16"
@@ -125,7 +125,7 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Fl
     return dtype, float8, kernel
 
 
-_LEAST_FLOAT8 = 8.9
+LEAST_FLOAT8 = 8.9
 """The CUDA capability from which on GPUs multiply float8."""
 
 

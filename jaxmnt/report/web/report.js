@@ -138,6 +138,27 @@ function stragglersOf(run) {
     table("Who held the others up", ["Who", "Host", "Phase", "Steps", "By how much"], rows));
 }
 
+function adviceOf(run) {
+  if (!run.advice.length) return null;
+  const rows = run.advice.map((one) => [one.rule, one.evidence, one.do, one.share ? percent(one.share) : "–"]);
+  return element("section", { id: "advice" }, element("h2", {}, "Advice"),
+    table("What could be better", ["Rule", "What was seen", "What to do", "Of the time, about"], rows, [3]));
+}
+
+function scalingOf(run) {
+  if (!run.scaling) return null;
+  const two = (value) => (value === null ? "–" : value.toFixed(2));
+  const tables = run.scaling.scalings.map((scaling) => table(`${scaling.mode} scaling: ${scaling.meaning}`,
+    ["Processes", "Devices", "Rows", "Step", "Tokens/s", "Efficiency", "Of rounds", "Predicted", "Its efficiency"],
+    scaling.points.map((one) => [one.processes, one.devices, one.rows, duration(one.typical),
+      short(one.tokens_per_second), two(one.efficiency),
+      `${two(Math.min(...one.efficiencies))} to ${two(Math.max(...one.efficiencies))}`,
+      one.predicted === null ? "–" : duration(one.predicted), two(one.predicted_efficiency)]), [0, 1, 2, 3, 4, 5, 6, 7, 8]));
+  return element("section", { id: "scaling" }, element("h2", {}, "Scaling"),
+    element("p", { class: "soft" }, `Measured on ${run.scaling.date}: speed of a device, compared with the first line.`),
+    ...run.scaling.warnings.map((text) => element("p", { class: "note" }, text)), ...tables);
+}
+
 function samplesOf(run) {
   if (!run.samples.length) return null;
   const written = (one) => one.samples.map((sample) =>
@@ -483,11 +504,11 @@ function render(data) {
   document.getElementById("report").replaceChildren(
     ...runs.map(heading), ...data.notes.map((note) => element("p", { class: "note" }, note)),
     element("nav", { "aria-label": "Parts of the report" }, ...links.map(([id, name]) => element("a", { href: `#${id}` }, name))),
-    ...runs.flatMap((run) => [failuresOf(run), stragglersOf(run)].filter(Boolean).map((part) => titled(part, run, runs))),
+    ...runs.flatMap((run) => [failuresOf(run), stragglersOf(run), adviceOf(run)].filter(Boolean).map((part) => titled(part, run, runs))),
     element("section", { id: "charts" }, element("h2", {}, "Charts"),
       element("p", { class: "soft" }, "Drag to zoom, double click to see all again; or use the keyboard: arrows, + − 0."), grid),
     element("div", { id: "time" }, ...runs.flatMap((run) =>
-      [samplesOf(run), goodputOf(run), attemptsOf(run), processesOf(run)].filter(Boolean).map((part) => titled(part, run, runs)))),
+      [samplesOf(run), goodputOf(run), attemptsOf(run), processesOf(run), scalingOf(run)].filter(Boolean).map((part) => titled(part, run, runs)))),
     configOf(runs, data.config_differences),
     element("p", { class: "soft" }, `Made ${moment(data.made)} by jaxmnt ${data.jaxmnt} from the run's own lines. ` +
       "Charts: uPlot 1.6.32 by Leon Sorokin, MIT licence."));

@@ -1,0 +1,85 @@
+"""python -m jaxmnt.bench scaling --config FILE --processes 1,2,4 [key=value …]
+
+Runs a config on rising numbers of processes, on this machine or as jobs of Slurm, and says how much of their speed is
+left: with as many rows a device (weak scaling) and as many rows in all (strong scaling). Processes on Slurm are nodes.
+The rows of the config are those of the first number. Predictions stand beside; on CPUs they are made of rates that are
+measured first.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxmnt.commands import HERE, Parser, run_command, write_file
+from jaxmnt.config import load_config
+from jaxmnt.errors import ConfigError, ExitCode, printable
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    from jaxmnt.bench.scaling import Wanted, check, measure
+    from jaxmnt.bench.show import as_text, draw
+    from jaxmnt.report.scaling import FILE, FOLDER, check_counts
+
+    config = load_config(options.config, options.overrides)
+    assert config.run.dir is not None
+    counts = _counts(options.processes)
+    check_counts(counts)
+    wanted = Wanted(
+        config_file=options.config, config=config, overrides=tuple(options.overrides), processes=counts,
+        modes=("weak", "strong") if options.mode == "both" else (options.mode,), steps=options.steps,
+        rounds=options.rounds, folder=options.output or Path(config.run.dir) / FOLDER,
+        devices_per_process=options.devices_per_process, cores_per_process=options.cores_per_process,
+        slurm=options.slurm, calibration=options.calibration, predicts=not options.no_prediction,
+    )  # fmt: skip
+    check(wanted)
+    study = measure(wanted, lambda text: print(text, file=sys.stderr, flush=True))
+    write_file(wanted.folder / FILE, study.model_dump_json(indent=1) + "\n")
+    picture = wanted.folder / "scaling.svg"
+    write_file(picture, draw(study))
+    if options.json:
+        print(study.model_dump_json(indent=1))
+        return ExitCode.FINISHED
+    print(as_text(study))
+    print(f"\nstudy   {printable(str(wanted.folder / FILE))}\npicture {printable(str(picture))}")
+    return ExitCode.FINISHED
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m jaxmnt.bench", description=__doc__, codes=HERE)
+    parser.add_argument("what", choices=["scaling"], help="the study")
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the config of the run")
+    parser.add_argument("--processes", required=True, metavar="N,N…", help="rising numbers, such as 1,2,4")
+    parser.add_argument("--mode", choices=["weak", "strong", "both"], default="both", help="default: both")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="of a run, of which the last two thirds count; default 30"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="in which all take turns; default 3")
+    parser.add_argument("--slurm", action="store_true", help="submit jobs, and wait for them")
+    parser.add_argument("--devices-per-process", type=int, metavar="K", help="virtual CPU devices of each process")
+    parser.add_argument("--cores-per-process", type=int, metavar="K", help="bind each process to cores of its own")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="rates of preflight --calibrate, by which steps are predicted"
+    )
+    parser.add_argument("--no-prediction", action="store_true", help="predict nothing, and so measure no rates")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="for the study and its runs; default run.dir/scaling"
+    )
+    parser.add_argument("--json", action="store_true", help="print the study as JSON instead of tables")
+    parser.add_settings()
+    options = parser.parse_intermixed_args(arguments)
+    for name, least in (("steps", 6), ("rounds", 1), ("devices_per_process", 1), ("cores_per_process", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} must be {least} or more; correct it")
+    if options.slurm and (options.devices_per_process or options.cores_per_process):
+        raise ConfigError("--slurm: --devices-per-process and --cores-per-process are for this machine; leave them out")
+    return options
+
+
+if __name__ == "__main__":
+    run_command(main)

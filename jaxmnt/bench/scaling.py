@@ -1,0 +1,277 @@
+"""The runs of a scaling study: started one after the other as a user starts them, and read from their files."""
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.config.schema import Config
+from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.launch.local import check_cores
+from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
+from jaxmnt.plan.calibration import CPU, read_calibration
+from jaxmnt.plan.chips import CHIPS
+from jaxmnt.report.scaling import Mode, Point, Scaling, Study
+from jaxmnt.telemetry.events import METRICS, PHASE_LINES, event_file, read_lines
+from jaxmnt.telemetry.phases import PHASES
+
+_POLL_SECONDS = 2.0
+_SKIPPED = 3
+"""The first of so many parts of the steps of a run does not count."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for."""
+
+    config_file: Path
+    config: Config
+    overrides: tuple[str, ...]
+    processes: tuple[int, ...]
+    modes: tuple[Mode, ...]
+    steps: int
+    rounds: int
+    folder: Path
+    devices_per_process: int | None = None
+    """Virtual CPU devices; None for what a process has."""
+    cores_per_process: int | None = None
+    slurm: bool = False
+    calibration: Path | None = None
+    """By which steps are predicted. None: on CPUs of this machine they are measured first, on GPUs a data sheet
+    counts."""
+    predicts: bool = True
+
+    def rows(self, mode: Mode, processes: int) -> int:
+        """Of a step. Those of the config are for the first number."""
+        rows = self.config.data.global_batch_size
+        if mode == "strong":
+            return rows
+        if rows * processes % self.processes[0]:
+            raise ConfigError(
+                f"--processes: {processes} do not take a whole number of times the {rows} rows of {self.processes[0]}"
+            )
+        return rows * processes // self.processes[0]
+
+    def settings(self, mode: Mode, processes: int) -> list[str]:
+        """Over those of the file. A run of a study neither saves nor evaluates on its way."""
+        return [
+            *self.overrides,
+            f"data.global_batch_size={self.rows(mode, processes)}",
+            f"train.steps={self.steps}",
+            "train.eval_every=0",
+            "checkpoint.every_steps=0",
+            "telemetry.phases=true",
+        ]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One run."""
+
+    seconds: float
+    """Of a step."""
+    phases: dict[str, float]
+    devices: int
+    environment: dict[str, str]
+    """Versions, and the kind of its devices."""
+    expected: float | None
+    """Seconds of a step by the data sheet of its GPUs."""
+    expected_exposed: dict[str, float]
+
+
+def check(wanted: Wanted) -> None:
+    """Raises `ConfigError` for batches and meshes that do not come out whole, where the devices are known, for cores
+    that are not there, and for a calibration that is none."""
+    if wanted.calibration is not None:
+        read_calibration(wanted.calibration)
+    check_cores(wanted.processes[-1], wanted.cores_per_process)
+    for mode in wanted.modes:
+        for processes in wanted.processes:
+            rows = wanted.rows(mode, processes)
+            if wanted.devices_per_process is None:
+                continue
+            data = wanted.config.data.model_copy(update={"global_batch_size": rows})
+            devices = processes * wanted.devices_per_process
+            try:
+                sizes = resolve_sizes(wanted.config.mesh, devices)
+                num_microbatches(wanted.config.model_copy(update={"data": data}), sizes)
+            except ConfigError as error:
+                raise ConfigError(f"{error} ({mode} scaling to {processes} processes)") from error
+
+
+def measure(wanted: Wanted, say: Callable[[str], None]) -> Study:
+    """All runs, in turn: each round has one of each. Raises `UserError` for a run that fails."""
+    found: dict[tuple[Mode, int], list[_Measured]] = {}
+    predictions: dict[tuple[Mode, int], tuple[float, dict[str, float]]] = {}
+    rates: dict[int, Path] = {}
+    for number in range(1, wanted.rounds + 1):
+        for mode, processes in _cases(wanted):
+            if number == 1 and _can_calibrate(wanted) and processes not in rates:
+                rates[processes] = _calibrate(wanted, processes, say)
+            one = _run(wanted, mode, processes)
+            found.setdefault((mode, processes), []).append(one)
+            say(f"{mode:6} {processes} × process, round {number}: {1e3 * one.seconds:,.1f} ms a step")
+            file = wanted.calibration or rates.get(processes)
+            if number == 1 and file is not None:
+                predictions[mode, processes] = _predict(wanted, mode, processes, one.devices, file)
+    return _study(wanted, found, predictions)
+
+
+def _cases(wanted: Wanted) -> Iterator[tuple[Mode, int]]:
+    """The smallest number is the same in weak and in strong scaling, and is run once."""
+    for processes in wanted.processes:
+        for mode in wanted.modes:
+            if processes > wanted.processes[0] or mode == wanted.modes[0]:
+                yield mode, processes
+
+
+def _study(
+    wanted: Wanted,
+    found: dict[tuple[Mode, int], list[_Measured]],
+    predictions: dict[tuple[Mode, int], tuple[float, dict[str, float]]],
+) -> Study:
+    def point(mode: Mode, processes: int) -> Point:
+        key = (mode, processes) if (mode, processes) in found else (wanted.modes[0], processes)
+        runs = found[key]
+        expected = predictions.get(key, (runs[0].expected, runs[0].expected_exposed))
+        return Point(
+            processes=processes,
+            devices=runs[0].devices,
+            rows=wanted.rows(mode, processes),
+            seconds=tuple(one.seconds for one in runs),
+            phases={name: statistics.fmean(one.phases.get(name, 0.0) for one in runs) for name in PHASES},
+            predicted=expected[0] if wanted.predicts else None,
+            exposed=expected[1] if wanted.predicts else {},
+        )
+
+    environment = next(iter(found.values()))[0].environment
+    return Study(
+        date=time.strftime("%Y-%m-%d"),
+        device=environment.get("device kind", "unknown devices"),
+        length=wanted.config.data.sequence_length,
+        environment=environment,
+        settings=wanted.overrides,
+        scalings=tuple(
+            Scaling(mode=mode, points=tuple(point(mode, processes) for processes in wanted.processes))
+            for mode in wanted.modes
+        ),
+    )
+
+
+# Starting and reading a run.
+
+
+def _run(wanted: Wanted, mode: Mode, processes: int) -> _Measured:
+    """What an earlier study has there is set aside. Of the checkpoint at the end nothing is kept."""
+    run_dir = wanted.folder / f"{mode}-{processes}"
+    settings = [*wanted.settings(mode, processes), f"run.dir={run_dir}"]
+    start = _submit if wanted.slurm else _launch
+    start(wanted, processes, run_dir, ["--config", str(wanted.config_file), *settings], "--fresh")
+    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+    return _read(run_dir, wanted.steps)
+
+
+def _launch(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str], *more: str) -> None:
+    own = [] if wanted.devices_per_process is None else ["--devices-per-process", str(wanted.devices_per_process)]
+    own += [] if wanted.cores_per_process is None else ["--cores-per-process", str(wanted.cores_per_process)]
+    preflight = ["--preflight"] if "--calibrate" in arguments else []
+    _call(["local", "--processes", str(processes), *own, *preflight, "--", *arguments, *more], run_dir)
+
+
+def _submit(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str], *more: str) -> None:
+    """A job, and waits for its end."""
+    told = _call(["slurm", "--nodes", str(processes), *arguments, *more], run_dir)
+    job = re.match(r"job (\d+)", told)
+    assert job is not None, told
+    while _is_there(job[1]):
+        time.sleep(_POLL_SECONDS)
+    events = read_lines(event_file(run_dir, 0))
+    if not events or events[-1]["kind"] != "end":
+        raise UserError(f"{told.splitlines()[0]} ended before its run had; its log says why")
+
+
+def _is_there(job: str) -> bool:
+    """Whether Slurm still has something to do for a job."""
+    asked = subprocess.run(["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True)
+    return asked.returncode == 0 and bool(asked.stdout.strip())
+
+
+def _call(arguments: list[str], run_dir: Path) -> str:
+    """What `jaxmnt.launch` prints. Raises `UserError` with the last line of a run that fails."""
+    done = subprocess.run([sys.executable, "-m", "jaxmnt.launch", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "jaxmnt: error:" in line] or done.stderr.splitlines()
+        last = lines[0].partition("jaxmnt: error: ")[2] or lines[0] if lines else ""
+        raise UserError(f"{run_dir}: the run ended with exit code {done.returncode}: {last}")
+    return done.stdout
+
+
+def _read(run_dir: Path, steps: int) -> _Measured:
+    counts = lambda line: steps // _SKIPPED < line["step"] < steps  # the last one evaluates, and saves
+    times = [line["time"] for line in read_lines(run_dir / METRICS) if line["kind"] == "train" and counts(line)]
+    phases = [line for line in read_lines(run_dir / PHASE_LINES) if line["kind"] == "phases" and counts(line)]
+    events = read_lines(event_file(run_dir, 0))
+    start = next(event for event in events if event["kind"] == "start")
+    compiled = next((event for event in events if event["kind"] == "compile"), {})
+    exposed = compiled.get("expected_exposed_seconds")
+    return _Measured(
+        seconds=statistics.median(after - before for before, after in pairwise(times)),
+        phases={name: statistics.fmean(line["mean"].get(name, 0.0) for line in phases) for name in PHASES if phases},
+        devices=start["devices"],
+        environment=start.get("environment") or {},
+        expected=compiled.get("expected_step_seconds"),
+        expected_exposed=exposed if isinstance(exposed, dict) else {},
+    )
+
+
+# Predictions.
+
+
+def _can_calibrate(wanted: Wanted) -> bool:
+    """On the CPUs of this machine; GPUs have data sheets."""
+    on_cpu = wanted.devices_per_process is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
+    return wanted.predicts and wanted.calibration is None and not wanted.slurm and on_cpu
+
+
+def _calibrate(wanted: Wanted, processes: int, say: Callable[[str], None]) -> Path:
+    """The rates of so many processes at a time."""
+    file = wanted.folder / f"rates-{processes}.json"
+    settings = [*wanted.settings("weak", processes), f"run.dir={wanted.folder / f'rates-{processes}'}"]
+    arguments = ["--config", str(wanted.config_file), *settings, "--calibrate", str(file)]
+    _launch(wanted, processes, wanted.folder, arguments)
+    say(f"rates  {processes} × process: measured")
+    return file
+
+
+def _predict(wanted: Wanted, mode: Mode, processes: int, devices: int, rates: Path) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and of exposed communication by axis."""
+    kind = read_calibration(rates).kind
+    target = ["--devices", str(devices)] if kind == CPU else ["--target", _target(kind)]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmnt.train", "--config", str(wanted.config_file), "--dry-run", "--json", *target,
+         "--calibration", str(rates), *wanted.settings(mode, processes), f"run.dir={wanted.folder}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise UserError(f"the step could not be predicted: {done.stderr.strip().splitlines()[-1]}")
+    plan: dict[str, Any] = json.loads(done.stdout)
+    exposed: dict[str, float] = {}
+    for one in plan["collectives"]:
+        exposed[one["axis"]] = exposed.get(one["axis"], 0.0) + one["exposed_seconds"]
+    return plan["prediction"]["step_seconds"], exposed
+
+
+def _target(kind: str) -> str:
+    found = [name for name, chip in CHIPS.items() if chip.kind == kind]
+    if not found:
+        raise ConfigError(f"--calibration: it was measured on {kind}, for which there is no plan")
+    return found[0]

@@ -1,0 +1,397 @@
+"""What devices and links attain, measured on the hosts at hand: the rates by which a plan predicts a step.
+
+All devices do the same at a time, each on its own data, as in a step. A figure is the median of a few times in the
+slowest process.
+
+Shapes: M, N, K of a product [M, K] by [K, N]; B batch, L length, H query heads, G key/value heads, W head width, D
+model, F MLP.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product as combinations
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmnt.distributed.coordination import all_gather, barrier
+from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.process_group import host_names, software
+from jaxmnt.models import cudnn
+from jaxmnt.models.kernels import device_capability
+from jaxmnt.plan.calibration import Attention, Calibration, Collective, Products
+from jaxmnt.plan.hlo import Program
+from jaxmnt.plan.rates import BETWEEN_HOSTS, WITHIN_HOST, Rates, rounds_of
+from jaxmnt.plan.timeline import play
+from jaxmnt.training.compiler_options import cpu_options
+from jaxmnt.training.spec import LEAST_FLOAT8
+
+_TIMES = 3
+ALL = "all"
+"""The mesh axis of all devices."""
+
+
+class Scale(NamedTuple):
+    """How much is measured, so that all of it takes two minutes at most."""
+
+    products: tuple[tuple[str, tuple[int, ...]], ...]
+    """By dtype, the sizes of m, n and k. That of the first one is the dtype of a layer's other work."""
+    layouts: tuple[bool, ...]
+    """Whether rows are added up: on CPUs such products have a rate of their own."""
+    most_flops: float
+    """Of a product."""
+    least_flops: float
+    """Of a program of products."""
+    pairs: int
+    """Of sides, in a round of a program: a few on CPUs, where they lie in the cache as in a step."""
+    payloads: tuple[int, ...]
+    """Bytes of a collective."""
+    work: int
+    """Width of the products between two collectives; 0: there are none."""
+    layers: tuple[tuple[int, int, int], ...]
+    """(B · L, D, F) of a layer's work besides products."""
+
+
+ON_CPU = Scale(
+    products=(("float32", (64, 256, 1024, 4096)), ("bfloat16", (64, 1024))), layouts=(False, True),
+    most_flops=9e9, least_flops=5e8, pairs=2, payloads=(1 << 14, 1 << 17, 1 << 20, 1 << 24), work=256,
+    layers=((1024, 128, 344), (4096, 256, 688)),
+)  # fmt: skip
+ON_GPU = Scale(
+    products=(("bfloat16", (1024, 4096, 16384)), ("float8", (2048, 8192))), layouts=(False,),
+    most_flops=1e13, least_flops=1e11, pairs=32, payloads=(1 << 20, 1 << 25, 1 << 28), work=0,
+    layers=((8192, 4096, 14336),),
+)  # fmt: skip
+_LENGTHS, _TOKENS, _HEADS, _KV_HEADS, _HEAD_WIDTH = (2048, 8192), 16384, 32, 8, 128
+_COPIED = 1 << 28
+_ROUNDS = 10
+"""Of a loop of work and a collective."""
+_LEAST_SECONDS = 1e-14
+"""Of a byte that is sent: where bytes do not matter."""
+_LAYERS, _HEADS_OF_LAYER, _ROW = 8, 4, 256
+
+
+def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Calibration | None:
+    """Process 0 gets it, the others None."""
+    machines = host_names(identity)
+    devices = jax.devices()
+    hosts = [machines[device.process_index] for device in devices]
+    on_cpu = devices[0].platform == "cpu"
+    scale = scale or (ON_CPU if on_cpu else ON_GPU)
+    bench = _Bench(devices, identity)
+    has_float8 = not on_cpu and device_capability(devices[0]) >= LEAST_FLOAT8
+    products = [
+        _products(bench, scale, sizes, dtype, gradient)
+        for dtype, sizes in scale.products
+        for gradient in scale.layouts
+        if dtype != "float8" or has_float8
+    ]
+    memory, instruction = _memory(bench, scale), _instruction(bench) if on_cpu else 0.0
+    attention = None if on_cpu else _attention(bench)
+    to_host = None if on_cpu else _to_host(bench)
+    collectives = _collectives(bench, scale, hosts)
+    if identity.process_id != 0:
+        return None
+    return Calibration(
+        kind=devices[0].device_kind, devices=len(devices), hosts=len(set(hosts)), date=date, software=software(),
+        products=tuple(products), memory=memory, instruction=instruction, attention=attention, to_host=to_host,
+        collectives=tuple(collectives),
+    )  # fmt: skip
+
+
+class _Bench:
+    """Times programs on all devices at once."""
+
+    def __init__(self, devices: Sequence[jax.Device], identity: Identity):
+        self.devices, self.identity = devices, identity
+        self.mesh = Mesh(np.array(devices), (ALL,))
+        self._random = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+        self.options = cpu_options(jnp.dtype("float32"), "2") if devices[0].platform == "cpu" else {}
+
+    def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> jax.Array:
+        """Random numbers of this shape on each device, whose first dimensions lie one after the other. Of zeros a GPU
+        multiplies more, since they take less power."""
+        mesh = mesh or self.mesh
+        own = np.resize(self._random, shape).astype(dtype)
+        mine = [one for one in mesh.devices.flat if one.process_index == jax.process_index()]
+        whole = (shape[0] * mesh.devices.size, *shape[1:])
+        sharding = NamedSharding(mesh, P(mesh.axis_names))
+        return jax.make_array_from_single_device_arrays(whole, sharding, [jax.device_put(own, one) for one in mine])
+
+    def compiled(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> Any:
+        """The function of what one device has, for all devices."""
+        mesh = mesh or self.mesh
+        spec = P(mesh.axis_names)
+        spread = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(spread).lower(*arguments).compile(self.options)
+
+    def seconds(self, act: Callable[[], Any]) -> float:
+        """Of the slowest process."""
+        jax.block_until_ready(act())
+        barrier("everyone measures", self.identity)
+        times = []
+        for _ in range(_TIMES):
+            began = time.perf_counter()
+            jax.block_until_ready(act())
+            times.append(time.perf_counter() - began)
+        return max(map(float, all_gather("seconds", str(statistics.median(times)), self.identity)))
+
+
+# What devices compute.
+
+
+def _products(bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, gradient: bool) -> Products:
+    """Of what is too large to be measured it is said that it attains what half the longest side does."""
+    arrays: dict[tuple[int, int, int], jax.Array] = {}
+
+    def given(place: int, rows: int, columns: int) -> jax.Array:
+        key = (place, rows, columns)
+        if key not in arrays:
+            arrays[key] = bench.array((rows, columns), jnp.float8_e4m3fn if dtype == "float8" else dtype)
+        return arrays[key]
+
+    def multiply(sides: list[tuple[jax.Array, jax.Array]], place: jax.Array, rounds: int) -> list[jax.Array]:
+        """One number of each product, so that they are written into the same memory one after the other."""
+
+        def once(number: int, found: list[jax.Array]) -> list[jax.Array]:
+            # Without it the products would be made once, before the loop.
+            again, number = jax.lax.optimization_barrier((sides, number))
+            whole, at = (_product(left, right, dtype, gradient) for left, right in again), place[0] * number
+            return [sum_ + jax.lax.dynamic_slice(one, (at, at), (1, 1)) for sum_, one in zip(found, whole, strict=True)]
+
+        zero = jnp.zeros((1, 1), jnp.float32 if dtype == "float32" else jnp.bfloat16)
+        return jax.lax.fori_loop(0, rounds, once, [zero] * len(sides))
+
+    places = bench.array((1,), jnp.int32)
+    found: dict[tuple[int, ...], float] = {}
+    for m, n, k in combinations(sizes, repeat=3):
+        flops = 2.0 * m * n * k
+        if flops > scale.most_flops:
+            continue
+        times = max(1, int(scale.least_flops // flops))
+        pairs = min(scale.pairs, times)
+        rounds = times // pairs
+        sides = [
+            (given(place, *((k, m) if gradient else (m, k))), given(scale.pairs + place, k, n))
+            for place in range(pairs)
+        ]
+        program = bench.compiled(partial(multiply, rounds=rounds), sides, places)
+        found[m, n, k] = rounds * pairs * flops / bench.seconds(partial(program, sides, places))
+    rates = tuple(_measured(found, sizes, shape) for shape in combinations(sizes, repeat=3))
+    return Products(dtype=dtype, gradient=gradient, sizes=sizes, rates=rates)
+
+
+def _product(left: jax.Array, right: jax.Array, dtype: str, gradient: bool) -> jax.Array:
+    inside = (((0,) if gradient else (1,), (0,)), ((), ()))
+    out = jnp.float32 if dtype == "float32" else jnp.bfloat16
+    precision = "highest" if dtype == "float32" else None  # as training multiplies
+    return jax.lax.dot_general(left, right, inside, precision=precision, preferred_element_type=out)
+
+
+def _measured(found: dict[tuple[int, ...], float], sizes: tuple[int, ...], shape: tuple[int, ...]) -> float:
+    while shape not in found:
+        longest = shape.index(max(shape))
+        lower = sizes[sizes.index(shape[longest]) - 1]
+        shape = tuple(lower if place == longest else size for place, size in enumerate(shape))
+    return found[shape]
+
+
+def _memory(bench: _Bench, scale: Scale) -> float:
+    """Bytes a second, as a plan counts them, of what a layer does besides products, forward and backward."""
+    moved = seconds = 0.0
+    for rows, width, mlp in scale.layers:
+        dtype = scale.products[0][0]
+        given = [bench.array((rows, size), dtype) for size in (width, width, mlp, mlp)]
+        program = bench.compiled(_besides, *given)
+        moved += _played(program, replace(_FREE, memory=1.0))
+        seconds += bench.seconds(partial(program, *given))
+    return moved / seconds
+
+
+def _besides(x_TD: jax.Array, y_TD: jax.Array, gate_TF: jax.Array, up_TF: jax.Array) -> tuple[jax.Array, ...]:
+    def forward(x_TD: jax.Array, gate_TF: jax.Array, up_TF: jax.Array) -> tuple[jax.Array, ...]:
+        wide_TD = (x_TD + y_TD).astype(jnp.float32)
+        normed_TD = (wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD**2, -1, keepdims=True) + 1e-5)).astype(x_TD.dtype)
+        heads_BLHW = normed_TD.reshape(-1, _ROW, _HEADS_OF_LAYER, x_TD.shape[-1] // _HEADS_OF_LAYER)
+        one, two = jnp.split(heads_BLHW, 2, -1)
+        turned_BHLW = jnp.concatenate([one - two, one + two], -1).swapaxes(1, 2)
+        return turned_BHLW.reshape(x_TD.shape), jax.nn.silu(gate_TF) * up_TF
+
+    def layer(_: int, given: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        out, backward = jax.vjp(forward, *given)
+        return tuple(one - 0.01 * gradient for one, gradient in zip(given, backward(out), strict=True))
+
+    return tuple(one[:1, :1] for one in jax.lax.fori_loop(0, _LAYERS, layer, (x_TD, gate_TF, up_TF)))
+
+
+def _instruction(bench: _Bench) -> float:
+    """Seconds that an instruction takes that does next to nothing."""
+    small_NN = bench.array((8, 8))
+
+    def chain(x_NN: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 1000, lambda _, x_NN: jnp.dot(jnp.dot(x_NN, x_NN) * 0.1, x_NN) * 0.1, x_NN)
+
+    program = bench.compiled(chain, small_NN)
+    return bench.seconds(partial(program, small_NN)) / _played(program, replace(_FREE, instruction=1.0))
+
+
+_FREE = Rates(
+    products={"float32": math.inf, "bfloat16": math.inf}, attention=math.inf, memory=math.inf, within_host=math.inf,
+    between_hosts=math.inf, to_host=math.inf,
+)  # fmt: skip
+"""By which nothing takes time."""
+
+
+def _played(program: Any, rates: Rates) -> float:
+    """What a plan counts of a program."""
+    return play(Program(program.as_text()), 1, rates).seconds
+
+
+def _attention(bench: _Bench) -> Attention:
+    """Of cuDNN's, in rows of two lengths: seconds are FLOPs / rate × (1 + half length / length)."""
+    ahead, back = [], []
+    for length in _LENGTHS:
+        rows = _TOKENS // length
+        q, k, v = (
+            bench.array((rows, length, heads, _HEAD_WIDTH), jnp.bfloat16) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
+        )
+        attend = partial(cudnn.attend_whole, scale=_HEAD_WIDTH**-0.5, window=None)
+
+        def both(q: jax.Array, k: jax.Array, v: jax.Array, attend: Any = attend) -> Any:
+            out, backward = jax.vjp(attend, q, k, v)
+            return backward(out)
+
+        forward = bench.compiled(attend, q, k, v)
+        with_backward = bench.compiled(both, q, k, v)
+        ahead.append(bench.seconds(partial(forward, q, k, v)))
+        back.append(bench.seconds(partial(with_backward, q, k, v)) - ahead[-1])
+    flops = [2 * 2.0 * _TOKENS * _HEADS * length / 2 * _HEAD_WIDTH for length in _LENGTHS]
+    slope, offset = _line([1 / length for length in _LENGTHS], [t / f for t, f in zip(ahead, flops, strict=True)])
+    half = max(0.0, slope / offset)
+    long = 1 + half / _LENGTHS[-1]
+    return Attention(forward=flops[-1] * long / ahead[-1], backward=2.5 * flops[-1] * long / back[-1], half_length=half)
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """(slope, offset) through two points."""
+    slope = (y[0] - y[1]) / (x[0] - x[1])
+    return slope, y[0] - slope * x[0]
+
+
+def _to_host(bench: _Bench) -> float:
+    """Bytes a second from each device to its host's memory."""
+    array = bench.array((_COPIED // 4,))
+    near = array.sharding.with_memory_kind("pinned_host")
+    return _COPIED / bench.seconds(lambda: jax.device_put(array, near))
+
+
+# What devices send.
+
+_KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "all-gather": (lambda x, size: jax.lax.all_gather(x, "group", tiled=True), False),
+    "reduce-scatter": (lambda x, size: jax.lax.psum_scatter(x, "group", tiled=True), True),
+    "all-reduce": (lambda x, size: jax.lax.psum(x, "group"), True),
+    "collective-permute": (
+        lambda x, size: jax.lax.ppermute(x, "group", [(i, (i + 1) % size) for i in range(size)]), True,
+    ),
+}  # fmt: skip
+"""What is done with a device's array, and whether that is the whole payload, or its share of a group."""
+
+
+class _Sent(NamedTuple):
+    steps: int
+    bytes: float
+    seconds: float
+
+
+def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Collective]:
+    found = []
+    groups = dict(_groups(bench.devices, hosts))
+    for place in (WITHIN_HOST, BETWEEN_HOSTS):
+        for kind in _KINDS:
+            sent = [
+                _send(bench, kind, grid, payload, scale.work)
+                for (at, _), grid in groups.items() if at == place
+                for payload in scale.payloads
+            ]  # fmt: skip
+            if sent:
+                start, step, rate = fitted(sent)
+                found.append(Collective(kind=kind, place=place, start=start, step=step, rate=rate))
+    return found
+
+
+def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tuple[tuple[str, int], np.ndarray]]:
+    """By place and size, the devices in rows of a group."""
+    by_host = {host: [one for one, at in zip(devices, hosts, strict=True) if at == host] for host in sorted(set(hosts))}
+    each = min(map(len, by_host.values()))
+    grid = np.array([own[:each] for own in by_host.values()])  # [hosts, devices of each]
+    for place, rows in ((WITHIN_HOST, grid), (BETWEEN_HOSTS, grid.T)):
+        for size in sorted({2, rows.shape[1]}):
+            if 2 <= size <= rows.shape[1] and rows.shape[1] % size == 0:
+                yield (place, size), rows.reshape(-1, size)
+
+
+def _send(bench: _Bench, kind: str, grid: np.ndarray, payload: int, work: int) -> _Sent:
+    """With `work`, the collective is measured between products of that width, as it is in a step: processes on CPUs
+    look for what has arrived every few milliseconds, but at once if they have just looked."""
+    act, whole = _KINDS[kind]
+    size = grid.shape[1]
+    mesh = Mesh(grid, ("groups", "group"))
+    share = payload // 4 // size
+    array = bench.array((share * size if whole else share,), mesh=mesh)
+    send = partial(act, size=size)
+    if work:
+        seconds = _beside_work(bench, send, array, mesh, work)
+    else:
+        program = bench.compiled(send, array, mesh=mesh)
+        seconds = bench.seconds(partial(program, array))
+    if kind == "collective-permute":
+        return _Sent(1, payload, seconds)
+    return _Sent(rounds_of(kind) * (size - 1), rounds_of(kind) * payload * (size - 1) / size, seconds)
+
+
+def _beside_work(bench: _Bench, send: Callable[[Any], Any], array: jax.Array, mesh: Mesh, width: int) -> float:
+    """Seconds of sending in a loop that also multiplies, less those of the loop that only multiplies."""
+    square_NN = bench.array((width, width), mesh=mesh)
+
+    def loop(x: jax.Array, y_NN: jax.Array, send: Callable[[Any], Any]) -> jax.Array:
+        def once(_: int, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x, product_NN = given
+            product_NN = 0.01 * jnp.dot(product_NN, y_NN)
+            return 0.5 * x + send(x + product_NN[0, 0])[0], product_NN
+
+        return jax.lax.fori_loop(0, _ROUNDS, once, (x, y_NN))[0]
+
+    times = []
+    for each in (send, lambda x: x):
+        program = bench.compiled(partial(loop, send=each), array, square_NN, mesh=mesh)
+        times.append(bench.seconds(partial(program, array, square_NN)) / _ROUNDS)
+    return max(times[0] - times[1], _LEAST_SECONDS)
+
+
+def fitted(sent: Sequence[_Sent]) -> tuple[float, float, float]:
+    """(start, step, rate) that meet the seconds best, relative errors counting. None is below zero, and of groups of
+    one size alone nothing is known of a step."""
+    columns: dict[str, list[float]] = {
+        "start": [1.0] * len(sent),
+        "step": [one.steps for one in sent],
+        "bytes": [one.bytes for one in sent],
+    }
+    if len(set(columns["step"])) == 1:
+        del columns["step"]
+    solved: dict[str, float] = {}
+    while not solved or min(solved.values()) < 0:
+        if solved:
+            del columns[min(solved, key=lambda name: solved[name])]
+        weighted = np.array([*columns.values()]).T / np.array([[one.seconds] for one in sent])
+        found = np.linalg.lstsq(weighted, np.ones(len(sent)), rcond=None)[0]
+        solved = dict(zip(columns, map(float, found), strict=True))
+    return solved.get("start", 0.0), solved.get("step", 0.0), 1 / max(solved.get("bytes", 0.0), _LEAST_SECONDS)
