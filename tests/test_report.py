@@ -201,13 +201,14 @@ def test_every_number_is_there_as_json(restarted, capsys):
 GIB = 2**30
 
 
-def advised(tmp_path, *, compiled=None, events=(), wait=0.0, config=None, steps=40, phases=None):
+def advised(tmp_path, *, compiled=None, events=(), wait=0.0, config=None, steps=40, phases=None, line=None):
     """The rules that speak of a run of steps of 10 s, with their words."""
     log = Log(tmp_path / "run")
     log.start(0)
     log.event("compile", seconds=20.0, **(compiled or {}))
     for number in range(1, steps + 1):
         log.step(number, 10.0, wait)
+        log.lines[-1] |= line or {}
         for kind, at, more in events:
             if at == number:
                 log.event(kind, step=number, **more)
@@ -285,6 +286,18 @@ def test_a_host_that_is_slow_again_is_told(tmp_path):
         ("straggler", 30, who | {"slower_seconds": 3.0}),
     ]  # fmt: skip
     assert "3000 ms" in advised(tmp_path, compiled=FULL, events=events)["slow host"]
+
+
+def test_a_batch_beyond_the_noise_scale(tmp_path):
+    """Squares of which the scale is 20 rows: a batch of 16 is within it, one of 64 is not."""
+    of = lambda rows: 1 + 20 / rows
+    for rows, is_beyond in ((16, False), (64, True)):
+        lines = {"gradient_squares": {"small": of(4), "large": of(rows)}}
+        found = advised(tmp_path / str(rows), compiled=FULL | {"rows": rows, "rows_of_small_batches": 4}, line=lines)
+        assert ("batch beyond the critical size" in found) == is_beyond
+    assert (
+        "20 rows" in found["batch beyond the critical size"] and "4.2 times" in found["batch beyond the critical size"]
+    )
 
 
 def test_what_is_set_already_is_not_advised(tmp_path):

@@ -33,6 +33,9 @@ class Telemetry(Section):
     probe_every: int = key(
         1000, "Steps between two products that each device computes by itself, to find a slow one; 0: never.", ge=0
     )
+    noise_scale: bool = key(
+        False, "Whether steps also measure the gradient noise scale, which says how large a batch is of use."
+    )
     profile_at: int | None = key(
         None, "Step from which one step is profiled, after a checkpoint, on one device of process 0.", ge=1
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.report.history import Attempt, Record, number
+from jaxmnt.report.noise import STEPS, noise_scale
+from jaxmnt.telemetry.progress import size
 from jaxmnt.telemetry.reliability import best_interval, seconds_between_failures
 
 
@@ -121,7 +123,7 @@ def _memory(seen: _Seen) -> Iterator[Advice]:
     used = number(memory, "peak") / number(memory, "limit")
     if used >= _MEMORY:
         return
-    evidence = f"a step uses {number(memory, 'peak') / 2**30:.0f} GiB, {used:.0%} of a device's memory"
+    evidence = f"a step uses {size(number(memory, 'peak'))}, {used:.0%} of a device's memory"
     if seen.config.get("train.remat") in ("full", "dots"):
         less = "dots" if seen.config["train.remat"] == "full" else "none"
         yield Advice("remat not needed", evidence, f"try train.remat={less}: backward computes less again", 0.0)
@@ -225,9 +227,25 @@ def _learning_rate(seen: _Seen) -> Iterator[Advice]:
             )
 
 
+def _batch(seen: _Seen) -> Iterator[Advice]:
+    """Of a batch as large as the noise scale the loss needs twice the tokens that the smallest batches need."""
+    rows = number(seen.program, "rows")
+    lines = [line for attempt in seen.attempts for line in attempt.steps]
+    scale = noise_scale(lines, number(seen.program, "rows_of_small_batches"), rows)
+    if scale is not None and rows > scale:
+        yield Advice(
+            "batch beyond the critical size",
+            f"a step has {rows:g} rows, and the gradient noise scale of the last {min(len(lines), STEPS)} steps is "
+            f"{scale:,.3g} rows: a loss needs about {1 + rows / scale:.1f} times the tokens that small batches need",
+            "lower data.global_batch_size for fewer tokens, keep it for fewer steps (McCandlish et al. 2018, "
+            "arXiv:1812.06162)",
+            0.0,
+        )
+
+
 RULES: tuple[Callable[[_Seen], Iterator[Advice]], ...] = (
     _input, _communication, _expected, _bubble, _memory, _checkpoints, _slow_hosts, _recompilations, _evaluations,
-    _learning_rate,
+    _learning_rate, _batch,
 )  # fmt: skip
 
 

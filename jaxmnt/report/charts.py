@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmnt.report.goodput import sliding_ettr
-from jaxmnt.report.history import Attempt, Record
+from jaxmnt.report.history import Attempt, Record, number
+from jaxmnt.report.noise import STEPS, noise_scales
 from jaxmnt.telemetry.phases import DOING, PHASES
 
 MOST_POINTS = 1600
@@ -64,6 +65,7 @@ def charts_of(attempts: Sequence[Attempt], phases: Sequence[Record], resources: 
         _phases(phases),
         _of(lines, "grad_norm", "Gradient norm", "Global norm, before clipping.", "", {"norm": "grad_norm"}, log=True),
         _of(lines, "learning_rate", "Learning rate", "As the schedule has it.", "", {"rate": "learning_rate"}),
+        _noise(attempts),
         *_model(lines),
         *_resources(resources),
     ]  # fmt: skip
@@ -117,6 +119,19 @@ def _phases(lines: Sequence[Record]) -> Chart | None:
     return _chart(
         Chart("phases", "Where each step goes", what, "ms", [line["step"] for line in lines], series, style="stack")
     )
+
+
+def _noise(attempts: Sequence[Attempt]) -> Chart | None:
+    """Where it was measured: over the steps of an attempt up to each."""
+    steps: list[int] = []
+    scales: list[float | None] = []
+    for attempt in attempts:
+        compiled = next((record for record in attempt.events if record["kind"] == "compile"), {})
+        small, rows = (number(compiled, name) for name in ("rows_of_small_batches", "rows"))
+        steps += [line["step"] for line in attempt.steps]
+        scales += noise_scales(attempt.steps, small, rows)
+    what = f"Rows, by the squares of gradients over {STEPS} steps: of a batch beyond it, more rows are of little use."
+    return _chart(Chart("noise", "Gradient noise scale", what, "rows", steps, [Series("scale", scales)], log=True))
 
 
 def _model(lines: Sequence[Record]) -> Iterable[Chart | None]:

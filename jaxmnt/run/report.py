@@ -33,6 +33,7 @@ from jaxmnt.telemetry.metrics import Finished, Rates, TrainLog
 from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine, count, duration, size
 from jaxmnt.training.compile import Program
+from jaxmnt.training.noise import small_batches
 
 _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
 _BYTES_A_TOKEN = 20
@@ -139,6 +140,10 @@ def about(program: Program) -> dict[str, Any]:
     spec = program.spec
     told: dict[str, Any] = {"memory": asdict(program.memory), "microbatches": spec.num_microbatches}
     told["idle_share"] = spec.schedule.idle_share() if spec.placement.stages > 1 else 0.0
+    small = small_batches(spec)
+    if small is not None:
+        told["rows"] = spec.config.data.global_batch_size
+        told["rows_of_small_batches"] = small.share * told["rows"]
     expected = expected_step(spec)
     if expected is not None:
         told["expected_step_seconds"] = expected.seconds

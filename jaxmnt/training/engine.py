@@ -27,6 +27,7 @@ from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
+from jaxmnt.training.noise import SmallBatches, small_batches, squares
 from jaxmnt.training.pipeline_schedule import PhaseTable, PipelineSchedule
 from jaxmnt.training.remat import Residuals
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, StepSpec
@@ -111,6 +112,8 @@ class Results(NamedTuple):
     layers: dict[str, Any]
     """What the layers of each group returned as sums, stacked as the group is placed: this device's part of them."""
     gradients: Params
+    squares: jax.Array | None
+    """Of this device's gradients of small batches, if they are asked for."""
 
 
 def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, row_keys: RowKeys) -> Results:
@@ -121,10 +124,12 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     """
     training = _Training(spec, params, buffers, batch, row_keys, spec.schedule)
     end = training.run(training.tick, training.start(), training.last_tick)
-    gradients = end.gradients
+    gradients, small, found = end.gradients, training.small, end.squares
+    if small is not None and not small.of_first_microbatch:
+        found = squares(spec, small, gradients)
     if spec.config.mesh.zero == 1:
         gradients = collectives.reshard(gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
-    return Results(end.sums, end.layer_sums, gradients)
+    return Results(end.sums, end.layer_sums, gradients, found)
 
 
 class Glance(NamedTuple):
@@ -263,9 +268,14 @@ class _Carry(NamedTuple):
     gradients: Params
     sums: LossSums
     layer_sums: dict[str, Any]
+    squares: jax.Array | None  # of the first microbatch's gradients, if they are asked for
 
 
 class _Training(_Run):
+    @functools.cached_property
+    def small(self) -> SmallBatches | None:
+        return small_batches(self.spec)
+
     def start(self) -> _Carry:
         nothing = self.nothing()
         rows = self.layer_rows(jnp.int32(0))
@@ -277,7 +287,9 @@ class _Training(_Run):
         gradients = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), shapes)
         residuals = {name: one[0] for name, one in empty.items()}
         layer_sums = {name: one[1] for name, one in empty.items()}
-        return _Carry(nothing, nothing, residuals, pending, gradients, no_loss(), layer_sums)
+        of_first = self.small is not None and self.small.of_first_microbatch
+        none_yet = jnp.zeros((), jnp.float32) if of_first else None
+        return _Carry(nothing, nothing, residuals, pending, gradients, no_loss(), layer_sums, none_yet)
 
     @property
     def last_tick(self) -> Tick | None:
@@ -293,7 +305,7 @@ class _Training(_Run):
         y_gradient_BSD, carry = self._loss(carry, row, y_BSD)
         y_gradient_BSD, carry = self._wait(carry, row, y_gradient_BSD)
         x_gradient_BSD, carry = self._backward(carry, row, y_gradient_BSD, last)
-        carry = self._leave(carry, row, x_gradient_BSD)
+        carry = self._squared(self._leave(carry, row, x_gradient_BSD), row)
         arriving_BSD = self.handed_on(y_BSD, forward=True)
         returning_BSD = self.handed_on(x_gradient_BSD, forward=False)
         return carry._replace(arriving=arriving_BSD, returning=returning_BSD), None
@@ -357,6 +369,15 @@ class _Training(_Run):
         unchanged = lambda: {name: carry.gradients[name] for name in self.spec.definition.first}
         new = _when(self.table.leave, row["leave"], LEAVE, None, leaving, unchanged)
         return carry._replace(gradients=carry.gradients | new)
+
+    def _squared(self, carry: _Carry, row: TickPlan) -> _Carry:
+        """After the first microbatch, the squares of its gradients."""
+        if carry.squares is None:
+            return carry
+        small, before = self.small, carry.squares
+        assert small is not None
+        now = lambda: squares(self.spec, small, carry.gradients)
+        return carry._replace(squares=jax.lax.cond(row["backward"][self.stage][0] == 0, now, lambda: before))
 
     def _reduced(self, gradients: Params, axes: Params) -> Params:
         """Gradients of whole weights as they are added up."""

@@ -17,7 +17,7 @@ from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import is_axes
-from jaxmnt.training import engine
+from jaxmnt.training import engine, noise
 from jaxmnt.training.loss import LossSums
 from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, State, StepSpec
@@ -71,6 +71,7 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
         "save": save,
         "profile": profile,
         "model": _layer_metrics(spec, found),
+        "gradient_squares": found.squares,
     }
     return new_state, metrics
 
@@ -110,21 +111,25 @@ class Mean(NamedTuple):
     """What the layers returned as sums, stacked as they are stored."""
     gradients: Params
     """Float32 gradients of the mean loss, sharded like the parameters."""
+    squares: dict[str, jax.Array]
+    """Of the gradients of the mean loss of small batches, on average, and of the whole one; empty if they are not asked
+    for."""
 
 
 def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array) -> Mean:
     """Loss and gradients of one global batch."""
     placement, definition, whole = spec.placement, spec.definition, jax.sharding.PartitionSpec()
     layer_axes = {group.name: (group.name,) for group in definition.groups}  # stacked like parameters
+    each = jax.sharding.PartitionSpec(placement.mesh.axis_names)
     sharded = jax.shard_map(
         functools.partial(_local_gradients, spec),
         mesh=placement.mesh,
         in_specs=(_specs(spec, definition.axes), _specs(spec, definition.buffer_axes), _row_specs(spec), whole),
-        out_specs=(whole, whole, whole, _specs(spec, layer_axes), _specs(spec, spec.trained_axes)),
+        out_specs=(whole, whole, whole, _specs(spec, layer_axes), _specs(spec, spec.trained_axes), each),
         # JAX does not check what is replicated: each collective has its own transpose.
         check_vma=False,
     )
-    sums, tokens, weight, layers, gradients = sharded(params, buffers, _rows(batch), step)
+    sums, tokens, weight, layers, gradients, squared = sharded(params, buffers, _rows(batch), step)
     stored = {
         group.name: jax.tree.map(
             lambda one, name=group.name: spec.layout.to_checkpoint_layout(one, (name, *[None] * (one.ndim - 1))),
@@ -135,7 +140,17 @@ def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch
     terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(stored) if path[-1].key == "loss"]
     scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
     gradients = jax.tree.map(lambda g: g * scale, gradients)
-    return Mean(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, stored, gradients)
+    squares = {} if squared is None else _mean_squares(spec, squared, gradients, scale)
+    return Mean(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, stored, gradients, squares)
+
+
+def _mean_squares(spec: StepSpec, squared: jax.Array, gradients: Params, scale: jax.Array) -> dict[str, jax.Array]:
+    """`squared` has the squares of each device's sums over small batches, [devices]; their targets are taken to weigh
+    what those of the whole batch do."""
+    small = noise.small_batches(spec)
+    assert small is not None
+    mean = jnp.sum(squared) / small.samples * (scale / small.share) ** 2
+    return {"small": mean, "large": noise.squares(spec, small, gradients)}
 
 
 def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> Metrics:
@@ -165,7 +180,7 @@ def _row_specs(spec: StepSpec) -> dict[str, Any]:
 
 def _local_gradients(
     spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array
-) -> tuple[LossSums, jax.Array, jax.Array, dict[str, Any], Params]:
+) -> tuple[LossSums, jax.Array, jax.Array, dict[str, Any], Params, jax.Array | None]:
     """On one device: gradients of the summed loss over all microbatches, then one reduction over the replicas, where
     backward has not done it."""
     row_keys = lambda index: _row_keys(spec, step, index)
@@ -178,7 +193,8 @@ def _local_gradients(
     gradients = collectives.reduce_gradients(
         found.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype, late
     )
-    return sums, tokens, weight, layers, gradients
+    squared = None if found.squares is None else found.squares[None]
+    return sums, tokens, weight, layers, gradients, squared
 
 
 def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
