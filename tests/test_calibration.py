@@ -54,6 +54,14 @@ def test_what_a_collective_takes_is_found_again(start, step, rate):
         assert a + b * one.steps + one.bytes / c == pytest.approx(one.seconds, rel=1e-3)
 
 
+def test_a_step_of_a_known_length_is_taken_from_the_start():
+    """Of groups of one size; no more than there is."""
+    told = sent(1e-4, 0.0, 1e9, groups=(8,))
+    start, step, rate = fitted(told, 1e-5)
+    assert (start, step, rate) == pytest.approx((3e-5, 1e-5, 1e9))
+    assert fitted(told, 1e-3)[:2] == pytest.approx((0.0, 1e-4 / 7))
+
+
 @given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3))
 def test_nothing_is_below_zero(seconds):
     """Whatever was measured, also when more bytes took less time."""
@@ -134,6 +142,7 @@ def test_devices_are_measured(tmp_path):
         least_flops=1e6,
         payloads=(1 << 12, 1 << 14),
         layers=((256, 64, 96),),
+        work=16,
     )
     found = calibrate(Identity(process_id=0, processes=1, coordinator=None), "2026-01-01", little)
     assert found is not None and found.devices == jax.device_count() and found.hosts == 1

@@ -9,6 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,14 +18,16 @@ from hypothesis import strategies as st
 from jaxmnt.config.load import load_config, with_settings
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
-from jaxmnt.plan.answer import Answer, Priced, Wish, knee, winner
+from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, winner
 from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.estimate import AGAIN, Scheme, decoder, estimate
 from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
 from jaxmnt.plan.networks import INSTANCES, find_target, network_of
 from jaxmnt.plan.picture import draw
+from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import rates_of
+from jaxmnt.plan.search import Plan
 from jaxmnt.plan.targets import gpu_devices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +130,17 @@ def test_candidates_divide(gpus):
         assert one.data * one.fsdp * one.rows * one.microbatches == 64
         assert one.model <= 8 and 8 % one.model == 0 and one.pipeline * one.chunks <= 4
     assert pruned or gpus == 24  # 64 rows do not divide among 24
+
+
+def test_precisions_are_tried_beside_each_other():
+    config = load_config(ROOT / "configs" / "llama-8b.yaml")
+    network = network_of(CHIPS["h100"])
+    alone = list(candidates(config, 16, network))
+    both = list(candidates(config, 16, network, precisions=["bfloat16", "float8"]))
+    assert len(both) == 2 * len(alone)
+    assert {one.settings["train.precision"] for one in both} == {"bfloat16", "float8"}
+    assert all("train.precision" not in one.settings for one in alone)
+    assert {one.applied_to(config).train.precision for one in both} == {"bfloat16", "float8"}
 
 
 def test_a_rack_lets_a_layer_be_split_over_hosts():
@@ -246,6 +260,8 @@ def test_how_many_gpus():
         (("--for", "cost"), ["--for", "--price", "launch.cost_per_gpu_hour"]),
         (("--price", "-1"), ["--price", "-1"]),
         (("--compile", "0"), ["--compile", "0"]),
+        (("--precisions", "bfloat16,int8"), ["--precisions", "'int8'", "bfloat16, float8"]),
+        (("--calibration", "nowhere.json"), ["--calibration", "nowhere.json"]),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_refused(arguments, words):
@@ -255,6 +271,36 @@ def test_a_plan_that_cannot_be_made_is_refused(arguments, words):
         command.main([part for pair in given_ones.items() for part in pair])
     for word in words:
         assert word in str(error.value)
+
+
+def planned(exposed=0.0, bubble=0.0, peak=70, every_steps=500, every_minutes=None, precisions=()):
+    """What is advised of a plan whose step takes 10 s."""
+    prediction = Prediction(10 - exposed - bubble, exposed, bubble, 0.0, 0.0)
+    collectives = [{"axis": "fsdp", "exposed_seconds": 0.1}, {"axis": "model", "exposed_seconds": exposed}]
+    plan = Plan(Candidate(8, 1, 1, 1, 1, 8, 1, "full", 3), None, prediction, peak, 80, {"collectives": collectives})
+    checkpoint = SimpleNamespace(every_steps=every_steps, every_minutes=every_minutes)
+    search = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=checkpoint), rates=H100, precisions=precisions, dtype=lambda _: "bfloat16"
+    )
+    faults = faults_of(1024, 1e9, 8)  # a save every half hour or so
+    return advice(search, Priced(plan, 8, 1.0, None, faults, None))
+
+
+def test_a_plan_ends_with_advice():
+    good = {"every_steps": 180, "precisions": ["bfloat16", "float8"]}
+    assert planned(**good) == []
+    (told,) = planned(exposed=2.0, **good)
+    assert "communication-bound" in told and "20%" in told and "along model (2 s)" in told
+    (told,) = planned(bubble=3.0, **good)
+    assert "bubble" in told and "30%" in told
+    (told,) = planned(peak=30, **good)
+    assert "memory unused" in told and "fewer GPUs" in told
+    for every, word in ((10, "too often"), (5000, "too rarely"), (0, "only at the end")):
+        (told,) = planned(**good | {"every_steps": every})
+        assert word in told and "every_minutes: auto" in told
+    assert planned(**good | {"every_steps": 10, "every_minutes": "auto"}) == []
+    (told,) = planned(every_steps=180)
+    assert "--precisions bfloat16,float8" in told
 
 
 @pytest.mark.slow
@@ -293,7 +339,8 @@ def test_a_mesh_is_found_and_written(tmp_path, capsys):
     path.write_text(json.dumps(config))
     code = command.main([
         "--config", str(path), "--target", "h100", "--gpus", "8,16", "--compile", "2", "--price", "2", "--json",
-        "--write", str(written), "--picture", str(picture), "data.sequence_length=512",
+        "--write", str(written), "--picture", str(picture), "--precisions", "bfloat16,float8",
+        "data.sequence_length=512",
     ])  # fmt: skip
     told = json.loads(capsys.readouterr().out)
     assert code == 0 and [one["gpus"] for one in told["answers"]] == [8, 16]
@@ -307,4 +354,5 @@ def test_a_mesh_is_found_and_written(tmp_path, capsys):
     best, found = told["winner"], load_config(written)
     assert found.mesh.fsdp == best["settings"]["mesh.fsdp"] and found.data.sequence_length == 512
     assert found.train.microbatch_size == best["settings"]["train.microbatch_size"] and told["reasons"]
+    assert found.train.precision == best["settings"]["train.precision"]
     ElementTree.parse(picture)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COMPILED = 6
 """Ways that are compiled by default."""
+_PRECISIONS = ("bfloat16", "float8")
 _MOST_GPUS = 16384
 """Up to which a least number is looked for."""
 
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     chip, network = find_target(options.target)
     counts = _counts(options.gpus, network.devices_per_host)
     config = load_config(options.config, options.overrides)
-    wish = _wish(options, config)
+    wish, precisions = _wish(options, config), _precisions(options.precisions)
     calibration = None if options.calibration is None else read_calibration(options.calibration)
     if calibration is not None:
         check_fits(calibration, options.calibration, chip, 1, 1)
@@ -48,13 +49,14 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.plan.search import Search
 
     rates = rates_of(chip, network)
-    search = Search(config, chip, network, rates if calibration is None else calibration.rates(rates))
+    rates = rates if calibration is None else calibration.rates(rates)
+    search = Search(config, chip, network, rates, precisions)
     answers = [_answer(search, count, wish, options.compile) for count in counts]
     return _say(search, answers, wish, options)
 
 
 def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argparse.Namespace) -> int:
-    from jaxmnt.plan.answer import knee, reasons, winner
+    from jaxmnt.plan.answer import advice, knee, reasons, winner
     from jaxmnt.plan.answer_text import show_answers
 
     best = winner(answers, wish)
@@ -64,6 +66,7 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
         told = {
             "target": search.chip.kind, "tokens": wish.tokens, "knee": knee(answers), "winner": best.to_json(),
             "reasons": reasons(search, next(one for one in answers if one.gpus == best.gpus)),
+            "advice": advice(search, best),
             "answers": [
                 {"gpus": one.gpus, "estimated": len(one.guesses), "plans": [plan.to_json() for plan in one.priced]}
                 for one in answers
@@ -95,7 +98,7 @@ def _answer(search: "Search", gpus: int, wish: "Wish", count: int) -> "Answer":
     plans = search.best(guesses, count, lambda text: _note(f"  compiled {text}"))
     config = search.config
     per_token = CONVENTIONS[config.telemetry.flops](token_flops(search.definition, config.data.sequence_length))
-    peak = peaks_of(search.chip.kind).get(search.dtype.replace("float8", "bfloat16"))  # as a run counts it
+    peak = peaks_of(search.chip.kind).get(search.dtype(None).replace("float8", "bfloat16"))  # as a run counts it
     found = [priced(search, plan, wish, per_token, peak) for plan in plans]
     return Answer(gpus, guesses, sorted(found, key=lambda one: one.goal.seconds))
 
@@ -168,6 +171,16 @@ def _tokens(text: str) -> float:
     return float(found[1]) * _FACTORS[found[2].upper()]
 
 
+def _precisions(text: str | None) -> list[str]:
+    if text is None:
+        return []
+    found = [part.strip() for part in text.split(",")]
+    for one in found:
+        if one not in _PRECISIONS:
+            raise ConfigError(f"--precisions: {one!r} is no precision; give some of {', '.join(_PRECISIONS)}")
+    return list(dict.fromkeys(found))
+
+
 def _counts(text: str, per_host: int) -> list[int]:
     counts = sorted({int(part) if part.strip().isdecimal() else 0 for part in text.split(",")})
     if counts[0] < 1 or counts[-1] > _MOST_GPUS:
@@ -198,6 +211,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--compile", type=int, default=COMPILED, metavar="K", help=f"ways that are compiled; default {COMPILED}"
     )
+    parser.add_argument(
+        "--precisions", metavar="P[,P]",
+        help="of bfloat16 and float8, those that are tried; default: that of the config",
+    )  # fmt: skip
     parser.add_argument(
         "--hours-between-failures", type=float, metavar="H",
         help="mean hours between failures of the whole run; default by published failures of GPUs",

@@ -9,6 +9,7 @@ from typing import Any
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Guess, Plan, Search, describe
+from jaxmnt.report.advice import EXPOSED, IDLE, MEMORY
 from jaxmnt.telemetry.progress import size
 
 
@@ -176,6 +177,43 @@ def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
         f"{describe(one.candidate)} would be faster, {_estimated(one, best)}: it needs {size(one.memory.peak)}, "
         f"{size(one.memory.peak - search.limit)} more than there are"
     )
+
+
+def advice(search: Search, best: Priced) -> list[str]:
+    """What could be better than the winner, by the rules of `report --advise` as far as a plan can tell."""
+    plan, config = best.plan, search.config
+    seconds, found = plan.seconds, []
+    if plan.prediction.exposed > EXPOSED * seconds:
+        waits: dict[str, float] = {}
+        for one in plan.report["collectives"]:
+            waits[one["axis"]] = waits.get(one["axis"], 0.0) + one["exposed_seconds"]
+        axis = max(sorted(waits), key=lambda name: waits[name])
+        found.append(
+            f"communication-bound: a GPU waits for {plan.prediction.exposed / seconds:.0%} of a step, most of it along "
+            f"{axis} ({waits[axis]:.2g} s); more rows a step, fewer GPUs or a faster network would change that"
+        )
+    if plan.prediction.bubble > IDLE * seconds:
+        found.append(
+            f"bubble: stages are idle for {plan.prediction.bubble / seconds:.0%} of a step; a larger batch has more "
+            "microbatches"
+        )
+    if plan.peak < MEMORY * plan.limit:
+        found.append(
+            f"memory unused: a step uses {plan.peak / plan.limit:.0%} of it; the run also fits on fewer GPUs, see "
+            "--gpus with several numbers"
+        )
+    interval, every = best.faults.interval_seconds, config.checkpoint.every_steps * seconds
+    if config.checkpoint.every_minutes is None and not interval / 3 < every < 3 * interval:
+        told = f"every {every / 60:.3g} min" if every else "only at the end"
+        often = "often" if 0 < every < interval else "rarely"
+        found.append(
+            f"checkpoints too {often}: the config saves {told}, and every {interval / 60:.3g} min loses least; set "
+            "checkpoint.every_minutes: auto and checkpoint.every_steps: 0"
+        )
+    is_left = not search.precisions and search.dtype(None) == "bfloat16"
+    if is_left and "float8" in search.rates.products:
+        found.append("float8 was not tried: --precisions bfloat16,float8 does")
+    return found
 
 
 def _estimated(guess: Guess, best: Plan) -> str:

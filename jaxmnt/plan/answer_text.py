@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxmnt.plan.answer import Answer, Priced, Wish, knee, reasons
+from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Search, describe
 from jaxmnt.telemetry.progress import count, seconds_text, size, table
@@ -32,6 +32,8 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
     )
     known = "by published failures of GPUs" if wish.hours_between_failures is None else "as given"
     blocks.append("\n".join(_of_the_best(best, known)))
+    if told := advice(search, best):
+        blocks.append("\n".join(f"advice  {line}" for line in told))
     return "\n\n".join(blocks)
 
 

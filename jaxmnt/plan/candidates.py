@@ -1,7 +1,7 @@
 """The ways in which a run can be spread over a number of GPUs, and the rule by which some are left out unseen."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Candidate:
     zero: int
     splits_hosts: bool = False
     """Whether `model` is split over several hosts of a rack whose GPUs all reach each other by NVLink."""
+    precision: str | None = None
+    """None: the config's."""
 
     @property
     def gpus(self) -> int:
@@ -55,6 +57,7 @@ class Candidate:
             "train.remat": self.remat,
             "train.remat_save": [],
             "train.remat_offload": [],
+            **({} if self.precision is None else {"train.precision": self.precision}),
         }
 
     def applied_to(self, config: Config) -> Config:
@@ -67,19 +70,22 @@ class Candidate:
         return config
 
 
-def candidates(config: Config, gpus: int, network: Network, *, pruned: bool = True) -> Iterator[Candidate]:
+def candidates(
+    config: Config, gpus: int, network: Network, *, precisions: Sequence[str | None] = (None,), pruned: bool = True
+) -> Iterator[Candidate]:
     """All that divide, in a fixed order. `pruned` leaves out what the rule below says cannot be best."""
     for data, pipeline, fsdp, model in _meshes(config, gpus, network):
         rows_of_shard, uneven = divmod(config.data.global_batch_size, data * fsdp)
         if uneven:
             continue
         stages = (3, 2, 1) if fsdp > 1 else (3,)
-        for rows, zero, chunks, remat in itertools.product(ROWS, stages, CHUNKS if pipeline > 1 else (1,), REMATS):
+        several = CHUNKS if pipeline > 1 else (1,)
+        for rows, zero, chunks, remat, precision in itertools.product(ROWS, stages, several, REMATS, precisions):
             if not rows_of_shard or rows_of_shard % rows or pipeline * chunks > config.model.num_layers:
                 continue
             splits_hosts = model > network.devices_per_host
             found = Candidate(
-                data, pipeline, fsdp, model, rows, rows_of_shard // rows, chunks, remat, zero, splits_hosts
+                data, pipeline, fsdp, model, rows, rows_of_shard // rows, chunks, remat, zero, splits_hosts, precision
             )
             if not (pruned and _is_hopeless(found)):
                 yield found

@@ -72,9 +72,13 @@ class Plan:
 
 
 class Search:
-    """Of one config and target. What it learns of the config serves for every number of GPUs."""
+    """Of one config and target. What it learns of the config serves for every number of GPUs. `precisions` are tried
+    besides meshes; none: the config's alone.
 
-    def __init__(self, config: Config, chip: Chip, network: Network, rates: Rates):
+    Raises `ConfigError` for what is no config to search for.
+    """
+
+    def __init__(self, config: Config, chip: Chip, network: Network, rates: Rates, precisions: Sequence[str] = ()):
         assert config.model.vocab_size is not None
         if config.mesh.rules:
             raise ConfigError("mesh.rules: the search is for meshes by the usual rules; leave it out")
@@ -83,19 +87,32 @@ class Search:
         self.definition = define(build_family(config.model, self.vocab))
         self.shape = model_shape(self.definition)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
-        self._kept = Kept(config, self.vocab, lambda count: self.devices(count)[:count])
-        self._state = self._kept.state()
-        precision = config.train.precision
-        self.dtype = "bfloat16" if precision == "auto" else precision
-        """Of products, on GPUs."""
+        self.precisions = precisions
+        each: Sequence[str | None] = precisions or (None,)
+        self._each_precision = each
+        self._kept = {
+            one: Kept(_with_precision(config, one), self.vocab, lambda count: self.devices(count)[:count])
+            for one in each
+        }
+        for one in each:
+            if (dtype := self.dtype(one)) not in rates.products:
+                key = "--precisions" if precisions else "train.precision"
+                raise ConfigError(f"{key}: {chip.kind} has no products in {dtype}; choose another")
+        self._state = self._kept[each[0]].state()
 
     def devices(self, gpus: int) -> Sequence[jax.Device]:
         """To compile for."""
         return _devices(self.chip, gpus, min(self.network.devices_per_host, gpus))
 
+    def dtype(self, precision: str | None) -> str:
+        """Of products, on GPUs."""
+        precision = precision or self.config.train.precision
+        return "bfloat16" if precision == "auto" else precision
+
     def guesses(self, gpus: int, *, pruned: bool = True) -> list[Guess]:
         """All candidates, the fastest first."""
-        found = (self.guess(one) for one in candidates(self.config, gpus, self.network, pruned=pruned))
+        ways = candidates(self.config, gpus, self.network, precisions=self._each_precision, pruned=pruned)
+        found = map(self.guess, ways)
         known = [guess for guess in found if guess is not None]
         return sorted(known, key=lambda guess: (guess.seconds, str(guess.candidate)))
 
@@ -107,14 +124,14 @@ class Search:
         """None for sizes that cannot be built."""
         schedule = _schedule(one.pipeline, one.microbatches, one.chunks)
         try:
-            row = self._kept.of_row(one.remat, one.model)
+            row = self._kept[one.precision].of_row(one.remat, one.model)
         except ConfigError:
             return None
         scheme = Scheme(
             length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, data=one.data,
             pipeline=one.pipeline, fsdp=one.fsdp, model=one.model, zero=one.zero, chunks=one.chunks,
             idle=schedule.idle, ticks=schedule.ticks, remat=one.remat,
-            dtype=self.dtype, kept=row * one.rows / one.pipeline,
+            dtype=self.dtype(one.precision), kept=row * one.rows / one.pipeline,
         )  # fmt: skip
         memory = estimate_memory(self.shape, scheme, row, schedule.slots, self._state)
         software = software_of(scheme, _overlap(one))
@@ -152,6 +169,12 @@ class Search:
             told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {room}, {took}")
             found += [plan] if plan.fits else []
         return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
+
+
+def _with_precision(config: Config, precision: str | None) -> Config:
+    if precision is None:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def _prediction(report: dict[str, Any]) -> Prediction:
@@ -205,4 +228,5 @@ def describe(one: Candidate) -> str:
     rows = f"{one.rows} row{'s' * (one.rows > 1)}"
     stages = f", {one.chunks} chunks a stage" if one.chunks > 1 else ""
     zero = f", ZeRO {one.zero}" if one.fsdp > 1 else ""
-    return f"{mesh}, {rows}{stages}, remat {one.remat}{zero}"
+    precision = "" if one.precision is None else f", {one.precision}"
+    return f"{mesh}, {rows}{stages}, remat {one.remat}{zero}{precision}"

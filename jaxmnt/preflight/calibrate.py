@@ -7,6 +7,7 @@ Shapes: M, N, K of a product [M, K] by [K, N]; B batch, L length, H query heads,
 model, F MLP.
 """
 
+import json
 import math
 import statistics
 import time
@@ -29,18 +30,28 @@ from jaxmnt.models import cudnn
 from jaxmnt.models.kernels import device_capability
 from jaxmnt.plan.calibration import Attention, Calibration, Collective, Products
 from jaxmnt.plan.hlo import Program
-from jaxmnt.plan.rates import BETWEEN_HOSTS, WITHIN_HOST, Rates, rounds_of
+from jaxmnt.plan.rates import (
+    BETWEEN_HOSTS,
+    STEP_BETWEEN_HOSTS,
+    STEP_WITHIN_HOST,
+    WITHIN_HOST,
+    Rates,
+    rounds_of,
+)
 from jaxmnt.plan.timeline import play
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import LEAST_FLOAT8
 
 _TIMES = 3
+_PRODUCTS_SECONDS, _ALL_SECONDS = 60.0, 105.0
+"""From the start on: when products, and collectives of further sizes, are no longer begun. Compiling them takes most of
+the time."""
 ALL = "all"
 """The mesh axis of all devices."""
 
 
 class Scale(NamedTuple):
-    """How much is measured, so that all of it takes two minutes at most."""
+    """How much is measured."""
 
     products: tuple[tuple[str, tuple[int, ...]], ...]
     """By dtype, the sizes of m, n and k. That of the first one is the dtype of a layer's other work."""
@@ -115,6 +126,9 @@ class _Bench:
         self.mesh = Mesh(np.array(devices), (ALL,))
         self._random = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
         self.options = cpu_options(jnp.dtype("float32"), "2") if devices[0].platform == "cpu" else {}
+        self._began = time.perf_counter()
+        self.elapsed = 0.0
+        """Seconds since the start, of the process that began first: the same in all of them."""
 
     def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> jax.Array:
         """Random numbers of this shape on each device, whose first dimensions lie one after the other. Of zeros a GPU
@@ -142,14 +156,18 @@ class _Bench:
             began = time.perf_counter()
             jax.block_until_ready(act())
             times.append(time.perf_counter() - began)
-        return max(map(float, all_gather("seconds", str(statistics.median(times)), self.identity)))
+        mine = json.dumps((statistics.median(times), time.perf_counter() - self._began))
+        told = [json.loads(text) for text in all_gather("seconds", mine, self.identity)]
+        self.elapsed = max(elapsed for _, elapsed in told)
+        return float(max(seconds for seconds, _ in told))
 
 
 # What devices compute.
 
 
 def _products(bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, gradient: bool) -> Products:
-    """Of what is too large to be measured it is said that it attains what half the longest side does."""
+    """In random order. What is too large, or is not begun in time, is said to attain what the nearest does that was
+    measured."""
     arrays: dict[tuple[int, int, int], jax.Array] = {}
 
     def given(place: int, rows: int, columns: int) -> jax.Array:
@@ -172,9 +190,11 @@ def _products(bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, g
 
     places = bench.array((1,), jnp.int32)
     found: dict[tuple[int, ...], float] = {}
-    for m, n, k in combinations(sizes, repeat=3):
+    shapes = list(combinations(sizes, repeat=3))
+    for place in np.random.default_rng(0).permutation(len(shapes)):
+        m, n, k = shapes[place]
         flops = 2.0 * m * n * k
-        if flops > scale.most_flops:
+        if flops > scale.most_flops or (found and bench.elapsed > _PRODUCTS_SECONDS):
             continue
         times = max(1, int(scale.least_flops // flops))
         pairs = min(scale.pairs, times)
@@ -185,7 +205,7 @@ def _products(bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, g
         ]
         program = bench.compiled(partial(multiply, rounds=rounds), sides, places)
         found[m, n, k] = rounds * pairs * flops / bench.seconds(partial(program, sides, places))
-    rates = tuple(_measured(found, sizes, shape) for shape in combinations(sizes, repeat=3))
+    rates = tuple(found[_nearest(found, shape)] for shape in shapes)
     return Products(dtype=dtype, gradient=gradient, sizes=sizes, rates=rates)
 
 
@@ -196,12 +216,10 @@ def _product(left: jax.Array, right: jax.Array, dtype: str, gradient: bool) -> j
     return jax.lax.dot_general(left, right, inside, precision=precision, preferred_element_type=out)
 
 
-def _measured(found: dict[tuple[int, ...], float], sizes: tuple[int, ...], shape: tuple[int, ...]) -> float:
-    while shape not in found:
-        longest = shape.index(max(shape))
-        lower = sizes[sizes.index(shape[longest]) - 1]
-        shape = tuple(lower if place == longest else size for place, size in enumerate(shape))
-    return found[shape]
+def _nearest(found: Iterable[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """By the logarithms of sizes."""
+    apart = lambda one: sum(math.log(a / b) ** 2 for a, b in zip(one, shape, strict=True))
+    return min(sorted(found), key=apart)
 
 
 def _memory(bench: _Bench, scale: Scale) -> float:
@@ -313,18 +331,19 @@ class _Sent(NamedTuple):
 
 
 def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Collective]:
-    found = []
+    """Each kind and place with the smallest and the largest payload, and in time also with those between."""
     groups = dict(_groups(bench.devices, hosts))
-    for place in (WITHIN_HOST, BETWEEN_HOSTS):
-        for kind in _KINDS:
-            sent = [
-                _send(bench, kind, grid, payload, scale.work)
-                for (at, _), grid in groups.items() if at == place
-                for payload in scale.payloads
-            ]  # fmt: skip
-            if sent:
-                start, step, rate = fitted(sent)
-                found.append(Collective(kind=kind, place=place, start=start, step=step, rate=rate))
+    sent: dict[tuple[str, str], list[_Sent]] = {}
+    for number, payload in enumerate((scale.payloads[0], scale.payloads[-1], *scale.payloads[1:-1])):
+        for (place, _), grid in groups.items():
+            for kind in _KINDS:
+                if number < 2 or bench.elapsed < _ALL_SECONDS:
+                    sent.setdefault((kind, place), []).append(_send(bench, kind, grid, payload, scale.work))
+    steps = {} if scale.work else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
+    found = []
+    for (kind, place), each in sent.items():
+        start, step, rate = fitted(each, steps.get(place, 0.0))
+        found.append(Collective(kind=kind, place=place, start=start, step=step, rate=rate))
     return found
 
 
@@ -377,9 +396,9 @@ def _beside_work(bench: _Bench, send: Callable[[Any], Any], array: jax.Array, me
     return max(times[0] - times[1], _LEAST_SECONDS)
 
 
-def fitted(sent: Sequence[_Sent]) -> tuple[float, float, float]:
-    """(start, step, rate) that meet the seconds best, relative errors counting. None is below zero, and of groups of
-    one size alone nothing is known of a step."""
+def fitted(sent: Sequence[_Sent], step: float = 0.0) -> tuple[float, float, float]:
+    """(start, step, rate) that meet the seconds best, relative errors counting; none is below zero. Groups of one size
+    alone do not tell a step from the start: it is then `step`, as far as there is room."""
     columns: dict[str, list[float]] = {
         "start": [1.0] * len(sent),
         "step": [one.steps for one in sent],
@@ -394,4 +413,8 @@ def fitted(sent: Sequence[_Sent]) -> tuple[float, float, float]:
         weighted = np.array([*columns.values()]).T / np.array([[one.seconds] for one in sent])
         found = np.linalg.lstsq(weighted, np.ones(len(sent)), rcond=None)[0]
         solved = dict(zip(columns, map(float, found), strict=True))
-    return solved.get("start", 0.0), solved.get("step", 0.0), 1 / max(solved.get("bytes", 0.0), _LEAST_SECONDS)
+    start, rate = solved.get("start", 0.0), 1 / max(solved.get("bytes", 0.0), _LEAST_SECONDS)
+    if len({one.steps for one in sent}) > 1:
+        return start, solved.get("step", 0.0), rate
+    step = min(step, start / sent[0].steps)
+    return start - step * sent[0].steps, step, rate

@@ -60,8 +60,11 @@ def _mean_phases(lines: Sequence[Record]) -> dict[str, float]:
     return {name: statistics.fmean(number(one, name) for one in told) for name in names}
 
 
-_INPUT, _EXPOSED, _IDLE, _SLOWER, _MEMORY, _EVALUATION = 0.05, 0.15, 0.10, 1.2, 0.6, 0.10
-"""Shares from which on a rule speaks; times of what is expected of a step; the share of memory that is used."""
+EXPOSED, IDLE, MEMORY = 0.15, 0.10, 0.6
+"""Shares of a step, waiting for communication or in an idle stage, from which on a rule speaks; the share of memory
+below which it is called unused."""
+_INPUT, _SLOWER, _EVALUATION = 0.05, 1.2, 0.10
+"""The same of waiting for input, and of evaluations; and times what is expected of a step."""
 
 
 def _input(seen: _Seen) -> Iterator[Advice]:
@@ -81,7 +84,7 @@ def _communication(seen: _Seen) -> Iterator[Advice]:
         return
     axis = max(sorted(links), key=lambda name: number(links, name))
     exposed, step = sum(number(links, name) for name in links), number(seen.program, "expected_step_seconds")
-    if step and exposed / step > _EXPOSED:
+    if step and exposed / step > EXPOSED:
         yield Advice(
             "communication-bound",
             f"of an expected step of {step:.3g} s the devices wait {exposed:.3g} s for communication, most of it "
@@ -106,7 +109,7 @@ def _expected(seen: _Seen) -> Iterator[Advice]:
 def _bubble(seen: _Seen) -> Iterator[Advice]:
     idle = number(seen.program, "idle_share")
     share = idle / (1 + idle)
-    if share > _IDLE:
+    if share > IDLE:
         yield Advice(
             "bubble",
             f"stages of the pipeline are idle for {share:.0%} of a step",
@@ -121,7 +124,7 @@ def _memory(seen: _Seen) -> Iterator[Advice]:
     if not isinstance(memory, dict) or not number(memory, "limit"):
         return
     used = number(memory, "peak") / number(memory, "limit")
-    if used >= _MEMORY:
+    if used >= MEMORY:
         return
     evidence = f"a step uses {size(number(memory, 'peak'))}, {used:.0%} of a device's memory"
     if seen.config.get("train.remat") in ("full", "dots"):
