@@ -20,11 +20,11 @@ from typing import Any
 from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan.candidates import CHUNKS, REMATS, Candidate
-from jaxmnt.plan.estimate import ModelShape, Scheme
 from jaxmnt.plan.memory import MULTIPLES, Multiples, estimate_memory, kind_of
 from jaxmnt.plan.networks import find_target
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.targets import gpu_devices
+from jaxmnt.plan.workload import ModelShape, Scheme
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).with_name("compiled_plans.jsonl")
@@ -89,7 +89,7 @@ def compiled(count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def shape_of(record: dict[str, Any]) -> ModelShape:
-    from jaxmnt.plan.estimate import Layer, Product
+    from jaxmnt.plan.workload import Layer, Product
 
     layers, hidden, vocab, tied, others = record["shape"]
     kinds = tuple(

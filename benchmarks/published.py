@@ -23,7 +23,8 @@ from pathlib import Path
 from jaxmnt.plan import estimate as estimates
 from jaxmnt.plan import rates as rating
 from jaxmnt.plan.chips import CHIPS, Chip
-from jaxmnt.plan.estimate import ModelShape, Scheme, Software, decoder, estimate
+from jaxmnt.plan.estimate import estimate
+from jaxmnt.plan.workload import ModelShape, Scheme, Software, decoder
 
 DATA = Path(__file__).with_name("published_runs.csv")
 BEGIN, END = "<!-- table: benchmarks/published.py -->", "<!-- end of table -->"

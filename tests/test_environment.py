@@ -255,6 +255,8 @@ def test_processes_of_a_cpu_share_its_cores():
     with subprocess.Popen(["sleep", "60"]) as process:
         _give_cores(process.pid, 0, len(cores) + 1)
         assert os.sched_getaffinity(process.pid) == set(cores), "there are too few to share"
+        _give_cores(process.pid, 0, 1, 1)
+        assert os.sched_getaffinity(process.pid) == {cores[0]}  # one of its own, though there are others
         _give_cores(process.pid, len(cores) - 1, len(cores))
         assert os.sched_getaffinity(process.pid) == {cores[-1]}
         process.kill()

@@ -85,7 +85,7 @@ def test_where_no_part_of_a_batch_has_a_gradient_nothing_is_measured():
     program = compiled({"fsdp": 2}, 3, None)
     assert small_batches(program.spec) is None
     _, metrics = program.step(program.init(), batch_of(program))
-    assert metrics["gradient_squares"] == {}
+    assert "gradient_squares" not in metrics
 
 
 def test_nothing_more_is_sent():

@@ -21,7 +21,7 @@ from jaxmnt.plan import __main__ as command
 from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, winner
 from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
 from jaxmnt.plan.chips import CHIPS
-from jaxmnt.plan.estimate import AGAIN, Scheme, decoder, estimate
+from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
 from jaxmnt.plan.networks import INSTANCES, find_target, network_of
 from jaxmnt.plan.picture import draw
@@ -29,6 +29,7 @@ from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.search import Plan
 from jaxmnt.plan.targets import gpu_devices
+from jaxmnt.plan.workload import AGAIN, Scheme, decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = decoder(32, 4096, 32, 8, 14336, 128256)

@@ -336,7 +336,7 @@ def check_cores(processes: int, each: int | None) -> None:
         raise ConfigError(f"--cores-per-process: {processes} × {each} cores are more than the {cores} here; lower it")
 
 
-def _give_cores(pid: int, number: int, processes: int, each: int | None) -> None:
+def _give_cores(pid: int, number: int, processes: int, each: int | None = None) -> None:
     """Its own share of our cores, where there are enough: XLA makes a thread for each core that a process may use, and
     the threads of several would get into each other's way."""
     if not hasattr(os, "sched_setaffinity"):  # macOS

@@ -17,11 +17,11 @@ import numpy as np
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
 from jaxmnt.plan.chips import Chip
-from jaxmnt.plan.estimate import SEQUENCE_COLLECTIVES
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predicted
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.timeline import Round, Timeline, play
+from jaxmnt.plan.workload import SEQUENCE_COLLECTIVES
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
 from jaxmnt.training.compile import build_spec, compile_step, measure

@@ -14,7 +14,7 @@ import jax
 
 from jaxmnt.config.schema import Config, Mesh, Pipeline
 from jaxmnt.errors import ConfigError
-from jaxmnt.plan.estimate import ModelShape, Scheme
+from jaxmnt.plan.workload import ModelShape, Scheme
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.spec import StepSpec

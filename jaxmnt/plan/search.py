@@ -18,13 +18,14 @@ from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.plan.budget import make_report
 from jaxmnt.plan.candidates import Candidate, candidates
 from jaxmnt.plan.chips import Chip
-from jaxmnt.plan.estimate import Estimate, Scheme, estimate
+from jaxmnt.plan.estimate import Estimate, estimate
 from jaxmnt.plan.memory import Kept, Memory, estimate_memory
 from jaxmnt.plan.networks import Network
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.shapes import model_shape, software_of
 from jaxmnt.plan.targets import gpu_devices
+from jaxmnt.plan.workload import Scheme
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule

@@ -13,8 +13,9 @@ from jaxmnt.models.contract import Definition
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.sharding import GATHERED, RULES, SCALES_AND_BIASES, Overlap, is_axes
 from jaxmnt.plan.chips import CHIPS
-from jaxmnt.plan.estimate import Estimate, Layer, ModelShape, Product, Scheme, Software, estimate
+from jaxmnt.plan.estimate import Estimate, estimate
 from jaxmnt.plan.rates import rates_of
+from jaxmnt.plan.workload import Layer, ModelShape, Product, Scheme, Software
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 from jaxmnt.training.spec import StepSpec

@@ -23,7 +23,7 @@ def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int]) -> 
         _parameters(report),
         _memory(report),
         _collectives(report),
-        _timeline(report),
+        _timeline(report, spec.dtype.name),
         *map(_round, report["rounds"]),
         _besides(report),
     ]
@@ -131,7 +131,7 @@ def _collectives(report: Report) -> list[str]:
     return table([*rows, last], right={3, 4, 6, 7, 8, 9})
 
 
-def _timeline(report: Report) -> list[str]:
+def _timeline(report: Report, dtype: str) -> list[str]:
     found, step = report["timeline"], report["prediction"]
     if found is None:
         return []
@@ -144,17 +144,21 @@ def _timeline(report: Report) -> list[str]:
         "the host": step["host_seconds"],
     }
     told = ", ".join(f"{seconds_text(value)} {name}" for name, value in parts.items() if value)
+    waits = []
+    if found["communication_seconds"]:
+        waits.append(
+            f"        {seconds_text(found['communication_seconds'])} of communication in all; for "
+            f"{found['exposed_percent']:g} % of the step the device waits for it"
+        )
     return [
         f"step    about {seconds_text(step['step_seconds'])}, between {seconds_text(step['from'])} and "
         f"{seconds_text(step['to'])}: {told}",
-        f"        {seconds_text(found['communication_seconds'])} of communication in all; for "
-        f"{found['exposed_percent']:g} % of the step the device waits for it",
-        f"        {'as measured' if rates['measured'] else 'by data sheets'}: {_rates(rates)}",
+        *waits,
+        f"        {'as measured' if rates['measured'] else 'by data sheets'}: {_rates(rates, dtype)}",
     ]
 
 
-def _rates(rates: dict[str, Any]) -> str:
-    dtype = "bfloat16" if "bfloat16" in rates["products"] else next(iter(rates["products"]))
+def _rates(rates: dict[str, Any], dtype: str) -> str:
     parts = [
         f"large products {rates['products'][dtype] / 1e12:.3g} TFLOP/s in {dtype}",
         f"attention {rates['attention'] / 1e12:.3g}",

@@ -191,7 +191,7 @@ class TrainLog:
             "bad_steps": values["bad_steps"],
         }
         record |= {"model": values["model"]} if values["model"] else {}
-        record |= {"gradient_squares": values["gradient_squares"]} if values["gradient_squares"] else {}
+        record |= {"gradient_squares": values["gradient_squares"]} if "gradient_squares" in values else {}
         record |= {"batch_digest": digest} if digest is not None else {}
         self.latest = record
         self._lines.write(record)

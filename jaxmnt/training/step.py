@@ -71,8 +71,9 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
         "save": save,
         "profile": profile,
         "model": _layer_metrics(spec, found),
-        "gradient_squares": found.squares,
     }
+    if found.squares is not None:
+        metrics["gradient_squares"] = found.squares
     return new_state, metrics
 
 
@@ -111,9 +112,8 @@ class Mean(NamedTuple):
     """What the layers returned as sums, stacked as they are stored."""
     gradients: Params
     """Float32 gradients of the mean loss, sharded like the parameters."""
-    squares: dict[str, jax.Array]
-    """Of the gradients of the mean loss of small batches, on average, and of the whole one; empty if they are not asked
-    for."""
+    squares: dict[str, jax.Array] | None
+    """Of the gradients of the mean loss of small batches, on average, and of the whole one, if they are asked for."""
 
 
 def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array) -> Mean:
@@ -140,7 +140,7 @@ def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch
     terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(stored) if path[-1].key == "loss"]
     scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
     gradients = jax.tree.map(lambda g: g * scale, gradients)
-    squares = {} if squared is None else _mean_squares(spec, squared, gradients, scale)
+    squares = None if squared is None else _mean_squares(spec, squared, gradients, scale)
     return Mean(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, stored, gradients, squares)
 
 

@@ -148,12 +148,14 @@ function adviceOf(run) {
 function scalingOf(run) {
   if (!run.scaling) return null;
   const two = (value) => (value === null ? "–" : value.toFixed(2));
+  const told = (one) => Object.entries(one.phases).filter(([, seconds]) => seconds > 0.005 * one.typical)
+    .sort((a, b) => b[1] - a[1]).map(([phase, seconds]) => `${phase.replaceAll("_", " ")} ${duration(seconds)}`).join(", ");
   const tables = run.scaling.scalings.map((scaling) => table(`${scaling.mode} scaling: ${scaling.meaning}`,
-    ["Processes", "Devices", "Rows", "Step", "Tokens/s", "Efficiency", "Of rounds", "Predicted", "Its efficiency"],
+    ["Processes", "Devices", "Rows", "Step", "Tokens/s", "Efficiency", "Of rounds", "Predicted", "Its efficiency", "Where a step goes"],
     scaling.points.map((one) => [one.processes, one.devices, one.rows, duration(one.typical),
       short(one.tokens_per_second), two(one.efficiency),
       `${two(Math.min(...one.efficiencies))} to ${two(Math.max(...one.efficiencies))}`,
-      one.predicted === null ? "–" : duration(one.predicted), two(one.predicted_efficiency)]), [0, 1, 2, 3, 4, 5, 6, 7, 8]));
+      one.predicted === null ? "–" : duration(one.predicted), two(one.predicted_efficiency), told(one)]), [0, 1, 2, 3, 4, 5, 6, 7, 8]));
   return element("section", { id: "scaling" }, element("h2", {}, "Scaling"),
     element("p", { class: "soft" }, `Measured on ${run.scaling.date}: speed of a device, compared with the first line.`),
     ...run.scaling.warnings.map((text) => element("p", { class: "note" }, text)), ...tables);
