@@ -319,6 +319,23 @@ def test_no_stage_keeps_weights(remat, kv_heads):
     assert kept and all(lengths & set(one.shape[2:]) for one in kept if one.size > 64), kept
 
 
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_norms_over_all_heads_keep_what_they_norm_once(remat):
+    """In bfloat16, with the ring as without."""
+    kept = {}
+    for overlap in ("off", "ring"):
+        chosen = config(
+            model={"family": "olmo2", "overlap": overlap}, mesh={"model": 2, "fsdp": 4},
+            train={"remat": remat, "precision": "bfloat16"},
+        )  # fmt: skip
+        spec = build_spec(chosen, VOCAB, jax.devices())
+        arrays = jax.tree.leaves(engine.glance(spec, abstract_state(spec)["params"], {}).residuals)
+        kept[overlap] = sum(one.size * one.dtype.itemsize for one in arrays)
+        of_heads = (spec.microbatch_rows, LENGTH, chosen.model.num_heads // 2, chosen.model.head_dim)
+        assert not [one for one in arrays if one.shape[2:] == of_heads and one.dtype == jnp.float32]
+    assert kept["off"] == kept["ring"]
+
+
 @pytest.mark.slow
 def test_one_stage_remembers_a_part_of_the_microbatches():
     """Eight stages: for 64 microbatches no more than for 32, and less than half of gpipe's temporary memory."""

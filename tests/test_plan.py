@@ -1,6 +1,7 @@
 """What a plan says: read from programs whose collectives are known, and held to what the scheme needs at least."""
 
 import json
+import re
 from collections import Counter
 
 import jax
@@ -419,6 +420,24 @@ def test_the_gradients_of_large_tables_are_made_when_they_are_added_up():
     config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides)
     spec = build_spec(config, config.model.vocab_size, gpu_devices(CHIPS["h200"], 16, 8))
     assert compile_step(spec, abstract_state(spec)).memory_analysis().temp_size_in_bytes < 18 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
+@pytest.mark.parametrize("mesh", [("mesh.model=4",), ("mesh.model=2", "mesh.pipeline=2")], ids=str)
+def test_what_forward_has_kept_is_not_copied_into_another_order(mesh):
+    """Of several rows that are gathered along the length, XLA would have the length first: in whole stacks."""
+    overrides = (
+        "mesh.fsdp=2", *mesh, "train.remat=none", "train.microbatch_size=4", "data.sequence_length=4096",
+        "data.global_batch_size=64", "model.num_layers=4",
+    )  # fmt: skip
+    config = load_config(ROOT / "configs" / "llama-8b.yaml", list(overrides))
+    spec = build_spec(config, config.model.vocab_size, gpu_devices(CHIPS["h100"], 1, 8))
+    assert spec.placement.overlap == "rows"
+    text = compile_step(spec, abstract_state(spec)).as_text()
+    depth = config.model.num_layers // spec.placement.stages
+    stacks = re.findall(rf"= bf16\[(\d+,{depth},2,4096,4096)\](\{{\S+?\}}) get-tuple-element", text)
+    assert stacks and {order for _, order in stacks} == {"{4,3,2,1,0}"}
 
 
 @pytest.mark.parametrize("setting", [{"remat": "full"}, {"microbatch_size": 1}], ids=str)

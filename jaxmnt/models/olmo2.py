@@ -44,14 +44,46 @@ class ProjectionNorm(nnx.Module):
         self.axis, self.size, self.epsilon = axis, heads * width, epsilon
 
     def __call__(self, x_BLHK: jax.Array, placement: Placement) -> jax.Array:
-        squares_BL11 = jnp.sum(jnp.square(x_BLHK.astype(jnp.float32)), axis=(-2, -1), keepdims=True)
-        mean_BL11 = sum_over(self.axis, squares_BL11, placement) / self.size
-        return _scaled(x_BLHK, jax.lax.rsqrt(mean_BL11 + self.epsilon), self.scale[...])
+        return _normalise(self.axis, self.size, self.epsilon, placement, x_BLHK, self.scale[...])
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _normalise(
+    axis: str, size: int, epsilon: float, placement: Placement, x_BLHK: jax.Array, scale_HK: jax.Array
+) -> jax.Array:
+    return _normalise_forward(axis, size, epsilon, placement, x_BLHK, scale_HK)[0]
+
+
+_Saved = tuple[jax.Array, jax.Array, jax.Array]
+"""x, one over its root mean square, and the scale: backward keeps x once, without float32 copies, under every remat
+policy."""
+
+
+def _normalise_forward(
+    axis: str, size: int, epsilon: float, placement: Placement, x_BLHK: jax.Array, scale_HK: jax.Array
+) -> tuple[jax.Array, _Saved]:
+    squares_BL11 = jnp.sum(jnp.square(x_BLHK.astype(jnp.float32)), axis=(-2, -1), keepdims=True)
+    inverse_BL11 = jax.lax.rsqrt(sum_over(axis, squares_BL11, placement) / size + epsilon)
+    return _scaled(x_BLHK, inverse_BL11, scale_HK), (x_BLHK, inverse_BL11, scale_HK)
+
+
+def _normalise_backward(
+    axis: str, size: int, epsilon: float, placement: Placement, saved: _Saved, gradient_BLHK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Through the scale, and through the squares: of i = (s / size + epsilon)^-1/2 the derivative is -i^3 / (2 size),
+    and that of s is 2 x."""
+    x_BLHK, inverse_BL11, scale_HK = saved
+    x32_BLHK = x_BLHK.astype(jnp.float32)
+    backward = jax.vjp(_scaled, x32_BLHK, inverse_BL11, scale_HK)[1]
+    x_gradient_BLHK, inverse_gradient_BL11, scale_gradient_HK = backward(gradient_BLHK.astype(jnp.float32))
+    squares_gradient_BL11 = sum_over(axis, inverse_gradient_BL11 * inverse_BL11**3, placement) / (-2 * size)
+    return (x_gradient_BLHK + 2 * x32_BLHK * squares_gradient_BL11).astype(x_BLHK.dtype), scale_gradient_HK
+
+
+_normalise.defvjp(_normalise_forward, _normalise_backward)
+
+
 def _scaled(x_BLHK: jax.Array, inverse_BL11: jax.Array, scale_HK: jax.Array) -> jax.Array:
-    """Backward keeps x, and not its float32 copies."""
     return (x_BLHK.astype(jnp.float32) * inverse_BL11 * scale_HK).astype(x_BLHK.dtype)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxmnt.config.schema import Train
 from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
@@ -67,13 +68,20 @@ Residuals = list[jax.Array]
 def taken(residuals: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
     """What a unit has left in a slot. By slices, which arrays in host memory have too."""
     cut = lambda one: jax.lax.dynamic_slice(one, (slot, offset, *[0] * (one.ndim - 2)), (1, 1, *one.shape[2:]))
-    return [cut(one).reshape(one.shape[2:]) for one in residuals]
+    return [_row_major(cut(one).reshape(one.shape[2:])) for one in residuals]
 
 
 def placed(residuals: Residuals, kept: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
     """With what a unit leaves."""
     put = lambda one, new: jax.lax.dynamic_update_slice(one, new[None, None], (slot, offset, *[0] * new.ndim))
-    return [put(one, new) for one, new in zip(residuals, kept, strict=True)]
+    return [put(one, _row_major(new)) for one, new in zip(residuals, kept, strict=True)]
+
+
+def _row_major(array: jax.Array) -> jax.Array:
+    """What is put into a stack and taken from it. What is gathered along the length, XLA for GPUs would rather have
+    with the length first; then it gives whole stacks that order, and copies them into another between forward and
+    backward."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 class Backward:
