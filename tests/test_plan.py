@@ -425,8 +425,9 @@ def test_the_gradients_of_large_tables_are_made_when_they_are_added_up():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 @pytest.mark.parametrize("mesh", [("mesh.model=4",), ("mesh.model=2", "mesh.pipeline=2")], ids=str)
-def test_what_forward_has_kept_is_not_copied_into_another_order(mesh):
-    """Of several rows that are gathered along the length, XLA would have the length first: in whole stacks."""
+def test_stacks_are_not_copied_into_another_order(mesh):
+    """What is gathered, XLA would have with the gathered dimension first: in the whole stacks of what forward has kept,
+    and of weights."""
     overrides = (
         "mesh.fsdp=2", *mesh, "train.remat=none", "train.microbatch_size=4", "data.sequence_length=4096",
         "data.global_batch_size=64", "model.num_layers=4",
@@ -438,6 +439,9 @@ def test_what_forward_has_kept_is_not_copied_into_another_order(mesh):
     depth = config.model.num_layers // spec.placement.stages
     stacks = re.findall(rf"= bf16\[(\d+,{depth},2,4096,4096)\](\{{\S+?\}}) get-tuple-element", text)
     assert stacks and {order for _, order in stacks} == {"{4,3,2,1,0}"}
+    width, model = 4096 // 2, config.model.intermediate_size // spec.placement.sizes["model"]
+    assert f"f32[{depth},{model},{width}]" in text, "weights of all layers, on their way out of an MLP"
+    assert not re.findall(rf"= f32\[{width},{depth},{model}\]\S* transpose\(", text)
 
 
 @pytest.mark.parametrize("setting", [{"remat": "full"}, {"microbatch_size": 1}], ids=str)

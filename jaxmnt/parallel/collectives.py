@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxmnt.config.schema import AXES
 from jaxmnt.parallel.sharding import BATCH_AXES, Axes, Placement, is_axes
@@ -52,6 +53,12 @@ def unshard_as_it_is(piece: jax.Array, names: Axes, placement: Placement) -> jax
         return piece
     dimension, over = gathered
     return jax.lax.all_gather(piece, over, axis=dimension, tiled=True)
+
+
+def row_major(array: jax.Array) -> jax.Array:
+    """A part of a stack, as it is put into it or taken out. XLA for GPUs would have what is gathered with the gathered
+    dimension first: then it gives that order to the whole stack, and copies it."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def largest_of_weights(weights: list[jax.Array], axes: list[Axes], placement: Placement) -> list[jax.Array]:

@@ -84,10 +84,12 @@ class Memory(NamedTuple):
     kept: float
     """From forward for backward."""
     rest: float
+    apart: float
+    """Besides the state, while nothing is kept: when weights are gathered once a step, or in a save."""
 
     @property
     def peak(self) -> float:
-        return self.state + self.kept + self.rest
+        return self.state + max(self.kept + self.rest, self.apart)
 
 
 class StateBytes(NamedTuple):
@@ -169,20 +171,32 @@ def estimate_memory(
     stages, parts = scheme.pipeline, scheme.model
     depth = math.ceil(model.depth / (stages * scheme.chunks))
     padding = depth * stages * scheme.chunks / model.depth
-    layers = padding * sum(count * layer.parameters for count, layer in model.layers)
-    ends = model.vocab * model.hidden * (1 if model.tied else 2)
-    own = (layers + ends) / (parts * stages * scheme.fsdp) + model.others / stages
-    kept_bytes = kept_of_row * scheme.rows * slots * depth / model.depth
+    layers = padding * sum(count * layer.parameters for count, layer in model.layers) / (parts * stages)
+    ends = model.vocab * model.hidden * (1 if model.tied else 2) / (parts * stages)
+    own = (layers + ends) / scheme.fsdp + model.others / stages
+    kept = kept_of_row * scheme.rows * slots * depth / model.depth
     gradients = state.gradients * own
-    whole = (layers + ends) / (parts * stages)
-    rest = gradients + _working(
-        model, scheme, gradients, kept_of_row * scheme.rows / model.depth, multiples or MULTIPLES[kind_of(scheme)]
-    )
-    if scheme.fsdp > 1 and scheme.zero < 3:
-        rest += scheme.item * whole
+    of = multiples or MULTIPLES[kind_of(scheme)]
+    rest = gradients + _working(model, scheme, gradients, kept_of_row * scheme.rows / model.depth, of)
     if scheme.fsdp > 1 and scheme.zero == 1:
-        rest += state.gradients * whole - gradients
-    return Memory((state.parameters + state.moments) * own, kept_bytes, rest)
+        rest += state.gradients * (layers + ends) - gradients
+        gradients = state.gradients * (layers + ends)
+    # A save has a second copy of what lies otherwise than it is stored.
+    moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % (parts * stages))
+    stored = state.parameters + state.moments
+    apart = stored * moves / scheme.fsdp
+    if scheme.fsdp > 1 and scheme.zero < 3:
+        rest += scheme.item * (layers + ends)
+        apart = max(apart, _gathering(model, scheme, layers + ends, gradients))
+    return Memory(stored * own, kept, rest, apart)
+
+
+def _gathering(model: ModelShape, scheme: Scheme, whole: float, gradients: float) -> float:
+    """What is in memory besides the state while weights are gathered, once a step: of the largest stack a copy in the
+    order in which it arrives, and gradients, if several microbatches add them up."""
+    stacks = (count * max(one.inputs * one.outputs for one in layer.products) for count, layer in model.layers)
+    copy = scheme.item * max(stacks) / (scheme.model * scheme.pipeline)
+    return scheme.item * whole + copy + (gradients if scheme.microbatches > 1 else 0)
 
 
 def _working(model: ModelShape, scheme: Scheme, gradients: float, kept: float, of: Multiples) -> float:

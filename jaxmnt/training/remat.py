@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxmnt.config.schema import Train
 from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
-from jaxmnt.parallel.collectives import PROJECTED, SCATTERED
+from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, row_major
 from jaxmnt.training.state import HOST_MEMORY
 
 NAMES = (
@@ -68,20 +67,13 @@ Residuals = list[jax.Array]
 def taken(residuals: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
     """What a unit has left in a slot. By slices, which arrays in host memory have too."""
     cut = lambda one: jax.lax.dynamic_slice(one, (slot, offset, *[0] * (one.ndim - 2)), (1, 1, *one.shape[2:]))
-    return [_row_major(cut(one).reshape(one.shape[2:])) for one in residuals]
+    return [row_major(cut(one).reshape(one.shape[2:])) for one in residuals]
 
 
 def placed(residuals: Residuals, kept: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
     """With what a unit leaves."""
     put = lambda one, new: jax.lax.dynamic_update_slice(one, new[None, None], (slot, offset, *[0] * new.ndim))
-    return [put(one, _row_major(new)) for one, new in zip(residuals, kept, strict=True)]
-
-
-def _row_major(array: jax.Array) -> jax.Array:
-    """What is put into a stack and taken from it. What is gathered along the length, XLA for GPUs would rather have
-    with the length first; then it gives whole stacks that order, and copies them into another between forward and
-    backward."""
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+    return [put(one, row_major(new)) for one, new in zip(residuals, kept, strict=True)]
 
 
 class Backward:
