@@ -3,6 +3,7 @@
     python benchmarks/plan_estimates.py --plans 12 --seed 7    compile 12 plans drawn at random, and compare
     python benchmarks/plan_estimates.py --plans 100 --add      the same, and add them to the data of the fit
     python benchmarks/plan_estimates.py                        compare with the data of the fit
+    python benchmarks/plan_estimates.py --again                compile the data of the fit anew, with another program
     python benchmarks/plan_estimates.py --fit                  fit the multiples of `plan/memory.py` to that data
 
 Needs the extra `plan`; no GPU. A plan takes some ten seconds on two cores.
@@ -59,33 +60,51 @@ def drawn(seed: int) -> Iterator[tuple[str, str, int, Candidate]]:
 
 def compiled(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Of so many of 4 GiB and more that about fit: what is needed to estimate them, and what the compiler says."""
-    gpu_devices(find_target("h100")[0], 1, 1)
-    from jaxmnt.plan.search import Search
-
     done = 0
     for name, target, length, one in drawn(seed):
         if done == count:
             return
-        chip, network = find_target(target)
-        batch = one.rows * one.microbatches * one.data * one.fsdp
-        overrides = [f"model.preset={name}", f"data.sequence_length={length}", f"data.global_batch_size={batch}"]
-        config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides)
-        search = Search(config, chip, network, rates_of(chip, network))
-        guess = search.guess(one)
-        if guess is None or guess.memory.peak > 1.1 * search.limit or guess.memory.peak < 2**32:
-            continue
-        try:
-            plan = search.compiled(guess)
-        except ConfigError:  # what only the whole config shows
-            continue
-        done += 1
-        shape, scheme = search.shape, guess.scheme
-        yield {
-            "model": name, "target": target, "scheme": vars(scheme),
-            "shape": [shape.layers, shape.hidden, shape.vocab, shape.tied, shape.others],
-            "kept_of_row": guess.kept_of_row, "slots": guess.slots, "peak": plan.peak,
-            "estimated_peak": round(guess.memory.peak), "seconds": plan.seconds, "estimated_seconds": guess.seconds,
-        }  # fmt: skip
+        record = _compiled(name, target, length, one)
+        if record is not None:
+            done += 1
+            yield record
+
+
+def again(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same plans, by the program as it is now. Those that no longer are of 4 GiB, or fit, are left out."""
+    for record in records:
+        scheme = Scheme(**record["scheme"])
+        one = Candidate(
+            scheme.data, scheme.pipeline, scheme.fsdp, scheme.model, scheme.rows, scheme.microbatches, scheme.chunks,
+            scheme.remat, scheme.zero,
+        )  # fmt: skip
+        if new := _compiled(record["model"], record["target"], scheme.length, one):
+            yield new
+
+
+def _compiled(name: str, target: str, length: int, one: Candidate) -> dict[str, Any] | None:
+    gpu_devices(find_target("h100")[0], 1, 1)
+    from jaxmnt.plan.search import Search
+
+    chip, network = find_target(target)
+    batch = one.rows * one.microbatches * one.data * one.fsdp
+    overrides = [f"model.preset={name}", f"data.sequence_length={length}", f"data.global_batch_size={batch}"]
+    config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides)
+    search = Search(config, chip, network, rates_of(chip, network))
+    guess = search.guess(one)
+    if guess is None or guess.memory.peak > 1.1 * search.limit or guess.memory.peak < 2**32:
+        return None
+    try:
+        plan = search.compiled(guess)
+    except ConfigError:  # what only the whole config shows
+        return None
+    shape = search.shape
+    return {
+        "model": name, "target": target, "scheme": vars(guess.scheme),
+        "shape": [shape.layers, shape.hidden, shape.vocab, shape.tied, shape.others],
+        "kept_of_row": guess.kept_of_row, "slots": guess.slots, "peak": plan.peak,
+        "estimated_peak": round(guess.memory.peak), "seconds": plan.seconds, "estimated_seconds": guess.seconds,
+    }  # fmt: skip
 
 
 def shape_of(record: dict[str, Any]) -> ModelShape:
@@ -166,24 +185,38 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _as_stored(record: dict[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(record))
+    return read
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, metavar="N", help="compile so many, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the draw; default 0")
     parser.add_argument("--add", action="store_true", help="add them to the data of the fit")
+    parser.add_argument("--again", action="store_true", help="compile the data of the fit anew")
     parser.add_argument("--fit", action="store_true", help="fit the multiples to the data")
     options = parser.parse_args()
     if options.plans is not None:
         records = []
-        for record in compiled(options.plans, options.seed):
-            records.append(json.loads(json.dumps(record)))
-            print(told(records[-1]), flush=True)
+        for record in map(_as_stored, compiled(options.plans, options.seed)):
+            records.append(record)
+            print(told(record), flush=True)
             if options.add:
                 with DATA.open("a") as file:
                     file.write(json.dumps(record) + "\n")
         print(summary(records))
         return
     records = [json.loads(line) for line in DATA.read_text().splitlines()]
+    if options.again:
+        new = []
+        for record in map(_as_stored, again(records)):
+            new.append(record)
+            print(told(record), flush=True)
+        DATA.write_text("".join(json.dumps(record) + "\n" for record in new))
+        print(summary(new))
+        return
     if not options.fit:
         print(*map(told, records), summary(records), sep="\n")
         return

@@ -62,6 +62,14 @@ def test_a_step_of_a_known_length_is_taken_from_the_start():
     assert fitted(told, 1e-3)[:2] == pytest.approx((0.0, 1e-4 / 7))
 
 
+@pytest.mark.parametrize("difference", [-1e-5, 0.0, 2e-6])
+def test_a_difference_that_is_too_small_makes_nothing_free(difference):
+    """Of two loops of half a millisecond: one of the collectives between was as good as not there."""
+    told = [one._replace(unsure=5e-5) for one in sent(1e-4, 0.0, 2e9, groups=(2,))]
+    start, _, rate = fitted([told[0]._replace(seconds=difference), *told[1:]])
+    assert 1e-5 < start < 1e-4 and rate == pytest.approx(2e9, rel=0.05)
+
+
 @given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3))
 def test_nothing_is_below_zero(seconds):
     """Whatever was measured, also when more bytes took less time."""

@@ -108,6 +108,13 @@ def test_the_scale_is_noise_over_signal(signal, scale, small):
     assert noise_scale(lines, small, rows) == pytest.approx(scale, rel=1e-6)
 
 
+@pytest.mark.parametrize("spike", [{"small": 3.0, "large": float("nan")}, {"small": 1e30, "large": 3.0}])
+def test_a_step_that_is_not_finite_does_not_count(spike):
+    line = {"gradient_squares": {"small": 1 + 20 / 4, "large": 1 + 20 / 64}}
+    lines = [line] * 50 + [{"gradient_squares": spike}] + [line] * 60
+    assert noise_scale(lines, 4, 64) == pytest.approx(20)
+
+
 @pytest.mark.parametrize("line", [{}, {"gradient_squares": {}}, {"gradient_squares": {"small": 1.0, "large": 2.0}}])
 def test_what_does_not_tell_is_left_out(line):
     """Among others, squares of too few steps, whose difference is chance."""

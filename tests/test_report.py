@@ -289,11 +289,12 @@ def test_a_host_that_is_slow_again_is_told(tmp_path):
 
 
 def test_a_batch_beyond_the_noise_scale(tmp_path):
-    """Squares of which the scale is 20 rows: a batch of 16 is within it, one of 64 is not."""
+    """Squares of which the scale is 20 rows: a batch of 16 is within it, one of 64 is not. A few steps do not tell."""
     of = lambda rows: 1 + 20 / rows
-    for rows, is_beyond in ((16, False), (64, True)):
+    for rows, steps, is_beyond in ((16, 100, False), (64, 99, False), (64, 100, True)):
         lines = {"gradient_squares": {"small": of(4), "large": of(rows)}}
-        found = advised(tmp_path / str(rows), compiled=FULL | {"rows": rows, "rows_of_small_batches": 4}, line=lines)
+        compiled = FULL | {"rows": rows, "rows_of_small_batches": 4}
+        found = advised(tmp_path / f"{rows}-{steps}", compiled=compiled, line=lines, steps=steps)
         assert ("batch beyond the critical size" in found) == is_beyond
     assert (
         "20 rows" in found["batch beyond the critical size"] and "4.2 times" in found["batch beyond the critical size"]

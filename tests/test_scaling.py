@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from conftest import ROOT
 from test_calibration import of_a_cpu
 
 from jaxmnt.bench import __main__ as command
-from jaxmnt.bench.scaling import Wanted
+from jaxmnt.bench import scaling
+from jaxmnt.bench.scaling import Wanted, check
 from jaxmnt.bench.show import as_text, draw
 from jaxmnt.config import load_config
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.report.scaling import FILE, FOLDER, Point, Scaling, Study, read_study
+from jaxmnt.telemetry.events import event_file
 
 
 def point(processes, rows, seconds, predicted=None, waits=0.0, **exposed):
@@ -82,6 +85,58 @@ def test_rows_follow_the_processes(tiny_file):
     rows = config.data.global_batch_size
     assert [wanted.rows("weak", one) for one in (2, 4)] == [rows, 2 * rows]
     assert [wanted.rows("strong", one) for one in (2, 4)] == [rows, rows]
+
+
+def test_a_study_keeps_away_from_the_checkpoints_of_the_run(tiny_file):
+    config = load_config(
+        tiny_file, [f"checkpoint.dir={tiny_file.parent / 'precious'}", "checkpoint.every_minutes=auto"]
+    )
+    wanted = Wanted(tiny_file, config, (), (1, 2), ("weak",), 10, 1, Path("nowhere"))
+    settings = [f"checkpoint.dir={tiny_file.parent / 'precious'}", *wanted.settings("weak", 2), "run.dir=nowhere"]
+    of_a_run = load_config(tiny_file, settings).checkpoint
+    assert (of_a_run.dir, of_a_run.every_minutes, of_a_run.every_steps) == (None, None, 0)
+
+
+def test_processes_have_gpus_of_their_own(tiny_file, monkeypatch):
+    """As many each, whatever their number: else one process would have all of them."""
+    config, called = load_config(tiny_file, []), []
+    wanted = Wanted(tiny_file, config, (), (1, 4), ("weak",), 10, 1, Path("nowhere"), devices_per_process=2)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6,7")
+    with pytest.raises(ConfigError, match="--devices-per-process: processes would share the 6 GPUs"):
+        check(replace(wanted, devices_per_process=None))
+    with pytest.raises(ConfigError, match="4 processes with 2 GPUs each need more than the 6"):
+        check(wanted)
+    monkeypatch.setattr(
+        scaling, "_call", lambda arguments, run_dir, environment: called.append((arguments, environment))
+    )
+    scaling._launch(wanted, 3, Path("nowhere"), ["--config", "x"])
+    [(arguments, environment)] = called
+    assert environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,6,7"} and "--devices-per-process" not in arguments
+    assert not scaling._can_calibrate(wanted)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_job_that_never_ran_is_not_an_earlier_one(tiny_file, tmp_path, monkeypatch, ran):
+    """It ended before it could set aside what the one before had written."""
+    write = lambda at: (event_file(tmp_path, 0)).write_text(
+        "".join(json.dumps({"kind": kind, "time": at, "finished": True}) + "\n" for kind in ("begin", "end"))
+    )
+    event_file(tmp_path, 0).parent.mkdir()
+    write(1.0)
+    wanted = Wanted(tiny_file, load_config(tiny_file, []), (), (1, 2), ("weak",), 10, 1, tmp_path, slurm=True)
+
+    def call(arguments, run_dir):
+        if ran:
+            write(2.0)
+        return "job 7 submitted"
+
+    monkeypatch.setattr(scaling, "_call", call)
+    monkeypatch.setattr(scaling, "_is_there", lambda job: False)
+    if ran:
+        return scaling._submit(wanted, 1, tmp_path, [])
+    with pytest.raises(UserError, match="job 7"):
+        scaling._submit(wanted, 1, tmp_path, [])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="in which all take turns; default 3")
     parser.add_argument("--slurm", action="store_true", help="submit jobs, and wait for them")
-    parser.add_argument("--devices-per-process", type=int, metavar="K", help="virtual CPU devices of each process")
+    parser.add_argument(
+        "--devices-per-process", type=int, metavar="K", help="GPUs of each process, or virtual CPU devices"
+    )
     parser.add_argument("--cores-per-process", type=int, metavar="K", help="bind each process to cores of its own")
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="rates of preflight --calibrate, by which steps are predicted"

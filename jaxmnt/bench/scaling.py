@@ -8,13 +8,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxmnt.config.schema import Config
+from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch.local import check_cores
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
@@ -42,7 +44,7 @@ class Wanted:
     rounds: int
     folder: Path
     devices_per_process: int | None = None
-    """Virtual CPU devices; None for what a process has."""
+    """GPUs, where there are some, or virtual CPU devices; None for what a process has."""
     cores_per_process: int | None = None
     slurm: bool = False
     calibration: Path | None = None
@@ -62,13 +64,16 @@ class Wanted:
         return rows * processes // self.processes[0]
 
     def settings(self, mode: Mode, processes: int) -> list[str]:
-        """Over those of the file. A run of a study neither saves nor evaluates on its way."""
+        """Over those of the file. A run of a study neither saves nor evaluates on its way, and keeps away from what the
+        run itself has saved."""
         return [
             *self.overrides,
             f"data.global_batch_size={self.rows(mode, processes)}",
             f"train.steps={self.steps}",
             "train.eval_every=0",
             "checkpoint.every_steps=0",
+            "checkpoint.every_minutes=null",
+            "checkpoint.dir=null",
             "telemetry.phases=true",
         ]
 
@@ -94,6 +99,7 @@ def check(wanted: Wanted) -> None:
     if wanted.calibration is not None:
         read_calibration(wanted.calibration)
     check_cores(wanted.processes[-1], wanted.cores_per_process)
+    _check_gpus(wanted)
     for mode in wanted.modes:
         for processes in wanted.processes:
             rows = wanted.rows(mode, processes)
@@ -106,6 +112,27 @@ def check(wanted: Wanted) -> None:
                 num_microbatches(wanted.config.model_copy(update={"data": data}), sizes)
             except ConfigError as error:
                 raise ConfigError(f"{error} ({mode} scaling to {processes} processes)") from error
+
+
+def _check_gpus(wanted: Wanted) -> None:
+    gpus, each = len(_gpus(wanted)), wanted.devices_per_process
+    if gpus and each is None:
+        raise ConfigError(
+            f"--devices-per-process: processes would share the {gpus} GPUs of this machine, whatever their number; set "
+            "how many each has"
+        )
+    if gpus and each is not None and wanted.processes[-1] * each > gpus:
+        raise ConfigError(
+            f"--devices-per-process: {wanted.processes[-1]} processes with {each} GPUs each need more than the {gpus} "
+            "of this machine; lower one of them, or set --slurm"
+        )
+
+
+def _gpus(wanted: Wanted) -> list[str]:
+    """Those of this machine that a study here may use."""
+    if wanted.slurm or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    return visible_gpus(os.environ, gpus_here())
 
 
 def measure(wanted: Wanted, say: Callable[[str], None]) -> Study:
@@ -121,8 +148,11 @@ def measure(wanted: Wanted, say: Callable[[str], None]) -> Study:
             found.setdefault((mode, processes), []).append(one)
             say(f"{mode:6} {processes} × process, round {number}: {1e3 * one.seconds:,.1f} ms a step")
             file = wanted.calibration or rates.get(processes)
-            if number == 1 and file is not None:
-                predictions[mode, processes] = _predict(wanted, mode, processes, one.devices, file)
+            if number == 1 and file is not None and wanted.predicts:
+                try:
+                    predictions[mode, processes] = _predict(wanted, mode, processes, one.devices, file)
+                except UserError as error:  # what was measured is worth more
+                    say(f"note   {mode} {processes} × process: {error}")
     return _study(wanted, found, predictions)
 
 
@@ -181,33 +211,42 @@ def _run(wanted: Wanted, mode: Mode, processes: int) -> _Measured:
 
 
 def _launch(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str], *more: str) -> None:
-    own = [] if wanted.devices_per_process is None else ["--devices-per-process", str(wanted.devices_per_process)]
+    gpus, each = _gpus(wanted), wanted.devices_per_process
+    own = [] if each is None or gpus else ["--devices-per-process", str(each)]
     own += [] if wanted.cores_per_process is None else ["--cores-per-process", str(wanted.cores_per_process)]
     preflight = ["--preflight"] if "--calibrate" in arguments else []
-    _call(["local", "--processes", str(processes), *own, *preflight, "--", *arguments, *more], run_dir)
+    # `launch local` shares out what is visible.
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: processes * each])} if each and gpus else {}
+    _call(["local", "--processes", str(processes), *own, *preflight, "--", *arguments, *more], run_dir, visible)
 
 
 def _submit(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str], *more: str) -> None:
     """A job, and waits for its end."""
+    before = read_lines(event_file(run_dir, 0))
     told = _call(["slurm", "--nodes", str(processes), *arguments, *more], run_dir)
     job = re.match(r"job (\d+)", told)
     assert job is not None, told
     while _is_there(job[1]):
         time.sleep(_POLL_SECONDS)
     events = read_lines(event_file(run_dir, 0))
-    if not events or events[-1]["kind"] != "end":
+    if not events or events[-1]["kind"] != "end" or events[:1] == before[:1]:
         raise UserError(f"{told.splitlines()[0]} ended before its run had; its log says why")
 
 
 def _is_there(job: str) -> bool:
     """Whether Slurm still has something to do for a job."""
     asked = subprocess.run(["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True)
-    return asked.returncode == 0 and bool(asked.stdout.strip())
+    if asked.returncode:  # its controller may only be busy
+        return "Invalid job id" not in asked.stderr
+    return bool(asked.stdout.strip())
 
 
-def _call(arguments: list[str], run_dir: Path) -> str:
+def _call(arguments: list[str], run_dir: Path, environment: Mapping[str, str] = MappingProxyType({})) -> str:
     """What `jaxmnt.launch` prints. Raises `UserError` with the last line of a run that fails."""
-    done = subprocess.run([sys.executable, "-m", "jaxmnt.launch", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmnt.launch", *arguments], capture_output=True, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "jaxmnt: error:" in line] or done.stderr.splitlines()
         last = lines[0].partition("jaxmnt: error: ")[2] or lines[0] if lines else ""
@@ -238,7 +277,7 @@ def _read(run_dir: Path, steps: int) -> _Measured:
 
 def _can_calibrate(wanted: Wanted) -> bool:
     """On the CPUs of this machine; GPUs have data sheets."""
-    on_cpu = wanted.devices_per_process is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or (wanted.devices_per_process is not None and not _gpus(wanted))
     return wanted.predicts and wanted.calibration is None and not wanted.slurm and on_cpu
 
 
@@ -253,9 +292,10 @@ def _calibrate(wanted: Wanted, processes: int, say: Callable[[str], None]) -> Pa
 
 
 def _predict(wanted: Wanted, mode: Mode, processes: int, devices: int, rates: Path) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and of exposed communication by axis."""
-    kind = read_calibration(rates).kind
-    target = ["--devices", str(devices)] if kind == CPU else ["--target", _target(kind)]
+    """Seconds of a step, and of exposed communication by axis. Raises `UserError` where there is no prediction."""
+    kind, hosts = read_calibration(rates).kind, processes if wanted.slurm else 1
+    target = ["--devices", str(devices)] if kind == CPU else ["--target", _target(kind), "--hosts", str(hosts)]
+    target += ["--devices-per-host", str(devices // hosts)]
     done = subprocess.run(
         [sys.executable, "-m", "jaxmnt.train", "--config", str(wanted.config_file), "--dry-run", "--json", *target,
          "--calibration", str(rates), *wanted.settings(mode, processes), f"run.dir={wanted.folder}"],

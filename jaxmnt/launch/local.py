@@ -372,6 +372,8 @@ def local_run(
     if not train_arguments:
         raise ConfigError(f"give the arguments of {module[0]} after --, such as: -- --config configs/quickstart.yaml")
     options = parse(train_arguments)
+    if options.config is None:
+        raise ConfigError("--config: several processes need a config; give its file after --")
     config = load_config(options.config, options.overrides)
     for key in VARIABLES:
         if getattr(config.cluster, key) is not None:

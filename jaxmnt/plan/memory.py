@@ -38,30 +38,47 @@ class Multiples(NamedTuple):
     """More of them with remat full."""
     narrow_again: float
     head: float
-    """In the loss, of the head's gradient in float32."""
+    """In the loss, of the head's gradient in float32, if the loss is in chunks, whose gradients are added up."""
+    head_at_once: float
+    """The same of a loss that is in one."""
     head_tied: float
     """Of that, if the head is the embedding."""
     head_narrow: float
     """In the loss, of the residual stream."""
     head_weights: float
     """In the loss, of a layer's weights."""
-    rest: float
-    """In the loss, GiB."""
+    logits: float
+    """In the loss, of a chunk's in float32."""
     gradients: float
     """Of the gradients, copies in another order."""
     gradients_apart: float
-    """More if the last microbatch is a program of its own."""
+    """More if the last of several microbatches is a program of its own."""
     head_apart: float
     """Of the head's gradient, if the last microbatch is a program of its own."""
+    gradients_of_two: float
+    """The same of two microbatches, where the first one is, too."""
+    head_of_two: float
 
 
 MULTIPLES = {
-    "sharded": Multiples(7.04, 2.52, 3.61, 0.21, 1.32, 2.02, 1.78, 0.72, 3.70, 1.97, 0.50, 0.26, 0.00, 1.61),
-    "whole": Multiples(0.00, 3.15, 3.80, 2.57, 0.69, 2.60, 1.75, 1.65, 0.00, 2.03, 0.06, 0.00, 0.09, 0.09),
-    "stages": Multiples(1.79, 4.01, 2.19, 0.43, 1.22, 0.00, 3.00, 0.95, 1.99, 0.60, 0.21, 0.00, 0.30, 0.00),
-    "chunks": Multiples(2.99, 3.09, 1.05, 0.01, 0.75, 1.23, 2.91, 1.03, 7.99, 0.72, 0.00, 0.02, 0.58, 0.11),
-    "ZeRO 2": Multiples(0.00, 2.88, 8.44, 0.37, 0.00, 11.89, 1.32, 0.00, 0.00, 3.40, 0.00, 0.05, 0.37, 0.15),
-    "ZeRO 1": Multiples(3.89, 0.70, 2.23, 0.00, 5.89, 3.41, 1.30, 0.60, 1.51, 1.04, 0.53, 0.00, 0.15, 0.11),
+    "sharded": Multiples(
+        4.77, 3.58, 4.16, 0.06, 1.04, 4.83, 2.47, 2.59, 0.72, 2.16, 0.03, 1.80, 0.00, 0.03, 0.06, 0.12, 0.91
+    ),
+    "whole": Multiples(
+        5.06, 2.52, 0.00, 0.84, 1.90, 6.75, 1.41, 0.00, 1.90, 0.00, 0.53, 2.17, 0.00, 0.00, 0.33, 0.04, 0.00
+    ),
+    "stages": Multiples(
+        0.88, 2.95, 3.94, 0.28, 2.16, 1.74, 0.91, 0.36, 1.46, 2.78, 2.44, 1.04, 0.00, 1.18, 0.55, 0.49, 0.19
+    ),
+    "chunks": Multiples(
+        2.07, 2.05, 1.88, 0.33, 2.02, 3.86, 1.46, 0.30, 1.21, 4.13, 0.97, 1.19, 0.00, 1.05, 0.55, 1.50, 0.43
+    ),
+    "ZeRO 2": Multiples(
+        0.07, 1.45, 6.73, 0.78, 0.00, 16.02, 1.54, 0.00, 0.36, 0.00, 2.96, 0.00, 0.00, 0.63, 0.10, 0.37, 0.38
+    ),
+    "ZeRO 1": Multiples(
+        3.97, 3.55, 1.87, 0.21, 4.41, 0.00, 0.79, 1.34, 1.01, 0.00, 4.28, 0.61, 0.00, 0.55, 1.23, 0.83, 1.31
+    ),
 }
 """By kind of program, fitted by `benchmarks/plan_estimates.py --fit`. A few programs have copies that none of these
 explains: XLA copies what is kept, or gradients, where it could reuse them."""
@@ -163,10 +180,12 @@ def estimate_memory(
     slots: int = 1,
     state: StateBytes = _ADAMW,
     multiples: Multiples | None = None,
+    loss_chunk: float = 2**28,
 ) -> Memory:
     """A step's peak.
 
     `kept_of_row` is what a row leaves in all layers (`Kept`). A stage keeps at most `slots` microbatches of a chunk.
+    `loss_chunk` are the bytes of logits that the loss makes at a time.
     """
     stages, parts = scheme.pipeline, scheme.model
     depth = math.ceil(model.depth / (stages * scheme.chunks))
@@ -177,7 +196,7 @@ def estimate_memory(
     kept = kept_of_row * scheme.rows * slots * depth / model.depth
     gradients = state.gradients * own
     of = multiples or MULTIPLES[kind_of(scheme)]
-    rest = gradients + _working(model, scheme, gradients, kept_of_row * scheme.rows / model.depth, of)
+    rest = gradients + _working(model, scheme, gradients, kept_of_row * scheme.rows / model.depth, of, loss_chunk)
     if scheme.fsdp > 1 and scheme.zero == 1:
         rest += state.gradients * (layers + ends) - gradients
         gradients = state.gradients * (layers + ends)
@@ -199,7 +218,9 @@ def _gathering(model: ModelShape, scheme: Scheme, whole: float, gradients: float
     return scheme.item * whole + copy + (gradients if scheme.microbatches > 1 else 0)
 
 
-def _working(model: ModelShape, scheme: Scheme, gradients: float, kept: float, of: Multiples) -> float:
+def _working(
+    model: ModelShape, scheme: Scheme, gradients: float, kept: float, of: Multiples, loss_chunk: float
+) -> float:
     """What is in memory besides state, gradients and what is kept, of a layer `kept`."""
     tokens = scheme.rows * scheme.length
     largest = max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
@@ -211,9 +232,14 @@ def _working(model: ModelShape, scheme: Scheme, gradients: float, kept: float, o
     again = scheme.remat == "full"
     backward = of.weights * weights + of.wide * wide + of.narrow * narrow + of.kept * kept
     backward += again * (of.wide_again * wide + of.narrow_again * narrow)
-    loss = of.head * head * (of.head_tied if model.tied else 1)
-    loss += of.head_narrow * narrow + of.head_weights * weights + of.rest * 2**30
+    logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)
+    chunks = math.ceil(logits / loss_chunk)
+    loss = head * (of.head if chunks > 1 else of.head_at_once) * (of.head_tied if model.tied else 1)
+    loss += of.head_narrow * narrow + of.head_weights * weights + of.logits * logits / chunks
     # With `data` and ZeRO 3 the last of several microbatches sums gradients while it goes back.
-    apart = scheme.data > 1 and scheme.zero == 3 and scheme.pipeline == 1 and scheme.microbatches > 1
-    copies = of.gradients * gradients + apart * (of.gradients_apart * gradients + of.head_apart * head)
+    copies = of.gradients * gradients
+    if scheme.data > 1 and scheme.zero == 3 and scheme.pipeline == 1 and scheme.microbatches > 1:
+        two = scheme.microbatches == 2
+        copies += gradients * (of.gradients_of_two if two else of.gradients_apart)
+        copies += head * (of.head_of_two if two else of.head_apart)
     return max(backward, loss) + copies

@@ -134,7 +134,9 @@ class Search:
             idle=schedule.idle, ticks=schedule.ticks, remat=one.remat,
             dtype=self.dtype(one.precision), kept=row * one.rows / one.pipeline,
         )  # fmt: skip
-        memory = estimate_memory(self.shape, scheme, row, schedule.slots, self._state)
+        memory = estimate_memory(
+            self.shape, scheme, row, schedule.slots, self._state, loss_chunk=self.config.train.loss_chunk_mib * 2**20
+        )
         software = software_of(scheme, _overlap(one))
         found = estimate(self.shape, scheme, self.rates, self.network.domain, software)
         return Guess(one, scheme, found, memory, row, schedule.slots)

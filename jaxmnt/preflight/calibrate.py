@@ -29,6 +29,7 @@ from jaxmnt.distributed.process_group import host_names, software
 from jaxmnt.models import cudnn
 from jaxmnt.models.kernels import device_capability
 from jaxmnt.plan.calibration import Attention, Calibration, Collective, Products
+from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.hlo import Program
 from jaxmnt.plan.rates import (
     BETWEEN_HOSTS,
@@ -66,7 +67,9 @@ class Scale(NamedTuple):
     payloads: tuple[int, ...]
     """Bytes of a collective."""
     work: int
-    """Width of the products between two collectives; 0: there are none."""
+    """Width of the products between two collectives."""
+    rounds: int
+    """Of a loop of work and a collective."""
     layers: tuple[tuple[int, int, int], ...]
     """(B · L, D, F) of a layer's work besides products."""
 
@@ -74,17 +77,23 @@ class Scale(NamedTuple):
 ON_CPU = Scale(
     products=(("float32", (64, 256, 1024, 4096)), ("bfloat16", (64, 1024))), layouts=(False, True),
     most_flops=9e9, least_flops=5e8, pairs=2, payloads=(1 << 14, 1 << 17, 1 << 20, 1 << 24), work=256,
-    layers=((1024, 128, 344), (4096, 256, 688)),
+    rounds=10, layers=((1024, 128, 344), (4096, 256, 688)),
 )  # fmt: skip
 ON_GPU = Scale(
     products=(("bfloat16", (1024, 4096, 16384)), ("float8", (2048, 8192))), layouts=(False,),
-    most_flops=1e13, least_flops=1e11, pairs=32, payloads=(1 << 20, 1 << 25, 1 << 28), work=0,
-    layers=((8192, 4096, 14336),),
+    most_flops=1e13, least_flops=1e13, pairs=32, payloads=(1 << 20, 1 << 25, 1 << 28), work=256,
+    rounds=30, layers=((8192, 4096, 14336),),
 )  # fmt: skip
 _LENGTHS, _TOKENS, _HEADS, _KV_HEADS, _HEAD_WIDTH = (2048, 8192), 16384, 32, 8, 128
+_ATTENDED = 16
+"""Times in a program, beside which its start does not count."""
 _COPIED = 1 << 28
-_ROUNDS = 10
-"""Of a loop of work and a collective."""
+_LARGEST_HOST = 8
+"""GPUs. What reaches more by NVLink is a rack."""
+_LEAST_SHAPES = 4
+"""Of products of a dtype, whatever the time."""
+_UNSURE = 0.1
+"""Of a loop's seconds without a collective: so much the difference of two loops may be wrong by."""
 _LEAST_SECONDS = 1e-14
 """Of a byte that is sent: where bytes do not matter."""
 _LAYERS, _HEADS_OF_LAYER, _ROW = 8, 4, 256
@@ -99,11 +108,15 @@ def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Cali
     scale = scale or (ON_CPU if on_cpu else ON_GPU)
     bench = _Bench(devices, identity)
     has_float8 = not on_cpu and device_capability(devices[0]) >= LEAST_FLOAT8
-    products = [
-        _products(bench, scale, sizes, dtype, gradient)
+    wanted = [
+        (sizes, dtype, gradient)
         for dtype, sizes in scale.products
         for gradient in scale.layouts
         if dtype != "float8" or has_float8
+    ]
+    products = [
+        _products(bench, scale, *one, until=_PRODUCTS_SECONDS * number / len(wanted))
+        for number, one in enumerate(wanted, 1)
     ]
     memory, instruction = _memory(bench, scale), _instruction(bench) if on_cpu else 0.0
     attention = None if on_cpu else _attention(bench)
@@ -165,9 +178,11 @@ class _Bench:
 # What devices compute.
 
 
-def _products(bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, gradient: bool) -> Products:
-    """In random order. What is too large, or is not begun in time, is said to attain what the nearest does that was
-    measured."""
+def _products(
+    bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, gradient: bool, until: float
+) -> Products:
+    """In random order, the extreme shapes first. What is too large, or is not begun `until` then, is said to attain
+    what the nearest does that was measured."""
     arrays: dict[tuple[int, int, int], jax.Array] = {}
 
     def given(place: int, rows: int, columns: int) -> jax.Array:
@@ -191,10 +206,10 @@ def _products(bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, g
     places = bench.array((1,), jnp.int32)
     found: dict[tuple[int, ...], float] = {}
     shapes = list(combinations(sizes, repeat=3))
-    for place in np.random.default_rng(0).permutation(len(shapes)):
-        m, n, k = shapes[place]
+    in_turn = [shapes[place] for place in np.random.default_rng(0).permutation(len(shapes))]
+    for m, n, k in sorted(in_turn, key=lambda shape: not {*shape} <= {sizes[0], sizes[-1]}):
         flops = 2.0 * m * n * k
-        if flops > scale.most_flops or (found and bench.elapsed > _PRODUCTS_SECONDS):
+        if flops > scale.most_flops or (len(found) >= _LEAST_SHAPES and bench.elapsed > until):
             continue
         times = max(1, int(scale.least_flops // flops))
         pairs = min(scale.pairs, times)
@@ -287,15 +302,33 @@ def _attention(bench: _Bench) -> Attention:
             out, backward = jax.vjp(attend, q, k, v)
             return backward(out)
 
-        forward = bench.compiled(attend, q, k, v)
-        with_backward = bench.compiled(both, q, k, v)
-        ahead.append(bench.seconds(partial(forward, q, k, v)))
-        back.append(bench.seconds(partial(with_backward, q, k, v)) - ahead[-1])
+        forward, with_backward = (_repeated(bench, one, q, k, v) for one in (attend, both))
+        ahead.append(forward)
+        back.append(with_backward - forward)
     flops = [2 * 2.0 * _TOKENS * _HEADS * length / 2 * _HEAD_WIDTH for length in _LENGTHS]
     slope, offset = _line([1 / length for length in _LENGTHS], [t / f for t, f in zip(ahead, flops, strict=True)])
     half = max(0.0, slope / offset)
     long = 1 + half / _LENGTHS[-1]
     return Attention(forward=flops[-1] * long / ahead[-1], backward=2.5 * flops[-1] * long / back[-1], half_length=half)
+
+
+def _repeated(bench: _Bench, function: Callable[..., Any], *arrays: jax.Array) -> float:
+    """Seconds of one of many times in a program."""
+
+    def once(number: jax.Array, found: jax.Array, *given: jax.Array) -> jax.Array:
+        again, number = jax.lax.optimization_barrier((given, number))  # or it would be done once, before the loop
+        parts = [
+            jax.lax.dynamic_slice(one, [0 * number] * one.ndim, [1] * one.ndim)
+            for one in jax.tree.leaves(function(*again))
+        ]
+        return found + sum(parts, jnp.zeros((), found.dtype)).reshape(found.shape)
+
+    def many(*given: jax.Array) -> jax.Array:
+        zero = jnp.zeros((1,), given[0].dtype)
+        return jax.lax.fori_loop(0, _ATTENDED, lambda number, found: once(number, found, *given), zero)
+
+    program = bench.compiled(many, *arrays)
+    return bench.seconds(partial(program, *arrays)) / _ATTENDED
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -328,6 +361,8 @@ class _Sent(NamedTuple):
     steps: int
     bytes: float
     seconds: float
+    unsure: float = 0.0
+    """By so many seconds that figure may be wrong."""
 
 
 def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Collective]:
@@ -338,8 +373,9 @@ def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Coll
         for (place, _), grid in groups.items():
             for kind in _KINDS:
                 if number < 2 or bench.elapsed < _ALL_SECONDS:
-                    sent.setdefault((kind, place), []).append(_send(bench, kind, grid, payload, scale.work))
-    steps = {} if scale.work else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
+                    sent.setdefault((kind, place), []).append(_send(bench, scale, kind, grid, payload))
+    on_cpu = bench.devices[0].platform == "cpu"
+    steps = {} if on_cpu else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
     found = []
     for (kind, place), each in sent.items():
         start, step, rate = fitted(each, steps.get(place, 0.0))
@@ -348,38 +384,45 @@ def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Coll
 
 
 def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tuple[tuple[str, int], np.ndarray]]:
-    """By place and size, the devices in rows of a group."""
+    """By place and size, the devices in rows of a group. None, if processes would be left out."""
+    domain = max((chip.domain for chip in CHIPS.values() if chip.kind == devices[0].device_kind), default=1)
+    in_racks = domain > _LARGEST_HOST
+    if in_racks and len(devices) <= domain:
+        hosts = [""] * len(devices)  # as in a plan, a rack counts as a host
     by_host = {host: [one for one, at in zip(devices, hosts, strict=True) if at == host] for host in sorted(set(hosts))}
     each = min(map(len, by_host.values()))
     grid = np.array([own[:each] for own in by_host.values()])  # [hosts, devices of each]
-    for place, rows in ((WITHIN_HOST, grid), (BETWEEN_HOSTS, grid.T)):
+    if {one.process_index for one in grid.flat} != {one.process_index for one in devices}:
+        return
+    # Of several racks, which host is in which is not known.
+    places = [(WITHIN_HOST, grid)] if in_racks else [(WITHIN_HOST, grid), (BETWEEN_HOSTS, grid.T)]
+    for place, rows in places:
         for size in sorted({2, rows.shape[1]}):
             if 2 <= size <= rows.shape[1] and rows.shape[1] % size == 0:
                 yield (place, size), rows.reshape(-1, size)
 
 
-def _send(bench: _Bench, kind: str, grid: np.ndarray, payload: int, work: int) -> _Sent:
-    """With `work`, the collective is measured between products of that width, as it is in a step: processes on CPUs
-    look for what has arrived every few milliseconds, but at once if they have just looked."""
+def _send(bench: _Bench, scale: Scale, kind: str, grid: np.ndarray, payload: int) -> _Sent:
+    """Between products, as it is in a step: processes on CPUs look for what has arrived every few milliseconds, but at
+    once if they have just looked. And many times in a program, whose start takes longer than a collective on GPUs."""
     act, whole = _KINDS[kind]
     size = grid.shape[1]
     mesh = Mesh(grid, ("groups", "group"))
     share = payload // 4 // size
     array = bench.array((share * size if whole else share,), mesh=mesh)
-    send = partial(act, size=size)
-    if work:
-        seconds = _beside_work(bench, send, array, mesh, work)
-    else:
-        program = bench.compiled(send, array, mesh=mesh)
-        seconds = bench.seconds(partial(program, array))
+    seconds, work = _beside_work(bench, scale, partial(act, size=size), array, mesh)
     if kind == "collective-permute":
-        return _Sent(1, payload, seconds)
-    return _Sent(rounds_of(kind) * (size - 1), rounds_of(kind) * payload * (size - 1) / size, seconds)
+        return _Sent(1, payload, seconds, _UNSURE * work)
+    sent = rounds_of(kind) * payload * (size - 1) / size
+    return _Sent(rounds_of(kind) * (size - 1), sent, seconds, _UNSURE * work)
 
 
-def _beside_work(bench: _Bench, send: Callable[[Any], Any], array: jax.Array, mesh: Mesh, width: int) -> float:
-    """Seconds of sending in a loop that also multiplies, less those of the loop that only multiplies."""
-    square_NN = bench.array((width, width), mesh=mesh)
+def _beside_work(
+    bench: _Bench, scale: Scale, send: Callable[[Any], Any], array: jax.Array, mesh: Mesh
+) -> tuple[float, float]:
+    """Seconds of sending in a loop that also multiplies, less those of the loop that only multiplies; and the
+    latter."""
+    square_NN = bench.array((scale.work, scale.work), mesh=mesh)
 
     def loop(x: jax.Array, y_NN: jax.Array, send: Callable[[Any], Any]) -> jax.Array:
         def once(_: int, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -387,34 +430,42 @@ def _beside_work(bench: _Bench, send: Callable[[Any], Any], array: jax.Array, me
             product_NN = 0.01 * jnp.dot(product_NN, y_NN)
             return 0.5 * x + send(x + product_NN[0, 0])[0], product_NN
 
-        return jax.lax.fori_loop(0, _ROUNDS, once, (x, y_NN))[0]
+        return jax.lax.fori_loop(0, scale.rounds, once, (x, y_NN))[0]
 
     times = []
     for each in (send, lambda x: x):
         program = bench.compiled(partial(loop, send=each), array, square_NN, mesh=mesh)
-        times.append(bench.seconds(partial(program, array, square_NN)) / _ROUNDS)
-    return max(times[0] - times[1], _LEAST_SECONDS)
+        times.append(bench.seconds(partial(program, array, square_NN)) / scale.rounds)
+    return times[0] - times[1], times[1]
 
 
 def fitted(sent: Sequence[_Sent], step: float = 0.0) -> tuple[float, float, float]:
-    """(start, step, rate) that meet the seconds best, relative errors counting; none is below zero. Groups of one size
-    alone do not tell a step from the start: it is then `step`, as far as there is room."""
+    """(start, step, rate) that meet the seconds best, relative errors counting; none is below zero. What is not surely
+    above nothing is left out, if enough others tell. Groups of one size alone do not tell a step from the start: it is
+    then `step`, as far as there is room."""
+    sure = [one for one in sent if one.seconds > one.unsure]
+    sizes = len({one.steps for one in sent})
+    if len(sure) > 1 and len({one.steps for one in sure}) == sizes:
+        sent = sure
     columns: dict[str, list[float]] = {
         "start": [1.0] * len(sent),
         "step": [one.steps for one in sent],
         "bytes": [one.bytes for one in sent],
     }
-    if len(set(columns["step"])) == 1:
+    if sizes == 1:
         del columns["step"]
+    scales = np.array([max(one.seconds, one.unsure) for one in sent])
     solved: dict[str, float] = {}
-    while not solved or min(solved.values()) < 0:
-        if solved:
-            del columns[min(solved, key=lambda name: solved[name])]
-        weighted = np.array([*columns.values()]).T / np.array([[one.seconds] for one in sent])
-        found = np.linalg.lstsq(weighted, np.ones(len(sent)), rcond=None)[0]
+    while columns and (not solved or min(solved.values()) < 0):
+        weighted = np.array([*columns.values()]).T / scales[:, None]
+        found = np.linalg.lstsq(weighted, [one.seconds for one in sent] / scales, rcond=None)[0]
         solved = dict(zip(columns, map(float, found), strict=True))
+        least = min(solved, key=lambda name: solved[name])
+        if solved[least] < 0:
+            del columns[least]
+    solved = {name: solved[name] for name in columns}
     start, rate = solved.get("start", 0.0), 1 / max(solved.get("bytes", 0.0), _LEAST_SECONDS)
-    if len({one.steps for one in sent}) > 1:
+    if sizes > 1:
         return start, solved.get("step", 0.0), rate
     step = min(step, start / sent[0].steps)
     return start - step * sent[0].steps, step, rate

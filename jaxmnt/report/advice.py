@@ -233,12 +233,14 @@ def _learning_rate(seen: _Seen) -> Iterator[Advice]:
 def _batch(seen: _Seen) -> Iterator[Advice]:
     """Of a batch as large as the noise scale the loss needs twice the tokens that the smallest batches need."""
     rows = number(seen.program, "rows")
-    lines = [line for attempt in seen.attempts for line in attempt.steps]
+    # Of another attempt small batches may have had another size.
+    lines = next((one.steps for one in reversed(seen.attempts) if seen.program in one.events), ())
+    lines = [line for line in lines if line.get("gradient_squares")]
     scale = noise_scale(lines, number(seen.program, "rows_of_small_batches"), rows)
-    if scale is not None and rows > scale:
+    if scale is not None and rows > scale and len(lines) >= STEPS:
         yield Advice(
             "batch beyond the critical size",
-            f"a step has {rows:g} rows, and the gradient noise scale of the last {min(len(lines), STEPS)} steps is "
+            f"a step has {rows:g} rows, and the gradient noise scale of the last {STEPS} steps is "
             f"{scale:,.3g} rows: a loss needs about {1 + rows / scale:.1f} times the tokens that small batches need",
             "lower data.global_batch_size for fewer tokens, keep it for fewer steps (McCandlish et al. 2018, "
             "arXiv:1812.06162)",

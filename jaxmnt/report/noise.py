@@ -20,8 +20,10 @@ def noise_scales(lines: Sequence[Record], small: float, rows: float) -> list[flo
     told = [line.get("gradient_squares") for line in lines]
     if not 0 < small < rows or not any(told):
         return [None] * len(lines)
-    squares = [one if isinstance(one, dict) else {} for one in told]
-    of_small, of_all = (_recent_sums([number(one, name) for one in squares]) for name in ("small", "large"))
+    pairs = [(number(one, "small"), number(one, "large")) if isinstance(one, dict) else (0.0, 0.0) for one in told]
+    # Of a step that is not finite neither counts.
+    whole = np.array([pair if min(pair) > 0 else (0.0, 0.0) for pair in pairs])
+    of_small, of_all = _recent_sums(whole[:, 0]), _recent_sums(whole[:, 1])
     signal = (rows * of_all - small * of_small) / (rows - small)
     noise = (of_small - of_all) / (1 / small - 1 / rows)
     return [float(n / s) if n > 0 and s > 0 else None for n, s in zip(noise, signal, strict=True)]
@@ -32,8 +34,9 @@ def noise_scale(lines: Sequence[Record], small: float, rows: float) -> float | N
     return (noise_scales(lines[-STEPS:], small, rows) or [None])[-1]
 
 
-def _recent_sums(values: Sequence[float]) -> np.ndarray:
-    """At each place, of the last `STEPS` values."""
-    sums = np.cumsum(values)
-    sums[STEPS:] -= sums[:-STEPS].copy()
+def _recent_sums(values: np.ndarray) -> np.ndarray:
+    """At each place, of the last `STEPS` values. Each anew: by differences of running sums, a spike would leave its
+    rounding behind."""
+    padded = np.concatenate([np.zeros(STEPS - 1), values])
+    sums: np.ndarray = np.lib.stride_tricks.sliding_window_view(padded, STEPS).sum(axis=1)
     return sums

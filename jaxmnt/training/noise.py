@@ -72,6 +72,8 @@ def _apart(spec: StepSpec, names: Axes) -> frozenset[str] | None:
         return None
     batch = frozenset(axis for axis in BATCH_AXES if placement.sizes[axis] > 1)
     gathered = placement.gathered_axes(names)
-    if spec.config.mesh.zero == 1 or gathered is None:
+    if gathered is None:
         return batch
+    if spec.config.mesh.zero == 1:  # which sums over all that are gathered at the end of the step
+        return batch if set(gathered[1]) <= set(BATCH_AXES) else None
     return batch - set(gathered[1])
