@@ -196,6 +196,42 @@ def test_communication_that_is_under_way_delays_what_comes_next():
     assert (first.exposed, second.exposed) == (pytest.approx(10), pytest.approx(15))
 
 
+# Ticks of a pipeline, in two of three of which a stage has layers to go through.
+TICKS = """
+%busy (c: (s32[], bf16[100,50])) -> (s32[], bf16[100,50]) {
+  %c = (s32[], bf16[100,50]{1,0}) parameter(0)
+  ROOT %loop = (s32[], bf16[100,50]{1,0}) while(%c), condition=%test, body=%layer, backend_config={"known_trip_count":{"n":"5"}}, metadata={op_name="jit(step)/busy/while"}
+}
+
+%idle (c: (s32[], bf16[100,50])) -> (s32[], bf16[100,50]) {
+  ROOT %c = (s32[], bf16[100,50]{1,0}) parameter(0)
+}
+
+%tick (c: (s32[], bf16[100,50])) -> (s32[], bf16[100,50]) {
+  %c = (s32[], bf16[100,50]{1,0}) parameter(0)
+  %flag = pred[] parameter(1)
+  ROOT %choice = (s32[], bf16[100,50]{1,0}) conditional(%flag, %c, %c), true_computation=%busy, false_computation=%idle
+}
+
+ENTRY"""  # noqa: E501
+
+
+def test_links_do_not_fall_behind_in_a_loop_of_conditions():
+    """A stage waits for no more than what was sent, however many ticks there are."""
+    before, after = OVERLAPPING.split("ENTRY")
+    after = after.replace("body=%layer", "body=%tick").replace('"n":"5"', '"n":"12"')
+    after = after.replace(
+        "  %loop =", "  %first = bf16[100,10]{1,0} fusion(%x, %x), kind=kOutput, calls=%product\n  %loop ="
+    )
+    last = "%sum = f32[10]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add"
+    text = before + TICKS + after.replace("  ROOT", f"  {last}\n  ROOT")
+    rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e6, 1.0, 1.0, 1.0)
+    step = play(Program(text), 4, rates, share=lambda where: 2 / 3 if "busy" in where else None)
+    gather, scatter, last = step.collectives
+    assert last.exposed == pytest.approx(0.5) and gather.times == pytest.approx(12 * 5 * 2 / 3)
+    assert (gather.exposed, scatter.exposed) == (pytest.approx(2 * gather.times), pytest.approx(0.5 * gather.times))
+
+
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [

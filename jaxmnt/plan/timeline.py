@@ -176,8 +176,13 @@ class _Player:
         more = rounds - 1
         again = self.computation(body, after, times * more, conditional)
         on = lambda first, second: first + more * (second - first)
-        links = tuple(map(on, after.links, again.links))
-        return _Now(on(after.work, again.work), links, on(after.flops, again.flops))
+        work = on(after.work, again.work)
+        # What a round starts it waits for: its links are over as long before its end as in the second.
+        links = tuple(
+            first if second == first else work - (again.work - second)
+            for first, second in zip(after.links, again.links, strict=True)
+        )
+        return _Now(work, links, on(after.flops, again.flops))
 
     def _condition(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
         """The mean of its branches. Which is taken how often the outermost condition says, by what is under it; one
