@@ -17,6 +17,7 @@ from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import job
 from jaxmnt.launch.local import launch, local_run
 from jaxmnt.launch.restarts import Restarts
+from jaxmnt.preflight.arguments import parse_arguments
 from jaxmnt.telemetry.events import last_commit
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
@@ -380,6 +381,12 @@ def test_restarts_that_wait_are_not_counted():
     assert [one.processes for one in answers] == [4, *8 * [2]] and answers[-1].wait_seconds == 60.0
     assert restarts.after(1, 2, 0).why == "restart 1 of 2 in 1 s, from step 0"
     assert Restarts(0).after(75, 4, 0, waited=True).processes is None, "whoever started us has to"
+
+
+def test_several_processes_need_a_config():
+    """Preflight of one process does not."""
+    with pytest.raises(ConfigError, match="--config: several processes need a config"):
+        local_run(["train.steps=3"], 1, ("jaxmnt.preflight",), parse_arguments)
 
 
 def test_file_names_are_shown_escaped(tiny_file, tmp_path):
