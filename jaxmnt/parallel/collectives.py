@@ -52,12 +52,12 @@ def unshard_as_it_is(piece: jax.Array, names: Axes, placement: Placement) -> jax
     if gathered is None:
         return piece
     dimension, over = gathered
-    return jax.lax.all_gather(piece, over, axis=dimension, tiled=True)
+    return jax.lax.all_gather(row_major(piece), over, axis=dimension, tiled=True)
 
 
 def row_major(array: jax.Array) -> jax.Array:
-    """A part of a stack, as it is put into it or taken out. XLA for GPUs would have what is gathered with the gathered
-    dimension first: then it gives that order to the whole stack, and copies it."""
+    """A part of a stack, before it is gathered, put into it, or used. XLA for GPUs would have what is gathered with the
+    gathered dimension first: then it gives that order to the whole stack, and copies it."""
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 

@@ -67,13 +67,19 @@ Residuals = list[jax.Array]
 def taken(residuals: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
     """What a unit has left in a slot. By slices, which arrays in host memory have too."""
     cut = lambda one: jax.lax.dynamic_slice(one, (slot, offset, *[0] * (one.ndim - 2)), (1, 1, *one.shape[2:]))
-    return [row_major(cut(one).reshape(one.shape[2:])) for one in residuals]
+    return [_in_order(cut(one).reshape(one.shape[2:])) for one in residuals]
 
 
 def placed(residuals: Residuals, kept: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
     """With what a unit leaves."""
     put = lambda one, new: jax.lax.dynamic_update_slice(one, new[None, None], (slot, offset, *[0] * new.ndim))
-    return [put(one, row_major(new)) for one, new in zip(residuals, kept, strict=True)]
+    return [put(one, _in_order(new)) for one, new in zip(residuals, kept, strict=True)]
+
+
+def _in_order(array: jax.Array) -> jax.Array:
+    """[rows, length, …] of several rows. Of one there is only one order, and to ask for it would keep XLA from
+    simplifying."""
+    return row_major(array) if array.ndim > 2 and array.shape[0] > 1 else array
 
 
 class Backward:

@@ -16,7 +16,7 @@ from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
 from jaxmnt.models.float8 import FORWARD, float8_products, noting_weights, packed, power_of_two_scale, unpacked
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel import collectives
-from jaxmnt.parallel.collectives import row_major, unshard, unshard_as_it_is
+from jaxmnt.parallel.collectives import unshard, unshard_as_it_is
 from jaxmnt.parallel.sharding import Axes, is_axes, unstacked
 from jaxmnt.training.remat import Backward, Residuals, placed, rematerialise, taken
 from jaxmnt.training.spec import Batch, StepSpec
@@ -397,7 +397,7 @@ class Layers:
 
     def _weights(self, unit: jax.Array, place: int) -> Params:
         """A layer's, ready for use."""
-        pick = lambda array: row_major(jax.lax.dynamic_index_in_dim(array, unit, keepdims=False))
+        pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
         weights = jax.tree.map(pick, self._group.at(self._params, place))
         if self._whole:
             return weights
