@@ -88,6 +88,8 @@ _LENGTHS, _TOKENS, _HEADS, _KV_HEADS, _HEAD_WIDTH = (2048, 8192), 16384, 32, 8, 
 _ATTENDED = 16
 """Times in a program, beside which its start does not count."""
 _COPIED = 1 << 28
+_MOST_BYTES = 1 << 30
+"""Of the sides of a program's products: they stay, for others of the same shape."""
 _LARGEST_HOST = 8
 """GPUs. What reaches more by NVLink is a rack."""
 _LEAST_SHAPES = 4
@@ -212,7 +214,7 @@ def _products(
         if flops > scale.most_flops or (len(found) >= _LEAST_SHAPES and bench.elapsed > until):
             continue
         times = max(1, int(scale.least_flops // flops))
-        pairs = min(scale.pairs, times)
+        pairs = max(1, min(scale.pairs, times, _MOST_BYTES // (4 * k * (m + n))))
         rounds = times // pairs
         sides = [
             (given(place, *((k, m) if gradient else (m, k))), given(scale.pairs + place, k, n))
