@@ -185,9 +185,12 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _as_stored(record: dict[str, Any]) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(json.dumps(record))
-    return read
+def _shown(records: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """As they are read from the data again, each with its line."""
+    for record in records:
+        read = json.loads(json.dumps(record))
+        print(told(read), flush=True)
+        yield read
 
 
 def main() -> None:
@@ -200,9 +203,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.plans is not None:
         records = []
-        for record in map(_as_stored, compiled(options.plans, options.seed)):
+        for record in _shown(compiled(options.plans, options.seed)):
             records.append(record)
-            print(told(record), flush=True)
             if options.add:
                 with DATA.open("a") as file:
                     file.write(json.dumps(record) + "\n")
@@ -210,10 +212,7 @@ def main() -> None:
         return
     records = [json.loads(line) for line in DATA.read_text().splitlines()]
     if options.again:
-        new = []
-        for record in map(_as_stored, again(records)):
-            new.append(record)
-            print(told(record), flush=True)
+        new = list(_shown(again(records)))
         DATA.write_text("".join(json.dumps(record) + "\n" for record in new))
         print(summary(new))
         return

@@ -198,22 +198,21 @@ def test_communication_that_is_under_way_delays_what_comes_next():
 
 # Ticks of a pipeline, in two of three of which a stage has layers to go through.
 TICKS = """
-%busy (c: (s32[], bf16[100,50])) -> (s32[], bf16[100,50]) {
-  %c = (s32[], bf16[100,50]{1,0}) parameter(0)
-  ROOT %loop = (s32[], bf16[100,50]{1,0}) while(%c), condition=%test, body=%layer, backend_config={"known_trip_count":{"n":"5"}}, metadata={op_name="jit(step)/busy/while"}
+%busy (c: s32[]) -> s32[] {
+  %c = s32[] parameter(0)
+  ROOT %loop = s32[] while(%c), body=%layer, backend_config={"known_trip_count":{"n":"5"}}, metadata={op_name="busy"}
 }
 
-%idle (c: (s32[], bf16[100,50])) -> (s32[], bf16[100,50]) {
-  ROOT %c = (s32[], bf16[100,50]{1,0}) parameter(0)
+%idle (c: s32[]) -> s32[] {
+  ROOT %c = s32[] parameter(0)
 }
 
-%tick (c: (s32[], bf16[100,50])) -> (s32[], bf16[100,50]) {
-  %c = (s32[], bf16[100,50]{1,0}) parameter(0)
-  %flag = pred[] parameter(1)
-  ROOT %choice = (s32[], bf16[100,50]{1,0}) conditional(%flag, %c, %c), true_computation=%busy, false_computation=%idle
+%tick (c: s32[]) -> s32[] {
+  %c = s32[] parameter(0)
+  ROOT %choice = s32[] conditional(%c, %c, %c), true_computation=%busy, false_computation=%idle
 }
 
-ENTRY"""  # noqa: E501
+ENTRY"""
 
 
 def test_links_do_not_fall_behind_in_a_loop_of_conditions():

@@ -116,12 +116,14 @@ def check(wanted: Wanted) -> None:
 
 def _check_gpus(wanted: Wanted) -> None:
     gpus, each = len(_gpus(wanted)), wanted.devices_per_process
-    if gpus and each is None:
+    if not gpus:
+        return
+    if each is None:
         raise ConfigError(
             f"--devices-per-process: processes would share the {gpus} GPUs of this machine, whatever their number; set "
             "how many each has"
         )
-    if gpus and each is not None and wanted.processes[-1] * each > gpus:
+    if wanted.processes[-1] * each > gpus:
         raise ConfigError(
             f"--devices-per-process: {wanted.processes[-1]} processes with {each} GPUs each need more than the {gpus} "
             "of this machine; lower one of them, or set --slurm"

@@ -101,12 +101,12 @@ class Memory(NamedTuple):
     kept: float
     """From forward for backward."""
     rest: float
-    apart: float
-    """Besides the state, while nothing is kept: when weights are gathered once a step, or in a save."""
+    outside: float
+    """Besides the state, outside of forward and backward: while weights are gathered once a step, or in a save."""
 
     @property
     def peak(self) -> float:
-        return self.state + max(self.kept + self.rest, self.apart)
+        return self.state + max(self.kept + self.rest, self.outside)
 
 
 class StateBytes(NamedTuple):
@@ -203,11 +203,11 @@ def estimate_memory(
     # A save has a second copy of what lies otherwise than it is stored.
     moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % (parts * stages))
     stored = state.parameters + state.moments
-    apart = stored * moves / scheme.fsdp
+    outside = stored * moves / scheme.fsdp
     if scheme.fsdp > 1 and scheme.zero < 3:
         rest += scheme.item * (layers + ends)
-        apart = max(apart, _gathering(model, scheme, layers + ends, gradients))
-    return Memory(stored * own, kept, rest, apart)
+        outside = max(outside, _gathering(model, scheme, layers + ends, gradients))
+    return Memory(stored * own, kept, rest, outside)
 
 
 def _gathering(model: ModelShape, scheme: Scheme, whole: float, gradients: float) -> float:

@@ -31,6 +31,7 @@ from jaxmnt.models.kernels import device_capability
 from jaxmnt.plan.calibration import Attention, Calibration, Collective, Products
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.hlo import Program
+from jaxmnt.plan.networks import network_of
 from jaxmnt.plan.rates import (
     BETWEEN_HOSTS,
     STEP_BETWEEN_HOSTS,
@@ -90,8 +91,6 @@ _ATTENDED = 16
 _COPIED = 1 << 28
 _MOST_BYTES = 1 << 30
 """Of the sides of a program's products: they stay, for others of the same shape."""
-_LARGEST_HOST = 8
-"""GPUs. What reaches more by NVLink is a rack."""
 _LEAST_SHAPES = 4
 """Of products of a dtype, whatever the time."""
 _UNSURE = 0.1
@@ -317,17 +316,13 @@ def _attention(bench: _Bench) -> Attention:
 def _repeated(bench: _Bench, function: Callable[..., Any], *arrays: jax.Array) -> float:
     """Seconds of one of many times in a program."""
 
-    def once(number: jax.Array, found: jax.Array, *given: jax.Array) -> jax.Array:
-        again, number = jax.lax.optimization_barrier((given, number))  # or it would be done once, before the loop
-        parts = [
-            jax.lax.dynamic_slice(one, [0 * number] * one.ndim, [1] * one.ndim)
-            for one in jax.tree.leaves(function(*again))
-        ]
-        return found + sum(parts, jnp.zeros((), found.dtype)).reshape(found.shape)
-
     def many(*given: jax.Array) -> jax.Array:
-        zero = jnp.zeros((1,), given[0].dtype)
-        return jax.lax.fori_loop(0, _ATTENDED, lambda number, found: once(number, found, *given), zero)
+        def once(number: int, found: jax.Array) -> jax.Array:
+            again, number = jax.lax.optimization_barrier((given, number))  # or it would be done once, before the loop
+            cut = lambda one: jax.lax.dynamic_slice(one, [0 * number] * one.ndim, [1] * one.ndim).ravel()
+            return sum(map(cut, jax.tree.leaves(function(*again))), found)
+
+        return jax.lax.fori_loop(0, _ATTENDED, once, jnp.zeros((1,), given[0].dtype))
 
     program = bench.compiled(many, *arrays)
     return bench.seconds(partial(program, *arrays)) / _ATTENDED
@@ -387,9 +382,9 @@ def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Coll
 
 def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tuple[tuple[str, int], np.ndarray]]:
     """By place and size, the devices in rows of a group. None, if processes would be left out."""
-    domain = max((chip.domain for chip in CHIPS.values() if chip.kind == devices[0].device_kind), default=1)
-    in_racks = domain > _LARGEST_HOST
-    if in_racks and len(devices) <= domain:
+    network = next((network_of(chip) for chip in CHIPS.values() if chip.kind == devices[0].device_kind), None)
+    in_racks = network is not None and network.domain > network.devices_per_host
+    if network is not None and in_racks and len(devices) <= network.domain:
         hosts = [""] * len(devices)  # as in a plan, a rack counts as a host
     by_host = {host: [one for one, at in zip(devices, hosts, strict=True) if at == host] for host in sorted(set(hosts))}
     each = min(map(len, by_host.values()))
