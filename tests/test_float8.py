@@ -136,10 +136,10 @@ def smoothed(config, over=20):
 
 @pytest.mark.slow
 def test_a_run_learns_as_it_does_in_float32(tiny, tmp_path):
-    """300 steps, near the curve of float32, and the rest of an interrupted run bit for bit. How near is a matter of luck
-    where the loss falls steeply, and other instructions of a CPU round otherwise: of three seeds the farthest is 6.6 %
-    away at most and 1.7 % on average, and bfloat16 2.9 % and 1.2 %. So this finds what does not learn; other tests hold
-    each product to its numbers."""
+    """300 steps, near the curve of float32, and the rest of an interrupted run bit for bit. How near is a matter of
+    luck where the loss falls steeply, and CPUs with other instructions round otherwise: of three seeds the farthest is
+    6.6 % away at most and 1.7 % on average, and in bfloat16 2.9 % and 1.2 %. So this finds what does not learn; other
+    tests hold each product to its numbers."""
     one_device = jax.devices()[:1]
     settings = ("train.steps=300", "checkpoint.every_steps=200", "train.float8_least=16")
     float8 = (*settings, "train.precision=float8")
