@@ -103,7 +103,7 @@ def measured(kind, **changes):
     return {
         "kind": kind, "devices": 8, "hosts": 1, "date": "2026-01-01", "software": {},
         "products": [{"dtype": "bfloat16", "gradient": False, "sizes": SIZES, "rates": CURVE.rates}],
-        "memory": 100.0, "instruction": 0.5, "collectives": [gather],
+        "memory": 100.0, "instruction": 0.5, "page_faults": 0.0, "collectives": [gather],
     } | changes  # fmt: skip
 
 
@@ -151,6 +151,7 @@ def test_devices_are_measured(tmp_path):
         payloads=(1 << 12, 1 << 14),
         layers=((256, 64, 96),),
         work=16,
+        temporary=1 << 26,
     )
     found = calibrate(Identity(process_id=0, processes=1, coordinator=None), "2026-01-01", little)
     assert found is not None and found.devices == jax.device_count() and found.hosts == 1
@@ -163,6 +164,7 @@ def test_devices_are_measured(tmp_path):
     }
     rates = found.rates(None)
     assert rates.ring("all-gather", 1e6, [8]) > rates.ring("all-gather", 1e3, [8]) > 0
+    assert rates.mapping(1 << 26) > rates.mapping(1 << 25) == 0  # the C library keeps half of it
     assert "memory" in summary(found) and "within hosts" in summary(found)
 
 

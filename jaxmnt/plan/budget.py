@@ -219,7 +219,7 @@ def make_report(
         },
         "collectives": traffic(spec, timeline, hosts),
         "timeline": None if rates is None else step_times(timeline) | {"rates": rates.to_json()},
-        "prediction": None if rates is None else predicted(spec, timeline).to_json(),
+        "prediction": None if rates is None else predicted(spec, timeline, rates, needed.temporary).to_json(),
         "rounds": [] if rates is None else rounds(spec, timeline),
         "besides": [] if rates is None else besides(timeline),
         "compile_seconds": round(seconds, 1),

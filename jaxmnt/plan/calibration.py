@@ -62,6 +62,8 @@ class Calibration(_Part):
     """Bytes, by what is neither a product nor attention."""
     instruction: float
     """Seconds that each instruction takes at least."""
+    page_faults: float
+    """Seconds of the kernel for each byte of temporary memory that it maps anew for each step."""
     attention: Attention | None = None
     """None where attention is made of products."""
     to_host: PositiveFloat | None = None
@@ -85,6 +87,7 @@ class Calibration(_Part):
             curves=curves,
             memory=self.memory,
             instruction=self.instruction,
+            page_faults=self.page_faults,
             to_host=self.to_host or table.to_host,
             within_host=gathered(WITHIN_HOST, table.within_host),
             between_hosts=gathered(BETWEEN_HOSTS, table.between_hosts),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.plan.estimate import CONTENTION, HOST_SECONDS
+from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.timeline import Timeline
 from jaxmnt.training.spec import StepSpec
 
@@ -25,6 +26,7 @@ class Prediction:
     contention: float
     """Work is slower beside communication."""
     host: float
+    """Starting the step, and on CPUs having its temporary memory mapped."""
 
     @property
     def seconds(self) -> float:
@@ -35,8 +37,9 @@ class Prediction:
         return {"step_seconds": round(self.seconds, 4), "from": LOW * self.seconds, "to": HIGH * self.seconds, **parts}
 
 
-def predicted(spec: StepSpec, timeline: Timeline) -> Prediction:
-    """From the compiled step as it was played, in which a stage that is idle takes no time."""
+def predicted(spec: StepSpec, timeline: Timeline, rates: Rates, temporary: int) -> Prediction:
+    """From the compiled step as it was played by the rates, in which a stage that is idle takes no time; `temporary` is
+    its temporary memory in bytes."""
     hidden = max(0.0, sum(played.seconds for played in timeline.collectives) - timeline.exposed)
     idle = spec.schedule.idle_share() if spec.schedule.stages > 1 else 0.0
     looped = [one.times * one.seconds for one in timeline.rounds if one.times > 1]  # the longest is that over ticks
@@ -45,5 +48,5 @@ def predicted(spec: StepSpec, timeline: Timeline) -> Prediction:
         exposed=timeline.exposed,
         bubble=idle * max(looped, default=timeline.seconds),
         contention=CONTENTION * hidden,
-        host=HOST_SECONDS,
+        host=HOST_SECONDS + rates.mapping(temporary),
     )

@@ -47,6 +47,8 @@ MEMORY, TO_HOST = 0.85, 0.8
 """Of the memory's bandwidth, and of the link to the host's memory."""
 HALF_DEPTH, HALF_LENGTH = 400.0, 500.0
 """The depth at which a product attains half, and the length at which attention does."""
+KEPT = 32 << 20
+"""Bytes of temporary memory up to which the C library keeps it for the next step (mallopt(3), M_MMAP_THRESHOLD)."""
 POWER = 0.5
 """A GPU with a share p of its generation's power multiplies at p to this of its rate."""
 
@@ -129,6 +131,8 @@ class Rates:
     """At which attention attains half."""
     instruction: float = 0.0
     """Seconds of each instruction besides, which starts it."""
+    page_faults: float = 0.0
+    """Seconds of a byte of temporary memory that the kernel maps: on CPUs anew for each step."""
     curves: Mapping[tuple[str, str], Curve] = field(default_factory=dict)
     """Where products were measured: by dtype, and `GRADIENT` or nothing. They count instead of `products`."""
     collectives: Mapping[tuple[str, str], CollectiveRate] = field(default_factory=dict)
@@ -164,6 +168,10 @@ class Rates:
         if kind == "collective-permute":
             return self.send(payload, between_hosts=any(host_of(a) != host_of(b) for a, b in groups))
         return max(self.ring(kind, payload, Counter(map(host_of, group)).values()) for group in groups)
+
+    def mapping(self, temporary: float) -> float:
+        """Seconds in which a step's temporary memory is mapped."""
+        return self.page_faults * temporary if temporary > KEPT else 0.0
 
     def copy(self, payload: float) -> float:
         """Seconds of bytes to the host's memory, or from it."""

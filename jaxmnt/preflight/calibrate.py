@@ -9,6 +9,7 @@ model, F MLP.
 
 import json
 import math
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -73,17 +74,19 @@ class Scale(NamedTuple):
     """Of a loop of work and a collective."""
     layers: tuple[tuple[int, int, int], ...]
     """(B · L, D, F) of a layer's work besides products."""
+    temporary: int
+    """Bytes of temporary memory, of a program that has the kernel map it; 0 on GPUs, where it stays mapped."""
 
 
 ON_CPU = Scale(
     products=(("float32", (64, 256, 1024, 4096)), ("bfloat16", (64, 1024))), layouts=(False, True),
     most_flops=9e9, least_flops=5e8, pairs=2, payloads=(1 << 14, 1 << 17, 1 << 20, 1 << 24), work=256,
-    rounds=10, layers=((1024, 128, 344), (4096, 256, 688)),
+    rounds=10, layers=((1024, 128, 344), (4096, 256, 688)), temporary=1 << 28,
 )  # fmt: skip
 ON_GPU = Scale(
     products=(("bfloat16", (1024, 4096, 16384)), ("float8", (2048, 8192))), layouts=(False,),
     most_flops=1e13, least_flops=1e13, pairs=32, payloads=(1 << 20, 1 << 25, 1 << 28), work=256,
-    rounds=30, layers=((8192, 4096, 14336),),
+    rounds=30, layers=((8192, 4096, 14336),), temporary=0,
 )  # fmt: skip
 _LENGTHS, _TOKENS, _HEADS, _KV_HEADS, _HEAD_WIDTH = (2048, 8192), 16384, 32, 8, 128
 _ATTENDED = 16
@@ -97,7 +100,9 @@ _UNSURE = 0.1
 """Of a loop's seconds without a collective: so much the difference of two loops may be wrong by."""
 _LEAST_SECONDS = 1e-14
 """Of a byte that is sent: where bytes do not matter."""
-_LAYERS, _HEADS_OF_LAYER, _ROW = 8, 4, 256
+_LAYERS, _HEADS_OF_LAYER, _ROW = 24, 4, 256
+_EXECUTIONS, _SHORT = 8, 8
+"""Of the program that has memory mapped, and the shorter side of what it multiplies."""
 
 
 def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Calibration | None:
@@ -120,6 +125,7 @@ def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Cali
         for number, one in enumerate(wanted, 1)
     ]
     memory, instruction = _memory(bench, scale), _instruction(bench) if on_cpu else 0.0
+    page_faults = _page_faults(bench, scale.temporary) if on_cpu else 0.0
     attention = None if on_cpu else _attention(bench)
     to_host = None if on_cpu else _to_host(bench)
     collectives = _collectives(bench, scale, hosts)
@@ -127,8 +133,8 @@ def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Cali
         return None
     return Calibration(
         kind=devices[0].device_kind, devices=len(devices), hosts=len(set(hosts)), date=date, software=software(),
-        products=tuple(products), memory=memory, instruction=instruction, attention=attention, to_host=to_host,
-        collectives=tuple(collectives),
+        products=tuple(products), memory=memory, instruction=instruction, page_faults=page_faults, attention=attention,
+        to_host=to_host, collectives=tuple(collectives),
     )  # fmt: skip
 
 
@@ -170,7 +176,11 @@ class _Bench:
             began = time.perf_counter()
             jax.block_until_ready(act())
             times.append(time.perf_counter() - began)
-        mine = json.dumps((statistics.median(times), time.perf_counter() - self._began))
+        return self.slowest(statistics.median(times))
+
+    def slowest(self, seconds: float) -> float:
+        """What the process found that found most."""
+        mine = json.dumps((seconds, time.perf_counter() - self._began))
         told = [json.loads(text) for text in all_gather("seconds", mine, self.identity)]
         self.elapsed = max(elapsed for _, elapsed in told)
         return float(max(seconds for seconds, _ in told))
@@ -275,6 +285,25 @@ def _instruction(bench: _Bench) -> float:
 
     program = bench.compiled(chain, small_NN)
     return bench.seconds(partial(program, small_NN)) / _played(program, replace(_FREE, instruction=1.0))
+
+
+def _page_faults(bench: _Bench, temporary: int) -> float:
+    """Seconds of the kernel for a byte of a program's temporary memory, which it maps and clears for each execution."""
+    side = math.isqrt(temporary // 4)
+    tall_NK, wide_KN = bench.array((side, _SHORT)), bench.array((_SHORT, side))
+    program = bench.compiled(lambda tall_NK, wide_KN: tall_NK @ wide_KN @ wide_KN.T, tall_NK, wide_KN)
+
+    def act() -> None:
+        for _ in range(_EXECUTIONS):
+            jax.block_until_ready(program(tall_NK, wide_KN))
+
+    act()
+    barrier("everyone maps memory", bench.identity)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_stime
+    act()
+    seconds = resource.getrusage(resource.RUSAGE_SELF).ru_stime - before
+    mapped = _EXECUTIONS * len(jax.local_devices()) * program.memory_analysis().temp_size_in_bytes
+    return bench.slowest(seconds / mapped)
 
 
 _FREE = Rates(
