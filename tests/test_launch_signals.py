@@ -39,6 +39,14 @@ elif how == "in vain":
     if number == "1": time.sleep(1000)
     with open(name, "a") as file: file.write("x\\n")
     os._exit(75)
+elif how == "notices":
+    if number == "0": sys.exit(1)
+    def asked(*_):
+        os._exit(75)
+    signal.signal(signal.SIGTERM, asked)
+    time.sleep(0.5)
+    with open(name, "a") as file: file.write("noticed\\n")
+    os._exit(4)
 elif how == "talks":
     for _ in range(3000): print("x" * 100)
     sys.exit(0)
@@ -99,6 +107,13 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_the_others_may_notice_the_one_that_failed(launcher, tmp_path):
+    """And say so, before they are told to end."""
+    process = launcher("notices")
+    process.communicate(timeout=60)
+    assert process.returncode == 1 and lines(tmp_path) == ["noticed"]
 
 
 @pytest.mark.alone

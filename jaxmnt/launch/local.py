@@ -37,6 +37,10 @@ _GRACE_SECONDS = 10.0
 _PATIENCE_SECONDS = 2.0
 """How long to look for the process at fault after one has ended because of a peer."""
 
+_NOTICE_SECONDS = 2.0
+"""How long the others may take to notice one that failed, and to name it in their events, before they are told to
+end."""
+
 _POLL_SECONDS = 0.05
 
 _FOLLOW_SECONDS = 120.0
@@ -158,6 +162,8 @@ class _LocalProcesses:
         except BaseException:
             _end(self._children)
             raise
+        if failed is not None and not self.asked:
+            _wait(self._children, _NOTICE_SECONDS)
         _end(self._children)
         for child in self._children:
             child.finish()
@@ -297,14 +303,19 @@ def _ended_well(code: int | None, asked: Sequence[int]) -> bool:
 
 def _end(children: list[_Child]) -> None:
     """Ends whatever still runs: by SIGTERM and, after a grace period, by SIGKILL."""
-    deadline = time.monotonic() + _GRACE_SECONDS
     _send(children, signal.SIGTERM)
-    while any(child.code is None for child in children) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    _wait(children, _GRACE_SECONDS)
     _send(children, signal.SIGKILL)
     for child in children:
         child.process.wait()
         assert child.code is not None
+
+
+def _wait(children: list[_Child], seconds: float) -> None:
+    """For all to have ended, no longer than that."""
+    deadline = time.monotonic() + seconds
+    while any(child.code is None for child in children) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _send(children: list[_Child], number: int) -> None:
