@@ -14,7 +14,7 @@ import jax
 
 from jaxmnt.config.schema import Config, Mesh, Pipeline
 from jaxmnt.errors import ConfigError
-from jaxmnt.plan.workload import ModelShape, Scheme
+from jaxmnt.plan.workload import Layer, ModelShape, Scheme
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.spec import StepSpec
@@ -49,10 +49,8 @@ class Multiples(NamedTuple):
     """In the loss, of a layer's weights."""
     logits: float
     """In the loss, of a chunk's in float32."""
-    gradients: float
-    """Of the gradients, copies in another order."""
     gradients_apart: float
-    """More if the last of several microbatches is a program of its own."""
+    """Of the gradients, copies if the last of several microbatches is a program of its own."""
     head_apart: float
     """Of the head's gradient, if the last microbatch is a program of its own."""
     gradients_of_two: float
@@ -62,23 +60,13 @@ class Multiples(NamedTuple):
 
 MULTIPLES = {
     "sharded": Multiples(
-        5.01, 3.40, 4.15, 0.01, 1.04, 4.83, 2.35, 2.46, 0.79, 4.02, 0.06, 0.70, 0.00, 0.01, 0.00, 0.14, 0.96
+        5.01, 3.40, 4.15, 0.00, 0.99, 4.83, 2.35, 2.46, 0.79, 4.02, 0.01, 0.70, 0.04, 0.00, 0.14, 0.96
     ),
-    "whole": Multiples(
-        4.81, 2.65, 0.00, 0.80, 1.90, 6.75, 1.34, 0.26, 1.90, 0.00, 2.22, 1.30, 0.00, 0.00, 0.35, 0.03, 0.01
-    ),
-    "stages": Multiples(
-        0.60, 3.25, 3.94, 0.25, 2.16, 1.57, 0.66, 0.12, 1.46, 2.00, 2.44, 1.04, 0.00, 1.18, 0.55, 0.49, 0.19
-    ),
-    "chunks": Multiples(
-        1.91, 1.71, 1.80, 0.54, 2.92, 3.58, 1.36, 0.27, 1.15, 3.41, 0.33, 1.56, 0.00, 2.00, 0.09, 1.65, 0.49
-    ),
-    "ZeRO 2": Multiples(
-        0.05, 0.80, 8.11, 1.08, 0.39, 14.68, 1.74, 0.00, 0.47, 0.03, 2.60, 0.00, 0.00, 1.25, 0.55, 0.50, 0.34
-    ),
-    "ZeRO 1": Multiples(
-        3.43, 3.87, 2.31, 0.00, 4.36, 0.00, 1.52, 3.11, 0.83, 0.00, 1.70, 0.01, 0.00, 0.88, 0.94, 1.52, 1.47
-    ),
+    "whole": Multiples(3.99, 4.27, 2.24, 1.14, 0.00, 5.26, 1.39, 0.37, 1.94, 0.00, 2.21, 0.95, 0.00, 0.54, 0.03, 0.00),
+    "stages": Multiples(0.03, 2.76, 3.91, 0.41, 3.07, 1.96, 0.54, 0.00, 2.08, 3.30, 2.52, 0.98, 1.45, 0.83, 0.88, 0.63),
+    "chunks": Multiples(1.81, 1.58, 3.01, 0.38, 2.70, 2.51, 1.20, 0.37, 1.23, 4.97, 0.93, 1.09, 2.57, 0.62, 1.67, 0.42),
+    "ZeRO 2": Multiples(0.41, 0.29, 0.91, 1.07, 3.29, 7.01, 1.51, 2.76, 1.32, 3.36, 3.47, 0.17, 0.12, 1.20, 3.08, 1.04),
+    "ZeRO 1": Multiples(0.00, 5.88, 1.11, 0.30, 3.78, 0.05, 0.93, 0.15, 0.82, 3.00, 3.34, 1.20, 0.69, 0.10, 0.83, 1.96),
 }
 """By kind of program, fitted by `benchmarks/plan_estimates.py --fit`. A few programs have copies that none of these
 explains: XLA copies what is kept, or gradients, where it could reuse them."""
@@ -194,12 +182,19 @@ def estimate_memory(
     ends = model.vocab * model.hidden * (1 if model.tied else 2) / (parts * stages)
     own = (layers + ends) / scheme.fsdp + model.others / stages
     kept = kept_of_row * scheme.rows * slots * depth / model.depth
-    gradients = state.gradients * own
-    of = multiples or MULTIPLES[kind_of(scheme)]
-    rest = gradients + _working(model, scheme, gradients, kept_of_row * scheme.rows / model.depth, of, loss_chunk)
+    embedding = 0 if model.tied else ends / 2
+    gradients, last = state.gradients * own, state.gradients * embedding / scheme.fsdp
     if scheme.fsdp > 1 and scheme.zero == 1:
-        rest += state.gradients * (layers + ends) - gradients
-        gradients = state.gradients * (layers + ends)
+        gradients, last = state.gradients * (layers + ends), state.gradients * embedding
+    of = multiples or MULTIPLES[kind_of(scheme)]
+    kept_of_layer = kept_of_row * scheme.rows / model.depth
+    backward, loss = _backward(model, scheme, kept_of_layer, of), _loss(model, scheme, of, loss_chunk)
+    if scheme.microbatches == 1:
+        gradients -= last  # The embedding's comes last, and there is none to add it to.
+    in_loss = gradients
+    if scheme.microbatches == 1 and scheme.fsdp > 1 and scheme.zero < 3:
+        in_loss = 0.0  # Stacks of whole gradients are made when backward begins.
+    rest = max(backward + gradients, loss + in_loss) + _copies(model, scheme, gradients, of)
     # A save has a second copy of what lies otherwise than it is stored.
     moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % (parts * stages))
     stored = state.parameters + state.moments
@@ -213,33 +208,54 @@ def estimate_memory(
 def _gathering(model: ModelShape, scheme: Scheme, whole: float, gradients: float) -> float:
     """What is in memory besides the state while weights are gathered, once a step: of the largest stack a copy in the
     order in which it arrives, and gradients, if several microbatches add them up."""
-    stacks = (count * max(one.inputs * one.outputs for one in layer.products) for count, layer in model.layers)
+    stacks = [count * one.inputs * one.outputs for count, layer in model.layers for one in layer.products]
     copy = scheme.item * max(stacks) / (scheme.model * scheme.pipeline)
+    if scheme.model > 1:
+        smaller = {size for size in stacks if size < max(stacks)}
+        copy += scheme.item * max(smaller, default=0) / (scheme.model * scheme.pipeline)
     return scheme.item * whole + copy + (gradients if scheme.microbatches > 1 else 0)
 
 
-def _working(
-    model: ModelShape, scheme: Scheme, gradients: float, kept: float, of: Multiples, loss_chunk: float
-) -> float:
+def _backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) -> float:
     """What is in memory besides state, gradients and what is kept, of a layer `kept`."""
-    tokens = scheme.rows * scheme.length
-    largest = max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
-    weights = scheme.item * largest.parameters / scheme.model
+    largest = _largest(model)
     widest = max(max(one.inputs, one.outputs) for one in largest.products)
-    wide = scheme.item * tokens * widest / scheme.model
-    narrow = scheme.item * tokens * model.hidden
-    head = 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)
-    again = scheme.remat == "full"
-    backward = of.weights * weights + of.wide * wide + of.narrow * narrow + of.kept * kept
-    backward += again * (of.wide_again * wide + of.narrow_again * narrow)
+    wide = scheme.item * scheme.rows * scheme.length * widest / scheme.model
+    narrow = scheme.item * scheme.rows * scheme.length * model.hidden
+    bytes_ = of.weights * _weights(model, scheme) + of.wide * wide + of.narrow * narrow + of.kept * kept
+    if scheme.remat == "full":
+        bytes_ += of.wide_again * wide + of.narrow_again * narrow
+    return bytes_
+
+
+def _loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> float:
+    """The same in the loss."""
+    tokens = scheme.rows * scheme.length
     logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)
-    chunks = math.ceil(logits / loss_chunk)
-    loss = head * (of.head if chunks > 1 else of.head_at_once) * (of.head_tied if model.tied else 1)
-    loss += of.head_narrow * narrow + of.head_weights * weights + of.logits * logits / chunks
-    # With `data` and ZeRO 3 the last of several microbatches sums gradients while it goes back.
-    copies = of.gradients * gradients
-    if scheme.data > 1 and scheme.zero == 3 and scheme.pipeline == 1 and scheme.microbatches > 1:
-        two = scheme.microbatches == 2
-        copies += gradients * (of.gradients_of_two if two else of.gradients_apart)
-        copies += head * (of.head_of_two if two else of.head_apart)
-    return max(backward, loss) + copies
+    chunks = math.ceil(logits / chunk)
+    head = (of.head if chunks > 1 else of.head_at_once) * (of.head_tied if model.tied else 1)
+    bytes_ = head * _head(model, scheme) + of.logits * logits / chunks
+    return bytes_ + of.head_narrow * scheme.item * tokens * model.hidden + of.head_weights * _weights(model, scheme)
+
+
+def _copies(model: ModelShape, scheme: Scheme, gradients: float, of: Multiples) -> float:
+    """With `data` and ZeRO 3 the last of several microbatches sums gradients while it goes back."""
+    if scheme.data == 1 or scheme.zero < 3 or scheme.pipeline > 1 or scheme.microbatches == 1:
+        return 0.0
+    if scheme.microbatches == 2:
+        return of.gradients_of_two * gradients + of.head_of_two * _head(model, scheme)
+    return of.gradients_apart * gradients + of.head_apart * _head(model, scheme)
+
+
+def _largest(model: ModelShape) -> Layer:
+    return max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
+
+
+def _weights(model: ModelShape, scheme: Scheme) -> float:
+    """Bytes of a layer's weights on a device that multiplies them."""
+    return scheme.item * _largest(model).parameters / scheme.model
+
+
+def _head(model: ModelShape, scheme: Scheme) -> float:
+    """Bytes of the head's gradient on a device that has all of its part."""
+    return 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)
