@@ -32,14 +32,16 @@ from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherForma
 from jaxmnt.checkpoint.names import like, named, nested
 from jaxmnt.checkpoint.reader import Reader, cut
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.config.schema import Checkpoint
+from jaxmnt.config.schema import Checkpoint, Mesh
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.run import compile_cache, lock
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.storage import json_digest
 from jaxmnt.telemetry import reliability
 from jaxmnt.telemetry.events import history
+from jaxmnt.telemetry.progress import StartClock
 from jaxmnt.train import train
 
 ALONE = Identity()
@@ -439,6 +441,18 @@ def test_programs_are_kept_in_the_run_or_in_the_users_cache(tmp_path, monkeypatc
     found = [str(path) for path in tmp_path.glob(folder)] if folder else []
     assert updates.get("jax_compilation_cache_dir") == (found[0] if folder else None)
     assert all(Path(path).stat().st_mode & 0o777 == 0o700 for path in found)
+
+
+def test_programs_of_several_cpus_are_not_kept():
+    """Read from a file, their collectives have lost their order, and devices may wait for each other without end."""
+    clock = StartClock()
+    clock.watch_compile_cache()
+    for count, asked in ((1, 1), (2, 1)):
+        mesh = build_mesh(Mesh(data=count), jax.devices()[:count])
+        split = NamedSharding(mesh, P("data"))
+        shape = jax.ShapeDtypeStruct((8,), np.float32, sharding=split)
+        jax.jit(lambda x: x.sum() * 0.75).lower(shape).compile()
+        assert sum(clock.compile_cache.values()) == asked
 
 
 def test_another_cpu_has_another_folder(monkeypatch):

@@ -51,7 +51,7 @@ class Run(Section):
     compile_cache: str | None = key(
         None,
         "Folder that keeps compiled programs for the next start, private to its owner; default on GPUs "
-        "run.dir/compiled, on CPUs in the user's cache.",
+        "run.dir/compiled, on CPUs in the user's cache and only programs of one device.",
     )
 
     @model_validator(mode="after")

@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data.sources import open_sources
     from jaxmnt.distributed.process_group import joined
     from jaxmnt.distributed.termination import ExitHandler
+    from jaxmnt.run.compile_cache import keep_programs_of_one_cpu_alone
 
+    keep_programs_of_one_cpu_alone()
     exit_handler = ExitHandler(identity.label)
     assert config.run.dir is not None
     if options.nccl_debug:

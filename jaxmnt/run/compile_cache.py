@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmnt.errors import ConfigError, remark
 
@@ -25,9 +26,11 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
     is not there, whatever the umask. The default is the folder that JAX's own variable names, else on GPUs one in
     `run_dir`: a restart that tried kernels anew might choose others, whose last digits differ. On CPUs it is one in the
     user's cache, for this kind of CPU alone: another's programs may hold instructions that this one does not have.
+    Programs of several CPU devices are not kept.
 
     Raises `ConfigError` if it is somebody else's, or if its group or all may write to it.
     """
+    keep_programs_of_one_cpu_alone()
     on_cpu, told = jax.default_backend() == "cpu", _told_to_jax()
     ours = folder or (None if told else _cpu_folder() if on_cpu else str(run_dir / _FOLDER))
     chosen = ours or told
@@ -54,25 +57,26 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
     if ours is not None:
         jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    if on_cpu:
-        _write_in_every_process()
 
 
 @functools.cache
-def _write_in_every_process() -> None:
-    """JAX lets process 0 alone write to the cache. On CPUs the programs of other processes are not process 0's, so they
-    would compile at every start."""
+def keep_programs_of_one_cpu_alone() -> None:
+    """Programs of several CPU devices are compiled at every start, also where JAX's own variable names a folder.
+
+    XLA runs independent operations at once, and keeps collectives in order by an object that they share. Read from a
+    file, each collective has an object of its own: two devices may begin two of them in different orders, and wait for
+    each other without end. Found in jax 0.10.2 and in 0.12.0.1; on GPUs the order is that of a stream.
+    """
     compiler: Any = import_module("jax._src.compiler")
-    write, state = compiler._cache_write, compiler.distributed.global_state
+    key_of = compiler._get_cache_key
 
-    def write_as_process_0(*arguments: Any) -> None:
-        number, state.process_id = state.process_id, 0
-        try:
-            write(*arguments)
-        finally:
-            state.process_id = number
+    def key_of_one_device(*arguments: Any, devices: np.ndarray, **named: Any) -> str | None:
+        if devices.size > 1 and devices.flat[0].platform == "cpu":
+            return None
+        key: str | None = key_of(*arguments, devices=devices, **named)
+        return key
 
-    compiler._cache_write = write_as_process_0
+    compiler._get_cache_key = key_of_one_device
 
 
 def _cpu_folder() -> str | None:
