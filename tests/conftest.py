@@ -26,7 +26,6 @@ from hypothesis import settings
 
 from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.preparation import Selection, Settings, build
-from jaxmnt.run.compile_cache import keep_programs_of_one_cpu_alone
 from jaxmnt.telemetry.events import read_lines
 
 # Programs of one device that several tests compile are compiled once, also across processes. The folder is private;
@@ -36,6 +35,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+from jaxmnt.run.compile_cache import keep_programs_of_one_cpu_alone  # imports JAX, which reads the variables
+
 keep_programs_of_one_cpu_alone()
 
 # How long an example takes says nothing on a machine that does other things as well.
