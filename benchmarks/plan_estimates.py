@@ -35,6 +35,7 @@ MODELS = (
 )  # fmt: skip
 TARGETS = ("h100", "h200")
 _LARGE = ("qwen3-32b", "llama3.1-70b")
+_NEEDED = len(Multiples._fields) - len(Multiples._field_defaults)
 
 
 def drawn(seed: int) -> Iterator[tuple[str, str, int, Candidate]]:
@@ -149,6 +150,9 @@ def fitted(records: Sequence[dict[str, Any]], start: Multiples) -> Multiples:
                     tried = best._replace(**{name: max(0.0, value + sign * step * max(value, 0.3))})
                     if (new := loss(tried)) < least - 1e-6:
                         best, least, moved = tried, new, True
+        for name in best._fields:  # what nothing depends on
+            if loss(tried := best._replace(**{name: 0.0})) <= least:
+                best = tried
         return least, best
 
     rng = random.Random(0)
@@ -225,7 +229,8 @@ def main() -> None:
     for kind, own in sorted(by_kind.items()):
         best = fitted(own, MULTIPLES[kind])
         errors = [abs(peak_of(record, best) / record["peak"] - 1) for record in own]
-        values = ", ".join(f"{value:.2f}" for value in best)
+        needed = max(place for place, value in enumerate(best, 1) if value or place == _NEEDED)
+        values = ", ".join(f"{value:.2f}" for value in best[:needed])
         print(f'"{kind}": Multiples({values}),  # {len(own)}: {statistics.fmean(errors):.4f}, {max(errors):.3f}')
 
 

@@ -2,14 +2,16 @@
 
     python benchmarks/plan_search.py                  all cases, against the best of 30 plans more of each
     python benchmarks/plan_search.py --grid 200 8B128 one case, against 200
+    python benchmarks/plan_search.py --grid 1000 8B8  one case, against all that may fit: most of an hour
 
-The grid has all ways that divide, without the search's rules. It is too large to be compiled: those that are estimated
-to be fastest, and as many at random of the others that may fit, are compiled. Needs the extra `plan`; no GPU.
+The grid has all ways that divide, without the search's rules. If more of them may fit than are compiled, those that are
+estimated to be fastest count, and as many at random of the others. Needs the extra `plan`; no GPU.
 """
 
 import argparse
 import contextlib
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -50,15 +52,16 @@ def compared(name: str, target: str, grid: int) -> str:
     rest = [guess for guess in everything if guess.candidate not in seen]
     first, later = rest[: grid // 2], rest[grid // 2 :]
     drawn = random.Random(gpus).sample(later, min(len(later), grid - len(first)))
-    found = []
-    for guess in [*first, *drawn]:
+    found, tried = [], [*first, *drawn]
+    for number, guess in enumerate(tried, 1):
         with contextlib.suppress(ConfigError):  # what only the whole config shows
             plan = search.compiled(guess)
             found += [plan] if plan.fits else []
+            print(f"{number} of {len(tried)}: {plan.seconds:.3f} s", file=sys.stderr, flush=True)
     other = min(found, key=lambda plan: plan.seconds, default=best)
     return (
         f"| {name} | {len(guesses)} | {took:.0f} s | {describe(best.candidate)}: {best.seconds:.3f} s | "
-        f"{describe(other.candidate)}: {other.seconds:.3f} s ({len(found)} that fit) | "
+        f"{describe(other.candidate)}: {other.seconds:.3f} s ({len(found)} of {len(tried)} fit) | "
         f"{best.seconds / min(best.seconds, other.seconds):.3f} |"
     )
 

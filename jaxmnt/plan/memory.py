@@ -24,7 +24,7 @@ from jaxmnt.training.trained import names_of
 
 class Multiples(NamedTuple):
     """Of what is in memory at the peak besides the state, the gradients and what forward keeps: the larger of what
-    backward and the loss have, and copies."""
+    backward and the loss have."""
 
     weights: float
     """In backward, of a layer's weights in bfloat16, as they are multiplied on a device."""
@@ -49,27 +49,24 @@ class Multiples(NamedTuple):
     """In the loss, of a layer's weights."""
     logits: float
     """In the loss, of a chunk's in float32."""
-    gradients_apart: float
-    """Of the gradients, copies if the last of several microbatches is a program of its own."""
-    head_apart: float
-    """Of the head's gradient, if the last microbatch is a program of its own."""
-    gradients_of_two: float
+    head_apart: float = 0.0
+    """Of the head's gradient, if the last of several microbatches is a program of its own."""
+    head_of_two: float = 0.0
     """The same of two microbatches, where the first one is, too."""
-    head_of_two: float
+    head_alone: float = 0.0
+    """In backward of a single microbatch, of the head's gradient, whose place nothing else fits into."""
 
 
 MULTIPLES = {
-    "sharded": Multiples(
-        5.01, 3.40, 4.15, 0.00, 0.99, 4.83, 2.35, 2.46, 0.79, 4.02, 0.01, 0.70, 0.04, 0.00, 0.14, 0.96
-    ),
-    "whole": Multiples(3.99, 4.27, 2.24, 1.14, 0.00, 5.26, 1.39, 0.37, 1.94, 0.00, 2.21, 0.95, 0.00, 0.54, 0.03, 0.00),
-    "stages": Multiples(0.03, 2.76, 3.91, 0.41, 3.07, 1.96, 0.54, 0.00, 2.08, 3.30, 2.52, 0.98, 1.45, 0.83, 0.88, 0.63),
-    "chunks": Multiples(1.81, 1.58, 3.01, 0.38, 2.70, 2.51, 1.20, 0.37, 1.23, 4.97, 0.93, 1.09, 2.57, 0.62, 1.67, 0.42),
-    "ZeRO 2": Multiples(0.41, 0.29, 0.91, 1.07, 3.29, 7.01, 1.51, 2.76, 1.32, 3.36, 3.47, 0.17, 0.12, 1.20, 3.08, 1.04),
-    "ZeRO 1": Multiples(0.00, 5.88, 1.11, 0.30, 3.78, 0.05, 0.93, 0.15, 0.82, 3.00, 3.34, 1.20, 0.69, 0.10, 0.83, 1.96),
+    "sharded": Multiples(3.39, 0.30, 5.00, 0.63, 3.98, 3.89, 1.07, 0.92, 1.14, 6.07, 4.81, 0.65, 0.27, 0.77, 0.81),
+    "whole": Multiples(3.14, 4.55, 5.74, 0.06, 0.00, 1.78, 1.09, 0.06, 1.83, 0.00, 0.00, 1.34, 1.10, 0.82),
+    "stages": Multiples(1.99, 2.95, 4.98, 0.00, 1.11, 0.09, 1.22, 0.04, 1.09, 3.04, 0.93, 1.58),
+    "chunks": Multiples(1.77, 1.33, 5.67, 0.28, 2.79, 0.00, 1.20, 0.17, 1.11, 4.05, 0.98, 1.36),
+    "ZeRO 2": Multiples(1.23, 0.99, 3.92, 0.45, 3.97, 0.00, 1.89, 2.00, 0.97, 4.65, 0.44, 0.88),
+    "ZeRO 1": Multiples(0.00, 5.05, 1.16, 0.57, 4.43, 0.12, 0.79, 0.00, 1.26, 4.43, 1.97, 1.05),
 }
 """By kind of program, fitted by `benchmarks/plan_estimates.py --fit`. A few programs have copies that none of these
-explains: XLA copies what is kept, or gradients, where it could reuse them."""
+explains, or places that nothing else fits into."""
 
 
 def kind_of(scheme: Scheme) -> str:
@@ -89,12 +86,12 @@ class Memory(NamedTuple):
     kept: float
     """From forward for backward."""
     rest: float
-    outside: float
-    """Besides the state, outside of forward and backward: while weights are gathered once a step, or in a save."""
+    in_save: float
+    """Besides the state, in a save."""
 
     @property
     def peak(self) -> float:
-        return self.state + max(self.kept + self.rest, self.outside)
+        return self.state + max(self.kept + self.rest, self.in_save)
 
 
 class StateBytes(NamedTuple):
@@ -189,31 +186,21 @@ def estimate_memory(
     of = multiples or MULTIPLES[kind_of(scheme)]
     kept_of_layer = kept_of_row * scheme.rows / model.depth
     backward, loss = _backward(model, scheme, kept_of_layer, of), _loss(model, scheme, of, loss_chunk)
-    if scheme.microbatches == 1:
-        gradients -= last  # The embedding's comes last, and there is none to add it to.
     in_loss = gradients
-    if scheme.microbatches == 1 and scheme.fsdp > 1 and scheme.zero < 3:
-        in_loss = 0.0  # Stacks of whole gradients are made when backward begins.
-    rest = max(backward + gradients, loss + in_loss) + _copies(model, scheme, gradients, of)
+    if scheme.microbatches == 1:  # Those of layers are made when backward begins, and the embedding's comes last.
+        gradients -= last
+        in_loss = 0.0
+        # The head's, if it is the embedding, waits to be scattered with the embedding's.
+        waiting = (1 - 1 / scheme.fsdp) * (scheme.zero > 1)
+        backward += (waiting if model.tied else of.head_alone) * _head(model, scheme)
+    rest = max(backward + gradients, loss + in_loss) + _apart(model, scheme, of)
     # A save has a second copy of what lies otherwise than it is stored.
     moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % (parts * stages))
     stored = state.parameters + state.moments
-    outside = stored * moves / scheme.fsdp
+    in_save = stored * moves / scheme.fsdp
     if scheme.fsdp > 1 and scheme.zero < 3:
         rest += scheme.item * (layers + ends)
-        outside = max(outside, _gathering(model, scheme, layers + ends, gradients))
-    return Memory(stored * own, kept, rest, outside)
-
-
-def _gathering(model: ModelShape, scheme: Scheme, whole: float, gradients: float) -> float:
-    """What is in memory besides the state while weights are gathered, once a step: of the largest stack a copy in the
-    order in which it arrives, and gradients, if several microbatches add them up."""
-    stacks = [count * one.inputs * one.outputs for count, layer in model.layers for one in layer.products]
-    copy = scheme.item * max(stacks) / (scheme.model * scheme.pipeline)
-    if scheme.model > 1:
-        smaller = {size for size in stacks if size < max(stacks)}
-        copy += scheme.item * max(smaller, default=0) / (scheme.model * scheme.pipeline)
-    return scheme.item * whole + copy + (gradients if scheme.microbatches > 1 else 0)
+    return Memory(stored * own, kept, rest, in_save)
 
 
 def _backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) -> float:
@@ -238,13 +225,11 @@ def _loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> flo
     return bytes_ + of.head_narrow * scheme.item * tokens * model.hidden + of.head_weights * _weights(model, scheme)
 
 
-def _copies(model: ModelShape, scheme: Scheme, gradients: float, of: Multiples) -> float:
+def _apart(model: ModelShape, scheme: Scheme, of: Multiples) -> float:
     """With `data` and ZeRO 3 the last of several microbatches sums gradients while it goes back."""
     if scheme.data == 1 or scheme.zero < 3 or scheme.pipeline > 1 or scheme.microbatches == 1:
         return 0.0
-    if scheme.microbatches == 2:
-        return of.gradients_of_two * gradients + of.head_of_two * _head(model, scheme)
-    return of.gradients_apart * gradients + of.head_apart * _head(model, scheme)
+    return (of.head_of_two if scheme.microbatches == 2 else of.head_apart) * _head(model, scheme)
 
 
 def _largest(model: ModelShape) -> Layer:

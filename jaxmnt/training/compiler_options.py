@@ -28,14 +28,17 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
     """For XLA, where XLA_FLAGS does not say otherwise.
 
     On GPUs the weights of a layer are gathered together, since each gather takes a step from device to device for each
-    device; those of the ends, which are larger, stay apart. With layers that communicate along several axes, one
-    collective may run beside another: by default XLA has one at a time, and a gather between hosts would wait for those
-    within them. All devices start collectives in the same order, and groups along two axes share one device.
+    device; those of the ends, which are larger, stay apart. Not so where weights are gathered once a step and layers
+    work on halves of the rows: the gathers of both halves would be put together, too. With layers that communicate
+    along several axes, one collective may run beside another: by default XLA has one at a time, and a gather between
+    hosts would wait for those within them. All devices start collectives in the same order, and groups along two axes
+    share one device.
     """
     if spec.placement.mesh.devices.flat[0].platform == "cpu":
         return cpu_options(spec.dtype, level)
     options: dict[str, Any] = {}
-    if spec.prefetch and _whole_layer_bytes(spec):
+    once = spec.config.mesh.zero < 3
+    if (spec.prefetch or (once and spec.placement.overlap != "rows")) and _whole_layer_bytes(spec):
         options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
     if spec.placement.axes_of_layers > 1 and _is_known(_AT_ONCE, 4):
         options[_AT_ONCE] = 4

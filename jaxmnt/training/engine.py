@@ -13,6 +13,7 @@ slots, from which the third phase computes the weights' gradients in ticks that 
 Shapes: A microbatches, B rows of one, L length, S a device's piece of the length, D model.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmnt.models.contract import LayerGroup, Params
+from jaxmnt.models.layers import zeros_after
 from jaxmnt.parallel import collectives
-from jaxmnt.parallel.sharding import is_axes
+from jaxmnt.parallel.sharding import is_axes, unstacked
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.noise import SmallBatches, small_batches, squares
@@ -188,9 +190,8 @@ class _Run:
         fold = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
         self._fields = {name: fold(field) for name, field in batch.items()}
         once = spec.config.mesh.zero < 3
-        axes = spec.definition.axes
         self.stored = params
-        self.params = collectives.unshard(params, axes, spec.placement, spec.dtype) if once else params
+        self.params = _gathered_once(spec, params) if once else params
         self.layers = {group.name: self._layers(group, buffers, whole=once) for group in spec.definition.groups}
         self.embed_head = EmbedAndHead(spec, self.params, whole=once)
         if spec.float8 and spec.config.train.float8_gather and not once:
@@ -296,10 +297,21 @@ class _Training(_Run):
         """If it is another: one in which gradients are summed over replicas while backward goes on."""
         if not any(map(self.spec.is_reduced_early, jax.tree.leaves(self.spec.trained_axes, is_leaf=is_axes))):
             return None
-        return functools.partial(self.tick, last=True)
+        if self.schedule.ticks == 1:
+            return functools.partial(self.tick, last=True)
+        return functools.partial(self._with_weights_apart().tick, last=True)
+
+    def _with_weights_apart(self) -> "_Training":
+        """The same, with weights that XLA takes for others: else it would keep what the first of two microbatches has
+        gathered for the last one, such as the embedding."""
+        apart = copy.copy(self)
+        apart.params = jax.lax.optimization_barrier(self.params)
+        apart.layers = {name: layers.with_params(apart.params[name]) for name, layers in self.layers.items()}
+        apart.embed_head = EmbedAndHead(self.spec, apart.params, whole=False)
+        return apart
 
     def tick(self, carry: _Carry, row: TickPlan, *, last: bool = False) -> tuple[_Carry, None]:
-        if last:  # after the others, whose residuals would else be there at the same time
+        if last and self.schedule.ticks > 1:  # after the others, whose residuals would else be there at the same time
             carry, row = jax.lax.optimization_barrier((carry, row))
         y_BSD, carry = self._forward(carry, row)
         y_gradient_BSD, carry = self._loss(carry, row, y_BSD)
@@ -350,6 +362,9 @@ class _Training(_Run):
             is_last = (self.stage == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
             y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
         rows, gradients = self.layer_rows(microbatch), dict(carry.gradients)
+        if self.schedule.ticks == 1:  # not carried from another: they need no room before
+            late = lambda like: zeros_after(y_gradient_BSD, like)
+            gradients |= jax.tree.map(late, {name: gradients[name] for name in self.layers})
         when = functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD)
         x_gradient_BSD = y_gradient_BSD
         for name, layers in reversed(self.layers.items()):
@@ -389,6 +404,26 @@ class _Training(_Run):
         axes = {name: self.spec.trained_axes[name] for name in new}
         reduced = self._reduced(select(new, axes), axes)
         return {name: jax.tree.map(jnp.add, gradients[name], reduced[name]) for name in new}
+
+
+def _gathered_once(spec: StepSpec, params: Params) -> Params:
+    """All weights, ready for use. Those of layers are gathered one after another: a whole stack would come out with the
+    dimension first along which it is gathered, and XLA would copy all of it into order."""
+    ready = functools.partial(collectives.unshard, placement=spec.placement, dtype=spec.dtype)
+
+    def of(name: str) -> Params:
+        own, axes = params[name], spec.definition.axes[name]
+        gathered = map(spec.placement.gathered_axes, jax.tree.leaves(axes, is_leaf=is_axes))
+        if name not in spec.slots or not any(gathered):
+            return ready(own, axes)
+        layer = lambda _, one: (None, jax.tree.map(collectives.row_major, ready(one, unstacked(axes))))
+        # In a round of several layers, one is put into the stack while the next one is gathered.
+        return jax.lax.scan(layer, None, own, unroll=_GATHERED_IN_A_ROUND)[1]
+
+    return {name: of(name) for name in params}
+
+
+_GATHERED_IN_A_ROUND = 4
 
 
 def _sum(total: LossSums, new: LossSums) -> LossSums:

@@ -3,6 +3,7 @@
 Shapes: B batch, L length, S a device's piece of the length, D model.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,6 +92,12 @@ class Layers:
         """By place in the pattern, of each weight that is gathered in float8 the scale, [units]."""
         self._backwards: dict[int, Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
+
+    def with_params(self, params: Params) -> "Layers":
+        """The same with other weights, such as a copy of its own."""
+        other = copy.copy(self)
+        other._params = params
+        return other
 
     def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:
         """From now on, weights that layers multiply in float8 alone, and that are gathered."""
