@@ -35,6 +35,7 @@ MODELS = (
 )  # fmt: skip
 TARGETS = ("h100", "h200")
 _LARGE = ("qwen3-32b", "llama3.1-70b")
+_MEASURES = ("kept_of_row", "kept_at_most", "slots")
 _NEEDED = len(Multiples._fields) - len(Multiples._field_defaults)
 
 
@@ -103,7 +104,7 @@ def _compiled(name: str, target: str, length: int, one: Candidate) -> dict[str, 
     return {
         "model": name, "target": target, "scheme": vars(guess.scheme),
         "shape": [shape.layers, shape.hidden, shape.vocab, shape.tied, shape.others],
-        "kept_of_row": guess.kept_of_row, "slots": guess.slots, "peak": plan.peak,
+        **{name: getattr(guess, name) for name in _MEASURES}, "peak": plan.peak,
         "estimated_peak": round(guess.memory.peak), "seconds": plan.seconds, "estimated_seconds": guess.seconds,
     }  # fmt: skip
 
@@ -121,7 +122,7 @@ def shape_of(record: dict[str, Any]) -> ModelShape:
 def peak_of(record: dict[str, Any], multiples: Multiples | None = None) -> float:
     """Estimated, in bytes."""
     memory = estimate_memory(
-        shape_of(record), Scheme(**record["scheme"]), record["kept_of_row"], record["slots"], multiples=multiples
+        shape_of(record), Scheme(**record["scheme"]), *map(record.get, _MEASURES), multiples=multiples
     )
     return memory.peak
 
@@ -132,9 +133,7 @@ def fitted(records: Sequence[dict[str, Any]], start: Multiples) -> Multiples:
 
     def loss(tried: Multiples) -> float:
         errors = (
-            estimate_memory(shape, scheme, record["kept_of_row"], record["slots"], multiples=tried).peak
-            / record["peak"]
-            - 1
+            estimate_memory(shape, scheme, *map(record.get, _MEASURES), multiples=tried).peak / record["peak"] - 1
             for record, shape, scheme in known
         )
         return statistics.fmean(min(abs(error), 0.1) for error in errors)
@@ -158,7 +157,7 @@ def fitted(records: Sequence[dict[str, Any]], start: Multiples) -> Multiples:
     rng = random.Random(0)
     starts = [
         start,
-        *(Multiples(*(value * rng.uniform(0, 2) + rng.uniform(0, 0.5) for value in start)) for _ in range(12)),
+        *(Multiples(*(value * rng.uniform(0, 2) + rng.uniform(0, 0.5) for value in start)) for _ in range(60)),
     ]
     return min(map(descended, starts))[1]
 

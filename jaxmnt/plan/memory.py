@@ -1,8 +1,8 @@
 """What a step needs of a device's memory, from shapes alone: without compiling.
 
-The state, and what forward keeps for backward, are counted. What else XLA has at the peak is estimated: it is some
-multiples of a layer's weights and activations in backward, or of the head's weights in the loss, and with ZeRO 1 and 2
-the weights and gradients that are whole. The multiples are fitted to compiled programs by
+The state, what forward keeps for backward, and what backward computes again are counted. What else XLA has at the peak
+is estimated: it is some multiples of a layer's weights and activations in backward, or of the head's weights in the
+loss, and with ZeRO 1 and 2 the weights and gradients that are whole. The multiples are fitted to compiled programs by
 `benchmarks/plan_estimates.py`.
 """
 
@@ -34,9 +34,6 @@ class Multiples(NamedTuple):
     """In backward, of the residual stream."""
     kept: float
     """In backward, of what forward has kept of a layer, which is cut out of all that is kept."""
-    wide_again: float
-    """More of them with remat full."""
-    narrow_again: float
     head: float
     """In the loss, of the head's gradient in float32, if the loss is in chunks, whose gradients are added up."""
     head_at_once: float
@@ -58,12 +55,12 @@ class Multiples(NamedTuple):
 
 
 MULTIPLES = {
-    "sharded": Multiples(3.39, 0.30, 5.00, 0.63, 3.98, 3.89, 1.07, 0.92, 1.14, 6.07, 4.81, 0.65, 0.27, 0.77, 0.81),
-    "whole": Multiples(3.14, 4.55, 5.74, 0.06, 0.00, 1.78, 1.09, 0.06, 1.83, 0.00, 0.00, 1.34, 1.10, 0.82),
-    "stages": Multiples(1.99, 2.95, 4.98, 0.00, 1.11, 0.09, 1.22, 0.04, 1.09, 3.04, 0.93, 1.58),
-    "chunks": Multiples(1.77, 1.33, 5.67, 0.28, 2.79, 0.00, 1.20, 0.17, 1.11, 4.05, 0.98, 1.36),
-    "ZeRO 2": Multiples(1.23, 0.99, 3.92, 0.45, 3.97, 0.00, 1.89, 2.00, 0.97, 4.65, 0.44, 0.88),
-    "ZeRO 1": Multiples(0.00, 5.05, 1.16, 0.57, 4.43, 0.12, 0.79, 0.00, 1.26, 4.43, 1.97, 1.05),
+    "sharded": Multiples(3.51, 0.26, 6.13, 0.41, 1.33, 1.56, 0.94, 4.88, 3.10, 1.42, 0.32, 0.84, 0.79),
+    "whole": Multiples(3.70, 0.03, 5.38, 0.56, 0.97, 0.16, 1.85, 0.00, 0.00, 1.66, 1.03, 0.42),
+    "stages": Multiples(1.80, 0.00, 3.20, 0.53, 1.36, 0.19, 1.07, 4.13, 0.65, 1.41),
+    "chunks": Multiples(0.87, 0.77, 3.49, 0.67, 0.50, 0.00, 2.31, 4.49, 2.05, 1.15),
+    "ZeRO 2": Multiples(1.82, 0.98, 1.20, 0.56, 1.83, 2.19, 1.14, 4.14, 0.78, 0.36),
+    "ZeRO 1": Multiples(0.00, 4.63, 0.03, 0.31, 0.77, 0.00, 1.27, 3.59, 1.92, 1.33),
 }
 """By kind of program, fitted by `benchmarks/plan_estimates.py --fit`. A few programs have copies that none of these
 explains, or places that nothing else fits into."""
@@ -162,6 +159,7 @@ def estimate_memory(
     model: ModelShape,
     scheme: Scheme,
     kept_of_row: float,
+    kept_at_most: float,
     slots: int = 1,
     state: StateBytes = _ADAMW,
     multiples: Multiples | None = None,
@@ -169,7 +167,8 @@ def estimate_memory(
 ) -> Memory:
     """A step's peak.
 
-    `kept_of_row` is what a row leaves in all layers (`Kept`). A stage keeps at most `slots` microbatches of a chunk.
+    `kept_of_row` is what a row leaves in all layers (`Kept`), and `kept_at_most` what it would leave if backward
+    computed nothing again. A stage keeps at most `slots` microbatches of a chunk.
     `loss_chunk` are the bytes of logits that the loss makes at a time.
     """
     stages, parts = scheme.pipeline, scheme.model
@@ -184,8 +183,10 @@ def estimate_memory(
     if scheme.fsdp > 1 and scheme.zero == 1:
         gradients, last = state.gradients * (layers + ends), state.gradients * embedding
     of = multiples or MULTIPLES[kind_of(scheme)]
-    kept_of_layer = kept_of_row * scheme.rows / model.depth
-    backward, loss = _backward(model, scheme, kept_of_layer, of), _loss(model, scheme, of, loss_chunk)
+    in_layer = lambda bytes_of_row: bytes_of_row * scheme.rows / model.depth
+    again = in_layer(kept_at_most - kept_of_row)  # of a layer, while its backward goes on
+    backward = _backward(model, scheme, in_layer(kept_of_row), of) + again
+    loss = _loss(model, scheme, of, loss_chunk)
     in_loss = gradients
     if scheme.microbatches == 1:  # Those of layers are made when backward begins, and the embedding's comes last.
         gradients -= last
@@ -204,15 +205,12 @@ def estimate_memory(
 
 
 def _backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) -> float:
-    """What is in memory besides state, gradients and what is kept, of a layer `kept`."""
+    """What is in memory besides state, gradients, what is kept, of a layer `kept`, and what is computed again."""
     largest = _largest(model)
     widest = max(max(one.inputs, one.outputs) for one in largest.products)
     wide = scheme.item * scheme.rows * scheme.length * widest / scheme.model
     narrow = scheme.item * scheme.rows * scheme.length * model.hidden
-    bytes_ = of.weights * _weights(model, scheme) + of.wide * wide + of.narrow * narrow + of.kept * kept
-    if scheme.remat == "full":
-        bytes_ += of.wide_again * wide + of.narrow_again * narrow
-    return bytes_
+    return of.weights * _weights(model, scheme) + of.wide * wide + of.narrow * narrow + of.kept * kept
 
 
 def _loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> float:

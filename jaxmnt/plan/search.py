@@ -44,6 +44,7 @@ class Guess:
     estimate: Estimate
     memory: Memory
     kept_of_row: float
+    kept_at_most: float
     slots: int
     """Microbatches of a chunk that a stage keeps at most."""
 
@@ -125,7 +126,7 @@ class Search:
         """None for sizes that cannot be built."""
         schedule = _schedule(one.pipeline, one.microbatches, one.chunks)
         try:
-            row = self._kept[one.precision].of_row(one.remat, one.model)
+            row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
         except ConfigError:
             return None
         scheme = Scheme(
@@ -135,11 +136,12 @@ class Search:
             dtype=self.dtype(one.precision), kept=row * one.rows / one.pipeline,
         )  # fmt: skip
         memory = estimate_memory(
-            self.shape, scheme, row, schedule.slots, self._state, loss_chunk=self.config.train.loss_chunk_mib * 2**20
-        )
+            self.shape, scheme, row, at_most, schedule.slots, self._state,
+            loss_chunk=self.config.train.loss_chunk_mib * 2**20,
+        )  # fmt: skip
         software = software_of(scheme, _overlap(one))
         found = estimate(self.shape, scheme, self.rates, self.network.domain, software)
-        return Guess(one, scheme, found, memory, row, schedule.slots)
+        return Guess(one, scheme, found, memory, row, at_most, schedule.slots)
 
     def compiled(self, guess: Guess) -> Plan:
         """Raises `ConfigError` for what cannot be built."""
