@@ -92,8 +92,11 @@ def test_the_queue_is_bounded_and_what_is_missing_is_counted(hasty, tmp_path, mo
         assert json.loads(file.readline())["number"] == 100
     assert sorted(record["number"] for record in found if record["kind"] == "x") == list(range(10))
     assert [found[-1][name] for name in ("kind", "process", "lines")] == ["lines_missing", 3, 90]
+    err, until = "", time.monotonic() + 5
+    while "is written again" not in err and time.monotonic() < until:  # said after the line has been read
+        time.sleep(0.01)
+        err += capfd.readouterr().err
     lines.close()
-    err = capfd.readouterr().err
     assert err.count("WARNING") == 1 and f"{path} has taken no line for 0.5 s" in err
     assert "is written again" in err
 
