@@ -36,6 +36,7 @@ MODELS = (
 TARGETS = ("h100", "h200")
 _LARGE = ("qwen3-32b", "llama3.1-70b")
 _MEASURES = ("kept_of_row", "kept_at_most", "slots")
+"""What `estimate_memory` is given besides shape and scheme, in its order."""
 _NEEDED = len(Multiples._fields) - len(Multiples._field_defaults)
 
 
@@ -122,7 +123,7 @@ def shape_of(record: dict[str, Any]) -> ModelShape:
 def peak_of(record: dict[str, Any], multiples: Multiples | None = None) -> float:
     """Estimated, in bytes."""
     memory = estimate_memory(
-        shape_of(record), Scheme(**record["scheme"]), *map(record.get, _MEASURES), multiples=multiples
+        shape_of(record), Scheme(**record["scheme"]), *map(record.__getitem__, _MEASURES), multiples=multiples
     )
     return memory.peak
 
@@ -133,7 +134,8 @@ def fitted(records: Sequence[dict[str, Any]], start: Multiples) -> Multiples:
 
     def loss(tried: Multiples) -> float:
         errors = (
-            estimate_memory(shape, scheme, *map(record.get, _MEASURES), multiples=tried).peak / record["peak"] - 1
+            estimate_memory(shape, scheme, *map(record.__getitem__, _MEASURES), multiples=tried).peak / record["peak"]
+            - 1
             for record, shape, scheme in known
         )
         return statistics.fmean(min(abs(error), 0.1) for error in errors)

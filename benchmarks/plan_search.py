@@ -2,7 +2,7 @@
 
     python benchmarks/plan_search.py                  all cases, against the best of 30 plans more of each
     python benchmarks/plan_search.py --grid 200 8B128 one case, against 200
-    python benchmarks/plan_search.py --grid 1000 8B8  one case, against all that may fit: most of an hour
+    python benchmarks/plan_search.py --grid 1000 8B8  one case, against all that may fit, some 500
 
 The grid has all ways that divide, without the search's rules. If more of them may fit than are compiled, those that are
 estimated to be fastest count, and as many at random of the others. Needs the extra `plan`; no GPU.

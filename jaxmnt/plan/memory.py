@@ -23,8 +23,7 @@ from jaxmnt.training.trained import names_of
 
 
 class Multiples(NamedTuple):
-    """Of what is in memory at the peak besides the state, the gradients and what forward keeps: the larger of what
-    backward and the loss have."""
+    """Of what is in memory at the peak besides what is counted: the larger of what backward and the loss have."""
 
     weights: float
     """In backward, of a layer's weights in bfloat16, as they are multiplied on a device."""
