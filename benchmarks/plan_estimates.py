@@ -37,7 +37,6 @@ TARGETS = ("h100", "h200")
 _LARGE = ("qwen3-32b", "llama3.1-70b")
 _MEASURES = ("kept_of_row", "kept_at_most", "slots")
 """What `estimate_memory` is given besides shape and scheme, in its order."""
-_NEEDED = len(Multiples._fields) - len(Multiples._field_defaults)
 
 
 def drawn(seed: int) -> Iterator[tuple[str, str, int, Candidate]]:
@@ -230,8 +229,7 @@ def main() -> None:
     for kind, own in sorted(by_kind.items()):
         best = fitted(own, MULTIPLES[kind])
         errors = [abs(peak_of(record, best) / record["peak"] - 1) for record in own]
-        needed = max(place for place, value in enumerate(best, 1) if value or place == _NEEDED)
-        values = ", ".join(f"{value:.2f}" for value in best[:needed])
+        values = ", ".join(f"{value:.2f}" for value in best)
         print(f'"{kind}": Multiples({values}),  # {len(own)}: {statistics.fmean(errors):.4f}, {max(errors):.3f}')
 
 

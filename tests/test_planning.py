@@ -57,12 +57,12 @@ def test_published_runs_are_met():
 
 
 def test_compiled_plans_are_met():
-    """In memory, without compiling, those that it was fitted to: half within 1 %, 19 of 20 within 3 %."""
+    """In memory, without compiling, those that it was fitted to: half within 1 %, 49 of 50 within 3 %."""
     of = benchmark("plan_estimates")
     records = [json.loads(line) for line in of.DATA.read_text().splitlines()]
     errors = [abs(of.peak_of(record) / record["peak"] - 1) for record in records]
     assert len(records) > 100 and statistics.median(errors) < 0.01
-    assert sum(error < 0.03 for error in errors) > 0.95 * len(errors)
+    assert sum(error < 0.03 for error in errors) > 0.98 * len(errors)
 
 
 def scheme(**changes):

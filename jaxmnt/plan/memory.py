@@ -1,9 +1,9 @@
 """What a step needs of a device's memory, from shapes alone: without compiling.
 
-The state, what forward keeps for backward, and what backward computes again are counted. What else XLA has at the peak
-is estimated: it is some multiples of a layer's weights and activations in backward, or of the head's weights in the
-loss, and with ZeRO 1 and 2 the weights and gradients that are whole. The multiples are fitted to compiled programs by
-`benchmarks/plan_estimates.py`.
+The state, what forward keeps for backward, what backward computes again, and the embedding's gradient are counted. What
+else XLA has at the peak is estimated: it is some multiples of a layer's weights and activations in backward, or of the
+head's weights in the loss, and with ZeRO 1 and 2 the weights and gradients that are whole. The multiples are fitted to
+compiled programs by `benchmarks/plan_estimates.py`.
 """
 
 import math
@@ -23,7 +23,7 @@ from jaxmnt.training.trained import names_of
 
 
 class Multiples(NamedTuple):
-    """Of what is in memory at the peak besides what is counted: the larger of what backward and the loss have."""
+    """Of what is in memory at the peak besides what is counted: in backward or in the loss."""
 
     weights: float
     """In backward, of a layer's weights in bfloat16, as they are multiplied on a device."""
@@ -45,21 +45,16 @@ class Multiples(NamedTuple):
     """In the loss, of a layer's weights."""
     logits: float
     """In the loss, of a chunk's in float32."""
-    head_apart: float = 0.0
-    """Of the head's gradient, if the last of several microbatches is a program of its own."""
-    head_of_two: float = 0.0
-    """The same of two microbatches, where the first one is, too."""
-    head_alone: float = 0.0
-    """In backward of a single microbatch, of the head's gradient, whose place nothing else fits into."""
 
 
 MULTIPLES = {
-    "sharded": Multiples(3.51, 0.26, 6.13, 0.41, 1.33, 1.56, 0.94, 4.88, 3.10, 1.42, 0.32, 0.84, 0.79),
-    "whole": Multiples(3.70, 0.03, 5.38, 0.56, 0.97, 0.16, 1.85, 0.00, 0.00, 1.66, 1.03, 0.42),
+    "sharded": Multiples(1.19, 1.93, 1.08, 0.98, 0.93, 0.53, 1.01, 2.01, 2.50, 3.21),
+    "sharded both ways": Multiples(4.75, 0.00, 0.00, 0.77, 0.90, 0.78, 1.09, 2.84, 3.83, 1.60),
+    "whole": Multiples(4.42, 0.06, 1.80, 1.06, 1.80, 0.79, 1.51, 2.91, 0.83, 1.12),
     "stages": Multiples(1.80, 0.00, 3.20, 0.53, 1.36, 0.19, 1.07, 4.13, 0.65, 1.41),
     "chunks": Multiples(0.87, 0.77, 3.49, 0.67, 0.50, 0.00, 2.31, 4.49, 2.05, 1.15),
-    "ZeRO 2": Multiples(1.82, 0.98, 1.20, 0.56, 1.83, 2.19, 1.14, 4.14, 0.78, 0.36),
-    "ZeRO 1": Multiples(0.00, 4.63, 0.03, 0.31, 0.77, 0.00, 1.27, 3.59, 1.92, 1.33),
+    "ZeRO 2": Multiples(0.00, 1.92, 1.11, 0.14, 0.58, 0.39, 2.23, 5.32, 2.46, 0.08),
+    "ZeRO 1": Multiples(0.00, 1.91, 2.09, 0.03, 0.61, 0.00, 2.28, 4.90, 1.97, 0.82),
 }
 """By kind of program, fitted by `benchmarks/plan_estimates.py --fit`. A few programs have copies that none of these
 explains, or places that nothing else fits into."""
@@ -71,7 +66,9 @@ def kind_of(scheme: Scheme) -> str:
         return f"ZeRO {scheme.zero}"
     if scheme.pipeline > 1:
         return "chunks" if scheme.chunks > 1 else "stages"
-    return "sharded" if scheme.fsdp > 1 else "whole"
+    if scheme.fsdp == 1:
+        return "whole"
+    return "sharded both ways" if scheme.model > 1 else "sharded"
 
 
 class Memory(NamedTuple):
@@ -190,10 +187,9 @@ def estimate_memory(
     if scheme.microbatches == 1:  # Those of layers are made when backward begins, and the embedding's comes last.
         gradients -= last
         in_loss = 0.0
-        # The head's, if it is the embedding, waits to be scattered with the embedding's.
-        waiting = (1 - 1 / scheme.fsdp) * (scheme.zero > 1)
-        backward += (waiting if model.tied else of.head_alone) * _head(model, scheme)
-    rest = max(backward + gradients, loss + in_loss) + _apart(model, scheme, of)
+    # The embedding's comes out whole. With ZeRO 1 it is counted so, and with ZeRO 2 weights of layers have made room.
+    leave = _head(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
+    rest = max(backward + gradients, loss + in_loss, leave + gradients)
     # A save has a second copy of what lies otherwise than it is stored.
     moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % (parts * stages))
     stored = state.parameters + state.moments
@@ -222,13 +218,6 @@ def _loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> flo
     return bytes_ + of.head_narrow * scheme.item * tokens * model.hidden + of.head_weights * _weights(model, scheme)
 
 
-def _apart(model: ModelShape, scheme: Scheme, of: Multiples) -> float:
-    """With `data` and ZeRO 3 the last of several microbatches sums gradients while it goes back."""
-    if scheme.data == 1 or scheme.zero < 3 or scheme.pipeline > 1 or scheme.microbatches == 1:
-        return 0.0
-    return (of.head_of_two if scheme.microbatches == 2 else of.head_apart) * _head(model, scheme)
-
-
 def _largest(model: ModelShape) -> Layer:
     return max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
 
@@ -239,5 +228,5 @@ def _weights(model: ModelShape, scheme: Scheme) -> float:
 
 
 def _head(model: ModelShape, scheme: Scheme) -> float:
-    """Bytes of the head's gradient on a device that has all of its part."""
+    """Bytes of the head's gradient, and of the embedding's, on a device that has all of its part."""
     return 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)

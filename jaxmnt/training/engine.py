@@ -299,18 +299,21 @@ class _Training(_Run):
             return None
         if self.schedule.ticks == 1:
             return functools.partial(self.tick, last=True)
-        apart = self._with_weights_apart()
-        # After the others, whose residuals would else be there at the same time.
-        return lambda carry, row: apart.tick(*jax.lax.optimization_barrier((carry, row)), last=True)
 
-    def _with_weights_apart(self) -> "_Training":
-        """The same, with weights that XLA takes for others: else it would keep what the first of two microbatches has
-        gathered for the last one, such as the embedding."""
-        apart = copy.copy(self)
-        apart.params = jax.lax.optimization_barrier(self.params)
-        apart.layers = {name: layers.with_params(apart.params[name]) for name, layers in self.layers.items()}
-        apart.embed_head = EmbedAndHead(self.spec, apart.params, whole=False)
-        return apart
+        def after_others(carry: _Carry, row: TickPlan) -> tuple[_Carry, None]:
+            # Else their residuals would be there at the same time, and what they have gathered would be kept for it.
+            carry, row, params = jax.lax.optimization_barrier((carry, row, self.params))
+            return self._with_weights(params).tick(carry, row, last=True)
+
+        return after_others
+
+    def _with_weights(self, params: Params) -> "_Training":
+        """The same with a copy of its weights."""
+        other = copy.copy(self)
+        other.params = params
+        other.layers = {name: layers.with_params(params[name]) for name, layers in self.layers.items()}
+        other.embed_head = EmbedAndHead(self.spec, params, whole=False)
+        return other
 
     def tick(self, carry: _Carry, row: TickPlan, *, last: bool = False) -> tuple[_Carry, None]:
         y_BSD, carry = self._forward(carry, row)
@@ -366,6 +369,8 @@ class _Training(_Run):
             late = lambda like: zeros_after(y_gradient_BSD, like)
             gradients |= jax.tree.map(late, {name: gradients[name] for name in self.layers})
         when = functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD)
+        if self.alone:
+            y_gradient_BSD, gradients = self._after_head(y_gradient_BSD, gradients)
         x_gradient_BSD = y_gradient_BSD
         for name, layers in reversed(self.layers.items()):
             x_gradient_BSD, gradients[name] = layers.backward(
@@ -373,6 +378,13 @@ class _Training(_Run):
                 last=last,
             )  # fmt: skip
         return x_gradient_BSD, carry._replace(gradients=gradients)
+
+    def _after_head(self, y_gradient_BSD: jax.Array, gradients: Params) -> tuple[jax.Array, Params]:
+        """The same, when those of the head are added up: XLA would have them wait, whole, and scatter them after the
+        backward of all layers, where nothing else is left to do beside it."""
+        own = {name: gradients[name] for name in self.spec.definition.last}
+        y_gradient_BSD, own = jax.lax.optimization_barrier((y_gradient_BSD, own))
+        return y_gradient_BSD, gradients | own
 
     def _leave(self, carry: _Carry, row: TickPlan, x_gradient_BSD: jax.Array) -> _Carry:
         """The embedding's gradient, when that of its output comes out of the first stage."""

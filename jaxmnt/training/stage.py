@@ -229,7 +229,7 @@ class Layers:
             if not axes:
                 return total
             own = self._group.at(total, place)
-            new = jax.tree.map(lambda one, new: one[unit] + new, own, reduce(waiting, axes))
+            new = jax.tree.map(lambda one, new: one[unit] + collectives.row_major(new), own, reduce(waiting, axes))
             if last_microbatch:
                 new = self._summed_over_replicas(new, place)
             added = jax.tree.map(lambda one, new: one.at[unit].set(new, mode="drop"), own, new)
