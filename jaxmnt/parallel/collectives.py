@@ -56,8 +56,8 @@ def unshard_as_it_is(piece: jax.Array, names: Axes, placement: Placement) -> jax
 
 
 def row_major(array: jax.Array) -> jax.Array:
-    """A part of a stack, before it is gathered, put into it, or used. XLA for GPUs would have what is gathered with the
-    gathered dimension first: then it gives that order to the whole stack, and copies it."""
+    """A part of a stack, before it is gathered, put into it, or used. XLA for GPUs would have what is gathered or
+    scattered with that dimension first: then it gives that order to the whole stack, and copies it."""
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 

@@ -187,7 +187,7 @@ def estimate_memory(
     if scheme.microbatches == 1:  # Those of layers are made when backward begins, and the embedding's comes last.
         gradients -= last
         in_loss = 0.0
-    # The embedding's comes out whole. With ZeRO 1 it is counted so, and with ZeRO 2 weights of layers have made room.
+    # The embedding's comes out whole. With ZeRO 1 it is counted so; with ZeRO 2 no more programs would be met by it.
     leave = _head(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
     rest = max(backward + gradients, loss + in_loss, leave + gradients)
     # A save has a second copy of what lies otherwise than it is stored.
