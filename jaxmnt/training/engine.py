@@ -361,13 +361,13 @@ class _Training(_Run):
         self, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array, last: bool
     ) -> tuple[jax.Array, _Carry]:
         microbatch, chunk, slot = row["backward"][self.stage]
-        if not self.alone:
-            is_last = (self.stage == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
-            y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
         rows, gradients = self.layer_rows(microbatch), dict(carry.gradients)
         if self.alone:
             y_gradient_BSD, gradients = self._after_head(y_gradient_BSD, gradients)
-        if self.schedule.ticks == 1:  # not carried from another: they need no room before
+        else:
+            is_last = (self.stage == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
+            y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
+        if self.schedule.ticks == 1:  # not carried from another: they need no room before, nor beside the head's
             late = lambda like: zeros_after(y_gradient_BSD, like)
             gradients |= jax.tree.map(late, {name: gradients[name] for name in self.layers})
         when = functools.partial(_when, self.table.backward[..., 0], microbatch, BACKWARD)
