@@ -2,14 +2,19 @@
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
+from importlib.machinery import ModuleSpec
 
 import jax
 import pytest
 from conftest import ROOT, command, mostly_slow
 
 from jaxmnt.config.load import load_config, parse_config
+from jaxmnt.errors import ConfigError
 from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.costs import Costs
@@ -424,6 +429,39 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh):
     assert vocabulary and all(rows in shape for shape in vocabulary)
     if recipe == "llama-8b":  # whose width is not the length of a row
         assert (config.data.sequence_length, model.vocab_size) not in shapes, "the logits of a row"
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_cuda_toolkit_of_the_machine():
+    """The extra installs all that the compiler needs: the 8B recipe is planned where no toolkit can be seen."""
+    plan = [sys.executable, "-m", "jaxmnt.train", "--config", "configs/llama-8b.yaml", "--dry-run", "--target", "h100"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    result = subprocess.run(
+        [ROOT / "scripts" / "without_toolkit", *plan, "--hosts", "16"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "step    about" in result.stdout
+
+
+def test_a_plan_without_a_part_of_the_compiler_names_the_extra(monkeypatch):
+    """A toolkit of the machine does not count: it may be too old for the GPU, and LLVM then aborts the process."""
+    specs = {
+        "jax_cuda12_plugin": ModuleSpec("jax_cuda12_plugin", None),
+        "nvidia": ModuleSpec("nvidia", None, is_package=True),
+    }
+    for missing, message in [
+        ("jax_cuda12_plugin", r"needs JAX's CUDA plugin.*\[plan\]"),
+        (None, r"needs NVIDIA's assembler ptxas.*\[plan\]"),
+    ]:
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, lost=missing: None if name == lost else specs.get(name)
+        )
+        with pytest.raises(ConfigError, match=message):
+            gpu_devices(CHIPS["h100"], 1, 8)
 
 
 @pytest.mark.slow

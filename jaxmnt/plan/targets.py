@@ -6,6 +6,7 @@ Both must be chosen before JAX starts its backends.
 import importlib.util
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.errors import ConfigError
@@ -16,15 +17,14 @@ if TYPE_CHECKING:
 
 
 def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.Device]":
-    """Devices to compile for, in hosts of so many. Nothing can run on them.
+    """Returns devices to compile for, in hosts of `devices_per_host`. Nothing can run on them.
 
-    Raises `ConfigError` where the compiler is missing.
+    Raises `ConfigError` where a part of the compiler is missing.
     """
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        raise ConfigError(
-            "--target: compiling for a GPU needs JAX's CUDA plugin, though no GPU; "
-            'install it with pip install -c constraints.txt -e ".[plan]"'
-        )
+        raise _incomplete("JAX's CUDA plugin")
+    # JAX hands this folder to XLA. An older toolkit of the machine would abort the process for a GPU it does not know.
+    os.environ["CUDA_ROOT"] = str(_cuda_folder())
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would refuse to load without a driver
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jax.experimental import topologies
@@ -33,6 +33,26 @@ def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.
         "", platform="cuda", target_config=chip.description, topology=f"1x{hosts}x{devices_per_host}"
     )
     return topology.devices
+
+
+def _cuda_folder() -> Path:
+    """Returns the folder with `bin/ptxas` that NVIDIA's packages have installed.
+
+    Raises `ConfigError` without one. A toolkit of the machine is not used, so that a plan is the same on any machine.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    for parent in sorted(nvidia.submodule_search_locations or ()) if nvidia else ():
+        for package in ("cuda_nvcc", "cu13"):
+            if (Path(parent) / package / "bin" / "ptxas").is_file():
+                return Path(parent) / package
+    raise _incomplete("NVIDIA's assembler ptxas")
+
+
+def _incomplete(part: str) -> ConfigError:
+    return ConfigError(
+        f"--target: compiling for a GPU needs {part}, though no GPU; "
+        'install it with pip install -c constraints.txt -e ".[plan]"'
+    )
 
 
 def virtual_devices(count: int) -> "Sequence[jax.Device]":
