@@ -79,6 +79,11 @@ def printable(text: str) -> str:
     )
 
 
+def counted(number: int, singular: str, plural: str) -> str:
+    """Returns a number with the form of a noun that goes with it, such as 1 file and 2 files."""
+    return f"{number:,} {singular if number == 1 else plural}"
+
+
 def shortened(text: str) -> str:
     """A text from outside, fit to be shown."""
     shown = printable(text[:_LONGEST_SHOWN])

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, run_command
-from jaxmnt.errors import ConfigError, ExitCode, printable
+from jaxmnt.errors import ConfigError, ExitCode, counted, printable
+from jaxmnt.storage import read
 
 if TYPE_CHECKING:
     from jaxmnt.data.preparation import Settings, Summary
@@ -41,6 +42,8 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data.preparation import Selection, build
     from jaxmnt.telemetry.progress import count, duration, size, status_line
 
+    if options.chat and _has_chat_template(options.tokenizer):
+        print(f"--chat writes ChatML, not the chat template that came with {printable(options.tokenizer)}")
     selection = Selection(options.input, options.suffix, options.exclude, options.eval_input)
     started = time.monotonic()
     try:
@@ -56,7 +59,8 @@ def main(arguments: list[str]) -> int:
         print(f"interrupted: run the same command again to go on with {options.output}")
         return ExitCode.STOPPED
     for split in ("train", "eval"):
-        print(f"{split:5}  {summary.documents[split]:,} documents, {count(summary.tokens[split])} tokens")
+        documents = counted(summary.documents[split], "document", "documents")
+        print(f"{split:5}  {documents}, {count(summary.tokens[split])} tokens")
     seconds = time.monotonic() - started
     print(f"read   {size(rate.done)} in {duration(seconds)}, {size(rate.done / seconds)} a second")
     output = printable(str(options.output))
@@ -70,8 +74,9 @@ def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[st
     """What decided where documents of token arrays end, and which are held out."""
     if summary.array_documents:
         yield (
-            f"the id {summary.end_id} cuts the token arrays into {summary.array_documents:,} documents, "
-            f"of {summary.array_median:,} tokens in the median"
+            f"the id {summary.end_id} cuts the token arrays into "
+            f"{counted(summary.array_documents, 'document', 'documents')}, of "
+            f"{counted(summary.array_median, 'token', 'tokens')} in the median"
         )
         if summary.array_median < _SHORT_DOCUMENT:
             yield (
@@ -88,24 +93,30 @@ def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[st
 
 
 def _left_out(summary: "Summary") -> Iterator[str]:
-    for number, what in (
-        (summary.skipped, "records that cannot be used"),
-        (summary.long, "documents that are too long"),
-        (summary.empty, "empty documents"),
-        (summary.binary, "binary files"),
-    ):
-        if number:
-            yield f"left out {number} {what}"
-    if summary.binary_names:
-        yield f"  such as {', '.join(printable(name) for name in summary.binary_names[:3])}"
+    for what in summary.left_out():
+        yield f"left out {what}"
     for remark in summary.remarks[:5]:
         yield f"  {remark}"
     if summary.broken:
         yield f"beginnings kept of records left out: {summary.broken} (an error was found only while they were split)"
     if summary.split:
-        yield f"split {summary.split} documents that are too long"
+        yield f"split {counted(summary.split, 'document that is', 'documents that are')} too long"
     if summary.replaced:
-        yield f"{summary.replaced} documents are not valid UTF-8; their odd bytes were replaced"
+        documents = counted(summary.replaced, "document is", "documents are")
+        yield f"{documents} not valid UTF-8; the odd bytes were replaced"
+
+
+def _has_chat_template(tokenizer: str | None) -> bool:
+    """Returns whether a chat template lies beside the tokenizer that the command line names."""
+    from jaxmnt.data.chat_template import TEMPLATE_FILES, chat_template
+
+    if tokenizer in (None, "bytes"):
+        return False
+    path = Path(str(tokenizer))
+    folder = path if path.is_dir() else path.parent
+    return (
+        chat_template({name: read(folder / name) for name in TEMPLATE_FILES if (folder / name).is_file()}) is not None
+    )
 
 
 class _Rate:
@@ -130,7 +141,8 @@ class _Rate:
         if rate:
             eta = duration((total - done) / rate)
             share = done / max(1, total)
-            status.update(f"{what} {bar(share, _BAR)} {share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
+            drawn = f"{bar(share, _BAR)} " if status.live else ""
+            status.update(f"{what} {drawn}{share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
@@ -143,6 +155,7 @@ def _settings(options: argparse.Namespace) -> "Settings":
     reading = Reading(
         text_field=options.text_field,
         chat=options.chat,
+        ignored_fields=tuple(sorted(set(options.ignore_fields))),
         replace_invalid=options.replace_invalid,
         token_bytes={"uint16": 2, "uint32": 4}[options.token_dtype],
         end_id=options.end_id,
@@ -175,6 +188,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--end-token", help="the token that ends a document (default: <|endoftext|> or another usual name)")
     add("--text-field", default="text", help="field or column that holds a document (text)")
     add("--chat", action="store_true", help="records hold conversations; only answers are learnt")
+    add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields of records that may be lost")
     add("--vocab-size", type=int, help="token arrays: how many ids there are, if no --tokenizer says it")
     add("--end-id", type=int, help="token arrays: the id that ends a document (without it a file is one)")
     add("--token-dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin token arrays (uint16)")

@@ -300,7 +300,7 @@ def test_chat_uses_the_tokenizers_own_markup(texts, tmp_path):
         (b'{"text": "cut', r"lines\.jsonl:151: not valid JSON"),
         (b'{"text": "\xff"}', r"lines\.jsonl:151: not valid UTF-8 at byte 10"),
         (b'{"body": "x"}', r"lines\.jsonl:151: has no field text; its fields: body \(--text-field"),
-        (b'{"text": 5}', r"lines\.jsonl:151: text is not text"),
+        (b'{"text": 5}', r'lines\.jsonl:151: field "text" is a number; it must be a string'),
         (b"[1]", r"lines\.jsonl:151: a record must be an object"),
     ],
 )

@@ -259,7 +259,7 @@ def test_text_in_pieces_is_the_text(piece, size):
     ("line", "message"),
     [
         (b'{"body": "x"}', "has no field text"),
-        (b'{"text": 5}', "text is not text"),
+        (b'{"text": 5}', 'field "text" is a number; it must be a string'),
         (b'["text"]', "it lacks '{' where"),
         (b'{"text": "cut', "not valid JSON or UTF-8"),
         (b'{"text": "\xff\xff"}', "not valid JSON or UTF-8"),
@@ -305,11 +305,11 @@ def test_a_record_that_breaks_while_it_is_split_is_told_as_begun(tmp_path, capsy
     given = ["--input", tmp_path / "t.jsonl", "--max-document-mib", 1, "--long-documents", "split", "--output"]
     assert command(*given, tmp_path / "out", "--on-error", "skip", "--eval-fraction", 0) == 0
     said = capsys.readouterr().out
-    assert "left out 1 records that cannot be used" in said and "beginnings kept of records left out: 1 " in said
+    assert "left out 1 record that cannot be used\n" in said and "beginnings kept of records left out: 1 " in said
     assert {record for _, record in texts_of(tmp_path / "out")} == {1, 2}
     assert command(*given, tmp_path / "replaced", "--replace-invalid", "--eval-fraction", 0) == 0
     said = capsys.readouterr().out
-    assert "1 documents are not valid UTF-8; their odd bytes were replaced" in said and "left out" not in said
+    assert "1 document is not valid UTF-8; the odd bytes were replaced" in said and "left out" not in said
     text = "".join(piece for piece, record in texts_of(tmp_path / "replaced") if record == 1)
     assert text == "a" * 3 * MIB + "\ufffd b"
 
@@ -543,10 +543,13 @@ def test_other_shapes_of_conversations_become_messages(tmp_path, kind):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, r"turn 1 needs from \(system, human, user, gpt"),
-        ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1 needs from"),
-        ({"conversations": "x"}, "conversations must be a list"),
-        ({"conversations": [{"from": "human"}]}, "message 1 needs a role"),
+        (
+            {"conversations": [{"from": "narrator", "value": "x"}]},
+            r'turn 1: from is "narrator"; it must be system, human, user, gpt',
+        ),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: from is a list; it must be system"),
+        ({"conversations": "x"}, "conversations is text; it must be a list"),
+        ({"conversations": [{"from": "human"}]}, "turn 1: value is null or missing; it must be text"),
         ({"instruction": "x", "output": 5}, "needs instruction, output and"),
         ({"instruction": "x"}, "needs instruction, output and"),
         ({"\x1b[2J" * 1000: 1}, r"its fields: \\x1b\[2J"),
@@ -557,6 +560,97 @@ def test_a_conversation_of_another_shape(tmp_path, record, message):
     with pytest.raises(ConfigError, match=rf"chat\.jsonl:1: .*{message}") as raised:
         prepare(tmp_path / "chat.jsonl", tmp_path / "out", reading=Reading(chat=True))
     assert len(str(raised.value)) < 600
+
+
+# -- what lies beside the records, and values of other kinds
+
+
+def test_only_the_records_of_a_folder_as_git_or_a_hub_leaves_it_are_read(tmp_path, capsys):
+    """Hidden files and cards are left out and named; a file that is given by name is read whatever it is called."""
+    folder = tmp_path / "in"
+    beside = (".git/HEAD", ".cache/hub/a.jsonl", ".gitattributes", "README.md", "data/_SUCCESS", "data/LICENSE")
+    for name in (*beside, "notes/README.md", "other.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "data" / "train.jsonl").write_text('{"text": "record"}\n')
+    assert command("--input", folder, "--output", tmp_path / "out", "--eval-fraction", 0) == 0
+    assert [text for text, _ in texts_of(tmp_path / "out")] == ["record", "notes/README.md", "other.txt"]
+    lines = capsys.readouterr().out.splitlines()
+    assert "left out 3 hidden files and folders (in/.cache, in/.git, in/.gitattributes)" in lines
+    assert "left out 3 files about a dataset (in/README.md, in/data/LICENSE, in/data/_SUCCESS)" in lines
+    explicit = [folder / ".cache", folder / ".gitattributes", folder / "README.md", folder / "data"]
+    (folder / ".cache" / "hub" / "a.jsonl").write_text('{"text": "hidden"}\n')
+    prepare(explicit, tmp_path / "explicit")
+    texts = [text for text, _ in texts_of(tmp_path / "explicit")]
+    assert texts == ["hidden", ".gitattributes", "README.md", "record"]
+    (folder / ".git" / "objects" / ".hidden").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"no files .* but what is not read from a folder \(objects/\.hidden\); check"
+    ):
+        prepare(folder / ".git" / "objects", tmp_path / "none")
+
+
+def test_texts_without_records_beside_them_are_documents(tmp_path):
+    for name in ("README.md", "_intro.md", "package/__init__.py"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    prepare(tmp_path / "in", tmp_path / "out")
+    assert [text for text, _ in texts_of(tmp_path / "out")] == ["README.md", "_intro.md", "package/__init__.py"]
+
+
+def test_what_is_left_of_nothing_is_told_with_its_reasons(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "binary").write_bytes(b"\0")
+    (tmp_path / "in" / "empty").write_text("")
+    (tmp_path / "in" / "odd.jsonl").write_text('{"text": 5}\n')
+    os.mkfifo(tmp_path / "in" / "pipe")
+    with pytest.raises(ConfigError) as raised:
+        prepare(tmp_path / "in", tmp_path / "out", skip_bad=True)
+    for part in (
+        "nothing was found for training: left out 1 record that cannot be used; left out 1 empty document (in/empty); ",
+        "; left out 1 binary file (in/binary); left out 1 special file or broken link (in/pipe) (",
+        'odd.jsonl:1: field "text" is a number; it must be a string); remove the output, then',
+    ):
+        assert part in str(raised.value)
+    (tmp_path / "t.txt").write_text("text")
+    with pytest.raises(ConfigError, match="nothing was found for training: 1 document is held out; remove"):
+        prepare(tmp_path / "t.txt", tmp_path / "held out", eval_fraction=0.9999)
+
+
+def test_an_input_that_is_no_file_is_told_as_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nowhere")
+    for path, message in (
+        (tmp_path / "pipe", "pipe is a pipe, and cannot be read twice and in parts; write what it holds to a file"),
+        (Path("/dev/null"), "/dev/null is neither a file nor a folder, and cannot be read twice"),
+        (Path("-"), r"- \(standard input\) cannot be read twice and in parts; write what it holds to a file"),
+        (tmp_path / "link", "link is a link to nowhere, which does not exist"),
+        (tmp_path / "none", "none does not exist; check the path"),
+    ):
+        with pytest.raises(ConfigError, match=f"--input: .*{message}"):
+            prepare(path, tmp_path / "out")
+    (tmp_path / "tokenizer.model").write_text("")
+    (tmp_path / "t.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"holds a tokenizer\.model, which is not read; save it as a tokenizer\.json"):
+        prepare(tmp_path / "t.txt", tmp_path / "out", tokenizer=str(tmp_path))
+
+
+def test_values_of_another_kind_are_told_as_what_they_are(tmp_path):
+    """A number in a field that is not read may be one that JSON or Python has no form for."""
+    cases = Path(__file__).parent / "cases" / "data"
+    with pytest.raises(ConfigError, match=r'odd\.jsonl:2: field "text" is a number; it must be a string'):
+        prepare(cases / "odd.jsonl", tmp_path / "odd")
+    prepare(cases / "nan.jsonl", tmp_path / "nan")
+    assert texts_of(tmp_path / "nan") == [("fine", 1)]
+    (tmp_path / "long.jsonl").write_text(f'{{"text": "fine", "number": {"9" * 5000}}}\n')
+    prepare(tmp_path / "long.jsonl", tmp_path / "long")
+    assert texts_of(tmp_path / "long") == [("fine", 1)]
+    for value, kind in (("9" * 5000, "a number"), ("NaN", "NaN, a number"), ("[]", "a list"), ("true", "true")):
+        (tmp_path / "t.jsonl").write_text(f'{{"text": {value}}}\n')
+        with pytest.raises(ConfigError, match=rf't\.jsonl:1: field "text" is {kind}; it must be a string'):
+            prepare(tmp_path / "t.jsonl", tmp_path / "out")
+    long = iter([b'{"text": null, "more": "' + b"x" * 100 + b'"}'])
+    assert list(text_in_pieces(long, "text", 10)) == []  # as a short record, it is empty
 
 
 # -- names
@@ -730,8 +824,8 @@ def test_odd_parquet_is_told_in_a_line(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"qqqq", b"q\xff\xfeq"))
     with pytest.raises(ConfigError, match=r"t\.parquet cannot be read as Parquet: 'utf-8' codec"):
         prepare(path, tmp_path / "out")
-    fields = {"role": pyarrow.string(), "content": pyarrow.string(), "when": pyarrow.timestamp("us")}
-    messages = [[{"role": "user", "content": "x", "when": when}] for when in (0, 2**62)]
+    fields = {"role": pyarrow.string(), "content": pyarrow.string(), "created_at": pyarrow.timestamp("us")}
+    messages = [[{"role": "user", "content": "x", "created_at": when}] for when in (0, 2**62)]
     column = pyarrow.array(messages, pyarrow.list_(pyarrow.struct(list(fields.items()))))
     path = write_column(tmp_path / "c.parquet", column, "messages")
     with pytest.raises(ConfigError, match=r"c\.parquet: row 2: cannot be decoded: "):

@@ -17,6 +17,9 @@ from jaxmnt.errors import ConfigError, printable
 
 Message = Mapping[str, Any]
 
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+"""Files of a model in which its chat template may be; the first that has one counts."""
+
 _SECONDS = 10
 _MEMORY = 1 << 30
 _LONGEST = 16 << 20
@@ -26,12 +29,13 @@ _REFUSED = 3
 def chat_template(files: Mapping[str, bytes]) -> str | None:
     """The template among the files that came with a model; None if there is none. Raises `ConfigError` for one that
     cannot be read."""
-    if "chat_template.jinja" in files:
+    plain, *objects = TEMPLATE_FILES
+    if plain in files:
         try:
-            return files["chat_template.jinja"].decode()
+            return files[plain].decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"--chat: chat_template.jinja is not UTF-8: {error}; copy it again") from error
-    for name in ("chat_template.json", "tokenizer_config.json"):
+    for name in objects:
         found = object_in(files, name).get("chat_template")
         if isinstance(found, list):  # several by name
             named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}

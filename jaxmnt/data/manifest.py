@@ -116,7 +116,10 @@ def _check_shape(manifest: dict[str, Any]) -> None:
     for split, value in zip(SPLITS, _fields(manifest["unigram_nats"], "unigram_nats", SPLITS), strict=True):
         if value is not None:
             _number(value, f"unigram_nats of {split}", 1e6)
-    for name, keys, also in (("input", ("files", "bytes"), ()), ("left_out", ("bad", "empty", "binary"), ("long",))):
+    for name, keys, also in (
+        ("input", ("files", "bytes"), ()),
+        ("left_out", ("bad", "empty", "binary"), ("long", "without_targets")),
+    ):
         _fields(manifest[name], name, keys, also)
         for key, value in manifest[name].items():
             _whole(value, f"{name}.{key}")

@@ -223,6 +223,11 @@ def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True
         return Bytes()
     path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
     if not path.exists():
+        if path.with_name("tokenizer.model").exists():
+            raise ConfigError(
+                f"--tokenizer: {path.parent} holds a tokenizer.model, which is not read; save it as a {TOKENIZER_FILE} "
+                "first, as transformers' AutoTokenizer does with save_pretrained"
+            )
         raise ConfigError(f"--tokenizer: {given} does not exist; give bytes, or the path of a tokenizer.json")
     return HuggingFace(path, end_token, for_text=for_text)
 

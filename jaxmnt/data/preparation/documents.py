@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from jaxmnt.errors import printable
 
 
 class Segment(NamedTuple):
@@ -28,6 +30,23 @@ class BadRecordError(Exception):
         """What there is to do about it besides leaving such records out."""
 
 
+def not_text(field: str, kind: str) -> BadRecordError:
+    """Returns what is said of a field that must hold text and holds something else."""
+    return BadRecordError(f'field "{printable(field)}" is {kind}; it must be a string')
+
+
+def kind_of(value: Any) -> str:
+    """Returns what a value of JSON is, in words."""
+    if value is None:
+        return "null or missing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return "NaN, a number" if value != value else "a number"
+    kinds: tuple[tuple[type, str], ...] = ((str, "text"), (list, "a list"), (dict, "an object"))
+    return next((words for kind, words in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
 class Document(NamedTuple):
     """One document, before it is encoded."""
 
@@ -40,6 +59,8 @@ class Document(NamedTuple):
     """Its contents, to be gone through once."""
     closed: bool = False
     """Whether an end of document must not be added, because the tokens are given as they are."""
+    end_is_target: bool = True
+    """Whether the end of document that is added is a target."""
     continues: bool = False
     """Whether this is the rest of the document before, of which the part before has the beginning."""
 
@@ -50,6 +71,8 @@ class Reading:
 
     text_field: str = "text"
     chat: bool = False
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of conversations and of their messages that are left out, although they may change the meaning."""
     replace_invalid: bool = False
     token_bytes: int = 2
     end_id: int | None = None
@@ -72,6 +95,8 @@ class Report:
     advance: Callable[[int], None]
     """Called with the bytes that were read."""
     empty: int = 0
+    without_targets: int = 0
+    """Conversations left out because nothing of them is a target."""
     replaced: int = 0
     long: int = 0
     """Documents left out because they are too long."""

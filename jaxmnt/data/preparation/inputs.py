@@ -97,48 +97,133 @@ class Part(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def find_inputs(selection: Selection, output: Path) -> list[Input]:
-    """The selected files by name in order, each once, without those in `output`. Raises `ConfigError` if none is."""
-    trained = _find(selection.inputs, selection, output, "--input")
-    held_out = _find(selection.eval_inputs, selection, output, "--eval-input")
+@dataclass
+class LeftOut:
+    """Names of what lies in the given folders and is not read, by the reason."""
+
+    hidden: list[str] = field(default_factory=list)
+    """Files and folders whose name begins with a dot, such as .git and .cache."""
+    companions: list[str] = field(default_factory=list)
+    """Texts about the records that they lie beside, such as a dataset's README.md."""
+    special: list[str] = field(default_factory=list)
+    """Pipes, devices, and links to nothing."""
+
+
+_COMPANION = re.compile(
+    r"(readme|licen[cs]e|notice|citation|changelog|contributing|authors|code_of_conduct|security)([._-].*)?"
+    r"|(dataset_infos?|dataset_dict|state|croissant)\.json|_.*",
+    re.IGNORECASE,
+)
+"""Names of files that come with a dataset and are not part of it. Spark and others put _ before theirs."""
+
+
+def find_inputs(selection: Selection, output: Path) -> tuple[list[Input], LeftOut]:
+    """Returns the selected files by name in order, each once, without those in `output`, and what is left out.
+
+    A file that is given by its own name is always read. Raises `ConfigError` if there is no file.
+    """
+    left_out = LeftOut()
+    trained = _find(selection.inputs, selection, output, "--input", left_out)
+    held_out = _find(selection.eval_inputs, selection, output, "--eval-input", left_out)
     every = sorted((trained | held_out).items(), key=lambda one: one[1])
-    return [_describe(name, path, "eval" if real in held_out else None) for real, (name, path) in every]
+    return [_describe(name, path, "eval" if real in held_out else None) for real, (name, path) in every], left_out
 
 
-def _find(roots: Sequence[Path], selection: Selection, output: Path, option: str) -> dict[Path, tuple[str, Path]]:
-    """Names and paths of the files below these, by real path: inputs may overlap."""
+def _find(
+    roots: Sequence[Path], selection: Selection, output: Path, option: str, left_out: LeftOut
+) -> dict[Path, tuple[str, Path]]:
+    """Returns names and paths of the files below these, by real path: inputs may overlap."""
     found: dict[Path, tuple[str, Path]] = {}
-
-    def add(name: str, path: Path) -> None:
-        real = path.resolve()
-        if output.resolve() not in real.parents:
-            found[real] = min(found.get(real, (name, path)), (name, path))
-
+    folder_of_output = output.resolve()
+    requested = {root.resolve() for root in (*selection.inputs, *selection.eval_inputs)}
     for root in roots:
         if root.is_file():
-            add(root.name, root)
-            continue
-        if not root.is_dir():
-            raise ConfigError(f"{option}: {printable(str(root))} does not exist; check the path")
-        visited: set[Path] = set()  # links may lead round in circles
-        for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
-            if (here := Path(folder).resolve()) in visited:
-                folders.clear()
-                continue
-            visited.add(here)
-            folders[:] = sorted(name for name in folders if not _matches(name, selection.excludes))
-            for name in sorted(files):
-                path = Path(folder) / name
-                wanted = not selection.suffixes or name.endswith(tuple(selection.suffixes))
-                if wanted and not _matches(name, selection.excludes) and path.is_file():
-                    add(f"{root.resolve().name}/{path.relative_to(root)}", path)
+            files = [(root.name, root)]
+        elif root.is_dir():
+            files = _below(root, selection.excludes, requested, left_out)
+            files = _without_companions(_with_suffix(files, selection.suffixes), requested, left_out)
+        else:
+            raise ConfigError(f"{option}: {_what_it_is(root)}")
+        for name, path in files:
+            real = path.resolve()
+            if folder_of_output not in real.parents:
+                found[real] = min(found.get(real, (name, path)), (name, path))
     if roots and not found:
         what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
+        ignored = left_out.hidden + left_out.companions + left_out.special
+        but = f" but what is not read from a folder ({', '.join(map(printable, ignored[:3]))})" if ignored else ""
         raise ConfigError(
-            f"{option}: found no files{what} in {printable(', '.join(map(str, roots)))}; check the "
+            f"{option}: found no files{what} in {printable(', '.join(map(str, roots)))}{but}; check the "
             "path, --suffix and --exclude"
         )
     return found
+
+
+def _below(root: Path, excludes: Sequence[str], requested: set[Path], left_out: LeftOut) -> list[tuple[str, Path]]:
+    """Returns names and paths of the files below a folder, in order, but for hidden ones and those that are none."""
+    files: list[tuple[str, Path]] = []
+    visited: set[Path] = set()  # links may lead round in circles
+    prefix = root.resolve().name
+
+    def is_hidden(path: Path) -> bool:
+        if not path.name.startswith("."):
+            return False
+        real = path.resolve()
+        if not any(real == other or real in other.parents for other in requested):
+            left_out.hidden.append(f"{prefix}/{path.relative_to(root)}")
+        return True
+
+    for folder, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
+        if (here := Path(folder).resolve()) in visited:
+            folders.clear()
+            continue
+        visited.add(here)
+        folders[:] = sorted(
+            name for name in folders if not _matches(name, excludes) and not is_hidden(Path(folder) / name)
+        )
+        for name in sorted(names):
+            path = Path(folder) / name
+            if _matches(name, excludes) or is_hidden(path):
+                continue
+            shown = f"{prefix}/{path.relative_to(root)}"
+            if path.is_file():
+                files.append((shown, path))
+            else:
+                left_out.special.append(shown)
+    return files
+
+
+def _with_suffix(files: list[tuple[str, Path]], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
+    return [file for file in files if not suffixes or file[1].name.endswith(tuple(suffixes))]
+
+
+def _without_companions(
+    files: list[tuple[str, Path]], requested: set[Path], left_out: LeftOut
+) -> list[tuple[str, Path]]:
+    """Returns the files of a folder without texts that only tell about the records in or below their own folder."""
+    kinds = {path: _kind(path) for _, path in files}
+    records = [path for path, kind in kinds.items() if kind in ("jsonl", "compressed", "parquet")]
+    with_records = {folder for path in records for folder in path.parents}
+    companions = {
+        path: name
+        for name, path in files
+        if kinds[path] == "text" and path.parent in with_records and _COMPANION.fullmatch(path.name)
+    }
+    left_out.companions += [name for path, name in companions.items() if path.resolve() not in requested]
+    return [file for file in files if file[1] not in companions]
+
+
+def _what_it_is(path: Path) -> str:
+    """Returns what is wrong with a path that is neither a file nor a folder, and what to give instead."""
+    shown = printable(str(path))
+    if str(path) == "-":
+        return "- (standard input) cannot be read twice and in parts; write what it holds to a file and give that"
+    if path.exists():
+        kind = "a pipe" if path.is_fifo() else "neither a file nor a folder"
+        return f"{shown} is {kind}, and cannot be read twice and in parts; write what it holds to a file and give that"
+    if path.is_symlink():
+        return f"{shown} is a link to {printable(str(path.readlink()))}, which does not exist; check the path"
+    return f"{shown} does not exist; check the path"
 
 
 def _describe(name: str, path: Path, split: Literal["train", "eval"] | None) -> Input:

@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
@@ -211,11 +211,20 @@ def _line(
         report.replaced += 1
         text = line.decode("utf-8", errors="replace")
     try:
-        record = json.loads(text)
+        record = _parsed(text)
     except (ValueError, RecursionError) as error:
         report.on_bad(BadRecordError(f"{name(number)}: not valid JSON: {error}"))
         return
     yield from documents_of(record, number, file, name, reading, report)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python makes no integer of so many digits, and no field that is read holds one
+        return json.loads(text, parse_int=float)
 
 
 def _lines_before(file: Input, start: int) -> int:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from jaxmnt.data.preparation.documents import BadRecordError
+from jaxmnt.data.preparation.documents import BadRecordError, not_text
 from jaxmnt.errors import printable
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -53,11 +53,9 @@ def text_in_pieces(
         scanner.skip()
         if not scanner.found(b","):
             raise BadRecordError(f"has no field {printable(field)} (--text-field names another)")
-    if not scanner.found(b'"'):
-        raise BadRecordError(f"{printable(field)} is not text")
     gathered: list[str] = []
     taken = 0
-    for raw in scanner.string():
+    for raw in _text_of(scanner, field):
         if taken and taken + len(raw) > size:  # a stretch is no longer than what was read, and the rest of a unit
             yield "".join(gathered)
             gathered, taken = [], 0
@@ -72,6 +70,20 @@ def text_in_pieces(
     scanner.expect(b"}")
     if scanner.peek():
         raise BadRecordError("not valid JSON: there is more behind the record")
+
+
+def _text_of(scanner: "_Scanner", field: str) -> Iterator[bytes]:
+    """Returns the stretches of the field's text, none for null. Raises `BadRecordError` for another value."""
+    if scanner.found(b'"'):
+        yield from scanner.string()
+    elif scanner.peek() == b"n":
+        scanner.skip()
+    else:
+        raise not_text(field, _KINDS.get(scanner.peek(), "a number"))
+
+
+_KINDS = {b"t": "true", b"f": "false", b"[": "a list", b"{": "an object", b"": "missing"}
+"""Values of JSON by their first byte."""
 
 
 def _small(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:

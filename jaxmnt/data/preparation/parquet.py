@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece, damaged_parquet, open_parquet
 from jaxmnt.data.preparation.records import (
-    CHAT_FIELDS,
-    KNOWN,
     documents_of,
     documents_of_pieces,
     leave_out_long,
@@ -135,8 +134,8 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
 def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
     """The columns to read. Raises `ConfigError` if they are not there, or hold no text where that is wanted."""
     known = schema.names
-    wanted = [name for name in CHAT_FIELDS if name in known] if reading.chat else [reading.text_field]
-    if wanted and set(wanted) <= set(known):
+    wanted = fields_to_read(known, reading) if reading.chat else [reading.text_field]
+    if not set(SHAPES).isdisjoint(wanted) if reading.chat else reading.text_field in known:
         kind = None if reading.chat else schema.types[known.index(reading.text_field)]
         if kind is not None and not _is_text(kind):
             raise ConfigError(

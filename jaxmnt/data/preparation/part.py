@@ -292,8 +292,8 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         record = {
             "splits": splits, "records": {str(file): number for file, number in report.records.items()},
             "skipped": skipped, "remarks": remarks,
-            "empty": report.empty, "replaced": report.replaced, "long": report.long, "split": report.split,
-            "broken": report.broken,
+            "empty": report.empty, "without_targets": report.without_targets, "replaced": report.replaced,
+            "long": report.long, "split": report.split, "broken": report.broken,
             "lengths": {str(length): number for length, number in report.lengths.items()},
             "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
         }  # fmt: skip
@@ -385,4 +385,4 @@ def _end(job: Job, document: Document) -> list[tuple[np.ndarray, bool]]:
     if document.closed:
         return []
     assert job.end_of_document is not None
-    return [(np.array([job.end_of_document], job.dtype), True)]
+    return [(np.array([job.end_of_document], job.dtype), document.end_is_target)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmnt import storage
 from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
-from jaxmnt.data.preparation.inputs import Input, Part, Settings, is_unchanged
+from jaxmnt.data.preparation.inputs import Input, LeftOut, Part, Settings, is_unchanged
 from jaxmnt.data.preparation.part import (
     Job,
     counts_path,
@@ -30,10 +30,13 @@ from jaxmnt.data.preparation.part import (
 )
 from jaxmnt.data.store import file_digest
 from jaxmnt.data.tokenizer import Tokenizer
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, counted, printable
 from jaxmnt.storage import publish
 
 _PLAN = "plan.json"
+_CHAT_FORM = 2
+"""Stands in a plan for how conversations become text. Form 1 dropped fields: what it has begun is not continued."""
+
 _SHARD = r"[0-9]{5,}-[0-9]{2,}\.npy"
 _BEFORE_THE_PLAN = re.compile(r"lock|\.plan\.json\.tmp", re.ASCII)
 _IN_WORK = re.compile(
@@ -133,6 +136,10 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
         "inputs": [[file.name, str(file.path), file.size, file.changed, file.split] for file in inputs],
     }
     reading = plan["settings"]["reading"]
+    if reading["chat"]:
+        reading["chat"] = _CHAT_FORM
+    if not reading["ignored_fields"]:
+        del reading["ignored_fields"]
     plan["long_documents"] = {name: reading.pop(name) for name in ("long_documents", "max_document")}
     return dict(json.loads(json.dumps(plan)))
 
@@ -199,6 +206,7 @@ class Summary:
     tokens: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
     empty: int = 0
+    without_targets: int = 0
     binary: int = 0
     replaced: int = 0
     long: int = 0
@@ -218,9 +226,40 @@ class Summary:
     """Token arrays that are a document each."""
     named: list[str] = field(default_factory=list)
     """Files that were held out because of their names."""
+    empty_files: list[str] = field(default_factory=list)
+    """Files without a byte; each is one of the empty documents."""
+    not_read: LeftOut = field(default_factory=LeftOut)
+    """What lies in the given folders and was not read."""
+
+    def left_out(self) -> list[str]:
+        """Returns what was left out, in words, with the names of some of the files."""
+        by_reason: tuple[tuple[int, str, str, list[str]], ...] = (
+            (self.skipped, "record that cannot be used", "records that cannot be used", []),
+            (self.long, "document that is too long", "documents that are too long", []),
+            (self.empty, "empty document", "empty documents", self.empty_files),
+            (self.without_targets, "conversation without a target", "conversations without a target", []),
+            (self.binary, "binary file", "binary files", self.binary_names),
+            (len(self.not_read.hidden), "hidden file or folder", "hidden files and folders", self.not_read.hidden),
+            (len(self.not_read.companions), "file about a dataset", "files about a dataset", self.not_read.companions),
+            (len(self.not_read.special), "special file or broken link", "special files and broken links",
+             self.not_read.special),
+        )  # fmt: skip
+        return [
+            counted(number, singular, plural)
+            + (f" ({', '.join(map(printable, names[:3]))}{', …' if number > 3 else ''})" if names else "")
+            for number, singular, plural, names in by_reason
+            if number
+        ]
+
+    def why_nothing_was_found(self) -> str:
+        """Returns what became of the input of which nothing is trained on."""
+        reasons = [f"left out {what}" for what in self.left_out()]
+        if self.documents["eval"]:
+            reasons.append(f"{counted(self.documents['eval'], 'document is', 'documents are')} held out")
+        return f"{'; '.join(reasons) or 'it holds no documents'}{(self.remarks and f' ({self.remarks[0]})') or ''}"
 
 
-def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
+def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     """Puts the parts' records together and writes the manifest, last of all."""
     records = [read_record(record_path(job.work, part.number)) for part in parts]
     splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS}
@@ -233,9 +272,11 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
         for file, number in record["records"].items():
             before[int(file)] = before.get(int(file), 0) + number
     summary = _summary(records, splits)
+    summary.empty_files, summary.not_read = [file.name for file in job.inputs if not file.size], not_read
     if not splits["train"]["tokens"]:
         raise ConfigError(
-            "--input: nothing was found for training; remove the output, then give more text or lower --eval-fraction"
+            f"--input: nothing was found for training: {summary.why_nothing_was_found()}; remove the output, then give "
+            "more text or lower --eval-fraction"
         )
     if any(file.split == "eval" for file in job.inputs) and not splits["eval"]["tokens"]:
         raise ConfigError(
@@ -262,7 +303,8 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None) -> Summary:
         "unigram_nats": {split: _unigram_nats(counts[0], counts[n]) for n, split in enumerate(SPLITS)},
         "input": {"files": len(job.inputs), "bytes": sum(file.size for file in job.inputs)},
         "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary}
-        | ({"long": summary.long} if summary.long else {}),
+        | ({"long": summary.long} if summary.long else {})
+        | ({"without_targets": summary.without_targets} if summary.without_targets else {}),
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
     }
@@ -286,7 +328,7 @@ def _summary(records: list[dict[str, Any]], splits: dict[str, Any]) -> Summary:
         {split: entry["tokens"] for split, entry in splits.items()},
     )
     for record in records:
-        for name in ("skipped", "empty", "binary", "replaced", "long", "split", "broken"):
+        for name in ("skipped", "empty", "without_targets", "binary", "replaced", "long", "split", "broken"):
             setattr(summary, name, getattr(summary, name) + record.get(name, 0))
         summary.remarks += record["remarks"]
         summary.binary_names += record["binary_names"]

@@ -1,4 +1,4 @@
-"""What a document is in a record of fields: text, or a conversation."""
+"""How a record of fields becomes a document: text, or a conversation."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -6,38 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.data.preparation.chat import conversation_of
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment, kind_of, not_text
 from jaxmnt.errors import printable
-
-_ROLES = ("system", "user", "assistant", "tool")
-
-_SPEAKERS = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "tool": "tool", "observation": "tool",
-}  # fmt: skip
-"""Roles by what ShareGPT's `from` calls them."""
-
-CHAT_FIELDS = ("messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion")
-"""Fields of records that are looked at."""
-
-KNOWN = "messages, conversations, instruction and output, or prompt and completion"
-
-
-def segments_of_chat(record: Any) -> list[Segment]:
-    """The segments of one record. Raises `BadRecordError` for one of another shape."""
-    if not isinstance(record, dict):
-        raise BadRecordError(f"a record must be an object with {KNOWN}")
-    if record.get("messages") is not None:
-        return _messages(record["messages"])
-    if record.get("conversations") is not None:
-        return _messages(_of_conversations(record["conversations"]))
-    if record.get("instruction") is not None:
-        return _messages(_of_instruction(record))
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if not (isinstance(prompt, str) and isinstance(completion, str)):
-        found = ", ".join(printable(str(name)[:40]) for name in sorted(record)[:12])
-        raise BadRecordError(f"needs {KNOWN} as text; its fields: {found}")
-    return [Segment(prompt, learn=False), Segment(completion)]
 
 
 def what_it_holds(fields: Collection[str]) -> str:
@@ -46,47 +17,6 @@ def what_it_holds(fields: Collection[str]) -> str:
         if shape <= set(fields):
             return f"they hold conversations ({' and '.join(sorted(shape))}): give --chat to learn their answers"
     return ""
-
-
-def _of_conversations(turns: Any) -> list[Any]:
-    if not isinstance(turns, list):
-        raise BadRecordError("conversations must be a list")
-    messages = []
-    for number, turn in enumerate(turns, 1):
-        speaker = turn.get("from") if isinstance(turn, dict) else None
-        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-            raise BadRecordError(f"turn {number} needs from ({', '.join(_SPEAKERS)}) and its value as text")
-        messages.append({"role": _SPEAKERS[speaker], "content": turn.get("value")})
-    return messages
-
-
-def _of_instruction(record: dict[str, Any]) -> list[Any]:
-    instruction, given, output = record["instruction"], record.get("input") or "", record.get("output")
-    system = record.get("system") or ""
-    if not all(isinstance(text, str) for text in (instruction, given, output, system)):
-        raise BadRecordError("needs instruction, output and, if there are any, input and system as text")
-    asked = f"{instruction}\n\n{given}" if given else instruction
-    start = [{"role": "system", "content": system}] if system else []
-    return [*start, {"role": "user", "content": asked}, {"role": "assistant", "content": output}]
-
-
-def _messages(messages: Any) -> list[Segment]:
-    if not isinstance(messages, list) or not messages:
-        raise BadRecordError("messages must be a list with at least one message")
-    segments = []
-    for number, message in enumerate(messages, 1):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
-        if role not in _ROLES or not isinstance(content, str):
-            raise BadRecordError(f"message {number} needs a role ({', '.join(_ROLES)}) and its content as text")
-        answer = role == "assistant"
-        segments += [
-            Segment(f"<|im_start|>{role}\n", learn=False, markup=True),
-            Segment(content, learn=answer),
-            Segment("<|im_end|>", learn=answer, markup=True),
-            Segment("\n", learn=False),
-        ]
-    return segments
 
 
 _NAMED_FIELDS = 12
@@ -98,12 +28,18 @@ def documents_of(
 ) -> Iterator[Document]:
     """The document of a record, or none if it is empty or bad; `name` words where a record of a number is."""
     try:
-        segments = segments_of_chat(record) if reading.chat else [Segment(_text_of(record, reading, report))]
+        if reading.chat:
+            segments, end_is_target = conversation_of(record, reading)
+        else:
+            segments, end_is_target = [Segment(_text_of(record, reading, report))], True
     except BadRecordError as error:
         report.on_bad(BadRecordError(f"{name(number)}: {error}", error.advice))
         return
     if not any(segment.content for segment in segments):
         report.empty += 1
+        return
+    if not any(segment.learn and segment.content for segment in segments):
+        report.without_targets += 1
         return
     try:
         key = _key(segments)
@@ -114,7 +50,7 @@ def documents_of(
         report.replaced += 1
         segments = [segment._replace(content=_without_surrogates(segment.content)) for segment in segments]
         key = _key(segments)
-    yield Document(file, number, key, segments)
+    yield Document(file, number, key, segments, end_is_target=end_is_target)
 
 
 def documents_of_pieces(
@@ -200,5 +136,5 @@ def _text_of(record: Any, reading: Reading, report: Report) -> str:
             report.replaced += 1
             return text.decode("utf-8", errors="replace")
     if not isinstance(text, str):
-        raise BadRecordError(f"{printable(field)} is not text")
+        raise not_text(field, kind_of(text))
     return text

@@ -218,7 +218,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
     work = output / _WORK
     try:
         check_output(output, work)
-        inputs = find_inputs(selection, output)
+        inputs, not_read = find_inputs(selection, output)
     except OSError as error:
         name = printable(str(error.filename))
         raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its rights") from error
@@ -232,7 +232,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
             job = _job(inputs, output, work, settings, tokenizer)
             _do_parts(job, parts, tokenizer, settings.workers, progress)
             check_unchanged(inputs)
-            summary = commit(job, parts, tokenizer)
+            summary = commit(job, parts, tokenizer, not_read)
             summary.named = [file.shown for file in inputs if file.split == "eval" and not selection.eval_inputs]
             return summary
     except OSError as error:
