@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxmnt.errors import ConfigError, ExitCode, printable, report
+from jaxmnt.errors import ConfigError, ExitCode, printable, report, shortened
 from jaxmnt.output import checked, guard
 
 HERE: dict[ExitCode, str] = {
@@ -59,6 +59,10 @@ class Parser(argparse.ArgumentParser):
         rest.setdefault("allow_abbrev", False)
         below = "\n\n".join(part for part in (epilog.strip("\n"), exit_codes(codes or {})) if part)
         super().__init__(prog, description=wrapped(description or ""), epilog=wrapped(below), **rest)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+        self.options_seen: set[str] = set()
+        """Options of the command line that is being parsed that take one value."""
         self.add_argument("--debug", action="store_true", help="show a traceback with an error")
         self._takes_settings = False
         self._unknown = unknown
@@ -70,10 +74,16 @@ class Parser(argparse.ArgumentParser):
         )
         self._takes_settings = True
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.options_seen.clear()
+        return super().parse_known_args(args, namespace)
+
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._takes_settings:
             _refuse_dashes(list(args or ()))
-        return super().parse_intermixed_args(args, namespace)
+        options = super().parse_intermixed_args(args, namespace)
+        _refuse_contradictions(getattr(options, "overrides", ()))
+        return options
 
     def format_help(self) -> str:
         lines = super().format_help().split("\n")  # a usage that is written by hand is not wrapped by argparse
@@ -86,6 +96,30 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             advice = self._unknown or (self._takes_settings and _as_setting(unknown[1])) or advice
         raise ConfigError(f"{message}; {advice}")
+
+
+class _StoreOnce(argparse.Action):
+    """Stores what an option is given, once: argparse itself takes the last of several and says nothing."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if option is not None:
+            assert isinstance(parser, Parser)
+            if self.dest in parser.options_seen:
+                raise ConfigError(f"argument {option}: given twice, and it takes one value; leave one of them out")
+            parser.options_seen.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def _refuse_contradictions(settings: Sequence[str]) -> None:
+    """Raises `ConfigError` if a setting is given two values."""
+    values: dict[str, str] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if values.setdefault(key, value) != value:
+            first = shortened(f"{key}={values[key]}")
+            raise ConfigError(f"{first} and {shortened(setting)} contradict each other; leave one of them out")
 
 
 def expect_separator(arguments: Sequence[str], example: str) -> None:

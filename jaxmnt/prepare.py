@@ -4,6 +4,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -177,18 +178,18 @@ def _settings(options: argparse.Namespace) -> "Settings":
 def _parse(arguments: list[str]) -> argparse.Namespace:
     codes = HERE | {ExitCode.STOPPED: "interrupted: the same command goes on from there"}
     parser = Parser("python -m jaxmnt.prepare", description=__doc__, codes=codes, epilog=_EPILOG)
-    add = parser.add_argument
-    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, or folders of them")
-    add("--eval-input", nargs="+", type=Path, default=[], metavar="PATH", help="files or folders that are held out")
+    add, several = parser.add_argument, partial(parser.add_argument, action="extend")
+    several("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, or folders of them")
+    several("--eval-input", nargs="+", type=Path, default=[], metavar="PATH", help="files or folders that are held out")
     add("--output", type=Path, required=True, help="folder to write")
-    add("--suffix", nargs="*", default=[], help="keep only files with these endings, such as .txt")
-    add("--exclude", nargs="*", default=[], help="leave out files and folders of these names (*, ?)")
+    several("--suffix", nargs="*", default=[], help="keep only files with these endings, such as .txt")
+    several("--exclude", nargs="*", default=[], help="leave out files and folders of these names (*, ?)")
     add("--tokenizer", help="bytes (default), or the path of a Hugging Face tokenizer.json")
     add("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
     add("--end-token", help="the token that ends a document (default: <|endoftext|> or another usual name)")
     add("--text-field", default="text", help="field or column that holds a document (text)")
     add("--chat", action="store_true", help="records hold conversations; only answers are learnt")
-    add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields of records that may be lost")
+    several("--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields of records that may be lost")
     add("--vocab-size", type=int, help="token arrays: how many ids there are, if no --tokenizer says it")
     add("--end-id", type=int, help="token arrays: the id that ends a document (without it a file is one)")
     add("--token-dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin token arrays (uint16)")

@@ -306,3 +306,45 @@ def test_every_error_of_every_key_is_one_line_in_words():
                 named = message.removeprefix("there: ").partition(":")[0]
                 assert named.split(".")[0] in {*tree, "the key 3 must be text; put it in quotes"}, message
     assert told > 2000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--config", "a.yaml", "--config", "b.yaml"], "argument --config: given twice, and it takes one"),
+        (["train", "--config=a.yaml", "train.steps=1", "--config=a.yaml"], "argument --config: given twice"),
+        (["prepare", "--input", "a", "--output", "b", "--output", "c"], "argument --output: given twice"),
+        (
+            ["checkpoint", "list", "runs/a", "--config", "a", "--config", "b"],
+            "argument --config: given twice|unrecogni",
+        ),
+        (["launch", "slurm", "--config", "a", "--nodes", "2", "--nodes", "3"], "argument --nodes: given twice"),
+        (
+            ["launch", "local", "--processes", "1", "--processes", "2", "--", "--config", "a"],
+            "--processes: given twice",
+        ),
+        (["launch", "slurm", "--config", "a", "--nodes", "2", "launch.nodes=3"], "--nodes: launch.nodes is also given"),
+        (["train", "--config", "a", "train.steps=1", "train.steps=2"], "train.steps=1 and train.steps=2 contradict"),
+        (["generate", "--run", "a", "mesh.model=1", "mesh.model=2"], "mesh.model=1 and mesh.model=2 contradict"),
+    ],
+)
+def test_what_is_said_twice_is_no_guess(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        _dispatch(arguments)
+
+
+def test_the_same_value_twice_is_no_contradiction_and_lists_add_up(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text a")
+    (tmp_path / "b.txt").write_text("text b")
+    inputs = ["--input", str(tmp_path / "a.txt"), "--input", str(tmp_path / "b.txt")]
+    output = ["--output", str(tmp_path / "out"), "--eval-fraction", "0", "--workers", "1"]
+    assert _dispatch(["prepare", *inputs, *output]) == ExitCode.FINISHED
+    assert "train  2 documents" in capsys.readouterr().out
+    same = ["data.sequence_length=4", "data.global_batch_size=1"]
+    assert _dispatch(["data", "--path", str(tmp_path / "out"), *same, *same]) == ExitCode.FINISHED
+
+
+def test_a_key_twice_in_a_value_is_refused_as_in_a_file(tmp_path):
+    assert "data.path is given twice (first on line 2)" in refused(tmp_path, "data:\n  path: a\n  path: b\n")
+    message = refused(tmp_path, "", "data.sources={a: {path: x, weight: 1}, a: {path: y, weight: 1}}")
+    assert message.endswith(": a is given twice; keep one")

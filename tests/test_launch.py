@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -195,6 +196,17 @@ def test_each_task_of_a_sweep_has_its_own_checkpoints(asked, tiny_file, place):
     assert f'checkpoint.dir="{own[1]}"\') ;;' in slurm.render(wanted)
     swept = asked(sweep=["checkpoint.dir=/x,/y", "seed=1,2"]).sweep
     assert [point[-1] for point in swept] == [f'checkpoint.dir="/{name}"' for name in ("x/0", "x/1", "y/2", "y/3")]
+
+
+def test_the_command_of_a_script_has_each_setting_once(asked):
+    """What the script sets stands in place of what the user has set, since train takes no contradictions."""
+    user = ["seed=5", "run.dir=runs/a", "cluster.start_timeout_seconds=5", "launch.wait_minutes=1"]
+    for sweep in ([], ["seed=1,2"]):
+        script = slurm.render(asked(*user, sweep=sweep))
+        arguments = next(line for line in script.splitlines() if "start_timeout_seconds" in line)
+        keys = [word.partition("=")[0] for word in shlex.split(arguments.partition("(")[2].rpartition(")")[0])]
+        assert keys.count("cluster.start_timeout_seconds") == 1
+        assert (keys.count("seed"), keys.count("run.dir")) == ((0, 0) if sweep else (1, 1))
 
 
 @pytest.mark.parametrize("name", ["launch.nodes", "slurm.partition", "gke.spot", "run.dir"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jaxmnt.config.load import last_of_each
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
 from jaxmnt.errors import ConfigError, UserError
@@ -66,16 +67,19 @@ class Wanted:
     def settings(self, mode: Mode, processes: int) -> list[str]:
         """Over those of the file. A run of a study neither saves nor evaluates on its way, and keeps away from what the
         run itself has saved."""
-        return [
-            *self.overrides,
-            f"data.global_batch_size={self.rows(mode, processes)}",
-            f"train.steps={self.steps}",
-            "train.eval_every=0",
-            "checkpoint.every_steps=0",
-            "checkpoint.every_minutes=null",
-            "checkpoint.dir=null",
-            "telemetry.phases=true",
-        ]
+        users = [setting for setting in self.overrides if not setting.startswith("run.dir=")]
+        return last_of_each(
+            [
+                *users,
+                f"data.global_batch_size={self.rows(mode, processes)}",
+                f"train.steps={self.steps}",
+                "train.eval_every=0",
+                "checkpoint.every_steps=0",
+                "checkpoint.every_minutes=null",
+                "checkpoint.dir=null",
+                "telemetry.phases=true",
+            ]
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -16,11 +17,22 @@ from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.errors import ConfigError, printable, shortened, summary
 
 
+class _GivenTwiceError(yaml.YAMLError):
+    """A key that a mapping has twice."""
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which 3e-4 is a number and a key given twice is an error.
 
     What only YAML 1.1 takes for numbers and dates is text, as it is meant: 12:00 is not 720, 010 not 8.
     """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, number in names.items():
+            if number > 1:
+                raise _GivenTwiceError(f"{printable(key)} is given twice; keep one")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -93,6 +105,16 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
         if not re.match(r"[^\s=-][^\s=]*=", override):
             raise ConfigError(_no_setting(overrides, number))
     return [_apply(tree, override) for override in overrides]
+
+
+def last_of_each(settings: Iterable[str]) -> list[str]:
+    """Returns the settings without those that a later one replaces, as where a program adds its own to a user's."""
+    last: dict[str, str] = {}
+    for setting in settings:
+        key = setting.partition("=")[0]
+        last.pop(key, None)
+        last[key] = setting
+    return list(last.values())
 
 
 def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
@@ -240,6 +262,8 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     dotted, _, text = override.partition("=")
     try:
         value = _value(text, f"override {shortened(repr(override))}")
+    except _GivenTwiceError as error:
+        raise ConfigError(f"override {shortened(repr(override))}: {error}") from error
     except _NOT_YAML as error:
         raise ConfigError(
             f"override {shortened(repr(override))}: the value is not valid YAML; correct it, or put it in quotes"

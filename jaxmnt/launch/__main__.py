@@ -49,6 +49,8 @@ def _on_cluster(options: argparse.Namespace) -> int:
 
     cluster = slurm if options.where == "slurm" else gke
     nodes = [] if options.nodes is None else [f"launch.nodes={options.nodes}"]
+    if nodes and any(setting.startswith("launch.nodes=") for setting in options.overrides):
+        raise ConfigError("--nodes: launch.nodes is also given; leave one of them out")
     said = {"--accept-changes": options.accept_changes, "--fresh": options.fresh}
     flags = [flag for flag, given in said.items() if given]
     wanted = job(Path(options.config), [*options.overrides, *nodes], options.sweep, flags)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.clusters import holds_a_secret, is_secret_name
-from jaxmnt.config.load import load_config
+from jaxmnt.config.load import last_of_each, load_config
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, ExitCode, printable
@@ -171,11 +171,13 @@ def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequen
         if points and tried.checkpoint.dir:
             # One place for all would hold one run, and the second task would find it finished.
             own = f"{tried.checkpoint.dir.rstrip('/')}/{number}"
-            point.append(f"checkpoint.dir={json.dumps(own, ensure_ascii=False)}")
+            point[:] = last_of_each([*point, f"checkpoint.dir={json.dumps(own, ensure_ascii=False)}"])
         devices = tried.launch.nodes * max(1, tried.launch.gpus_per_node)
         check_batch(tried, devices)
         check_rendered(tried.model_dump())
-    wanted = Job(config, config_file.absolute(), overrides, points, list(flags))
+    of_points = {setting.partition("=")[0] for point in points for setting in point}
+    of_all_tasks = [setting for setting in last_of_each(overrides) if setting.partition("=")[0] not in of_points]
+    wanted = Job(config, config_file.absolute(), of_all_tasks, points, list(flags))
     places = {"run.dir": wanted.run_dir, "--config": wanted.config_file, "this folder": Path.cwd()}
     check_rendered(places | {"overrides": overrides, "--sweep": points})
     return wanted

@@ -6,6 +6,7 @@ import subprocess
 from importlib.resources import files
 from pathlib import Path
 
+from jaxmnt.config.load import last_of_each
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
 
@@ -32,7 +33,7 @@ def render(wanted: Job) -> str:
         run_dir=shlex.quote(str(wanted.run_dir)),
         frozen=shlex.quote(str(wanted.frozen_file)),
         config=shlex.quote(str(wanted.config_file)),
-        arguments=shlex.join([*wanted.flags, *wanted.overrides, *waits, f"run.dir={wanted.run_dir}"]),
+        arguments=shlex.join([*wanted.flags, *_settings(wanted, waits)]),
         container=shlex.join(_container(wanted)),
         sweep=_sweep(wanted),
         setup="\n".join(f"    {line}" for line in setup),
@@ -45,6 +46,12 @@ def render(wanted: Job) -> str:
         limit=_limit(wanted),
         srun_options=srun,
     )
+
+
+def _settings(wanted: Job, waits: list[str]) -> list[str]:
+    """The settings of the command line, each once. The tasks of an array add their own run.dir."""
+    settings = last_of_each([*wanted.overrides, *waits, f"run.dir={wanted.run_dir}"])
+    return [setting for setting in settings if not (wanted.sweep and setting.startswith("run.dir="))]
 
 
 def _options(wanted: Job) -> list[str]:
