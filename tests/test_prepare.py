@@ -1,13 +1,16 @@
 """Preparing data: every kind of input, the same bytes for any number of workers, and going on after a kill."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import product
 from pathlib import Path
@@ -18,14 +21,15 @@ from conftest import command, mostly_slow
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation import Selection, Settings, build, run
+from jaxmnt.data.preparation.attempts import Attempt
 from jaxmnt.data.preparation.documents import Reading
 from jaxmnt.data.preparation.text import TEXT_PIECE
 from jaxmnt.data.rows import Windows, batch_digest, row_digests
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import Bytes, make_tokenizer
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, UserError
 
 
 def prepare(folder, output, **options):
@@ -238,6 +242,104 @@ def test_two_at_once_are_told_apart(texts, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another process is preparing"):
             prepare(texts, tmp_path / "out")
+
+
+@pytest.mark.parametrize("second", ["goes on before the commit", "goes on after the commit"])
+def test_a_part_that_two_attempts_prepare_at_once_is_whole(tmp_path, monkeypatch, second):
+    """The second attempt begins when the first is in the middle, and is overtaken by it."""
+    path, whole, out = tmp_path / "in.txt", tmp_path / "whole", tmp_path / "out"
+    path.write_bytes(b"some text\n" * (4 * TEXT_PIECE // 10))
+    options = {"shard_tokens": 2**23, "eval_fraction": 0.0}
+    prepare(path, whole, **options)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def at_stretch(number, action):
+        """Does the action when so many stretches are read, of which all but the last are written."""
+        stretches = 0
+
+        def advance(count):
+            nonlocal stretches
+            stretches += 1
+            if stretches == number:
+                action()
+
+        return advance
+
+    def pause():
+        begun.set()
+        go_on.wait(30)
+
+    def second_attempt(work, item):
+        with contextlib.suppress(UserError):  # after the commit its folder is gone
+            work(item, at_stretch(2, pause))
+
+    def both(items, make_work, *others):
+        other = threading.Thread(target=second_attempt, args=(make_work(), items[0]))
+        threads.append(other)
+        yield make_work()(items[0], at_stretch(3, lambda: (other.start(), begun.wait(30))))
+        if second == "goes on before the commit":
+            go_on.set()
+            other.join(30)
+
+    threads = []
+    monkeypatch.setattr(run, "run", both)
+    prepare(path, out, **options)
+    open_prepared(out).verify()
+    assert contents(out) == contents(whole) and not (out / "work").exists()
+    go_on.set()
+    threads[0].join(30)
+    assert contents(out) == contents(whole)
+
+
+def test_what_a_killed_worker_was_reading_is_named():
+    from killed_worker import make
+
+    with pytest.raises(UserError, match=r"killed while these were read: .*the bad file.*or leave the file out with"):
+        list(run.run(["good", "bad"], make, 2, lambda done: None, lambda item: f"the {item} file"))
+
+
+def test_two_attempts_that_differ_are_no_data(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    for content in (b"one", b"one"):
+        with Attempt(work).writing(tmp_path / "a") as stream:
+            stream.write(content)
+    different = pytest.raises(UserError, match="a was written by another attempt and holds other bytes")
+    with different, Attempt(work).writing(tmp_path / "a") as stream:
+        stream.write(b"other")
+    assert (tmp_path / "a").read_bytes() == b"one"
+
+
+def test_without_hard_links_a_file_is_published_all_the_same(texts, tmp_path, monkeypatch):
+    def no_links(source, target):
+        raise PermissionError(errno.EPERM, "no links here")
+
+    prepare(texts, tmp_path / "with")
+    monkeypatch.setattr(os, "link", no_links)
+    prepare(texts, tmp_path / "without")
+    assert contents(tmp_path / "with") == contents(tmp_path / "without")
+
+
+def test_leftovers_of_killed_attempts_are_removed(texts, tmp_path, monkeypatch):
+    """Those of a process that is still there, or on another host, stay until the data is finished."""
+    out, work = tmp_path / "out", tmp_path / "out" / "work"
+    (texts / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="not valid UTF-8"):
+        prepare(texts, out)
+    assert not list(work.glob("*.tmp"))  # an attempt that fails removes its own
+    host = Attempt(work).temporary(work / "counts-00000.npy").name.split(".")[2]
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    shard = "train-tokens-00000-00.npy"
+    names = {f"{shard}.{host}.{process}.0123abcd.tmp": keep for process, keep in ((dead.pid, False), (1, True))}
+    names |= {f"{shard}.another-host.{dead.pid}.0123abcd.tmp": True, f"{shard}.tmp": True}
+    for name in names:
+        (work / name).write_bytes(b"left over")
+    with pytest.raises(ConfigError, match="not valid UTF-8"):
+        prepare(texts, out)
+    assert {path.name for path in work.glob("*.tmp")} == {name for name, keep in names.items() if keep}
+    prepare(texts, out, skip_bad=True)
+    assert not work.exists()
 
 
 # -- tokenizers and masks

@@ -3,12 +3,14 @@
 import gzip
 import json
 import os
+import re
 import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import command as run_command
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import tokenizer as tokenizers
@@ -17,7 +19,8 @@ from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.data.preparation.documents import BadRecordError, Reading
 from jaxmnt.data.preparation.json_lines import Lines
 from jaxmnt.data.preparation.long_text import text_in_pieces
-from jaxmnt.data.preparation.part import read_array, save_array
+from jaxmnt.data.preparation.parquet_columns import columns_of
+from jaxmnt.data.preparation.part import read_array
 from jaxmnt.data.rows import make_reader
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
@@ -755,7 +758,7 @@ def test_the_last_step_takes_no_memory_for_each_part(tmp_path):
 
 
 def test_counts_of_no_dimension_are_damage(tmp_path):
-    save_array(tmp_path / "counts.npy", np.array(3))
+    np.save(tmp_path / "counts.npy", np.array(3))
     with pytest.raises(ConfigError, match="of an unfinished preparation is damaged"):
         read_array(tmp_path / "counts.npy", 2, 257)
 
@@ -830,6 +833,15 @@ def test_odd_parquet_is_told_in_a_line(tmp_path):
     path = write_column(tmp_path / "c.parquet", column, "messages")
     with pytest.raises(ConfigError, match=r"c\.parquet: row 2: cannot be decoded: "):
         prepare(path, tmp_path / "chat", reading=Reading(chat=True))
+
+
+def test_damage_that_aborts_the_reader_is_told_by_name(tmp_path):
+    """Whoever asks pyarrow for the metadata of this file's column gets SIGABRT."""
+    path = Path(__file__).parent / "cases" / "data" / "aborts.parquet"
+    done = run_command("jaxmnt.prepare", "--input", str(path), "--output", str(tmp_path / "out"), "--workers", "1")
+    assert done.returncode == 2 and re.search(r"aborts\.parquet cannot be read.*histogram size mismatch", done.stderr)
+    with pytest.raises(ValueError, match=r"metadata of its columns ended with SIGABRT: .*histogram size mismatch"):
+        columns_of(path, [0])
 
 
 @pytest.mark.parametrize("encoding", ["dictionary", "string_view", "json"])

@@ -6,6 +6,7 @@ from typing import Any, BinaryIO
 from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece, damaged_parquet, open_parquet
+from jaxmnt.data.preparation.parquet_columns import Column, columns_of
 from jaxmnt.data.preparation.records import (
     documents_of,
     documents_of_pieces,
@@ -28,11 +29,10 @@ _NUMBERS = (4, 5, 6)
 """Kinds of fields."""
 
 
-def largest_page(stream: BinaryIO, column: Any) -> int:
+def largest_page(stream: BinaryIO, column: Column) -> int:
     """Bytes of the largest page of a column chunk, decompressed. Raises `ValueError` for headers that are none."""
-    place = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
-    stop, largest = place + column.total_compressed_size, 0
-    while place < stop:
+    place, largest = column.start, 0
+    while place < column.stop:
         stream.seek(place)
         header = _Header(stream.read(_HEADER_BYTES))
         try:
@@ -152,26 +152,31 @@ def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
 
 def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str], reading: Reading) -> None:
     """Refuses what would take much memory before it is read: a small file may hold a very large cell."""
-    limit, first = max(2 * reading.max_document, _LARGE_PAGE), 1
-    with file.path.open("rb") as stream:
-        for group in range(groups[-1] + 1):
-            row_group = metadata.row_group(group)
-            columns = [row_group.column(number) for number in range(row_group.num_columns)] if group in groups else []
-            for column in columns:
-                try:
-                    field = column.path_in_schema.split(".")[0]
-                    if field not in wanted or column.total_uncompressed_size <= limit:
-                        continue
-                    size = largest_page(stream, column)
-                except ValueError as error:
-                    raise damaged_parquet(file, error) from error
-                if size > limit:
-                    raise ConfigError(
-                        f"--input: {file.shown}: between rows {first} and {first + row_group.num_rows - 1} is a page "
-                        f"of {size / 2**20:.0f} MiB, to be read at once; raise --max-document-mib if there is the "
-                        "memory for it, or say what becomes of long documents by --long-documents split or skip"
-                    )
-            first += row_group.num_rows
+    limit = max(2 * reading.max_document, _LARGE_PAGE)
+    large = [group for group in groups if metadata.row_group(group).total_byte_size > limit]
+    if not large:
+        return
+    try:
+        with file.path.open("rb") as stream:
+            for group, columns in zip(large, columns_of(file.path, large), strict=True):
+                sizes = [
+                    largest_page(stream, column)
+                    for column in columns
+                    if column.field in wanted and column.uncompressed > limit
+                ]
+                if sizes and max(sizes) > limit:
+                    raise _large_page(file, metadata, group, max(sizes))
+    except ValueError as error:
+        raise damaged_parquet(file, error) from error
+
+
+def _large_page(file: Input, metadata: Any, group: int, size: int) -> ConfigError:
+    first = 1 + sum(metadata.row_group(before).num_rows for before in range(group))
+    return ConfigError(
+        f"--input: {file.shown}: between rows {first} and {first + metadata.row_group(group).num_rows - 1} is a page "
+        f"of {size / 2**20:.0f} MiB, to be read at once; raise --max-document-mib if there is the "
+        "memory for it, or say what becomes of long documents by --long-documents split or skip"
+    )
 
 
 def _pieces(text: bytes, reading: Reading, on_odd: Callable[[], None] | None) -> Iterator[str]:

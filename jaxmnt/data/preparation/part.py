@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed
+from jaxmnt.data.preparation.attempts import Attempt, publish_if_absent
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
 from jaxmnt.data.preparation.inputs import SHARD_TOKENS, Input, Part, split_of, unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
@@ -32,11 +33,11 @@ _PIECE = 2**20
 class NpyWriter:
     """A one-dimensional .npy file that is appended to, and that appears under its name when it is whole."""
 
-    def __init__(self, path: Path, work: Path, dtype: np.dtype):
+    def __init__(self, path: Path, attempt: Attempt, dtype: np.dtype):
         self._path, self._dtype = path, dtype
-        self._temporary = work / f"{path.parent.name}-{path.name}.tmp"
+        self._temporary = attempt.temporary(path)
         self.length = 0
-        self._file: BinaryIO = self._temporary.open("wb", buffering=2**20)
+        self._file: BinaryIO = self._temporary.open("xb", buffering=2**20)
         self._file.write(b"\0" * _HEADER_BYTES)
 
     def append(self, values: np.ndarray) -> None:
@@ -52,7 +53,7 @@ class NpyWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         digest = file_digest(self._temporary)
-        self._temporary.replace(self._path)
+        publish_if_absent(self._temporary, self._path)
         return digest
 
 
@@ -60,9 +61,19 @@ class ShardWriter:
     """The shards of one split that a part gives rise to, cut after `shard_tokens` tokens."""
 
     def __init__(
-        self, output: Path, work: Path, split: str, part: int, *, dtype: np.dtype, learn_mask: bool, shard_tokens: int
+        self,
+        output: Path,
+        work: Path,
+        split: str,
+        part: int,
+        attempt: Attempt,
+        *,
+        dtype: np.dtype,
+        learn_mask: bool,
+        shard_tokens: int,
     ):
         self._folder, self._work, self._split, self._part = output / split, work, split, part
+        self._attempt = attempt
         self._dtype, self._learn_mask, self._shard_tokens = dtype, learn_mask, shard_tokens
         self._shards: list[dict[str, Any]] = []
         self._open: tuple[NpyWriter, NpyWriter | None] | None = None
@@ -110,7 +121,7 @@ class ShardWriter:
         starts.append(np.array(self._starts, np.int64))
         # The records of origins are counted within the part until all parts are known: see run.py.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
-        save_array(self._work / origins_name(self._split, self._name), origins)
+        save_array(self._work / origins_name(self._split, self._name), origins, self._attempt)
         digests = {self._file("tokens"): writer.close(), self._file("documents"): starts.close()}
         if mask is not None:
             digests[self._file("learn")] = mask.close()
@@ -127,21 +138,17 @@ class ShardWriter:
         return f"{kind}-{self._name}.npy"
 
     def _writer(self, kind: str, dtype: np.dtype) -> NpyWriter:
-        return NpyWriter(self._folder / self._file(kind), self._work, dtype)
+        return NpyWriter(self._folder / self._file(kind), self._attempt, dtype)
 
 
 def origins_name(split: str, shard: str) -> str:
     return f"{split}-origins-{shard}.npy"
 
 
-def save_array(path: Path, array: np.ndarray) -> None:
+def save_array(path: Path, array: np.ndarray, attempt: Attempt) -> None:
     """Publishes a small array whole and durably."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as stream:
+    with attempt.writing(path) as stream:
         np.save(stream, array)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
 
 
 def read_array(path: Path, *shape: int | None) -> np.ndarray:
@@ -157,9 +164,14 @@ def read_array(path: Path, *shape: int | None) -> np.ndarray:
     return array
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Publishes what a preparation that goes on later will need, sealed."""
-    write_json(path, sealed(json.loads(json.dumps(record))))  # with keys as they will be read
+def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = None) -> None:
+    """Publishes what a preparation that goes on later will need, sealed; with an attempt, if there is none yet."""
+    value = sealed(json.loads(json.dumps(record)))  # with keys as they will be read
+    if attempt is None:
+        publish(path, as_json(value))
+        return
+    with attempt.writing(path) as stream:
+        stream.write(as_json(value).encode())
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -182,8 +194,8 @@ def _damaged(path: Path) -> ConfigError:
     )
 
 
-def write_json(path: Path, value: Any) -> None:
-    publish(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
 def cannot_write(output: Path, error: OSError) -> UserError:
@@ -270,10 +282,10 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         if len(remarks) < _REMARKS:
             remarks.append(str(error))
 
-    report = Report({}, on_bad, advance)
+    report, attempt = Report({}, on_bad, advance), Attempt(job.work)
     writers = {
         split: ShardWriter(
-            job.output, job.work, split, part.number,
+            job.output, job.work, split, part.number, attempt,
             dtype=job.dtype, learn_mask=job.reading.chat, shard_tokens=job.shard_tokens,
         )
         for split in SPLITS
@@ -288,7 +300,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
                 counts[split].add(tokens)
                 writers[split].add(tokens, learn)
         splits = {split: writer.close() for split, writer in writers.items()}
-        save_array(counts_path(job.work, part.number), np.stack([counts[split].total() for split in SPLITS]))
+        save_array(counts_path(job.work, part.number), np.stack([counts[split].total() for split in SPLITS]), attempt)
         record = {
             "splits": splits, "records": {str(file): number for file, number in report.records.items()},
             "skipped": skipped, "remarks": remarks,
@@ -297,9 +309,11 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
             "lengths": {str(length): number for length, number in report.lengths.items()},
             "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
         }  # fmt: skip
-        write_record(record_path(job.work, part.number), record)
+        write_record(record_path(job.work, part.number), record, attempt)
     except OSError as error:
         raise cannot_write(job.output, error) from error
+    finally:
+        attempt.remove_unpublished()
 
 
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:

@@ -16,22 +16,22 @@ import numpy as np
 
 from jaxmnt import storage
 from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
+from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.preparation.inputs import Input, LeftOut, Part, Settings, is_unchanged
 from jaxmnt.data.preparation.part import (
     Job,
+    as_json,
     counts_path,
     origins_name,
     read_array,
     read_record,
     record_path,
     save_array,
-    write_json,
     write_record,
 )
 from jaxmnt.data.store import file_digest
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, counted, printable
-from jaxmnt.storage import publish
 
 _PLAN = "plan.json"
 _CHAT_FORM = 2
@@ -39,12 +39,14 @@ _CHAT_FORM = 2
 
 _SHARD = r"[0-9]{5,}-[0-9]{2,}\.npy"
 _BEFORE_THE_PLAN = re.compile(r"lock|\.plan\.json\.tmp", re.ASCII)
-_IN_WORK = re.compile(
-    rf"lock | (plan|part-[0-9]{{5,}})\.json | counts-[0-9]{{5,}}\.npy | (train|eval)-origins-{_SHARD}"
-    rf"| \.((plan|part-[0-9]{{5,}})\.json | counts-[0-9]{{5,}}\.npy | (train|eval)-origins-{_SHARD})\.tmp"
-    rf"| (train|eval)-(tokens|documents|learn)-{_SHARD}\.tmp",
+_OF_PARTS = rf"(part-[0-9]{{5,}}\.json | counts-[0-9]{{5,}}\.npy | (train|eval)-origins-{_SHARD})"
+_IN_SHARDS = rf"(train|eval)-(tokens|documents|learn|origins)-{_SHARD}"
+_IN_PARTS = re.compile(
+    rf"{_OF_PARTS} | \.{_OF_PARTS}\.tmp | {_IN_SHARDS}\.tmp"
+    rf"| ({_OF_PARTS} | {_IN_SHARDS} | manifest\.json | sources\.txt)\.{NAME_OF_ATTEMPT}\.tmp",
     re.ASCII | re.VERBOSE,
 )
+_IN_WORK = re.compile(rf"lock | plan\.json | \.plan\.json\.tmp | {_IN_PARTS.pattern}", re.ASCII | re.VERBOSE)
 _IN_SPLIT = re.compile(rf"(tokens|documents|learn|origins)-{_SHARD}|\.origins-{_SHARD}\.tmp", re.ASCII)
 """Names that a preparation writes. Nothing of another name is ever removed: the folder may be a person's own."""
 
@@ -159,6 +161,7 @@ def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings
             )
         if before is not None:  # else nothing of ours can be there
             (output / TOKENIZER_FILE).unlink(missing_ok=True)
+            _remove(work, _IN_PARTS)
             for split in SPLITS:
                 _remove(output / split, _IN_SPLIT)
         write_record(path, plan)
@@ -263,12 +266,13 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
     """Puts the parts' records together and writes the manifest, last of all."""
     records = [read_record(record_path(job.work, part.number)) for part in parts]
     splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS}
+    attempt = Attempt(job.work)
     before: dict[int, int] = {}  # records of each file in earlier parts
     for record in records:
         for split, entry in record["splits"].items():
             splits[split]["documents"] += entry["documents"]
             splits[split]["tokens"] += entry["tokens"]
-            splits[split]["shards"] += [_with_origins(job, split, shard, before) for shard in entry["shards"]]
+            splits[split]["shards"] += [_with_origins(job, split, shard, before, attempt) for shard in entry["shards"]]
         for file, number in record["records"].items():
             before[int(file)] = before.get(int(file), 0) + number
     summary = _summary(records, splits)
@@ -284,7 +288,8 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
             "text, or leave --eval-input out"
         )
     _note_arrays(summary, job, records)
-    publish(job.output / SOURCES, "".join(json.dumps(file.name) + "\n" for file in job.inputs))
+    with attempt.writing(job.output / SOURCES, replace=True) as stream:
+        stream.writelines((json.dumps(file.name) + "\n").encode() for file in job.inputs)
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
     counts = np.zeros((len(SPLITS), job.vocab_size), np.int64)
     for part in parts:  # one at a time: there may be many, each as large as the vocabulary
@@ -308,17 +313,20 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
     }
-    write_json(job.output / MANIFEST, sealed(manifest))
+    with attempt.writing(job.output / MANIFEST) as stream:
+        stream.write(as_json(sealed(manifest)).encode())
     return summary
 
 
-def _with_origins(job: Job, split: str, shard: dict[str, Any], before: dict[int, int]) -> dict[str, Any]:
+def _with_origins(
+    job: Job, split: str, shard: dict[str, Any], before: dict[int, int], attempt: Attempt
+) -> dict[str, Any]:
     """The shard's entry with its file of origins, in which records now count from the start of their file."""
     origins = read_array(job.work / origins_name(split, shard["name"]), None, 2)
     for file in np.unique(origins[:, 0]).tolist():
         origins[origins[:, 0] == file, 1] += before.get(file, 0)
     name = f"origins-{shard['name']}.npy"
-    save_array(job.output / split / name, origins)
+    save_array(job.output / split / name, origins, attempt)
     return shard | {"sha256": shard["sha256"] | {name: file_digest(job.output / split / name)}}
 
 

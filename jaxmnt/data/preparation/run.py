@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxmnt import storage
 from jaxmnt.data.manifest import LARGEST_VOCABULARY, TOKENIZER_FILE
+from jaxmnt.data.preparation.attempts import remove_leftovers
 from jaxmnt.data.preparation.inputs import Input, Part, Selection, Settings, cut_into_parts, decide, find_inputs
 from jaxmnt.data.preparation.part import Job, cannot_write, do_part, held_out_documents, record_path
 from jaxmnt.data.preparation.plan import (
@@ -123,6 +124,8 @@ def _train(
 
 
 _POLL_SECONDS = 0.2
+_NAMED_FILES = 3
+"""Files of a part that an error names."""
 
 Work = Callable[[Any, Callable[[int], None]], Any]
 """Does one item; calls its second argument with the bytes that it has read."""
@@ -132,35 +135,43 @@ class StoppedError(Exception):
     """Raised in a worker whose result nobody waits for any more."""
 
 
-_shared: tuple[Any, Any, Work] | None = None
-"""In a worker: bytes done, whether to stop, and the work."""
+_shared: tuple[Any, Any, Callable[[int], None], Work] | None = None
+"""In a worker: bytes done, whether to stop, what notes the number of the item that is begun, and the work."""
 
 
 def run(
-    items: Sequence[Any], make_work: Callable[[], Work], workers: int, progress: Callable[[int], None]
+    items: Sequence[Any],
+    make_work: Callable[[], Work],
+    workers: int,
+    progress: Callable[[int], None],
+    name: Callable[[Any], str],
 ) -> Iterator[Any]:
     """The result of the work on each item, as they come; `progress` is called with the bytes done so far.
 
     `make_work` is called once in every worker and must be picklable, like items and results. With one worker
-    everything happens in this process. The first error ends all.
+    everything happens in this process. The first error ends all. `name` words an item for the error when a worker dies.
     """
     if workers == 1 or len(items) < 2:
         yield from _run_here(items, make_work(), progress)
         return
     context = multiprocessing.get_context("spawn")
+    workers = min(workers, len(items))
     done, stop = context.Value("q", 0), context.Value("b", 0)
-    pool = ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (done, stop, make_work))
+    begun, started = context.Array("q", workers), context.Value("q", 0)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (done, stop, begun, started, make_work))
     try:
-        pending = {pool.submit(_do, item) for item in items}
+        pending = {pool.submit(_do, item, number) for number, item in enumerate(items, 1)}
         while pending:
             finished, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
             progress(done.value)
             for future in finished:
                 yield future.result()
     except BrokenProcessPool as error:
+        names = ", ".join(name(items[number - 1]) for number in begun[:] if number)
         raise UserError(
-            "a worker was killed, perhaps because memory ran out; run the same command again with fewer "
-            "--workers: it goes on with the parts that are not done"
+            f"a worker was killed while these were read: {names or 'none yet'}; perhaps memory ran out, or a file is "
+            "damaged; run the same command again with fewer --workers, or leave the file out with --exclude: it goes "
+            "on with the parts that are not done"
         ) from error
     finally:
         stop.value = 1
@@ -179,13 +190,20 @@ def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None])
         yield work(item, advance)
 
 
-def _start_worker(done: Any, stop: Any, make_work: Callable[[], Work]) -> None:
+def _start_worker(done: Any, stop: Any, begun: Any, started: Any, make_work: Callable[[], Work]) -> None:
     global _shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and tells us
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_leave_with_parent, args=(parent.sentinel,), daemon=True).start()
-    _shared = done, stop, make_work()
+    with started.get_lock():
+        place = started.value
+        started.value += 1
+
+    def begin(number: int) -> None:
+        begun[place] = number
+
+    _shared = done, stop, begin, make_work()
 
 
 def _leave_with_parent(sentinel: int) -> None:
@@ -193,9 +211,10 @@ def _leave_with_parent(sentinel: int) -> None:
     os._exit(1)
 
 
-def _do(item: Any) -> Any:
+def _do(item: Any, number: int) -> Any:
     assert _shared is not None
-    done, stop, work = _shared
+    done, stop, begin, work = _shared
+    begin(number)
 
     def advance(count: int) -> None:
         if stop.value:
@@ -228,6 +247,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
     try:
         with claimed(output, work):
             check_plan(output, work, inputs, settings)
+            remove_leftovers(work)
             tokenizer = prepare_tokenizer(inputs, parts, output, work, settings, progress)
             job = _job(inputs, output, work, settings, tokenizer)
             _do_parts(job, parts, tokenizer, settings.workers, progress)
@@ -272,9 +292,14 @@ def _do_parts(job: Job, parts: list[Part], tokenizer: Tokenizer | None, workers:
     show = lambda done: progress("preparing", min(done_before + done, total), total)
     show(0)
     description = None if tokenizer is None else tokenizer.description
-    for _ in run(left, partial(_make_work, job, description), workers, show):
+    for _ in run(left, partial(_make_work, job, description), workers, show, partial(_names_of_files, job)):
         pass
     progress("preparing", total, total)
+
+
+def _names_of_files(job: Job, part: Part) -> str:
+    names = [job.inputs[piece.file].shown for piece in part.pieces]
+    return ", ".join(names[:_NAMED_FILES]) + (" …" if len(names) > _NAMED_FILES else "")
 
 
 def _make_work(job: Job, description: dict[str, Any] | None) -> Work:
