@@ -17,10 +17,13 @@ from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import RowSource, TrainingData
+from jaxmnt.data.order import BranchPoint
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
+from jaxmnt.run.branch import branch_points
+from jaxmnt.run.rundir import branches_of
 from jaxmnt.training.compile import inference_spec
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.spec import StepSpec
@@ -38,9 +41,17 @@ class Run:
     """Nested dicts of JAX arrays, layers stacked in order, nothing padded."""
 
     def __init__(
-        self, config: Config, step: int, state: dict[str, Any], spec: StepSpec, tokenizer: RunTokenizer, folder: Path
+        self,
+        config: Config,
+        step: int,
+        state: dict[str, Any],
+        spec: StepSpec,
+        tokenizer: RunTokenizer,
+        folder: Path,
+        branches: Sequence[BranchPoint],
     ):
         self.config, self.step, self.params = config, step, state["params"]
+        self._branches = branches
         self._buffers = state.get("buffers", {})
         self._spec, self._tokenizer, self._folder = spec, tokenizer, folder
         self._logits = jax.jit(functools.partial(row_logits, spec))
@@ -67,11 +78,13 @@ class Run:
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """The global batch of update `step` (from 1): tokens, targets, weights, segments, positions, each [G, L].
 
-        It is read from the run's data, so that has to be where the config says. Raises `ConfigError` if it is not.
+        It is read from the run's data, so that has to be where the config says. Raises `ConfigError` if it is not, and
+        for steps that the run has not taken itself: those before a branch are of the run that it branched off.
         """
-        if not 1 <= step <= self.config.train.steps:
+        first = self._branches[0].step + 1 if self._branches else 1
+        if not first <= step <= self.config.train.steps:
             raise ConfigError(
-                f"step {step} is not one of this run's; give a number from 1 to {self.config.train.steps}"
+                f"step {step} is not one of this run's; give a number from {first} to {self.config.train.steps}"
             )
         return self._data.batch(step - 1, np.arange(self.config.data.global_batch_size))
 
@@ -82,7 +95,7 @@ class Run:
         there = lambda path: None if path is None else str(self._folder / path)
         sources = {name: one.model_copy(update={"path": there(one.path)}) for name, one in data.sources.items()}
         found = data.model_copy(update={"path": there(data.path), "sources": sources})
-        return TrainingData(self.config, open_sources(found, there(self.config.run.dir)))
+        return TrainingData(self.config, open_sources(found, there(self.config.run.dir)), self._branches)
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, int32 [L]. Raises `ConfigError` for a run that has no tokenizer."""
@@ -97,7 +110,8 @@ def load_rows(config: Config, *, process: int = 0, processes: int = 1) -> grain.
     """The rows that a run of this config trains on, in its order, for a Grain pipeline of your own.
 
     Shuffled, packed and mixed as the run reads them: item *i* of `process` is a dict of arrays [L], and the processes
-    take equal shares of each global batch, in order. The length is that of the whole run. Raises `ConfigError` for data
+    take equal shares of each global batch, in order. The length is that of the whole run, and of a branch from its own
+    first step on. Raises `ConfigError` for data
     that cannot be read, and for processes that do not divide the batch.
     """
     batch = config.data.global_batch_size
@@ -108,7 +122,8 @@ def load_rows(config: Config, *, process: int = 0, processes: int = 1) -> grain.
         )
     data, share = open_sources(config.data, config.run.dir), batch // processes
     rows = range(process * share, (process + 1) * share)
-    return grain.MapDataset.source(RowSource(TrainingData(fit_to_data(config, data), data), rows, config.train.steps))
+    training = TrainingData(fit_to_data(config, data), data, branches_of(config))
+    return grain.MapDataset.source(RowSource(training, rows, config.train.steps))
 
 
 def load_run(
@@ -138,4 +153,5 @@ def load_run(
     spec = inference_spec(config, tokenizer.vocab_size, sizes, chosen)
     state = restore(checkpoint, model_state(canonical_abstract(spec, abstract_state(spec))), Identity()).state
     folder = next(iter(folders_started_in(text, checkpoint, config)), Path.cwd())
-    return Run(config, checkpoint.step, state, spec, tokenizer, folder)
+    branches = branch_points(checkpoint.manifest.lineage)
+    return Run(config, checkpoint.step, state, spec, tokenizer, folder, branches)

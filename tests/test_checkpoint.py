@@ -153,10 +153,10 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
 
 
 def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
-    record = {"format": 3, "whatever": "a later version writes"}
+    record = {"format": 4, "whatever": "a later version writes"}
     record["seal"] = json_digest(record)
     (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps(record))
-    with pytest.raises(OtherFormatError, match=r"format version 3, this jaxmnt .* reads 2; use a newer jaxmnt"):
+    with pytest.raises(OtherFormatError, match=r"format version 4, this jaxmnt .* reads 2 and 3; use a newer jaxmnt"):
         manifest.read(tmp_path)
     (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps({"format": 1, "notes": {}, "files": {}}))
     with pytest.raises(OtherFormatError, match="use the older jaxmnt"):
@@ -825,10 +825,10 @@ def test_a_newer_format_stops_the_run_and_is_left_alone(tiny, finished):
     config = tiny()
     shutil.copytree(finished, config.run.dir)
     path = Path(config.run.dir) / "checkpoints" / "20" / manifest.MANIFEST_FILE
-    record = json.loads(path.read_text()) | {"format": 3}
+    record = json.loads(path.read_text()) | {"format": 4}
     record.pop("seal")
     path.write_text(json.dumps(record | {"seal": json_digest(record)}))
-    with pytest.raises(ConfigError, match="format version 3"):
+    with pytest.raises(ConfigError, match="format version 4"):
         train(config, devices=one_device())
     assert path.exists()
 

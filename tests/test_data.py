@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
-from jaxmnt.data.order import BLOCK, MixturePhase, Order, block_shares, permute
+from jaxmnt.data.order import BLOCK, BranchPoint, MixturePhase, Order, block_shares, permute
 from jaxmnt.data.rows import Packed, Windows, plan_rows
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.store import StoredTokens
@@ -175,6 +175,51 @@ def test_adding_a_source_leaves_the_order_within_the_others():
 
 
 # -- rows
+
+
+PAST = [MixturePhase(0, (2.0, 1.0)), MixturePhase(50, (1.0, 1.0))]
+
+
+def ordered(rows, *, weights=PAST, branches=(), skip=(), names=("a", "b")):
+    sizes = {"a": 70, "b": 90, "c": 30}
+    sizes = {name: sizes[name] for name in names}
+    return Order(sizes, weights, seed=3, shuffle=True, global_rows=rows, skip=skip, branches=branches)
+
+
+def left_at(order, step):
+    return BranchPoint(step, order.taken(step), order.used(step))
+
+
+@pytest.mark.parametrize("skip", [(), [(100, 130)], [(630, 700)]])
+@pytest.mark.parametrize("size", [16, 4, 5])
+def test_a_branch_with_another_batch_size_goes_on_at_the_row_of_its_origin(size, skip):
+    """The rows of the origin follow each other, cut into other steps; also after a second branch."""
+    origin = ordered(8, skip=skip)
+    assert origin.taken(80) == 640
+    branch = ordered(size, branches=[left_at(origin, 80)], skip=skip)
+    assert branch.first_step == 80 and branch.used(80) == origin.used(80) and branch.epochs(80) == origin.epochs(80)
+    second = ordered(8, branches=[left_at(branch, 120), left_at(origin, 80)], skip=skip)
+    rows = [*branched_rows(branch, 80, 120, size), *branched_rows(second, 120, 140, 8)]
+    assert rows == branched_rows(origin, 80, 400, 8)[: len(rows)]
+    assert second.passed_over(119) == branch.passed_over(119), "the last row before the second branch"
+
+
+def branched_rows(order, first, last, size):
+    return [tuple(row) for step in range(first, last) for row in np.array(order.locate(step, range(size))).T.tolist()]
+
+
+def test_a_branch_with_other_weights_goes_on_in_each_source():
+    """No row of a source is read again, none is left out; a source that is new begins at its first row."""
+    origin = ordered(8)
+    point = left_at(origin, 80)
+    branch = ordered(8, weights=[MixturePhase(0, (1.0, 3.0, 1.0))], branches=[point], names=("a", "b", "c"))
+    assert branch.used(80) == {**point.used, "c": 0} and branch.used(180)["c"] == 160
+    sources, epochs, rows = np.array(branched_rows(branch, 80, 90, 8)).T
+    kinds, *later = np.array(branched_rows(origin, 80, 120, 8)).T
+    for number in (0, 1):
+        read = [*zip(epochs[sources == number], rows[sources == number], strict=True)]
+        goes_on = [row for kind, *row in zip(kinds, *later, strict=True) if kind == number]
+        assert read == [tuple(row) for row in goes_on[: len(read)]]
 
 
 @settings(max_examples=60, deadline=None)

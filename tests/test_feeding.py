@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 from conftest import TINY, command, launch, losses, metrics, mostly_slow, write_words
 
+import jaxmnt
+from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import apply_overrides, parse_config
+from jaxmnt.data.__main__ import main as data_command
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.data.rows import batch_digest, row_digests
 from jaxmnt.data.sources import open_sources, stage
 from jaxmnt.data.store import open_prepared
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.run.branch import branch_point, branch_points
 from jaxmnt.run.evaluate import Evaluator
+from jaxmnt.run.replay import replay
+from jaxmnt.run.session import Session
 from jaxmnt.train import train
 from jaxmnt.training.compile import compile_program, inference_spec
 from jaxmnt.training.embed_head import EmbedAndHead
@@ -331,3 +337,68 @@ def test_synthetic_data_needs_no_files(tiny):
     assert losses(config.run.dir)[0] == pytest.approx(np.log(500), abs=0.1)
     shown = command("jaxmnt.data", "--config", os.devnull, "data.synthetic=500", "data.rows=packed")
     assert shown.returncode == 0 and "synthetic:" in shown.stdout, shown.stderr
+
+
+# -- branches
+
+
+@pytest.fixture
+def halved(tiny, whole_run):
+    """Makes configs of a branch of the whole run after step 10, with half the batch; arguments are overrides."""
+    return lambda *overrides: tiny("data.global_batch_size=8", f"run.fork_from={whole_run.run.dir}@10", *overrides)
+
+
+def test_a_branch_with_another_batch_size_trains_on_the_next_rows_of_its_origin(tiny, halved, capsys):
+    """Also after a restart; and its steps can be taken again."""
+    for stop in (12, 13):
+        config = halved(f"train.stop_after={stop}", "checkpoint.every_steps=0")
+        assert train(config, devices=jax.devices()[:1]) == ExitCode.STOPPED
+        told = (
+            "goes on at row 160, where its origin stopped; a step takes 8 rows instead of 16" in capsys.readouterr().out
+        )
+        assert told == (stop == 12), "when it begins"
+    origin = tiny()
+    data, lines = TrainingData(origin, open_sources(origin.data)), metrics(config.run.dir)
+    for number, line in enumerate(lines):
+        step, first = divmod(160 + 8 * number, 16)
+        rows = data.batch(step, range(first, first + 8))["tokens"]
+        assert line["batch_digest"] == batch_digest(row_digests(rows))
+        assert line["epochs"] == {"data": (168 + 8 * number) / data.readers["data"].rows}
+    assert [line["step"] for line in lines] == [11, 12, 13]
+    with Session(config, devices=jax.devices()[:1]) as run:
+        assert replay(run, 12, 13) == ExitCode.FINISHED
+    digests = [line["batch_digest"] for line in lines]
+    assert digests == [digest_of(jaxmnt.load_run(config.run.dir).batch(step)) for step in (11, 12, 13)]
+
+
+def digest_of(rows) -> str:
+    return batch_digest(row_digests(rows["tokens"]))
+
+
+def test_what_people_are_shown_of_a_branch_is_what_it_will_train_on(tiny, halved, capsys, tmp_path):
+    """Before it has begun; a step before it is of its origin."""
+    config, origin = halved(), tiny()
+    rows = TrainingData(origin, open_sources(origin.data)).batch(10, range(8))
+    path = tmp_path / "branch.yaml"
+    path.write_text(json.dumps(config.model_dump()))
+    assert data_command(["--config", str(path), "--batch", "11", "--rows", "1"]) == ExitCode.FINISHED
+    assert f"batch of step 11: 8 rows, batch_digest {digest_of(rows)}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"--batch: 10 is out of range; give 11 or more, .* this one branches off"):
+        data_command(["--config", str(path), "--batch", "10"])
+    items = jaxmnt.load_rows(config)
+    assert len(items) == 8 * (config.train.steps - 10)
+    np.testing.assert_array_equal(items[3]["tokens"], rows["tokens"][3])
+
+
+def test_a_branch_with_longer_rows_goes_on_after_as_many_tokens(tiny, whole_run):
+    point = branch_point(find(f"{whole_run.run.dir}@10", "it"), tiny("data.sequence_length=64"))
+    assert (point.step, point.row, point.used) == (10, 80, {"data": 80})
+    assert branch_points([{"run": "r", "step": 10, "path": "p"}]) == [], "of an earlier version, which counted steps"
+
+
+def test_a_branch_that_its_data_does_not_last_for_is_refused(tiny, halved):
+    """By the rows that are left where it goes on."""
+    data = TrainingData(tiny(), open_sources(tiny().data))
+    last = (data.readers["data"].rows - 160) // 8 + 10
+    with pytest.raises(ConfigError, match=rf"train\.steps: data ends after step {last} and must not repeat"):
+        train(halved("data.on_end=stop", f"train.steps={last + 1}"), devices=jax.devices()[:1])

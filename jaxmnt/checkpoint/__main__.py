@@ -116,7 +116,8 @@ def _show(options: argparse.Namespace) -> int:
     print(f"tokens  {manifest.tokens}, held-out loss {loss}")
     print(f"config  {manifest.config_digest[:16]}, data {data}")
     for parent in manifest.lineage:
-        print(printable(f"from    step {parent['step']} of run {parent['run']} ({parent['path']})"))
+        row = f", row {parent['row']} of the data" if "row" in parent else ""
+        print(printable(f"from    step {parent['step']} of run {parent['run']} ({parent['path']}){row}"))
     _table(
         [("array", "dtype", "shape", "size", "content")]
         + [

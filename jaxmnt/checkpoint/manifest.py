@@ -19,6 +19,8 @@ from jaxmnt.storage import read as read_file
 
 MANIFEST_FILE = "jaxmnt.json"
 FORMAT_VERSION = 2
+_BRANCH_VERSION = 3
+"""Of a branch's checkpoints: their lineage has the rows where it goes on, which version 2 did not know."""
 
 
 class DamagedError(UserError):
@@ -84,7 +86,8 @@ class Manifest:
 
 def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]]) -> None:
     """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
-    record = {"format": FORMAT_VERSION, "manifest": to_plain(manifest), "files": files}
+    version = _BRANCH_VERSION if any("row" in parent for parent in manifest.lineage) else FORMAT_VERSION
+    record = {"format": version, "manifest": to_plain(manifest), "files": files}
     record["seal"] = json_digest(record)
     publish(directory / MANIFEST_FILE, json.dumps(record, indent=1, sort_keys=True))
 
@@ -105,13 +108,15 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     version, seal = record.get("format"), record.pop("seal", None)
     sealed = seal == json_digest(record)
     # The first version had no seal; every later one has this seal.
-    if type(version) is int and 0 < version < 1000 and version != FORMAT_VERSION and (sealed or seal is None):
-        newer = version > FORMAT_VERSION
+    known = version in (FORMAT_VERSION, _BRANCH_VERSION)
+    if type(version) is int and 0 < version < 1000 and not known and (sealed or seal is None):
+        newer = version > _BRANCH_VERSION
         raise OtherFormatError(
-            f"checkpoint {directory} has format version {version}, this jaxmnt ({__version__}) reads {FORMAT_VERSION}; "
+            f"checkpoint {directory} has format version {version}, this jaxmnt ({__version__}) reads {FORMAT_VERSION} "
+            f"and {_BRANCH_VERSION}; "
             f"{'use a newer' if newer else 'use the older'} jaxmnt, or choose another directory"
         )
-    if not sealed or version != FORMAT_VERSION:
+    if not sealed or not known:
         raise DamagedError(f"its {MANIFEST_FILE} is damaged: its seal does not fit what it says")
     try:
         _Record.model_validate(record)
@@ -168,6 +173,10 @@ class Parent(_Strict):
     run: _Text
     step: _Count
     path: _Text
+    row: _Count | None = None
+    """Rows that it had taken; None of branches that earlier versions made."""
+    used: dict[_Text, _Count] | None = None
+    """Rows that each of its sources had given."""
 
 
 class _Array(_Strict):

@@ -116,7 +116,7 @@ class RunFile(BaseModel):
 
     @property
     def parents(self) -> list[dict[str, Any]]:
-        return [parent.model_dump() for parent in self.lineage]
+        return [parent.model_dump(exclude_none=True) for parent in self.lineage]
 
 
 def read_run(directory: StoragePath) -> RunFile | None:

@@ -152,7 +152,10 @@ class WeightChange(Section):
 
 class Skip(Section):
     from_row: int = key(
-        ..., "First row to skip, by its number: steps before it times global_batch_size.", ge=0, lt=2**53
+        ...,
+        "First row to skip, by its number: steps before it times global_batch_size; a branch counts on.",
+        ge=0,
+        lt=2**53,
     )
     rows: int = key(..., "How many rows.", ge=1, lt=2**53)
 

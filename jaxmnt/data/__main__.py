@@ -15,6 +15,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data.sources import open_sources
     from jaxmnt.data.store import PreparedData
     from jaxmnt.data.tokenizer import make_tokenizer
+    from jaxmnt.run.rundir import branches_of
     from jaxmnt.telemetry.progress import status_line
 
     if options.config is None:
@@ -34,12 +35,14 @@ def main(arguments: list[str]) -> int:
     for name, part in sources.parts.items():
         if isinstance(part, PreparedData) and not part.is_sealed:
             sections[0].append(f"{name}: prepared by an earlier version, which did not seal its manifest")
-    training = TrainingData(config, sources)
+    training = TrainingData(config, sources, branches_of(config))
     sections.append(inspection.mixture_table(config, training))
-    step = 1 if options.batch is None else options.batch
-    for name, number in (("--batch", step), ("--rows", options.rows)):
-        if number is not None and not 1 <= number < 2**40:
-            raise ConfigError(f"{name}: {number} is out of range; give 1 or more, as metrics.jsonl counts")
+    first = training.order.first_step + 1
+    step = first if options.batch is None else options.batch
+    for name, number, least in (("--batch", step, first), ("--rows", options.rows, 1)):
+        if number is not None and not least <= number < 2**40:
+            hint = "; earlier steps are of the run that this one branches off" if least > 1 else ""
+            raise ConfigError(f"{name}: {number} is out of range; give {least} or more, as metrics.jsonl counts{hint}")
     tokenizer = (
         None
         if sources.tokenizer["name"] in (NAMELESS, "synthetic")

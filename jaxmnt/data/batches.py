@@ -1,12 +1,13 @@
-"""Batches as a pure function of (data config with its skip list, seed, step): no iterator state to save or lose.
+"""Batches as a pure function of (data config with its skip list, seed, branch points, step): no iterator state to lose.
 
 Shapes: G rows of a global batch, R of them of this process, L length.
 
-Row r of step s is row number s · G + r of the run. `order.py` says which source it comes from and which row of it, and
-`rows.py` what that row holds. Which rows a process reads, and with how many threads, does not enter into it.
+Row r of step s is row number s · G + r of the run; a branch counts on from the row where its origin stopped. `order.py`
+says which source it comes from and which row of it, and `rows.py` what that row holds. Which rows a process reads, and
+with how many threads, does not enter into it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import grain
@@ -15,7 +16,7 @@ import numpy as np
 from jaxmnt.config.schema import Config, Data
 from jaxmnt.data.elements import GivenRows
 from jaxmnt.data.grain_source import GrainData
-from jaxmnt.data.order import BLOCK, Located, Order, block_shares, check_shares
+from jaxmnt.data.order import BLOCK, BranchPoint, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import RowReader, Rows, make_reader
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.errors import ConfigError
@@ -26,23 +27,24 @@ _ENDLESS = 2**62
 class TrainingData:
     """The batches of a run, by step."""
 
-    def __init__(self, config: Config, sources: Sources):
+    def __init__(self, config: Config, sources: Sources, branches: Sequence[BranchPoint] | None = ()):
+        """`branches` says where the run branched off; None: that is not known before `branch_at` is called."""
         settings = config.data
+        self._config = config
         self.readers = {name: _reader(part, "train", settings) for name, part in sources.parts.items()}
-        rows = {name: reader.rows for name, reader in self.readers.items()}
+        rows = self._rows()
         weights = phases(settings)
         check_shares(list(rows), weights)
         _check_rows_exist(sources, rows, settings.sequence_length)
-        self.order = Order(
-            rows,
-            weights,
-            seed=config.seed,
-            shuffle=settings.shuffle,
-            global_rows=settings.global_batch_size,
-            skip=skipped_ranges(settings),
-        )
-        _check_enough_rows(self.order, rows, config)
         self.names = list(rows)
+        self.order = self._make_order(branches or ())
+        if branches is not None:
+            _check_enough_rows(self.order, rows, config)
+
+    def branch_at(self, branches: Sequence[BranchPoint]) -> None:
+        """Takes over where the run branched off. Raises `ConfigError` if the sources do not last from there."""
+        self.order = self._make_order(branches)
+        _check_enough_rows(self.order, self._rows(), self._config)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Rows:
         """These rows (of 0 … G-1) of the batch of `step` (0 is the first)."""
@@ -64,6 +66,13 @@ class TrainingData:
         """The share of places that hold a token, of each source."""
         return {name: reader.fill for name, reader in self.readers.items()}
 
+    def _rows(self) -> dict[str, int]:
+        """How many rows an epoch of each source has."""
+        return {name: reader.rows for name, reader in self.readers.items()}
+
+    def _make_order(self, branches: Sequence[BranchPoint]) -> Order:
+        return order_of(self._config, self._rows(), branches)
+
     def _merge(self, located: Located) -> Rows:
         merged: Rows = {}
         for number, name in enumerate(self.names):
@@ -76,6 +85,20 @@ class TrainingData:
                     merged[field] = np.empty((len(located.source), *values.shape[1:]), values.dtype)
                 merged[field][mine] = values
         return merged
+
+
+def order_of(config: Config, rows: Mapping[str, int], branches: Sequence[BranchPoint] = ()) -> Order:
+    """The order of rows that a config means, of sources with `rows[name]` rows an epoch."""
+    settings = config.data
+    return Order(
+        rows,
+        phases(settings),
+        seed=config.seed,
+        shuffle=settings.shuffle,
+        global_rows=settings.global_batch_size,
+        skip=skipped_ranges(settings),
+        branches=branches,
+    )
 
 
 def skipped_ranges(settings: Data) -> list[tuple[int, int]]:
@@ -97,18 +120,20 @@ def training_rows(
 class RowSource:
     """Single rows of a run, some of each global batch, as a Grain random-access source.
 
-    Item *i* is row `rows[i % R]` of the batch of step `i // R` (0 is the first), R being how many rows are taken, as a
-    dict of arrays [L]: tokens, targets, weights, segments, positions. Read twice it is the same.
+    Item *i* is row `rows[i % R]` of the batch of step `i // R` (0 is the run's own first), R being how many rows are
+    taken, as a dict of arrays [L]: tokens, targets, weights, segments, positions. Read twice it is the same.
     """
 
     def __init__(self, data: TrainingData, rows: Sequence[int], steps: int):
-        self._data, self._rows, self._steps = data, np.asarray(rows, np.int64), steps
+        self._data, self._rows = data, np.asarray(rows, np.int64)
+        self._steps = max(0, steps - data.order.first_step)
 
     def __len__(self) -> int:
         return self._steps * len(self._rows)
 
     def __getitem__(self, index: SupportsIndex) -> Rows:
         step, place = divmod(index.__index__(), len(self._rows))
+        step += self._data.order.first_step
         return {field: values[0] for field, values in self._data.batch(step, self._rows[place : place + 1]).items()}
 
     def __repr__(self) -> str:

@@ -6,6 +6,9 @@ largest remainder), spread evenly over the block. So the number of rows that a s
 arithmetic, and that number is the row's place in the source's own endless, shuffled sequence of epochs.
 
 Rows can be passed over. Row r of step s is then the one that is number s · G + r among those that are not.
+
+A branch goes on at the row where its origin stopped, also with another G: before its first step lie the rows that the
+origin has taken, and of each source as many as the origin has read of it.
 """
 
 import functools
@@ -32,6 +35,17 @@ class MixturePhase(NamedTuple):
     weights: tuple[float, ...]
 
 
+class BranchPoint(NamedTuple):
+    """Where a branch goes on in the data."""
+
+    step: int
+    """Steps that its origin has taken."""
+    row: int
+    """Rows that these steps took, without those passed over."""
+    used: Mapping[str, int]
+    """Rows that each source has given for them, with those passed over. Of another source nothing is read yet."""
+
+
 class Located(NamedTuple):
     """For each row asked for: its source's number, the epoch of that source (0 is the first), and its row there."""
 
@@ -52,8 +66,10 @@ class Order:
         shuffle: bool,
         global_rows: int,
         skip: Sequence[tuple[int, int]] = (),
+        branches: Sequence[BranchPoint] = (),
     ):
-        """`skip` are ranges of rows of the run that are passed over: first, and first after."""
+        """`skip` are ranges of rows of the run that are passed over: first, and first after. `branches` says where the
+        run branched off, and before that its origin, the newest first."""
         assert list(rows) == sorted(rows) and phases[0].from_step == 0
         self.names = list(rows)
         self._rows = np.array([rows[name] for name in self.names], np.int64)
@@ -61,13 +77,15 @@ class Order:
         self._shuffle = shuffle
         self._global_rows = global_rows
         self._skipped = Skipped(skip)
-        self._first_rows = np.array([phase.from_step * global_rows for phase in phases], np.int64)
+        self._branches = list(branches)
+        self._first_rows = np.array([self.taken(phase.from_step) for phase in phases], np.int64)
         self._shares = [block_shares(phase.weights) for phase in phases]
         self._layouts = [_spread(shares) for shares in self._shares]
         self._before = [np.zeros(len(rows), np.int64)]
         for number in range(len(phases) - 1):
             used = self._used_in_phase(number, int(self._first_rows[number + 1] - self._first_rows[number]))
             self._before.append(self._before[-1] + used)
+        self._ahead = self._ahead_of_weights()
         # A block is made once for all the steps that touch it.
         self._block = functools.lru_cache(maxsize=64)(self._make_block)
 
@@ -85,11 +103,29 @@ class Order:
 
     def numbers(self, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The numbers in the run of the given rows of the batch of `step`, counting those that are passed over."""
-        return self._skipped.nth(np.asarray(rows, np.int64) + step * self._global_rows)
+        return self._skipped.nth(np.asarray(rows, np.int64) + self.taken(step))
+
+    @property
+    def first_step(self) -> int:
+        """The first step of the run itself: those before it are of the run that it branched off."""
+        return self._branches[0].step if self._branches else 0
+
+    def taken(self, step: int) -> int:
+        """Rows that the steps before `step` take, without those passed over."""
+        after = None
+        for point in self._branches:
+            if step >= point.step:
+                break
+            after = point
+        else:
+            point = BranchPoint(0, 0, {})
+        if after is None:
+            return point.row + (step - point.step) * self._global_rows
+        return point.row + (step - point.step) * (after.row - point.row) // (after.step - point.step)
 
     def passed_over(self, step: int) -> int:
         """Rows that are passed over before the last one of the batch of `step`."""
-        last = (step + 1) * self._global_rows - 1
+        last = self.taken(step + 1) - 1
         return int(self._skipped.nth(np.array([last]))[0]) - last
 
     def _locate(self, phase: int, numbers: np.ndarray) -> np.ndarray:
@@ -107,10 +143,7 @@ class Order:
 
     def used(self, step: int) -> dict[str, int]:
         """Rows that each source has given, or that were passed over, before the batch of `step`."""
-        number = int(self.numbers(step, [0])[0])
-        phase = self._phase(number)
-        counts = self._used_in_phase(phase, number - int(self._first_rows[phase]))
-        return dict(zip(self.names, (self._before[phase] + counts).tolist(), strict=True))
+        return dict(zip(self.names, (self._used_by_weights(step) + self._ahead).tolist(), strict=True))
 
     def epochs(self, step: int) -> dict[str, float]:
         """Epochs of each source that the batches before that of `step` add up to."""
@@ -120,7 +153,7 @@ class Order:
     def last_step(self, name: str, limit: int) -> int:
         """How many steps, up to `limit`, can be taken within one epoch of the source."""
         rows = int(self._rows[self.names.index(name)])
-        low, high = 0, limit
+        low, high = min(self.first_step, limit), limit
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.used(middle)[name] <= rows else (low, middle - 1)
@@ -128,6 +161,19 @@ class Order:
 
     def _phase(self, number: int) -> int:
         return int(np.searchsorted(self._first_rows, number, side="right")) - 1
+
+    def _used_by_weights(self, step: int) -> np.ndarray:
+        """The rows of each source before the batch of `step`, as the present weights share them out."""
+        number = int(self.numbers(step, [0])[0])
+        phase = self._phase(number)
+        return self._before[phase] + self._used_in_phase(phase, number - int(self._first_rows[phase]))
+
+    def _ahead_of_weights(self) -> np.ndarray:
+        """How many rows more of each source the origins have read than the present weights say."""
+        if not self._branches:
+            return np.zeros(len(self.names), np.int64)
+        used = np.array([self._branches[0].used.get(name, 0) for name in self.names], np.int64)
+        return used - self._used_by_weights(self.first_step)
 
     def _used_in_phase(self, phase: int, rows: int) -> np.ndarray:
         blocks, rest = divmod(rows, BLOCK)
@@ -137,7 +183,7 @@ class Order:
     def _make_block(self, phase: int, block: int) -> np.ndarray:
         """[3, BLOCK]: source, epoch and row of each place of a block."""
         source, rank = self._layouts[phase]
-        place = self._before[phase][source] + block * self._shares[phase][source] + rank
+        place = (self._before[phase] + self._ahead)[source] + block * self._shares[phase][source] + rank
         epoch, row = np.divmod(place, self._rows[source])
         if self._shuffle:
             for number, (size, key) in enumerate(zip(self._rows.tolist(), self._keys, strict=True)):

@@ -11,12 +11,12 @@ import numpy as np
 from jaxmnt.checkpoint.commit import Committed, step_directories
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.config.describe import PLANNED, Change, maths
-from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources, open_sources
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
+from jaxmnt.run.branch import config_of, order_at
 from jaxmnt.storage import StoragePath, publish, read, storage_path
 from jaxmnt.telemetry.events import event_file, records
 
@@ -48,10 +48,6 @@ def unreadable_is_retryable(config: Config) -> Iterator[None]:
 
 ACCEPTED = "accepted.json"
 """In a run's directory: the values of keys of the maths that somebody has accepted, beside the id of the run."""
-
-
-def config_of(checkpoint: Committed) -> Config:
-    return parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
 
 
 def refusal(config: Config, data: Sources, checkpoint: Committed, different: list[Change]) -> str | None:
@@ -149,7 +145,7 @@ def stop_refusal(config: Config, checkpoint: Committed, where: str) -> str | Non
 def skip_refusal(config: Config, checkpoint: Committed) -> str | None:
     """Rows that were trained on cannot be passed over any more, nor those passed over be taken in."""
     before, now = (Skipped(skipped_ranges(one.data)) for one in (config_of(checkpoint), config))
-    reached = _reached(config, checkpoint)
+    reached = _reached(checkpoint)
     if before.below(reached) == now.below(reached):
         return None
     return (
@@ -162,7 +158,7 @@ def skip_refusal(config: Config, checkpoint: Committed) -> str | None:
 def numbering(config: Config) -> Any:
     """What the numbers of rows depend on, besides the data."""
     data = config.data
-    return config.seed, data.sequence_length, data.rows, data.shuffle, data.global_batch_size
+    return config.seed, data.sequence_length, data.rows, data.shuffle
 
 
 def _listed(different: list[Change]) -> str:
@@ -188,15 +184,15 @@ def same_digest(one: str, other: str) -> bool:
 
 def _other_weights_behind(config: Config, checkpoint: Committed) -> bool:
     """Whether weights are changed for rows that were read already: then others would be read twice, and some never."""
-    reached, rows = _reached(config, checkpoint), config.data.global_batch_size
-    behind = lambda one: [change for change in one.data.weight_changes if change.from_step * rows < reached]
+    reached, order = _reached(checkpoint), order_at(checkpoint)
+    behind = lambda one: [change for change in one.data.weight_changes if order.taken(change.from_step) < reached]
     return bool(behind(config_of(checkpoint)) != behind(config))
 
 
-def _reached(config: Config, checkpoint: Committed) -> int:
+def _reached(checkpoint: Committed) -> int:
     """The number of the first row that is neither trained on nor passed over."""
     before = Skipped(skipped_ranges(config_of(checkpoint).data))
-    return int(before.nth(np.array([checkpoint.manifest.step * config.data.global_batch_size - 1]))[0]) + 1
+    return int(before.nth(np.array([order_at(checkpoint).taken(checkpoint.manifest.step) - 1]))[0]) + 1
 
 
 def digest_of_data(config: Config) -> str:

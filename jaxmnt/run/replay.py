@@ -15,6 +15,7 @@ from jaxmnt.config.describe import changes
 from jaxmnt.config.load import parse_config
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.run.branch import branch_points
 from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.resume import completed, wanted_of
 from jaxmnt.run.rundir import checkpoint_root
@@ -46,6 +47,7 @@ def replay(run: Session, first: int, last: int) -> int:
     other_maths = [change.key for change in different if change.resume != "harmless"]
     if other_maths:
         raise ConfigError(f"--replay: {other_maths[0]} is not what it was when these steps were taken; undo the change")
+    run.training_data.branch_at(branch_points(checkpoint.manifest.lineage))
     use_compile_cache(run.config.run.compile_cache, run.directory)
     run.build_program()
     program = run.program

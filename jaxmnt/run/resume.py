@@ -16,6 +16,7 @@ from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, RunFile, find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
+from jaxmnt.data.order import BranchPoint
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
@@ -24,8 +25,8 @@ from jaxmnt.huggingface.fits import SCHEME, refuse_what_does_not_fit
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.run import fresh
+from jaxmnt.run.branch import branch_point, branch_points, branch_remark, config_of
 from jaxmnt.run.changes import (
-    config_of,
     data_refusal,
     different_data,
     has_trained,
@@ -97,6 +98,11 @@ class ResumePoint:
     @property
     def step(self) -> int:
         return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.step
+
+    @property
+    def branches(self) -> list[BranchPoint]:
+        """Where the run branched off, in its data, the newest first."""
+        return branch_points(self.lineage)
 
     @property
     def tokens(self) -> int:
@@ -263,13 +269,16 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
         )
     if words := stop_refusal(config, checkpoint, key):
         raise ConfigError(words)
-    parent = {"run": manifest.run, "step": manifest.step, "path": str(checkpoint.path.absolute())}
-    earlier = config_of(checkpoint)
-    same_rows = not different_data(manifest.data, data.digests) and numbering(earlier) == numbering(config)
-    if same_rows and (words := skip_refusal(config, checkpoint)):
+    earlier, other_data = config_of(checkpoint), different_data(manifest.data, data.digests)
+    if not other_data and numbering(earlier) == numbering(config) and (words := skip_refusal(config, checkpoint)):
         raise ConfigError(words)
-    different = changes(earlier, config)
-    return ResumePoint(directory, run, [parent, *manifest.lineage], checkpoint, "fork", different)
+    point = branch_point(checkpoint, config)
+    remark = branch_remark(checkpoint, config, point, other_data)
+    parent = {"run": manifest.run, "path": str(checkpoint.path.absolute()), **point._asdict()}
+    return ResumePoint(
+        directory, run, [parent, *manifest.lineage], checkpoint, "fork", changes(earlier, config),
+        [] if remark is None else [remark],
+    )  # fmt: skip
 
 
 def _check_source_stays(config: Config, begun: ResumePoint) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 import yaml
 
 from jaxmnt.checkpoint.commit import newest_valid, out_of_reach
-from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, YAML_ERRORS, RunFile, read_run
+from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, YAML_ERRORS, RunFile, find, read_run
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
+from jaxmnt.data.order import BranchPoint
 from jaxmnt.errors import ConfigError, UserError, printable
-from jaxmnt.run.changes import (
-    has_trained,
-)
+from jaxmnt.run.branch import branch_point, branch_points
+from jaxmnt.run.changes import has_trained
 from jaxmnt.storage import StoragePath, is_link, publish, read, storage_path
 from jaxmnt.telemetry.events import last_commit
 
@@ -73,6 +73,18 @@ def known_run(config: Config) -> RunFile | None:
         told = printable(", ".join(f"{where} is of run {known.run}" for where, known in found))
         raise ConfigError(f"checkpoint.dir: {told}; give each run a run.dir and a checkpoint.dir of its own")
     return found[0][1] if found else None
+
+
+def branches_of(config: Config) -> list[BranchPoint]:
+    """Where the run of a config has branched off, or will when it starts; empty if it is no branch."""
+    known = known_run(config) if config.run.dir else None
+    if known is not None:
+        checkpoint = newest_valid(checkpoint_root(config) / CHECKPOINTS, known.run)
+        return branch_points(known.parents if checkpoint is None else checkpoint.manifest.lineage)
+    if config.run.fork_from is None:
+        return []
+    origin = find(config.run.fork_from, "run.fork_from")
+    return [branch_point(origin, config), *branch_points(origin.manifest.lineage)]
 
 
 def check_checkpoints_reachable(config: Config, directory: Path) -> None:

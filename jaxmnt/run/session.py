@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ from jaxmnt.run.preemption import StopRequest, stop_request
 from jaxmnt.run.profiling import Profiler
 from jaxmnt.run.replicas import Replicas
 from jaxmnt.run.resume import Consent, ResumePoint, open_run, refuse_other_data, starting_state
-from jaxmnt.run.rundir import plain_config, run_directories, write_config
+from jaxmnt.run.rundir import known_run, plain_config, run_directories, write_config
 from jaxmnt.run.samples import Sampler
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.spending import Spending, check_price
@@ -151,6 +151,7 @@ class Session:
         if reads_all:
             self.plan_rows()
             refuse_other_data(self.config, self.data, self.start)
+        self.training_data.branch_at(self.start.branches)
         self.step = self.start.step
         report.run(self.status, self.start, self.identity)
         report.data(self.status, self.config, self.data, self.training_data)
@@ -270,7 +271,16 @@ class Session:
     def plan_rows(self) -> None:
         """Plans which rows there are. Documents of datasets are indexed for that; the run's lock keeps the index."""
         index_documents(self.config, self.data, self.identity, self.status, keeps=bool(self.locks))
-        self.training_data = TrainingData(self.config, self.data)
+        self.training_data = TrainingData(self.config, self.data, None if self._may_be_branch() else ())
+
+    def _may_be_branch(self) -> bool:
+        """Whether only `open_run` tells, in all processes, where in the data the run goes on."""
+        if self.config.run.fork_from is not None:
+            return True
+        with suppress(UserError, OSError):
+            known = known_run(self.config)
+            return known is not None and bool(known.lineage)
+        return True
 
     def build_program(self) -> None:
         """Compiles the steps, all processes together."""

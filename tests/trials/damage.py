@@ -273,7 +273,7 @@ def _another_format(copy: Path) -> None:
     before = manifests.FORMAT_VERSION
     manifest, files = manifests.read(copy)
     try:
-        manifests.FORMAT_VERSION = before + 1
+        manifests.FORMAT_VERSION = before + 2  # the next is that of branches
         manifests.write(copy, manifest, files)
     finally:
         manifests.FORMAT_VERSION = before
