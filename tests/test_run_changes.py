@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from conftest import events, launch, losses, metrics
 
@@ -14,6 +15,7 @@ from jaxmnt import train as train_module
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, valid_checkpoints
 from jaxmnt.checkpoint.manifest import Manifest
+from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.checkpoint.refs import RunFile, find
 from jaxmnt.config.describe import changes
 from jaxmnt.config.load import parse_config
@@ -22,6 +24,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh
 from jaxmnt.run.changes import to_be_accepted
+from jaxmnt.run.learning_rate import rate_change, steps_make_jump
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.resume import Consent, ResumePoint, open_run
 from jaxmnt.run.rundir import plain_config, run_directories, write_config
@@ -42,9 +45,9 @@ def opened(config, **consent) -> ResumePoint:
 
 @pytest.fixture
 def going_on(tiny, whole_run):
-    """A config of a run of 20 steps that shall go on to step 24; arguments are overrides."""
+    """A config of a run of 20 steps that shall go on to step 22; arguments are overrides."""
     shutil.copytree(whole_run.run.dir, tiny().run.dir)
-    return lambda *overrides: tiny("train.steps=24", *overrides)
+    return lambda *overrides: tiny("train.steps=22", *overrides)
 
 
 def held(folder: Path) -> dict[str, bytes]:
@@ -69,7 +72,7 @@ def test_other_maths_is_refused_until_it_is_accepted(going_on, override, words):
     with pytest.raises(ConfigError) as caught:
         opened(config)
     assert held(run) == before, "nothing was done"
-    for told in (words, "step 20 of 24", "--accept-changes", "set another run.dir", f"run.fork_from={run}@20"):
+    for told in (words, "step 20 of 22", "--accept-changes", "set another run.dir", f"run.fork_from={run}@20"):
         assert told in str(caught.value)
     start = opened(config, accept_changes=True)
     assert start.step == 20 and override.partition("=")[0] in [change.key for change in start.changes]
@@ -90,23 +93,57 @@ def test_what_was_accepted_once_needs_no_flag(going_on):
 
 def test_falling_back_behind_an_accepted_change_asks_for_nothing(going_on):
     """Restarted by itself, with a damaged checkpoint: nobody is there to give a flag."""
-    changed = going_on("optimizer.learning_rate=0.001", "train.stop_after=22", "checkpoint.every_steps=1")
+    changed = going_on("optimizer.learning_rate=0.001", "train.stop_after=21", "checkpoint.every_steps=1")
     assert train(changed, devices=one_device(), accept_changes=True) == ExitCode.STOPPED
     assert metrics(changed.run.dir)[20]["learning_rate"] < metrics(changed.run.dir)[19]["learning_rate"]
     keys = {event["key"] for event in events(changed.run.dir, "config_change")}
     assert {"optimizer.learning_rate", "train.steps"} <= keys
     root = Path(changed.run.dir) / "checkpoints"
-    for step in (21, 22):
-        (root / str(step) / "params" / "_METADATA").unlink()
+    (root / "21" / "params" / "_METADATA").unlink()
     start = opened(going_on("optimizer.learning_rate=0.001"))
     assert start.step == 20 and "optimizer.learning_rate" in [change.key for change in start.changes]
 
 
 def test_what_is_planned_passes_and_is_told(going_on):
     start = opened(
-        going_on("train.steps=30", "data.skip=[{from_row: 400, rows: 3}]", "mesh.fsdp=2", "train.microbatch_size=4")
+        going_on("train.steps=21", "data.skip=[{from_row: 400, rows: 3}]", "mesh.fsdp=2", "train.microbatch_size=4")
     )
     assert {change.key for change in start.changes} >= {"train.steps", "data.skip", "mesh.fsdp"}
+
+
+def test_a_jump_of_the_learning_rate_has_to_be_accepted(going_on, tiny, capsys):
+    """The rates are those of the schedules, before and after; what keeps the rate is said and does keep it."""
+    run = tiny().run.dir
+    with pytest.raises(ConfigError) as caught:
+        opened(going_on("train.steps=40"))
+    for told in (
+        "train.steps (20 → 40); the learning rate of step 21 is 0.00188 instead of 0.0003", "--accept-changes",
+        "optimizer.schedule=constant and optimizer.learning_rate=0.0003", f"run.fork_from={run}@STEP",
+    ):  # fmt: skip
+        assert told in str(caught.value)
+    assert opened(going_on()).remarks == ["the learning rate of step 21 is 0.000381 instead of 0.0003"], "by 1.27"
+    keep = ("train.steps=40", "optimizer.schedule=constant", "optimizer.learning_rate=0.0003")
+    assert opened(going_on(*keep), accept_changes=True).remarks == []
+    assert opened(going_on("train.steps=40"), accept_changes=True).step == 20
+    assert opened(going_on("train.steps=40")).step == 20, "was accepted"
+    capsys.readouterr()
+    assert train(tiny(), devices=one_device()) == ExitCode.FINISHED
+    shown = capsys.readouterr().out
+    assert "for example train.steps=40" in shown
+    assert "with train.steps=40 the learning rate of step 21 is 0.00188 instead of 0.0003, which needs --acc" in shown
+    branch = tiny("train.steps=40", f"run.dir={run}-branch", f"run.fork_from={run}@15")
+    assert opened(branch).remarks == ["the learning rate of step 16 is 0.00242 instead of 0.0009"], "only told"
+
+
+def test_a_jump_is_that_of_the_updates_before_a_checkpoint(going_on, whole_run, monkeypatch):
+    """Bad steps are none. A jump that another key makes is not that of the steps."""
+    checkpoint = find(f"{whole_run.run.dir}@20", "it")
+    monkeypatch.setattr(Reader, "read", lambda *_: np.int32(16))
+    assert rate_change(checkpoint, going_on("train.steps=40")) is None, "update 4 is the peak of both"
+    assert not steps_make_jump(checkpoint, going_on("train.steps=40", "optimizer.learning_rate=0.1"))
+    monkeypatch.undo()
+    assert steps_make_jump(checkpoint, going_on("train.steps=40"))
+    assert not steps_make_jump(checkpoint, going_on("optimizer.learning_rate=0.1"))
 
 
 def test_weights_of_rows_that_were_read_are_no_plan():
@@ -153,7 +190,7 @@ def test_a_finished_run_looks_at_the_config_first(tiny, whole_run, capsys):
     shown = capsys.readouterr().out
     assert "This run is finished" in shown and "changed optimizer.learning_rate: 0.003 → 0.001" in shown
     with pytest.raises(ConfigError, match=r"alter its maths: optimizer\.learning_rate"):
-        opened(tiny("optimizer.learning_rate=0.001", "train.steps=24"))
+        opened(tiny("optimizer.learning_rate=0.001", "train.steps=22"))
 
 
 # -- starting over

@@ -17,6 +17,7 @@ from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources, open_sources
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
 from jaxmnt.run.branch import config_of, order_at
+from jaxmnt.run.learning_rate import RATE_KEYS, advice, rate_change, steps_make_jump
 from jaxmnt.storage import StoragePath, publish, read, storage_path
 from jaxmnt.telemetry.events import event_file, records
 
@@ -90,22 +91,31 @@ def to_be_accepted(
 ) -> list[Change]:
     """What alters the maths of a run under way and is not `accepted`, by key, at an earlier start.
 
-    What is planned passes, see `PLANNED`. So does everything once the run has finished, since nothing comes of it.
+    What is planned passes, see `PLANNED`, unless it lets the learning rate jump. So does everything once the run has
+    finished, since nothing comes of it.
     """
     if checkpoint.step >= config.train.steps:
         return []
-    planned = [key for key in PLANNED if key != "data.weight_changes" or not _other_weights_behind(config, checkpoint)]
+    keys = {change.key for change in different}
+    planned = set(PLANNED)
+    if "data.weight_changes" in keys and _other_weights_behind(config, checkpoint):
+        planned.remove("data.weight_changes")
+    if "train.steps" in keys and steps_make_jump(checkpoint, config):
+        planned.remove("train.steps")
     found = [change for change in different if change.resume == "maths" and change.key not in planned]
     return [change for change in found if change.key not in accepted or accepted[change.key] != change.now]
 
 
 def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> str:
     """A refusal to go on with these changes."""
-    run = config.run.dir
+    run, keys = config.run.dir, {change.key for change in asked}
+    rate = rate_change(checkpoint, config) if keys & RATE_KEYS else None
+    listed = _listed(asked) if rate is None else f"{_listed(asked)}; {rate}"
+    keep = f"; {advice(checkpoint, rate)}" if rate and "train.steps" in keys else ""
     return (
         f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and these changes alter its maths: "
-        f"{_listed(asked)}; undo them, or pass --accept-changes to continue with them; for a new run set another "
-        f"run.dir, and to branch off here set run.fork_from={run}@{checkpoint.step} as well"
+        f"{listed}; undo them, or pass --accept-changes to continue with them{keep}; "
+        f"for a new run set another run.dir, and to branch off here set run.fork_from={run}@{checkpoint.step} as well"
     )
 
 

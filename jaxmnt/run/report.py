@@ -23,6 +23,7 @@ from jaxmnt.distributed.process_group import software
 from jaxmnt.errors import UserError
 from jaxmnt.plan.budget import notes
 from jaxmnt.plan.shapes import expected_step
+from jaxmnt.run.learning_rate import advice, rate_change, steps_make_jump
 from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.saves import CheckpointManager
@@ -93,10 +94,19 @@ def input_memory(status: StatusLine, config: Config, training: TrainingData, row
 
 
 def already_finished(status: StatusLine, config: Config, start: ResumePoint) -> None:
+    """Also says how to train longer, and what the learning rate would do then."""
+    steps, checkpoint = 2 * config.train.steps, start.checkpoint
     status.line(
         f"This run is finished: step {start.step} of {config.train.steps}. "
-        f"To train longer, raise train.steps, for example train.steps={2 * config.train.steps}."
+        f"To train longer, raise train.steps, for example train.steps={steps}."
     )
+    assert checkpoint is not None
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    change = rate_change(checkpoint, longer)
+    if change is not None and steps_make_jump(checkpoint, longer):
+        status.line(
+            f"note    with train.steps={steps} {change}, which needs --accept-changes; {advice(checkpoint, change)}"
+        )
 
 
 def environment(devices: Sequence[jax.Device] | None) -> dict[str, str]:

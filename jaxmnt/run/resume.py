@@ -40,6 +40,7 @@ from jaxmnt.run.changes import (
     to_be_accepted,
     unreadable_is_retryable,
 )
+from jaxmnt.run.learning_rate import rate_remarks
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.rundir import (
     check_checkpoints_reachable,
@@ -275,10 +276,9 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
     point = branch_point(checkpoint, config)
     remark = branch_remark(checkpoint, config, point, other_data)
     parent = {"run": manifest.run, "path": str(checkpoint.path.absolute()), **point._asdict()}
-    return ResumePoint(
-        directory, run, [parent, *manifest.lineage], checkpoint, "fork", changes(earlier, config),
-        [] if remark is None else [remark],
-    )  # fmt: skip
+    remarks = [*([] if remark is None else [remark]), *rate_remarks(checkpoint, config)]
+    lineage = [parent, *manifest.lineage]
+    return ResumePoint(directory, run, lineage, checkpoint, "fork", changes(earlier, config), remarks)
 
 
 def _check_source_stays(config: Config, begun: ResumePoint) -> None:
@@ -306,7 +306,10 @@ def _resume(
     if asked and not consent.accept_changes:
         raise ConfigError(not_accepted(config, checkpoint, asked))
     if checkpoint.step < config.train.steps:
-        note_accepted(run_directories(config), config, asked)
+        # The rate may jump at an earlier checkpoint, which a restart may need, although it does not jump at this one.
+        noted = [*asked, *(change for change in different if change.key == "train.steps")]
+        note_accepted(run_directories(config), config, noted)
+        remarks += rate_remarks(checkpoint, config)
     if known is not None and known.parents != manifest.lineage:
         remarks.append(
             f"{RUN_FILE} and checkpoint {checkpoint.step} name different parent runs; those of the checkpoint count"
