@@ -20,7 +20,7 @@ from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyExit, Ex
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.run import preemption
 from jaxmnt.run.failed_start import FailedStartRecorder
-from jaxmnt.run.preemption import StopRequest, end_of_allocation, stop_request
+from jaxmnt.run.preemption import StopRequest, seconds_left, stop_request
 
 SLOW_IMPORT = """
 import importlib.abc, pathlib, sys, time
@@ -178,7 +178,7 @@ def test_no_step_begins_in_a_process_that_is_leaving(tmp_path):
 @pytest.mark.parametrize("text", ["77x", "²", "1" * 400, "-5", "Unknown"])
 def test_an_end_of_the_allocation_that_is_none(text):
     with pytest.raises(ConfigError, match=r"^SLURM_JOB_END_TIME: "):
-        end_of_allocation(None, 60, {"SLURM_JOB_END_TIME": text})
+        seconds_left(None, 60, {"SLURM_JOB_END_TIME": text})
 
 
 def test_those_who_never_appeared_and_those_who_went_away_are_told_apart():

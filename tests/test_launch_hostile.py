@@ -15,6 +15,7 @@ from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke, inside, slurm
 from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import job
+from jaxmnt.launch.ledger import event_marks, events_besides
 from jaxmnt.launch.local import launch, local_run
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.preflight.arguments import parse_arguments
@@ -166,6 +167,16 @@ def test_a_node_that_never_appeared_is_left_out_and_counts_as_no_failure(tmp_pat
     (tmp_path / "events" / "0.jsonl").unlink()
     note(tmp_path, "failed", why="x")
     assert decided(tmp_path, 1, 2)[0] == "again", "of what waited in vain nothing is counted"
+
+
+def test_events_of_an_earlier_start_whose_clock_was_ahead_are_not_those_of_this_start(tmp_path):
+    """Neither for a launcher of this machine, which knows what was there before, nor inside an allocation."""
+    in_vain(tmp_path, time=time.time() + 86400)
+    earlier = event_marks(tmp_path)
+    note(tmp_path, "failed", why="x")
+    assert [event["kind"] for event in events_besides(tmp_path, earlier)] == ["failed"]
+    assert [event["kind"] for event in Ledger(tmp_path).events(time.time() - 60)] == ["failed"]
+    assert decided(tmp_path, 1)[0] == "again", "a failure, which is not what waited in vain is"
 
 
 def test_who_failed_later_in_a_start_that_waited_in_vain_was_ended_by_it(tmp_path):

@@ -169,6 +169,37 @@ def test_clocks_that_were_set_do_not_make_time(tmp_path):
     assert sum(whole.seconds.values()) == pytest.approx(whole.wall_seconds)
 
 
+@pytest.mark.parametrize("ahead", [86400.0, -86400.0 * 365])
+def test_attempts_follow_each_other_by_their_numbers(tmp_path, capsys, ahead):
+    """The clock of the first host is a day ahead, or a year behind. What its events tell keeps its seconds."""
+    log = Log(tmp_path / "run")
+    log.now = 1e9 + ahead
+    log.start(0, cost_per_gpu_hour=3600.0 / 8)
+    for number in range(1, 7):
+        log.step(number)
+    log.event("failed", why="a fault")
+    log.now -= ahead
+    log.now += 50
+    log.start(6)
+    for number in range(7, 13):
+        log.step(number)
+    log.event("end", step=12, finished=True)
+    run = str(log.write())
+    attempts = read_attempts(Path(run))
+    assert [(one.number, one.seconds, one.lost_steps) for one in attempts] == [(0, 100, 0), (1, 100, 0)]
+    (told,) = report_of([run])["runs"]
+    between = 0 if ahead > 0 else 30 * 86400
+    assert told["state"] == "finished" and told["summary"]["tokens"] == 1200
+    assert told["goodput"]["cost"] == 200 and told["goodput"]["wall_seconds"] == 200 + between
+    assert sum(told["goodput"]["seconds"].values()) == pytest.approx(200 + between)
+    assert told["goodput"]["seconds"]["between"] == between and told["goodput"]["ettr_last_hour"] <= 1
+    (failed,) = told["failures"]
+    assert (failed["attempt"], failed["why"]) == (0, "a fault")
+    assert failed["time"] == attempts[0].ended == attempts[1].began - between
+    kinds = [one["kind"] for one in told["timeline"]]
+    assert kinds == ["start", "started", "failed", "start", "started", "end"]
+
+
 def test_the_last_hour_counts_by_itself(tmp_path):
     log = Log(tmp_path / "run")
     log.start(0)

@@ -1,6 +1,7 @@
 """run.budget: what all starts of a run may cost."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,11 @@ from conftest import events
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.report.history import attempts_so_far
 from jaxmnt.run.spending import SPENT, Spending
+from jaxmnt.telemetry import clock as clock_of_records
 from jaxmnt.telemetry.events import Events
+from jaxmnt.telemetry.progress import StartClock
 from jaxmnt.train import train
 
 HOUR = 3600.0
@@ -22,7 +26,7 @@ def config(**run):
 @pytest.fixture
 def clock(monkeypatch):
     now = [100_000.0]
-    monkeypatch.setattr("jaxmnt.run.spending.time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0] - 7))
+    monkeypatch.setattr("jaxmnt.run.spending.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -57,7 +61,7 @@ class Status:
 
 def test_all_starts_are_counted(earlier, clock):
     log = Events(earlier, 0)
-    spending = Spending(config(budget=40.0), earlier, 4, 99_000.0)
+    spending = Spending(config(budget=40.0), earlier, 4, 1000.0)
     before = 8 * 2.0 + 8 * 0.5 * 2.0  # a start that does not know its price has that of the one before
     assert spending.spent == pytest.approx(before + 4 * 2.5 * 1000 / HOUR)
     assert spending.outlook(HOUR) == f"cost {spending.spent:.2f} of {spending.spent + 10:.2f}"
@@ -74,7 +78,21 @@ def test_all_starts_are_counted(earlier, clock):
     log.close()
     assert [record["step"] for record in events(earlier, "budget")] == [2, 4]
     with pytest.raises(ConfigError, match=r"run\.budget: 20\.00 is spent, 24\.00 by earlier starts; raise it"):
-        Spending(config(budget=20.0), earlier, 4, 99_000.0)
+        Spending(config(budget=20.0), earlier, 4, 1000.0)
+
+
+def test_a_clock_that_is_set_costs_nothing(tmp_path, monkeypatch):
+    """Forward by three hours while a start trains, as its events and its lines tell of it afterwards."""
+    log = Events(tmp_path, 0)
+    system, began = time.time(), clock_of_records.now()
+    log.write("start", run="r", step=0, devices=4, began=began, cost_per_gpu_hour=2.5)
+    monkeypatch.setattr(time, "time", lambda: system + 3 * HOUR)
+    assert StartClock().elapsed < 1
+    log.write("end", step=5, finished=False)
+    log.close()
+    (attempt,) = attempts_so_far(tmp_path)
+    assert 0 <= attempt.seconds < 60
+    assert Spending(config(budget=10.0), tmp_path, 4, StartClock().elapsed).spent < 1
 
 
 def test_without_a_price_there_is_nothing_to_say(earlier):

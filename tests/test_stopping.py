@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,7 +15,7 @@ from conftest import child_of, command, events, losses, metrics, until
 
 from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.run import preemption
-from jaxmnt.run.preemption import StopRequest, end_of_allocation
+from jaxmnt.run.preemption import StopRequest, seconds_left
 from jaxmnt.train import train
 
 HERE = str(Path(__file__).parent)
@@ -205,12 +206,28 @@ def test_the_end_of_the_allocation_is_respected(tiny, monkeypatch):
 
 def test_the_sooner_end_counts():
     now = time.time()
-    assert end_of_allocation(None, 60, {}) is None
-    assert end_of_allocation(10, 60, {}) == pytest.approx(now + 540, abs=5)
-    assert end_of_allocation(10, 60, {"SLURM_JOB_END_TIME": str(int(now) + 300)}) == pytest.approx(now + 240, abs=5)
-    assert end_of_allocation(2, 60, {"SLURM_JOB_END_TIME": str(int(now) + 300)}) == pytest.approx(now + 60, abs=5)
+    assert seconds_left(None, 60, {}) is None
+    assert seconds_left(10, 60, {}) == 540
+    assert seconds_left(10, 60, {"SLURM_JOB_END_TIME": str(int(now) + 300)}) == pytest.approx(240, abs=5)
+    assert seconds_left(2, 60, {"SLURM_JOB_END_TIME": str(int(now) + 300)}) == 60
     stale = {"SLURM_JOB_END_TIME": str(int(now) - 5)}
-    assert end_of_allocation(None, 60, stale) is None, "of another job, in an environment that was handed on"
+    assert seconds_left(None, 60, stale) is None, "of another job, in an environment that was handed on"
+
+
+def test_a_clock_that_is_set_neither_delays_the_end_nor_hastens_it(monkeypatch):
+    """Back by an hour, then forward by three: the run stops when its seconds are over, and not before."""
+    steady, system = [100.0], [1e9]
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: steady[0], time=lambda: system[0]))
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
+    left = seconds_left(10, 60, {"SLURM_JOB_END_TIME": str(10**9 + 500)})
+    assert left == 440
+    with StopRequest(None, lambda why: None, left) as request:
+        for system[0] in (1e9 - 3600, 1e9 + 3 * 3600):
+            time.sleep(0.05)
+            assert not request.wanted
+        steady[0] += 441
+        until(lambda: request.wanted)
+    assert request.reason == "the allocation ends"
 
 
 def test_a_warning_is_no_first_signal(tmp_path):

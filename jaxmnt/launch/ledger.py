@@ -6,7 +6,8 @@ None of it may keep a run from being started again: what is damaged is set aside
 import json
 import math
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
@@ -22,6 +23,8 @@ BLAMING = ("peer_lost", "hang", FAILED_START, ABANDONED)
 """Events that tell of a host."""
 
 _BAD_FOR_SECONDS = 24 * 3600.0
+_CLOCKS_DIFFER_SECONDS = 600.0
+"""Between the hosts of a run, where nobody has set one wrong."""
 
 _Shape = dict[str, tuple[type, ...]]
 _NUMBER = (int, float)
@@ -69,8 +72,10 @@ class Ledger:
         self._write("starts.json", [*others, start])
 
     def events(self, began: float) -> list[dict[str, Any]]:
-        """Those of all processes since then, in order of time."""
-        return events_since(self.run_dir, began)
+        """Those of all processes since then, in order of time. What lies in the future is of a clock that was ahead."""
+        events = _in_order(event for _, event in _events_of(self.run_dir))
+        until = time.time() + _CLOCKS_DIFFER_SECONDS
+        return [event for event in events if began <= event["time"] <= until]
 
     def _read(self, name: str, needed: _Shape, optional: _Shape) -> list[dict[str, Any]]:
         """The sound entries of a file. One with anything else in it is set aside."""
@@ -120,10 +125,31 @@ class Ledger:
             raise UserError(f"{path}: cannot be written: {error.strerror}; see to its file system") from error
 
 
-def events_since(run_dir: Path, began: float) -> list[dict[str, Any]]:
-    """The events of all processes since then, in order of time."""
-    events = [event for path in event_files(run_dir) for event in read_lines(path) if event["time"] >= began]
-    return sorted((event for event in events if "process" in event), key=lambda event: float(event["time"]))
+Mark = tuple[str, str, float]
+"""What tells an event of a run from others: its file, its kind, its time."""
+
+
+def event_marks(run_dir: Path) -> set[Mark]:
+    """The events that there are so far."""
+    return {_mark(name, event) for name, event in _events_of(run_dir)}
+
+
+def events_besides(run_dir: Path, earlier: set[Mark]) -> list[dict[str, Any]]:
+    """The events of all processes that are not among the `earlier` ones, in order of time."""
+    return _in_order(event for name, event in _events_of(run_dir) if _mark(name, event) not in earlier)
+
+
+def _events_of(run_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of all processes, each with the name of its file."""
+    return ((path.name, event) for path in event_files(run_dir) for event in read_lines(path) if "process" in event)
+
+
+def _mark(name: str, event: dict[str, Any]) -> Mark:
+    return name, event["kind"], float(event["time"])
+
+
+def _in_order(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(events, key=lambda event: float(event["time"]))
 
 
 def waited_in_vain(events: Iterable[dict[str, Any]]) -> bool:

@@ -24,7 +24,7 @@ from jaxmnt.distributed.identity import VARIABLES
 from jaxmnt.distributed.local_gpus import Neighbours, gpus_here, own_gpus, visible_gpus
 from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark
-from jaxmnt.launch.ledger import events_since, waited_in_vain
+from jaxmnt.launch.ledger import event_marks, events_besides, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
 from jaxmnt.run.arguments import parse_arguments
@@ -90,13 +90,13 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
     log_dir = _log_dir(local)
     with _LocalProcesses(local, log_dir) as crew, _heard_to_the_end(crew.hear):
         while True:
-            began = time.time()
+            earlier = event_marks(local.run_dir)
             outcome = crew.run(processes)
             if outcome.why:
                 remark(outcome.why)
             if crew.asked:
                 return outcome.code
-            waited = outcome.code == ExitCode.STOPPED and waited_in_vain(events_since(local.run_dir, began))
+            waited = outcome.code == ExitCode.STOPPED and waited_in_vain(events_besides(local.run_dir, earlier))
             verdict = restarts.after(outcome.code, processes, last_commit(local.run_dir), waited=waited)
             if verdict.why:
                 remark(verdict.why)

@@ -167,7 +167,8 @@ def _is_under_way(run_dir: Path, attempts: Sequence[Attempt]) -> bool:
     for name in ("lock.beat", "metrics.jsonl", "events/0.jsonl"):
         path = run_dir / name
         written += [path.stat().st_mtime] if path.is_file() else []
-    return time.time() - max(written) < _UNDER_WAY_SECONDS
+    now = time.time()  # a clock that was ahead has written times that are still to come
+    return any(abs(now - at) < _UNDER_WAY_SECONDS for at in written)
 
 
 def _attempt(attempt: Attempt, parts: dict[str, float]) -> dict[str, Any]:
@@ -256,7 +257,9 @@ def _timeline(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
             if record["kind"] in _ON_TIMELINE:
                 one = {"time": record["time"], "attempt": attempt.number, "text": _in_words(record)}
                 kinds.setdefault(record["kind"], []).append(one | {"kind": record["kind"]})
-    return sorted((one for told in kinds.values() for one in _thinned(told)), key=lambda one: one["time"])
+    return sorted(
+        (one for told in kinds.values() for one in _thinned(told)), key=lambda one: (one["time"], one["attempt"])
+    )
 
 
 def _first_event(attempt: Attempt) -> Record:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxmnt.report.goodput import cost_of
-from jaxmnt.report.history import Attempt, Record
+from jaxmnt.report.history import Attempt, Record, attempt_at, seconds_ahead
 from jaxmnt.telemetry.events import FAILED_START, event_files, log_files, read_lines
 
 _BAD = {"failed": 0, FAILED_START: 0, "hang": 1, "peer_lost": 2}
@@ -157,22 +157,20 @@ def _by_attempt(run_dir: Path, attempts: Sequence[Attempt]) -> list[_Told]:
     told = [_Told() for _ in attempts]
     numbers = {attempt.number: place for place, attempt in enumerate(attempts)}
     for path in event_files(run_dir):
+        ahead = 0.0
         for record in read_lines(path):
+            if record["kind"] == "start":
+                ahead = seconds_ahead(record.get("clock_ahead"))
+            time = record["time"] - ahead
             if path.stem == "0" and "attempt" in record:
                 place = numbers.get(record["attempt"])
             else:
-                place = _place(record["time"], attempts)
+                place = attempt_at(time, attempts, _SLACK_SECONDS)
             if place is not None and record["kind"] in _BAD:
-                told[place].bad.append(record)
+                told[place].bad.append(record | {"time": time + attempts[place].moved_seconds})
             elif place is not None and record["kind"] == "start" and "process" in record:
                 told[place].starts[record["process"]] = record
     return told
-
-
-def _place(time: float, attempts: Sequence[Attempt]) -> int | None:
-    """The last that had begun by then, if that was not long over."""
-    begun = [place for place, attempt in enumerate(attempts) if attempt.began <= time]
-    return begun[-1] if begun and time <= attempts[begun[-1]].ended + _SLACK_SECONDS else None
 
 
 def _noted_starts(run_dir: Path) -> list[Record]:
@@ -192,8 +190,9 @@ def _noted_code(starts: list[Record], attempt: Attempt) -> int | None:
         for start in starts
         if isinstance(start.get("began"), int | float) and type(start.get("code")) is int
     ]
-    last = max((one for one in known if one[0] <= attempt.began + _SLACK_SECONDS / 12), default=None)
-    return last[1] if last is not None and last[0] >= attempt.began - _A_JOB_SECONDS else None
+    began = attempt.began - attempt.moved_seconds
+    last = max((one for one in known if one[0] <= began + _SLACK_SECONDS / 12), default=None)
+    return last[1] if last is not None and last[0] >= began - _A_JOB_SECONDS else None
 
 
 def _sizes(told: _Told, process: int) -> dict[str, int]:
@@ -227,9 +226,10 @@ def _telling_lines(
 def _tail(path: Path, attempt: Attempt, first: int, last: int | None, *, of_a_job: bool) -> str:
     """What an attempt wrote to a file from byte `first` to `last`, if that is known; empty if nothing is."""
     try:
-        if not path.is_file() or (
-            of_a_job and not attempt.began <= path.stat().st_mtime <= attempt.ended + _A_JOB_SECONDS
-        ):
+        if not path.is_file():
+            return ""
+        written = path.stat().st_mtime + attempt.moved_seconds
+        if of_a_job and not attempt.began <= written <= attempt.ended + _A_JOB_SECONDS:
             return ""
         with path.open("rb") as file:
             last = path.stat().st_size if last is None else last

@@ -1,5 +1,10 @@
-"""The attempts of a run, from its events and metrics: when each began and ended, and what is known of it."""
+"""The attempts of a run, from its events and metrics: when each began and ended, and what is known of it.
 
+Attempts follow each other by their numbers. Each has the seconds of its own process, which writes times of a clock that
+nobody sets; between two attempts there are only the clocks of two hosts, either of which may be wrong.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +16,9 @@ from jaxmnt.telemetry.events import LAST, METRICS, event_file, read_lines
 Record = dict[str, Any]
 
 _MOST_DEVICES = 1 << 24
+_MOST_AHEAD = 1e9
+_LONGEST_PAUSE_SECONDS = 30 * 86400.0
+"""Between two attempts. More is a clock that is wrong, or a run that nobody waited for."""
 _MOST = 1e18
 """Of seconds, or of anything that is counted."""
 
@@ -43,6 +51,8 @@ class Attempt:
     lost_seconds: float = 0.0
     lost_until: float = 0.0
     """When the last of them was done."""
+    moved_seconds: float = 0.0
+    """By which its times here are later than its clock said, so that attempts follow each other."""
 
     @property
     def seconds(self) -> float:
@@ -83,8 +93,9 @@ def _by_lines_alone(lines: list[Record]) -> list[Attempt]:
         if known not in found:
             began = line["time"] - number(line, "step_seconds")
             found[known] = Attempt(known, began, line["time"], 1, None, max(0, line["step"] - 1), None, {})
-    ordered = sorted(found.values(), key=lambda attempt: attempt.began)
+    ordered = sorted(found.values(), key=lambda attempt: attempt.number)
     _share_out(lines, ordered)
+    _put_after_each_other(ordered)
     return ordered
 
 
@@ -99,16 +110,53 @@ def attempts_so_far(run_dir: Path) -> list[Attempt]:
         elif of_attempt in attempts:
             attempts[of_attempt].events.append(record)
             again += [record] if record["kind"] == "steps_again" else []
-    ordered = sorted(attempts.values(), key=lambda attempt: attempt.began)
+    ordered = sorted(attempts.values(), key=lambda attempt: attempt.number)
     for attempt in ordered:
         _complete(attempt)
     for record in again:
         _note_lost(attempts.get(record.get("of_attempt", -1)), record)
     if ordered:
         _share_out(read_lines(run_dir / METRICS), ordered)
-    for attempt, following in pairwise(ordered):
-        attempt.ended = min(attempt.ended, following.began)
+    _put_after_each_other(ordered)
     return ordered
+
+
+def _put_after_each_other(ordered: list[Attempt]) -> None:
+    """Moves attempts in time so that each has ended when the next begins, and not too long before. The clock of the
+    last one counts."""
+    for attempt, following in reversed(list(pairwise(ordered))):
+        too_late = attempt.ended - following.began
+        too_early = following.began - _LONGEST_PAUSE_SECONDS - attempt.ended
+        seconds = -too_late if too_late > 0 else max(0.0, too_early)
+        if seconds:
+            _move(attempt, seconds)
+    # A last clock that showed a time soon after 1970 would move the others to before it.
+    before = -min(0.0, ordered[0].began) if ordered else 0.0
+    for attempt in ordered if before else []:
+        _move(attempt, before)
+
+
+def _move(attempt: Attempt, seconds: float) -> None:
+    attempt.moved_seconds += seconds
+    attempt.began += seconds
+    attempt.ended += seconds
+    attempt.lost_until += seconds if attempt.lost_until else 0.0
+    for record in (attempt.start, *attempt.events, *attempt.steps, *attempt.evals):
+        if "time" in record:
+            record["time"] += seconds
+
+
+def attempt_at(time: float, attempts: Sequence[Attempt], slack: float) -> int | None:
+    """The place of the attempt during which a clock like that of its process 0 showed `time`, or within `slack` seconds
+    after it; None if there is none. Of several the last counts."""
+    during = lambda attempt: attempt.began <= time + attempt.moved_seconds <= attempt.ended + slack
+    return next((place for place in reversed(range(len(attempts))) if during(attempts[place])), None)
+
+
+def seconds_ahead(bounds: Any) -> float:
+    """How far a process's clock is ahead of process 0's, by the bounds that its start tells: their middle."""
+    known = isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(one, int | float) for one in bounds)
+    return float(sum(bounds) / 2) if known and all(abs(one) < _MOST_AHEAD for one in bounds) else 0.0
 
 
 def _begun(start: Record) -> Attempt:

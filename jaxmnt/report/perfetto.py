@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.report.history import Attempt, Record, number, read_attempts
+from jaxmnt.report.history import Attempt, Record, attempt_at, number, read_attempts, seconds_ahead
 from jaxmnt.report.page import as_json
 from jaxmnt.telemetry.events import PHASE_LINES, event_files, read_lines, records
 from jaxmnt.telemetry.phases import DOING, PHASES
@@ -20,7 +20,6 @@ _STEPS, _PHASES, _EVENTS = 1, 2, 3
 """Tracks of a process."""
 _ALL = 1_000_000
 """In place of a process: what is told of all together."""
-_MOST_AHEAD = 1e9
 _MOST_STEPS = 5000
 """The newest; more would make a file that no browser opens."""
 _BESIDE = ("kind", "time", "process", "host", "attempt")
@@ -46,7 +45,7 @@ def _of_run(run_dir: Path) -> Iterator[Span]:
         yield from _of_attempt(attempt, first)
     yield from _phases([line for line in records(run_dir / PHASE_LINES) if line.get("step", 0) >= first], ends)
     for path in event_files(run_dir):
-        yield from _of_process(int(path.stem), run_dir, read_lines(path))
+        yield from _of_process(int(path.stem), run_dir, read_lines(path), attempts)
 
 
 def _of_attempt(attempt: Attempt, first: int) -> Iterator[Span]:
@@ -94,13 +93,16 @@ def _one_after_the_other(process: int, line: Record, seconds: Sequence[float]) -
         time += took
 
 
-def _of_process(process: int, run_dir: Path, records: Sequence[Record]) -> Iterator[Span]:
+def _of_process(process: int, run_dir: Path, records: Sequence[Record], attempts: Sequence[Attempt]) -> Iterator[Span]:
     host = next((record["host"] for record in records if "host" in record), "an unknown host")
     yield from _named(process, f"{run_dir}: process {process} on {host}", {_PHASES: "phases", _EVENTS: "events"})
     ahead = began = 0.0
     for record in records:
         if record["kind"] == "start":
-            ahead, began = _ahead(record.get("clock_ahead")), number(record, "began") or record["time"]
+            began = number(record, "began") or record["time"]
+            ahead = seconds_ahead(record.get("clock_ahead"))
+            place = attempt_at(record["time"] - ahead, attempts, 0.0)
+            ahead -= 0.0 if place is None else attempts[place].moved_seconds
         time = record["time"] - ahead
         told = {name: value for name, value in record.items() if name not in _BESIDE}
         if record["kind"] == "started" and isinstance(record.get("seconds"), dict):
@@ -122,12 +124,6 @@ def _of_process(process: int, run_dir: Path, records: Sequence[Record]) -> Itera
                 "ts": _micro(time),
                 "args": told,
             }
-
-
-def _ahead(bounds: Any) -> float:
-    """The middle of the bounds between which a clock is ahead of process 0's."""
-    known = isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(one, int | float) for one in bounds)
-    return float(sum(bounds) / 2) if known and all(abs(one) < _MOST_AHEAD for one in bounds) else 0.0
 
 
 def _named(process: int, name: str, tracks: dict[int, str]) -> Iterator[Span]:

@@ -1,7 +1,6 @@
 """What is noted of a start that came to nothing: a launcher can then leave a host out, or start again at no cost."""
 
 import socket
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -18,6 +17,7 @@ from jaxmnt.distributed.termination import (
     refuse_to_wait_for_ever,
 )
 from jaxmnt.errors import ConfigError, ExitCode, UserError, summary
+from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.events import FAILED_START, Events, event_file, read_lines
 from jaxmnt.telemetry.notify import Notifier
 
@@ -75,7 +75,7 @@ class FailedStartRecorder:
         if isinstance(error, AbsentError):
             try:
                 refuse_to_wait_for_ever(
-                    read_lines(event_file(self._run_dir, self._identity.process_id)), error, time.time()
+                    read_lines(event_file(self._run_dir, self._identity.process_id)), error, clock.now()
                 )
             except ConfigError as final:
                 return final

@@ -59,10 +59,10 @@ class StopRequest:
         self,
         run_dir: Path | None,
         at_once: Callable[[str], Any],
-        ends_at: float | None = None,
+        seconds: float | None = None,
         early: Callable[[str], Any] | None = None,
     ):
-        """`run_dir` is watched for the file STOP, and `ends_at` (Unix seconds) obeyed, if given: by process 0.
+        """`run_dir` is watched for the file STOP, and the run stops after `seconds`, if given: by process 0.
 
         `at_once` is called with the reason when a second signal comes, `early` when the wish comes before the first
         step, to end the process; without it that step is taken.
@@ -71,7 +71,7 @@ class StopRequest:
         """What asked for it, in a word; None if nothing did."""
         self._file = None if run_dir is None else run_dir / STOP_FILE
         self._at_once = at_once
-        self._ends_at = ends_at
+        self._ends_at = None if seconds is None else time.monotonic() + seconds
         self._early = early
         self._leaving = threading.Lock()
         self._asked: float | None = None
@@ -154,7 +154,7 @@ class StopRequest:
         """For what asks without a signal."""
         if self._file is not None and self._file.exists():
             self._want(STOP_FILE)
-        elif self._ends_at is not None and time.time() >= self._ends_at:
+        elif self._ends_at is not None and time.monotonic() >= self._ends_at:
             self._want("the allocation ends")
 
     def _want(self, reason: str) -> None:
@@ -186,17 +186,17 @@ def stop_request(
     if identity.process_id != 0:
         return StopRequest(None, at_once, None, early)
     assert config.run.dir is not None
-    ends_at = end_of_allocation(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
-    return StopRequest(None if beside else Path(config.run.dir), at_once, ends_at, early)
+    seconds = seconds_left(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
+    return StopRequest(None if beside else Path(config.run.dir), at_once, seconds, early)
 
 
-def end_of_allocation(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:
-    """When to stop (Unix seconds), `margin` seconds before the allocation ends; None if no end is known.
+def seconds_left(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:
+    """Seconds until the run has to stop, `margin` before the allocation ends; None if no end is known.
 
-    It ends `minutes` after now, or when Slurm says so (SLURM_JOB_END_TIME, in Unix seconds), whichever is sooner.
+    It ends after `minutes`, or when Slurm says so (SLURM_JOB_END_TIME, in Unix seconds), whichever is sooner.
     """
-    ends = [time.time() + 60 * minutes] if minutes is not None else []
+    left = [60 * minutes] if minutes is not None else []
     told = environment.get("SLURM_JOB_END_TIME")
-    if told and (end := number_of("SLURM_JOB_END_TIME", told, most=_LATEST)) > time.time():
-        ends.append(float(end))
-    return min(ends) - margin if ends else None
+    if told and (slurm := number_of("SLURM_JOB_END_TIME", told, most=_LATEST) - time.time()) > 0:
+        left.append(slurm)
+    return min(left) - margin if left else None

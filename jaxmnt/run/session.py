@@ -164,7 +164,7 @@ class Session:
         opened()
         if self.writes:
             devices = len(self._devices or jax.devices())
-            self.spending = Spending(self.config, self.directory, devices, self.clock.began)
+            self.spending = Spending(self.config, self.directory, devices, self.clock.elapsed)
         self.events = self._begin_events()
 
     def compile(self) -> None:

@@ -25,15 +25,14 @@ def check_price(config: Config) -> None:
 class Spending:
     """Device-hours times their price, of this start and those before it."""
 
-    def __init__(self, config: Config, run_dir: Path, devices: int, began: float):
-        """This start has `devices`, and began at `began` (unix seconds).
+    def __init__(self, config: Config, run_dir: Path, devices: int, elapsed: float):
+        """This start has `devices`, and began `elapsed` seconds ago.
 
         Raises `ConfigError` if the budget was spent before.
         """
         price, self._budget = config.launch.cost_per_gpu_hour, config.run.budget
         self._per_second = None if price is None else price * devices / _HOUR
-        # A clock that is set later makes nothing dearer.
-        self._since = time.monotonic() - max(0.0, time.time() - began)
+        self._since = time.monotonic() - elapsed
         self._warned = False
         self._before = 0.0 if price is None else cost_of(attempts_so_far(run_dir), price) or 0.0
         if self._budget is not None and self._before >= self._budget:

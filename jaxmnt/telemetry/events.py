@@ -8,7 +8,6 @@ import re
 import resource
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 from jaxmnt.distributed.termination import ABANDONED
 from jaxmnt.errors import printable, remark
+from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.writer import LineWriter
 
 METRICS = "metrics.jsonl"
@@ -258,7 +258,7 @@ class Events:
         """Is told of each event."""
 
     def write(self, kind: str, **details: Any) -> None:
-        record = {"kind": kind, "time": time.time(), **self._common, **details}
+        record = {"kind": kind, "time": clock.now(), **self._common, **details}
         self._lines.write(record, decisive=kind in DECISIVE)
         self.written(record)
         if kind in LAST:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.events import METRICS
 from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine, count, duration
@@ -139,7 +140,7 @@ class TrainLog:
         record = {
             "kind": "eval",
             "step": step,
-            "time": time.time(),
+            "time": clock.now(),
             "attempt": self._attempt,
             "loss": loss,
             "tokens": tokens,
@@ -175,7 +176,7 @@ class TrainLog:
         record = {
             "kind": "train",
             "step": step,
-            "time": time.time(),
+            "time": clock.now(),
             "attempt": self._attempt,
             "loss": values["loss"],
             "grad_norm": values["grad_norm"],

@@ -2,7 +2,6 @@
 100 steps one with a few numbers of each process."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.events import PHASE_LINES
 from jaxmnt.telemetry.phases import OWN_PHASES, PHASES, StepPhases
 from jaxmnt.telemetry.stragglers import Straggler, StragglerDetector
@@ -106,7 +106,7 @@ class PhaseLog:
         self._lines.write({
             "kind": "processes",
             "step": self._last_step,
-            "time": time.time(),
+            "time": clock.now(),
             "steps": len(self._own),
             "own": [[_short(value) for value in one] for one in quantiles.T],
         })  # fmt: skip
@@ -136,7 +136,7 @@ def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
     return {
         "kind": "phases",
         "step": step,
-        "time": time.time(),
+        "time": clock.now(),
         "processes": len(seconds),
         "mean": {PHASES[number]: means[number] for number in some},
         "longest": {PHASES[number]: [most[number], longest[number]] for number in some},

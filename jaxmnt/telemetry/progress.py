@@ -10,16 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from jaxmnt.telemetry import clock
+
 
 class StartClock:
     """Laps, one after the other, in seconds. If the process was made for the start, the first goes from then to now."""
 
     def __init__(self, *, of_process: bool = False) -> None:
         self.seconds: dict[str, float] = {"process": _age()} if of_process else {}
-        self.began = time.time() - sum(self.seconds.values())
+        self.began = clock.now() - sum(self.seconds.values())
         """When the start began, in unix seconds."""
         self._last = time.perf_counter()
         self._asked = self._found = 0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start began."""
+        return clock.now() - self.began
 
     def lap(self, phase: str) -> None:
         """What was done since the last lap was this phase."""

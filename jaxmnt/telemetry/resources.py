@@ -16,7 +16,7 @@ import jax
 
 from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
 from jaxmnt.errors import remark, summary
-from jaxmnt.telemetry import kernel_counters
+from jaxmnt.telemetry import clock, kernel_counters
 from jaxmnt.telemetry.events import RESOURCES
 from jaxmnt.telemetry.kernel_counters import Traffic
 from jaxmnt.telemetry.nvml import GpuReader
@@ -174,7 +174,7 @@ class ResourceLog:
         samples, self._samples = self._samples, {}
         of = _summed_up({process: sample["of"] for process, sample in samples.items()})
         self.latest = of
-        self._lines.write({"kind": "resources", "step": step, "time": time.time(), "processes": len(samples), "of": of})
+        self._lines.write({"kind": "resources", "step": step, "time": clock.now(), "processes": len(samples), "of": of})
         self._findings += self._detector.see_clocks(
             _by_device(samples, "gpu_clock_mhz"),
             _by_device(samples, "gpu_utilisation"),

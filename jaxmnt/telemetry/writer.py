@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmnt.errors import remark
+from jaxmnt.telemetry import clock
 
 MOST_WAITING = 10_000
 """Lines. Those that come while so many wait are counted and not kept, unless they are decisive."""
@@ -138,7 +139,7 @@ class LineWriter:
     def _account(self) -> bytes:
         """The record of lines that were dropped."""
         lines, self._dropped = self._dropped, 0
-        return _encoded({"kind": "lines_missing", "time": time.time(), **self._common, "lines": lines})
+        return _encoded({"kind": "lines_missing", "time": clock.now(), **self._common, "lines": lines})
 
     def _written(self, waiting: _Waiting) -> None:
         with self._changed:
