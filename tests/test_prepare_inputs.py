@@ -270,6 +270,7 @@ def test_text_in_pieces_is_the_text(piece, size):
         (b'{"text": "x\x01y"}', "not valid JSON: Invalid control character"),
         (b'{"text": "x"', "it lacks '}'"),
         (b'{"text": "x"} {', "there is more behind"),
+        (b'{"text": "x", "a": 1, "text": "y"}', 'field "text" is given twice'),
         (b'{"a": [1, [2, "text": "x"', "ends within a value"),
         (b'{"a": ]', "ends within a value, or lacks one"),
         (b'{"' + b"k" * 9000 + b'": 1, "text": "x"}', "name of a field is too long"),
@@ -652,6 +653,9 @@ def test_values_of_another_kind_are_told_as_what_they_are(tmp_path):
         (tmp_path / "t.jsonl").write_text(f'{{"text": {value}}}\n')
         with pytest.raises(ConfigError, match=rf't\.jsonl:1: field "text" is {kind}; it must be a string'):
             prepare(tmp_path / "t.jsonl", tmp_path / "out")
+    (tmp_path / "twice.jsonl").write_text('{"text": "a", "b": 1, "b": 1}\n{"text": "a", "text": "b"}\n')
+    with pytest.raises(ConfigError, match=r'twice\.jsonl:2: field "text" is given twice with different values'):
+        prepare(tmp_path / "twice.jsonl", tmp_path / "out")
     long = iter([b'{"text": null, "more": "' + b"x" * 100 + b'"}'])
     assert list(text_in_pieces(long, "text", 10)) == []  # as a short record, it is empty
 

@@ -35,6 +35,11 @@ def not_text(field: str, kind: str) -> BadRecordError:
     return BadRecordError(f'field "{printable(field)}" is {kind}; it must be a string')
 
 
+def given_twice(field: str) -> BadRecordError:
+    """Returns what is said of a field that has two values, of which a reader would take one."""
+    return BadRecordError(f'field "{printable(field[:40])}" is given twice with different values; keep one')
+
+
 def kind_of(value: Any) -> str:
     """Returns what a value of JSON is, in words."""
     if value is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, BinaryIO
 
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, given_twice
 from jaxmnt.data.preparation.inputs import Input, Piece
 from jaxmnt.data.preparation.long_text import text_in_pieces
 from jaxmnt.data.preparation.records import documents_of, documents_of_pieces, leave_out_long, replacing
@@ -212,6 +212,9 @@ def _line(
         text = line.decode("utf-8", errors="replace")
     try:
         record = _parsed(text)
+    except BadRecordError as error:
+        report.on_bad(BadRecordError(f"{name(number)}: {error}"))
+        return
     except (ValueError, RecursionError) as error:
         report.on_bad(BadRecordError(f"{name(number)}: not valid JSON: {error}"))
         return
@@ -220,11 +223,20 @@ def _line(
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError:
         raise
     except ValueError:  # Python makes no integer of so many digits, and no field that is read holds one
-        return json.loads(text, parse_int=float)
+        return json.loads(text, object_pairs_hook=_object, parse_int=float)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        for name, value in pairs:
+            if repr(fields[name]) != repr(value):
+                raise given_twice(name)
+    return fields
 
 
 def _lines_before(file: Input, start: int) -> int:

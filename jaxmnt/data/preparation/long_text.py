@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from jaxmnt.data.preparation.documents import BadRecordError, not_text
+from jaxmnt.data.preparation.documents import BadRecordError, given_twice, not_text
 from jaxmnt.errors import printable
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -64,7 +64,8 @@ def text_in_pieces(
     if taken:
         yield "".join(gathered)
     while scanner.found(b","):
-        scanner.key()
+        if scanner.key() == field:  # the text that was given out would have to be compared
+            raise given_twice(field)
         scanner.expect(b":")
         scanner.skip()
     scanner.expect(b"}")
