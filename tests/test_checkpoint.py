@@ -21,6 +21,7 @@ import pytest
 from conftest import command, events, losses, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.lru_cache import LRUCache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -453,6 +454,33 @@ def test_programs_of_several_cpus_are_not_kept():
         shape = jax.ShapeDtypeStruct((8,), np.float32, sharding=split)
         jax.jit(lambda x: x.sum() * 0.75).lower(shape).compile()
         assert sum(clock.compile_cache.values()) == asked
+
+
+@pytest.mark.parametrize("harm", ["emptied", "cut", "a bit", "exchanged", "without a seal"])
+def test_an_entry_that_is_not_what_was_written_there_is_named_and_made_again(tmp_path, capfd, harm):
+    cache = LRUCache(str(tmp_path), max_size=-1)
+    programs = {"jit_a-1-sealed": b"program a", "jit_b-2-sealed": b"program b"}
+    for key, program in programs.items():
+        cache.put(key, program)
+        assert cache.get(key) == program
+    paths = sorted(tmp_path.iterdir())
+    one, other = (path.read_bytes() for path in paths)
+    content = {
+        "emptied": b"", "cut": one[:-3], "a bit": bytes([one[0] ^ 1]) + one[1:], "exchanged": other,
+        "without a seal": b"program a",
+    }  # fmt: skip
+    paths[0].write_bytes(content[harm])
+    assert cache.get("jit_a-1-sealed") is None and cache.get("jit_b-2-sealed") == b"program b"
+    assert f"note: {paths[0]} in the compile cache is damaged, or the entry of another program" in capfd.readouterr().err
+    cache.put("jit_a-1-sealed", b"program a")
+    assert cache.get("jit_a-1-sealed") == b"program a"
+
+
+def test_programs_have_keys_that_no_other_program_reads(monkeypatch):
+    keys = []
+    monkeypatch.setattr(LRUCache, "get", lambda cache, key: keys.append(key))
+    jax.jit(lambda x: x * 0.875).lower(1.0).compile()
+    assert keys and all(key.endswith("-sealed") for key in keys)
 
 
 def test_another_cpu_has_another_folder(monkeypatch):

@@ -1,4 +1,8 @@
-"""The folder of compiled programs. What is in it is executed, so nobody else may write to it."""
+"""The folder of compiled programs. What is in it is executed, so nobody else may write to it.
+
+Each entry begins with a seal, the SHA-256 of its key and its content: JAX would run whatever stands under a name, and
+never write an entry again whose file is there, whatever it holds.
+"""
 
 import functools
 import hashlib
@@ -15,6 +19,8 @@ import numpy as np
 
 from jaxmnt.errors import ConfigError, remark
 
+_SEALED = "-sealed"
+"""At the end of our keys, so that another program that uses the same folder reads none of our entries."""
 _OTHERS_MAY_WRITE = 0o022
 _FOLDER = "compiled"
 _CPU_LINES = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part"}
@@ -74,9 +80,41 @@ def keep_programs_of_one_cpu_alone() -> None:
         if devices.size > 1 and devices.flat[0].platform == "cpu":
             return None
         key: str | None = key_of(*arguments, devices=devices, **named)
-        return key
+        return None if key is None else key + _SEALED
 
     compiler._get_cache_key = key_of_one_device
+    _seal_entries(import_module("jax._src.lru_cache"))
+
+
+def _seal_entries(module: Any) -> None:
+    """Has JAX's cache seal what it writes under our keys. An entry whose seal does not fit is named, removed and made
+    again: it is empty, damaged, or that of another program."""
+    get, put = module.LRUCache.get, module.LRUCache.put
+
+    def get_sealed(cache: Any, key: str) -> bytes | None:
+        entry: bytes | None = get(cache, key)
+        if entry is None or not key.endswith(_SEALED):
+            return entry
+        seal, content = entry[: hashlib.sha256().digest_size], entry[hashlib.sha256().digest_size :]
+        if seal == _seal(key, content):
+            return content
+        path = cache.path / f"{key}{module._CACHE_SUFFIX}"
+        told = "it is removed, and the program compiled again"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            told = f"it cannot be removed ({error.strerror}), so the program is compiled again at each start"
+        remark(f"note: {path} in the compile cache is damaged, or the entry of another program: {told}")
+        return None
+
+    def put_sealed(cache: Any, key: str, value: bytes) -> None:
+        put(cache, key, _seal(key, value) + value if key.endswith(_SEALED) else value)
+
+    module.LRUCache.get, module.LRUCache.put = get_sealed, put_sealed
+
+
+def _seal(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + content).digest()
 
 
 def _cpu_folder() -> str | None:
