@@ -7,7 +7,6 @@ Neither the data nor the folder that the run was started in are needed. FILE has
 
 import argparse
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.strict_json import json_text
 from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _run(model: "TrainedModel", batch: list[tuple[int, Request]], options: argpa
     complete(model, batch, sampling, lambda: None)
     for request in requests:
         told = {"text": request.text, "tokens": len(request.tokens), "finish": request.finish}
-        print(json.dumps(request.record | told, ensure_ascii=False), flush=True)
+        print(json_text(request.record | told, ensure_ascii=False), flush=True)
 
 
 def _unstopped(request: Request) -> str:

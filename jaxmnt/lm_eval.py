@@ -5,7 +5,6 @@ JSON. With --chat, conversations are written by the chat template of the model.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode, printable
 from jaxmnt.generate import Request, complete
 from jaxmnt.score import Wanted, continuation_of, scores
+from jaxmnt.strict_json import json_text
 from jaxmnt.trained_model import add_arguments, find_model, size_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         limit=options.limit, apply_chat_template=options.chat, bootstrap_iters=options.bootstrap, verbosity="ERROR",
     )  # fmt: skip
     if options.json:
-        print(json.dumps({"results": results["results"], "versions": results["versions"]}, sort_keys=True))
+        print(json_text({"results": results["results"], "versions": results["versions"]}, sort_keys=True))
     else:
         for line in _table(results["results"]):
             print(line)

@@ -7,13 +7,13 @@ becomes a line with "log_likelihood" (in nats), "tokens" that were scored, and w
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.strict_json import json_text
 from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     while some := list(itertools.islice(everything, 16 * options.batch)):
         for (record, _), found in zip(some, scores(model, [one for _, one in some], options.batch), strict=True):
             told = {"log_likelihood": found.log_likelihood, "tokens": found.tokens, "greedy": found.greedy}
-            print(json.dumps(record | told, ensure_ascii=False), flush=True)
+            print(json_text(record | told, ensure_ascii=False), flush=True)
     return ExitCode.FINISHED
 
 

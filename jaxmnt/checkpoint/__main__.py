@@ -5,7 +5,6 @@ folder or gs:// address of checkpoint.dir. No JAX and none of the devices that w
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode, UserError, printable
 from jaxmnt.output import progress
+from jaxmnt.strict_json import json_text
 
 if TYPE_CHECKING:
     from jaxmnt.storage import StoragePath
@@ -56,7 +56,7 @@ def _list(options: argparse.Namespace) -> int:
     if options.json:
         keys = ("step", "state", "size", "held_out_loss", "written", "why")
         checkpoints = [dict(zip(keys, row, strict=True)) for row in rows]
-        print(json.dumps({"run": run, "checkpoints": checkpoints, "aside": aside}))
+        print(json_text({"run": run, "checkpoints": checkpoints, "aside": aside}))
         return ExitCode.FINISHED
     print(f"run {printable(run or '(unknown)')}, {root}")
     _table([("step", "state", "size", "held-out", "written", ""), *rows])
@@ -106,7 +106,7 @@ def _show(options: argparse.Namespace) -> int:
     checkpoint = find(options.checkpoint, "checkpoint")
     manifest = checkpoint.manifest
     if options.json:
-        print(json.dumps(to_plain(manifest), sort_keys=True))
+        print(json_text(to_plain(manifest), sort_keys=True))
         return ExitCode.FINISHED
     print(f"{checkpoint.path}: step {manifest.step} of run {printable(manifest.run)}")
     libraries = printable(", ".join(f"{name} {number}" for name, number in sorted(manifest.libraries.items())))

@@ -1,7 +1,6 @@
 """Verifying a checkpoint, comparing two, and exporting one."""
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import StoragePath
+from jaxmnt.strict_json import json_text
 
 
 def verify(path: StoragePath, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:
@@ -176,11 +176,11 @@ def _write(
         written.append(folder / path.name)
     total = sum(manifest.arrays[name].bytes for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (building / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    (building / _CONFIG).write_text(json.dumps(manifest.config, indent=1) + "\n", encoding="utf-8")
+    (building / _INDEX).write_text(json_text(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (building / _CONFIG).write_text(json_text(manifest.config, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
         about = {"tokenizer": tokenizer.description, "vocab_size": tokenizer.vocab_size}
-        (building / _ABOUT_TOKENS).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (building / _ABOUT_TOKENS).write_text(json_text(about, indent=1) + "\n", encoding="utf-8")
         if tokenizer.text is not None:
             (building / TOKENIZER_FILE).write_bytes(tokenizer.text.encode())
     for path in sorted(building.glob("*.safetensors")):  # which are made for their owner alone, whatever the umask

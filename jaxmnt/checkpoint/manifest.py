@@ -16,6 +16,7 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import StoragePath, json_digest, publish
 from jaxmnt.storage import read as read_file
+from jaxmnt.strict_json import finite, json_text
 
 MANIFEST_FILE = "jaxmnt.json"
 FORMAT_VERSION = 2
@@ -87,9 +88,9 @@ class Manifest:
 def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]]) -> None:
     """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
     version = _BRANCH_VERSION if any("row" in parent for parent in manifest.lineage) else FORMAT_VERSION
-    record = {"format": version, "manifest": to_plain(manifest), "files": files}
+    record = finite({"format": version, "manifest": to_plain(manifest), "files": files})
     record["seal"] = json_digest(record)
-    publish(directory / MANIFEST_FILE, json.dumps(record, indent=1, sort_keys=True))
+    publish(directory / MANIFEST_FILE, json_text(record, indent=1, sort_keys=True))
 
 
 def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:

@@ -21,6 +21,7 @@ from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.strict_json import json_text
 
 State = dict[str, Any]
 
@@ -161,7 +162,7 @@ def differing(where: str, manifest: Manifest, arrays: dict[str, jax.Array], iden
     def wrong_by(shares: list[str]) -> str:
         found = digest.decode(sorted(arrays), shares)
         different = lambda name: manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)
-        return json.dumps([name for name in sorted(arrays) if different(name)])
+        return json_text([name for name in sorted(arrays) if different(name)])
 
     share = digest.encode(start_digests(arrays).wait())
     return [str(name) for name in json.loads(agree(f"{where}: digests", share, wrong_by, identity, _SECONDS))]

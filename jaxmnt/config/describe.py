@@ -1,6 +1,5 @@
 """The config as help text, as a JSON schema for editors, and as differences between two runs."""
 
-import json
 from typing import Any, NamedTuple, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -9,6 +8,7 @@ from jaxmnt.config.explain import field_of, is_section, takes
 from jaxmnt.config.load import flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
+from jaxmnt.strict_json import json_text
 
 MEANING: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
 """The classes of a changed key, for people."""
@@ -36,7 +36,7 @@ def help_text() -> str:
 
 def json_schema() -> str:
     """A JSON schema of the config file, for editors."""
-    return json.dumps(Config.model_json_schema(), indent=2) + "\n"
+    return json_text(Config.model_json_schema(), indent=2) + "\n"
 
 
 def fields_by_key() -> dict[str, FieldInfo]:

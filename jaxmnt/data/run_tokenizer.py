@@ -18,6 +18,7 @@ from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.storage import StoragePath, json_digest, publish, read
+from jaxmnt.strict_json import json_text
 
 FOLDER = "tokenizer"
 MANIFEST = "manifest.json"
@@ -83,7 +84,7 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
         if found.text is not None:
             publish(folder / TOKENIZER_FILE, found.text)
         record = _record(found)
-        publish(folder / MANIFEST, json.dumps(record | {"seal": json_digest(record)}, indent=1, sort_keys=True) + "\n")
+        publish(folder / MANIFEST, json_text(record | {"seal": json_digest(record)}, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         if isinstance(error, UserError):
             raise

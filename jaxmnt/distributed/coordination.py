@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, UserError, error_of
+from jaxmnt.strict_json import json_text
 
 BARRIER_SECONDS = 300.0
 _LATE = "timed out task names"
@@ -146,7 +147,7 @@ def agree(
 
 def all_gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[str]:
     """Every process gives a text, and gets those of all, in order of processes."""
-    return [str(one) for one in json.loads(agree(name, value, json.dumps, identity, seconds))]
+    return [str(one) for one in json.loads(agree(name, value, json_text, identity, seconds))]
 
 
 class Vote:

@@ -5,6 +5,8 @@ import math
 import socket
 from typing import Any
 
+from jaxmnt.strict_json import json_text
+
 LONGEST_LINE = 2**18
 _SEND_SECONDS = 1.0
 _DIGITS = 20
@@ -59,7 +61,7 @@ class JsonSocket:
     def send(self, message: dict[str, Any], seconds: float = _SEND_SECONDS) -> None:
         """Raises `OSError` if the peer is gone, or cannot take it within so many seconds."""
         self.connection.settimeout(seconds)
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
+        self.connection.sendall(json_text(message).encode() + b"\n")
 
     def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         """What arrives within so many seconds, or has arrived before; perhaps nothing.

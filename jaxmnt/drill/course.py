@@ -1,6 +1,5 @@
 """The course of a drill: a config made small, and its starts in order."""
 
-import json
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from jaxmnt.config.schema import Checkpoint, Config, Mesh
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.models.registry import family_class
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import METRICS, event_files, read_lines
 
 EVERY = 4
@@ -163,7 +163,7 @@ class Drill:
         plan, journal, log = (self.folder / f"{name}{end}" for end in (".json", ".journal", ".log"))
         in_data = [fault for start in self.plan for fault in start if fault.act == "poison"]
         planned = [fault.plain() for fault in dict.fromkeys([*faults, *in_data])]
-        plan.write_text(json.dumps({"faults": planned, "journal": str(journal)}))
+        plan.write_text(json_text({"faults": planned, "journal": str(journal)}))
         own_network = _OWN_NETWORK if any(fault.namespace for fault in faults) else []
         began, before = time.time(), _whole(run_dir)
         code = _run([*own_network, *self._command(plan, run_dir)], log)

@@ -1,6 +1,5 @@
 """What a drill found: for each fault whether it was heard of, named rightly, and made good."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.drill.course import Attempt, Drill
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ExitCode
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import METRICS, read_lines
 
 _CODES = {"preempted": (ExitCode.STOPPED,), "hang": (ExitCode.PEER,)}
@@ -53,7 +53,7 @@ def findings(drill: Drill, undisturbed: Path) -> list[Finding]:
     for attempt, following in zip(drill.attempts, [*drill.attempts[1:], None], strict=True):
         for fault in attempt.faults:
             after = following if fault.ends and following is not None else attempt
-            same = all(expected.get(step) == loss for step, loss in after.losses.items())
+            same = all((step, loss) in expected.items() for step, loss in after.losses.items())
             found.append(_finding(drill, fault, attempt, following, identical=same))
     ending = drill.attempts[-1].code == ExitCode.FINISHED and drill.attempts[-1].losses == expected
     if ending and _final(drill.run_dir) == _final(undisturbed):
@@ -191,4 +191,4 @@ def _yes(value: bool) -> str:
 
 
 def to_json(found: list[Finding]) -> str:
-    return json.dumps([vars(one) | {"well": one.well} for one in found], indent=1)
+    return json_text([vars(one) | {"well": one.well} for one in found], indent=1)

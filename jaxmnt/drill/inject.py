@@ -25,6 +25,7 @@ from jaxmnt.config import load_config
 from jaxmnt.distributed.identity import Identity, identify
 from jaxmnt.drill.faults import Fault
 from jaxmnt.run.arguments import parse_arguments
+from jaxmnt.strict_json import json_text
 
 _FILE_BYTES = 100_000
 """With a full disk a file can be no larger: events still fit, the state does not."""
@@ -137,7 +138,7 @@ class FaultInjector:
         """Into the journal, before it happens."""
         record = {"kind": "fault", "fault": fault.name, "process": self._identity.process_id, "time": time.time()}
         with self._journal.open("a", encoding="utf-8") as journal:
-            journal.write(json.dumps(record) + "\n")
+            journal.write(json_text(record) + "\n")
 
     def _note_first_step(self, config: Any, data: Any, program: Any, start_step: int) -> None:
         self._staged_step = start_step

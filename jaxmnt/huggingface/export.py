@@ -33,6 +33,7 @@ from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE
 from jaxmnt.huggingface.tensors import Part, parts_of
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
+from jaxmnt.strict_json import json_text
 
 _PIECE_BYTES = 256 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -109,15 +110,15 @@ def plan_export(
     if tokenizer is not None and tokenizer.text is not None:
         about[TOKENIZER_FILE] = tokenizer.text.encode()
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.description.get("end_token")}
-        about.setdefault("tokenizer_config.json", (json.dumps(told, indent=2) + "\n").encode())
-    about[CONFIG] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
+        about.setdefault("tokenizer_config.json", (json_text(told, indent=2) + "\n").encode())
+    about[CONFIG] = (json_text(tree, indent=2, sort_keys=True) + "\n").encode()
     files = divided(parts, np.dtype(wanted).itemsize, file_bytes)
     export = Export(checkpoint, parts, files, np.dtype(wanted), about)
     if len(files) > 1:
         places = {part.name: file for file in files for part in export.tensors(file)}
         total = sum(_bytes(part, export.dtype) for file in files for part in export.tensors(file))
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        about[INDEX] = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        about[INDEX] = (json_text(index, indent=2, sort_keys=True) + "\n").encode()
     return export
 
 
@@ -248,7 +249,7 @@ def _write_file(export: Export, reader: Reader, file: str, building: Path, tell:
     with path.open("rb+") as written:
         os.fsync(written.fileno())
     path.rename(building / file)
-    (building / f"{file}.digests").write_text(json.dumps(shares))
+    (building / f"{file}.digests").write_text(json_text(shares))
 
 
 def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, int]:
@@ -259,7 +260,7 @@ def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, in
         size = _bytes(part, dtype)
         header[part.name] = {"dtype": _NAMES[dtype], "shape": list(part.whole), "data_offsets": [end, end + size]}
         end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json_text(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

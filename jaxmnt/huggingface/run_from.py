@@ -3,7 +3,6 @@
 So that it can be trained further (`run.init_from`), sampled from and compared like any other; no accelerator is needed.
 """
 
-import json
 import secrets
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from jaxmnt.huggingface.tensors import Part, parts_of
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family, family_class
 from jaxmnt.storage import publish
+from jaxmnt.strict_json import json_text
 
 STEP = 0
 _LONGEST = 4096
@@ -66,7 +66,7 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None] 
     tree = config.model_dump(exclude={"cluster", "launch", "slurm", "gke"})
     commit(path, Manifest(run, STEP, writer.finish(), tree, tokens=0, data={}, loss=None, lineage=[]))
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    publish(out / RUN_FILE, json.dumps({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
+    publish(out / RUN_FILE, json_text({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
     companions.keep(out, companions.found_in(folder.path))
     if tokenizer is not None:
         run_tokenizer.keep(out, tokenizer)

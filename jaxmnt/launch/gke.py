@@ -5,7 +5,6 @@ https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-polic
 """
 
 import hashlib
-import json
 import os.path
 import re
 import secrets
@@ -224,7 +223,7 @@ def create(jobset: Manifest, belongings: list[Manifest], *, resume: bool) -> str
             owned = one | {"metadata": one["metadata"] | {"ownerReferences": [owner]}}
             said.append(_kubectl(f"the {one['kind']}", "create", "-f", "-", text=to_json(owned)))
         if resume:
-            go = ("--type=merge", "--patch", json.dumps({"spec": {"suspend": False}}))
+            go = ("--type=merge", "--patch", to_json({"spec": {"suspend": False}}))
             _kubectl("to resume the JobSet", "patch", *_named(metadata), *go)
     except BaseException:
         _take_back(metadata)

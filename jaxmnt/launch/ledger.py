@@ -16,6 +16,7 @@ from typing import Any
 from jaxmnt.distributed.termination import ABANDONED, PEERS
 from jaxmnt.errors import UserError, printable, remark
 from jaxmnt.storage import NO_FILE, read
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines
 
 RAISED, TRAINED = "failed", "started"
@@ -118,7 +119,7 @@ class Ledger:
         temporary = self._folder / f".{name}.{os.getpid()}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json_text(content, indent=1) + "\n", encoding="utf-8")
             temporary.replace(self._folder / name)
         except OSError as error:
             path = printable(str(self._folder / name))

@@ -1,6 +1,5 @@
 """The pods of a JobSet: one for each host, with a shell as their first process."""
 
-import json
 import re
 import shlex
 from importlib.resources import files
@@ -11,6 +10,7 @@ import yaml
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.distributed.launchers import DEFAULT_PORT
 from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
+from jaxmnt.strict_json import json_text
 
 Manifest = dict[str, Any]
 
@@ -171,4 +171,4 @@ def to_yaml(*manifests: Manifest) -> str:
 
 def to_json(manifest: Manifest) -> str:
     """For kubectl."""
-    return json.dumps(manifest, allow_nan=False)
+    return json_text(manifest)

@@ -5,7 +5,6 @@ real, and says what the run takes, what it costs, and why. With several numbers 
 """
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -18,6 +17,7 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.goal import RESTART_SECONDS
 from jaxmnt.plan.networks import find_target
+from jaxmnt.strict_json import json_text
 
 if TYPE_CHECKING:
     from jaxmnt.plan.answer import Answer, Priced, Wish
@@ -72,7 +72,7 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
                 for one in answers
             ],
         }  # fmt: skip
-        print(json.dumps(told, indent=2))
+        print(json_text(told, indent=2))
     else:
         print(show_answers(search, answers, wish, best))
     if options.picture is not None:

@@ -1,6 +1,5 @@
 """What was measured on hosts at hand, in a file: it counts instead of what tables say of their devices. No JAX."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.rates import BETWEEN_HOSTS, GRADIENT, WITHIN_HOST, CollectiveRate, Curve, Rates
+from jaxmnt.strict_json import json_text
 
 FORMAT = 1
 CPU = "cpu"
@@ -149,4 +149,4 @@ def summary(calibration: Calibration) -> str:
 
 
 def to_text(calibration: Calibration) -> str:
-    return json.dumps(calibration.model_dump(), indent=1) + "\n"
+    return json_text(calibration.model_dump(), indent=1) + "\n"

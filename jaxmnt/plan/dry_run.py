@@ -1,7 +1,6 @@
 """`--dry-run`: what a config would do on a cluster, without the cluster, its data, or a step of training."""
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import CHIPS, Chip
 from jaxmnt.plan.networks import Network, find_target
 from jaxmnt.plan.targets import gpu_devices, virtual_devices
+from jaxmnt.strict_json import json_text
 
 if TYPE_CHECKING:
     import jax
@@ -68,7 +68,7 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
         rates = calibration.rates(rates)
     spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
     report = make_report(spec, hosts, chip, rates)
-    print(json.dumps(report, indent=2) if options.json else show(spec, report, hosts))
+    print(json_text(report, indent=2) if options.json else show(spec, report, hosts))
     return ExitCode.FINISHED
 
 

@@ -16,6 +16,7 @@ from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.output import checked
 from jaxmnt.preflight.arguments import parse_arguments
 from jaxmnt.preflight.table import Row, Verdict, failed, failures, table, to_json
+from jaxmnt.strict_json import json_text
 
 if TYPE_CHECKING:
     from jaxmnt.distributed.heartbeat import Heartbeat
@@ -159,9 +160,7 @@ def explain(cluster: Cluster, *, as_json: bool = False) -> int:
         lines["coordinator"] = str(identity.coordinator)
     lines["GPUs"] = devices
     if as_json:
-        import json
-
-        print(json.dumps(lines | {"read": found.read, "ignored": found.ignored}, indent=1))
+        print(json_text(lines | {"read": found.read, "ignored": found.ignored}, indent=1))
         return ExitCode.FINISHED
     for name, text in lines.items():
         print(f"{name:<13} {text}")

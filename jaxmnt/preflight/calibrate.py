@@ -42,6 +42,7 @@ from jaxmnt.plan.rates import (
     rounds_of,
 )
 from jaxmnt.plan.timeline import play
+from jaxmnt.strict_json import json_text
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import LEAST_FLOAT8
 
@@ -180,7 +181,7 @@ class _Bench:
 
     def slowest(self, seconds: float) -> float:
         """What the process found that found most."""
-        mine = json.dumps((seconds, time.perf_counter() - self._began))
+        mine = json_text((seconds, time.perf_counter() - self._began))
         told = [json.loads(text) for text in all_gather("seconds", mine, self.identity)]
         self.elapsed = max(elapsed for _, elapsed in told)
         return float(max(seconds for seconds, _ in told))

@@ -17,6 +17,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.parallel.sharding import Hosts
 from jaxmnt.preflight.table import Row, failed, good, warning
 from jaxmnt.run.rundir import run_directories
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
@@ -41,7 +42,7 @@ def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> li
     mark, mine, lock = (directory / _name(token, end) for end in ("", f"-{identity.process_id}", "-lock"))
     trouble = trouble or _tried(lambda: _appears(mark, token)) or _tried(lambda: _write(mine, token))
     locked = not trouble and _makes(lock)
-    said = gather("the run directory", json.dumps([trouble, locked]), identity)
+    said = gather("the run directory", json_text([trouble, locked]), identity)
     renamed = directory / _name(token, "-renamed")
     if said is not None:
         missing = _missing(directory, token, [json.loads(text)[0] for text in said])
@@ -77,7 +78,7 @@ def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -
     """How fast the first process of each host writes there, all at the same time. As `shared_rows`."""
     first = hosts.index(hosts[identity.process_id]) == identity.process_id
     path = directory / f".preflight-rate-{identity.process_id}"
-    said = gather("how fast hosts write", json.dumps(_rate(path) if first else None), identity)
+    said = gather("how fast hosts write", json_text(_rate(path) if first else None), identity)
     if said is None:
         return []
     rates = {hosts[process]: rate for process, text in enumerate(said) if (rate := json.loads(text)) is not None}

@@ -14,6 +14,7 @@ from jaxmnt.distributed.process_group import environment_digest, machine_id
 from jaxmnt.distributed.termination import is_connection_error
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import gpus, network
+from jaxmnt.strict_json import json_text
 
 if TYPE_CHECKING:
     import jax
@@ -85,7 +86,7 @@ def thorough() -> Facts:
 
 def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     """The facts of all processes, in order, in each of them."""
-    return _told_apart([json.loads(text) for text in all_gather(name, json.dumps(facts), identity)])
+    return _told_apart([json.loads(text) for text in all_gather(name, json_text(facts), identity)])
 
 
 def _told_apart(all_facts: list[Facts]) -> list[Facts]:

@@ -23,6 +23,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.preflight.table import Row, failed, good, warning
 from jaxmnt.run.probe import TimedProduct
+from jaxmnt.strict_json import json_text
 
 _TIMES = 3
 _PAIRED_HOSTS = 16
@@ -40,7 +41,7 @@ def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
     """Each device by itself: TFLOP/s of a square product. Process 0 gets the rows."""
     barrier("everyone multiplies", identity)
     rates = _matmul_rates(jax.local_devices())
-    said = gather("matrix products", json.dumps(rates), identity)
+    said = gather("matrix products", json_text(rates), identity)
     if said is None:
         return []
     found = {f"{hosts[process]} device {number}": rate
@@ -71,7 +72,7 @@ def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]
         if size == 1:
             continue
         rates = {name: _axis_rate(mesh, axis, name) for name in _OPERATIONS}
-        said = gather(f"collectives along {axis}", json.dumps(rates), identity)
+        said = gather(f"collectives along {axis}", json_text(rates), identity)
         if said is None:
             continue
         told = [json.loads(text) for text in said]
@@ -122,7 +123,7 @@ def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]
         for one, other in pairs:
             if identity.process_id in (firsts[one], firsts[other]):
                 own[f"{one} {other}"] = _pair_rate(firsts[one], firsts[other])
-    said = gather("pairs of hosts", json.dumps(own), identity)
+    said = gather("pairs of hosts", json_text(own), identity)
     if said is None:
         return []
     rates: dict[tuple[int, int], float] = {}

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from jaxmnt.strict_json import json_text
+
 
 class Verdict(StrEnum):
     OK = "ok"
@@ -60,7 +62,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
+    return json_text([asdict(row) for row in rows], indent=1, ensure_ascii=False)
 
 
 def from_json(text: str) -> list[Row]:

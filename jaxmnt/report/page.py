@@ -7,11 +7,10 @@ The page is the same file however often it is made from the same report. What it
 import base64
 import hashlib
 import html
-import json
 from importlib.resources import files
 from typing import Any
 
-from jaxmnt.telemetry.writer import finite
+from jaxmnt.strict_json import json_text
 
 _WEB = files("jaxmnt.report") / "web"
 
@@ -44,7 +43,7 @@ def page(report: dict[str, Any], *, live: bool = False) -> str:
 def as_json(report: dict[str, Any], indent: int | None = None) -> str:
     """As every JSON reader takes it: what is no number is null."""
     separators = (",", ":") if indent is None else None
-    return json.dumps(finite(report), allow_nan=False, indent=indent, separators=separators)
+    return json_text(report, indent=indent, separators=separators)
 
 
 def _asset(name: str) -> str:

@@ -19,6 +19,7 @@ from jaxmnt.errors import ConfigError, UnreadableError, UserError
 from jaxmnt.run.branch import config_of, order_at
 from jaxmnt.run.learning_rate import RATE_KEYS, advice, rate_change, steps_make_jump
 from jaxmnt.storage import StoragePath, publish, read, storage_path
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import event_file, records
 
 
@@ -138,7 +139,7 @@ def note_accepted(places: Sequence[StoragePath], config: Config, asked: list[Cha
     now = {key: value for key, value in before.items() if key in values and values[key] == value}
     now |= {change.key: change.now for change in asked}
     for where in places if now != before else []:
-        publish(where / ACCEPTED, json.dumps(now, indent=1) + "\n")
+        publish(where / ACCEPTED, json_text(now, indent=1) + "\n")
 
 
 def stop_refusal(config: Config, checkpoint: Committed, where: str) -> str | None:

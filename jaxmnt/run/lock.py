@@ -20,6 +20,7 @@ from typing import Any, Self
 from jaxmnt.checkpoint.refs import RUN_FILE
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import StoragePath, create, is_there, read, remove_if
+from jaxmnt.strict_json import json_text
 
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 20.0
@@ -169,7 +170,7 @@ class RunLock:
 
 
 def _describe_me() -> str:
-    return json.dumps(
+    return json_text(
         {
             "job": secrets.token_hex(8),
             "host": socket.gethostname(),

@@ -6,7 +6,6 @@ On GPUs, ending a trace has crashed processes, and has taken minutes (https://gi
 checkpoint is written first, and the others wait for as long as that takes.
 """
 
-import json
 import re
 import signal
 import threading
@@ -23,6 +22,7 @@ from jaxmnt.distributed.coordination import barrier, broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import printable, summary
 from jaxmnt.storage import publish
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.device_profile import DeviceProfile, read_profile
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.progress import StatusLine
@@ -181,7 +181,7 @@ class Profiler:
         files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
         found = read_profile(files[-1]) if files else None
         if found is not None:
-            publish(folder / "summary.json", json.dumps(asdict(found), indent=2) + "\n")
+            publish(folder / "summary.json", json_text(asdict(found), indent=2) + "\n")
         return found
 
     def _tell(self, step: int, folder: Path, found: DeviceProfile | None, seconds: float, trouble: str) -> None:

@@ -54,6 +54,7 @@ from jaxmnt.run.rundir import (
     run_directories,
 )
 from jaxmnt.storage import publish, storage_path
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.compile import Program
@@ -170,10 +171,10 @@ def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, ident
     if identity.process_id == 0:
         try:
             with unreadable_is_retryable(config):
-                told = json.dumps({"start": _to_plain(decide())})
+                told = json_text({"start": _to_plain(decide())})
         except (UserError, OSError) as error:
             trouble = _in_words(error, config) if isinstance(error, OSError) else error
-            told = json.dumps({"error": str(trouble), "code": trouble.exit_code})
+            told = json_text({"error": str(trouble), "code": trouble.exit_code})
     answer = json.loads(broadcast(name, told, identity, _SECONDS))
     if "error" in answer:
         raise error_of(answer["code"], answer["error"])
@@ -245,7 +246,7 @@ def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], 
         if not (where / RUN_FILE).exists():
             about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
             begun_by = {"begun_by": fresh.marks(os.environ)} if consent.fresh else {}
-            publish(where / RUN_FILE, json.dumps(about | begun_by, indent=1) + "\n")
+            publish(where / RUN_FILE, json_text(about | begun_by, indent=1) + "\n")
     return replace(start, remarks=remarks + start.remarks, damaged=damaged)
 
 

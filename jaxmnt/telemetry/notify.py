@@ -1,6 +1,5 @@
 """Tells somebody: runs the user's command (`run.notify`) at events that a person should hear of."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxmnt.errors import ConfigError, remark
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import FAILED_START, LAST
 
 NOTIFIED = frozenset({
@@ -58,7 +58,7 @@ class Notifier:
             return
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:  # it need not read
-            process.stdin.write(json.dumps(event, default=str).encode())
+            process.stdin.write(json_text(event, default=str).encode())
         process.wait()
 
     def _is_ours(self, event: dict[str, Any]) -> bool:

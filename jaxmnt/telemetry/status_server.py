@@ -3,7 +3,6 @@
 Bound to this host unless told otherwise. It reads what the run has noted, and changes nothing.
 """
 
-import json
 import math
 import os
 import tempfile
@@ -14,9 +13,9 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 from jaxmnt.errors import remark
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.local_http import HERE, LocalHandler, LocalServer, LocalServer6
 from jaxmnt.telemetry.stacks import write_stacks
-from jaxmnt.telemetry.writer import finite
 
 Status = dict[str, Any]
 
@@ -100,7 +99,7 @@ class _Handler(LocalHandler):
         return "text/plain; version=0.0.4", prometheus_text(self.status())
 
     def _status(self) -> tuple[str, str]:
-        return "application/json", json.dumps(finite(self.status()), indent=2) + "\n"
+        return "application/json", json_text(self.status(), indent=2) + "\n"
 
     def _healthz(self) -> tuple[str, str]:
         return "text/plain", f"step {self.status().get('step', 0)}\n"

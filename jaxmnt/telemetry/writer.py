@@ -1,8 +1,6 @@
 """Appends records to a file from a thread of its own, so that no run waits for, or ends over, what it only tells."""
 
 import contextlib
-import json
-import math
 import os
 import stat
 import threading
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmnt.errors import remark
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry import clock
 
 MOST_WAITING = 10_000
@@ -181,16 +180,7 @@ class LineWriter:
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    return (json.dumps(finite(record), allow_nan=False) + "\n").encode()
-
-
-def finite(value: Any) -> Any:
-    """The same with null for what JSON cannot hold: NaN and infinity, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+    return (json_text(record) + "\n").encode()
 
 
 def _append(file: int, line: bytes) -> None:

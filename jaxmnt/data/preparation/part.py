@@ -24,6 +24,7 @@ from jaxmnt.data.store import file_digest
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
+from jaxmnt.strict_json import json_text
 
 _HEADER_BYTES = 128
 _PIECE = 2**20
@@ -166,7 +167,7 @@ def read_array(path: Path, *shape: int | None) -> np.ndarray:
 
 def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = None) -> None:
     """Publishes what a preparation that goes on later will need, sealed; with an attempt, if there is none yet."""
-    value = sealed(json.loads(json.dumps(record)))  # with keys as they will be read
+    value = sealed(json.loads(json_text(record)))  # with keys as they will be read
     if attempt is None:
         publish(path, as_json(value))
         return
@@ -195,7 +196,7 @@ def _damaged(path: Path) -> ConfigError:
 
 
 def as_json(value: Any) -> str:
-    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+    return json_text(value, indent=1, sort_keys=True) + "\n"
 
 
 def cannot_write(output: Path, error: OSError) -> UserError:

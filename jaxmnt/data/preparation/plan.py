@@ -32,6 +32,7 @@ from jaxmnt.data.preparation.part import (
 from jaxmnt.data.store import file_digest
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, counted, printable
+from jaxmnt.strict_json import json_text
 
 _PLAN = "plan.json"
 _CHAT_FORM = 2
@@ -143,7 +144,7 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     if not reading["ignored_fields"]:
         del reading["ignored_fields"]
     plan["long_documents"] = {name: reading.pop(name) for name in ("long_documents", "max_document")}
-    return dict(json.loads(json.dumps(plan)))
+    return dict(json.loads(json_text(plan)))
 
 
 def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings) -> None:
@@ -289,7 +290,7 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
         )
     _note_arrays(summary, job, records)
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
-        stream.writelines((json.dumps(file.name) + "\n").encode() for file in job.inputs)
+        stream.writelines((json_text(file.name) + "\n").encode() for file in job.inputs)
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
     counts = np.zeros((len(SPLITS), job.vocab_size), np.int64)
     for part in parts:  # one at a time: there may be many, each as large as the vocabulary
