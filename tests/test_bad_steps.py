@@ -1,7 +1,11 @@
-"""Steps that are not finite change nothing, and rows can be passed over."""
+"""Steps that are not finite or have no targets change nothing, and rows can be passed over."""
 
 import functools
+import io
 import itertools
+import json
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
-from jaxmnt.data import feed
+from jaxmnt.data import batches, feed
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import to_devices
 from jaxmnt.data.order import MixturePhase, Order, Skipped
+from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.documents import Reading
 from jaxmnt.data.sources import open_sources
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.plan.hlo import Program
 from jaxmnt.plan.timeline import play
+from jaxmnt.report.contents import report_of
+from jaxmnt.run.replay import replay
+from jaxmnt.run.report import BadStepMonitor
+from jaxmnt.run.session import Session
+from jaxmnt.telemetry.metrics import Rates, TrainLog
+from jaxmnt.telemetry.phases import StepTimer
+from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.sinks import scalars
 from jaxmnt.train import train
 from jaxmnt.training.compile import compile_program, compile_step
 from jaxmnt.training.spec import ControlFlags
@@ -44,7 +58,7 @@ def program_on(*axes):
     return compile_program(parse_config(tree), VOCAB, jax.devices()[:devices])
 
 
-def batch_of(program, step, *, bad=None):
+def batch_of(program, step, *, bad=None, targets=True):
     rng = np.random.default_rng(step)
     tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
     rows = {
@@ -52,6 +66,7 @@ def batch_of(program, step, *, bad=None):
         "segments": np.zeros((ROWS, LENGTH), np.int32),
         "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
     }  # fmt: skip
+    rows["weights"] *= targets
     if bad is not None:
         rows["weights"][5, 3] = bad
     placed = to_devices(rows, list(range(ROWS)), ROWS, program.batch_sharding)
@@ -85,6 +100,26 @@ def test_a_bad_step_changes_nothing_on_any_mesh(mesh, bad):
 
 
 @pytest.mark.parametrize("mesh", mostly_slow({0, 5}, MESHES), ids=str)
+def test_a_step_without_targets_changes_nothing_on_any_mesh(mesh):
+    """Steps 2, 4 and 5 have no targets, among bad steps 3 and 6: what steps 1 and 7 alone lead to, bit for bit."""
+    program, flags = program_on(*mesh.items()), []
+    state, without = program.init(), program.init()
+    for step in range(1, 8):
+        batch = batch_of(program, step, bad=np.nan if step in (3, 6) else None, targets=step not in (2, 4, 5))
+        state, found = program.step(state, batch)
+        flags.append((int(found["bad_in_a_row"]), int(found["bad_steps"])))
+        if step in (1, 7):
+            without, reference = program.step(without, batch)
+            assert float(found["loss"]) == float(reference["loss"])
+            assert float(found["learning_rate"]) == float(reference["learning_rate"])
+        elif step in (2, 4, 5):
+            assert int(found["tokens"]) == 0 and np.isnan(found["loss"]) and np.isnan(found["grad_norm"])
+    assert flags == [(0, 0), (0, 0), (1, 1), (1, 1), (1, 1), (2, 2), (0, 2)]
+    assert same(state["params"], without["params"]) and same(state["optimizer"], without["optimizer"])
+    assert int(state["counters"]["step"]) == 7 and int(without["counters"]["step"]) == 2
+
+
+@pytest.mark.parametrize("mesh", mostly_slow({0, 5}, MESHES), ids=str)
 def test_deciding_costs_no_word_with_the_host_and_no_message(mesh, monkeypatch):
     """The program sends what one sends in which every step counts as good, and nothing to the host."""
     program = program_on(*mesh.items())
@@ -104,15 +139,15 @@ def test_deciding_costs_no_word_with_the_host_and_no_message(mesh, monkeypatch):
     assert not any(word in text for word in ("infeed", "outfeed", "callback", "send(", "recv("))
 
 
-def poisoned(monkeypatch, *steps):
-    """Lets the batches of these steps of a new run hold weights that are no numbers."""
+def poisoned(monkeypatch, *steps, factor=np.nan):
+    """Lets the batches of these steps of a new run hold weights that are no numbers, or multiplied by `factor`."""
     original, staged = feed.Feed.stage, itertools.count(1)
 
     def stage(self):
         original(self)
         batch, digest = self._staged
         if next(staged) in steps:
-            self._staged = batch | {"weights": batch["weights"] * np.float32(np.nan)}, digest
+            self._staged = batch | {"weights": batch["weights"] * np.float32(factor)}, digest
 
     monkeypatch.setattr(feed.Feed, "stage", stage)
 
@@ -140,6 +175,92 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_a_diagnosis(tiny, monkeypa
     )
     with pytest.raises(UserError, match=words):
         train(config, devices=jax.devices()[:1])
+
+
+def test_bad_steps_with_steps_without_targets_between_them_are_in_a_row(tiny):
+    config = tiny("train.max_bad_steps=2")
+    data, status = TrainingData(config, open_sources(config.data)), StatusLine(io.StringIO())
+    monitor = BadStepMonitor(config, data, None, status, writer=False)
+    bad, empty = {"loss": np.nan, "tokens": 9}, {"loss": None, "tokens": 0}
+    steps = [{"loss": 1.0, "tokens": 9, "bad_in_a_row": 0}, bad | {"bad_in_a_row": 1}, empty | {"bad_in_a_row": 1},
+             empty | {"bad_in_a_row": 1}, bad | {"bad_in_a_row": 2}]  # fmt: skip
+    for step, values in enumerate(steps, 2):
+        monitor.see(step, values)
+    words = r"3 steps in a row, up to step 7: .*the last good step was 2, .*rows of these steps are 32 to 111\)"
+    with pytest.raises(UserError, match=words):
+        monitor.see(7, bad | {"bad_in_a_row": 3})
+
+
+# Batches without targets.
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    """Prepared data of long questions with a short answer each: most rows have no target."""
+    folder = tmp_path_factory.mktemp("masked")
+    record = {"prompt": "please read all of this text " * 12, "completion": "ok"}
+    settings = Settings(reading=Reading(chat=True), eval_fraction=0.0)
+    (folder / "long.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(12)))
+    build(Selection([folder / "long.jsonl"]), folder / "data", settings, lambda *progress: None)
+    return folder / "data"
+
+
+def test_a_run_with_steps_without_targets(tiny, masked, capsys):
+    """The first 32 steps have no targets but for two, and then comes the real loss: no jump, no loss of 0."""
+    rows = ("data.global_batch_size=1", "data.shuffle=false", "train.microbatch_size=1", f"data.path={masked}")
+    config = tiny(*rows, "train.steps=40", "checkpoint.every_steps=20", "train.log_every=1")
+    assert train(config, devices=jax.devices()[:1]) == 0
+    lines, output = metrics(config.run.dir), capsys.readouterr().out
+    known = [line for line in lines if line["loss"] is not None]
+    assert 2 <= len(known) <= 4 and all(line["loss"] > 4 and line["grad_norm"] > 0 for line in known)
+    assert all(line["grad_norm"] is None for line in lines if line["loss"] is None)
+    assert [line["step"] for line in lines] == list(range(1, 41)) and lines[-1]["bad_steps"] == 0
+    rates = [line["learning_rate"] for line in lines]
+    assert len(set(rates[: known[0]["step"]])) == 1, "the schedule counts updates"
+    assert not events(config.run.dir, "loss_spike") and not events(config.run.dir, "bad_step")
+    assert re.search(r"rows    \d+ windows of 32 tokens, fill 1.000, 9\d\.\d% without targets", output)
+    assert re.search(r"about 9\d% of the batches have no target", output)
+    assert "step 1: its rows (0 to 0) have no targets" in output and output.count("its rows (") == 1
+    assert f"{40 - len(known)} steps of this start had no targets and changed nothing" in output
+    assert re.search(r"step 1/40  no targets  0 tokens/s", output)
+    with Session(config, devices=jax.devices()[:1]) as run:
+        assert replay(run, 20, 40) == ExitCode.FINISHED
+    output = capsys.readouterr().out
+    assert output.count("no targets: the same") == sum(line["loss"] is None for line in lines[20:])
+    assert "state of step 40: the same, bit for bit" in output
+    summary = report_of([config.run.dir])["runs"][0]["summary"]
+    assert (summary["steps_without_targets"], summary["bad_steps"]) == (40 - len(known), 0)
+
+
+@pytest.mark.parametrize("known", ["all", "sample"])
+def test_rows_without_targets_are_counted(masked, tiny, monkeypatch, known):
+    """By hand: of each document of 351 tokens the last three are targets, so of rows of 32 one in eleven has some."""
+    if known == "sample":
+        monkeypatch.setattr(batches, "_LOOKED_AT", {True: 64})
+    config = tiny("data.global_batch_size=2", f"data.path={masked}")
+    data = TrainingData(config, open_sources(config.data))
+    rows = data.readers["data"].rows
+    some = sum(bool((data.readers["data"].read([row])["weights"] != 0).any()) for row in range(rows))
+    found = data.without_targets()["data"]
+    assert found.is_sample == (known == "sample") and (found.looked_at == rows or known == "sample")
+    assert found.share == pytest.approx(1 - some / rows, abs=0.0 if known == "all" else 0.08)
+    assert data.empty_batches({"data": found}) == pytest.approx(found.share**2)
+
+
+def test_an_evaluation_of_nothing_has_no_value(tmp_path, capsys):
+    told = []
+    log = TrainLog(
+        tmp_path, writer=True, status=StatusLine(sys.stdout), steps=9, tokens=0, rates=Rates(1.0, None, None, 1),
+        epochs=lambda step: {}, timer=StepTimer(), written=told.append,
+    )  # fmt: skip
+    assert log.write_eval(5, {"web": (6.0, 3), "chat": (0.0, 0)}, 1.0) == 2.0
+    assert log.write_eval(6, {"web": (0.0, 0), "set": (6.0, 3)}, 1.0, ["set"]) is None, "a set is no held-out data"
+    log.close()
+    assert [line["loss"] for line in told] == [line["loss"] for line in metrics(tmp_path, "eval")] == [2.0, None]
+    assert told[0]["sources"] == {"web": {"loss": 2.0, "tokens": 3}, "chat": {"loss": None, "tokens": 0}}
+    assert scalars(told[1]) == {"eval/tokens": 0.0, "eval/seconds": 1.0, "eval/web/tokens": 0.0, "eval/set/loss": 2.0,
+                                "eval/set/tokens": 3.0}  # fmt: skip
+    assert "held-out loss none (no targets), web none (no targets), set 2.0000 over 0 tokens" in capsys.readouterr().out
 
 
 # Passing over rows.

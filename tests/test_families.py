@@ -215,8 +215,12 @@ def test_a_batch_without_targets_changes_nothing_by_its_layers_terms():
     fields = rows(chosen)
     fields["weights"] *= 0
     batch = to_devices(fields, list(range(8)), 8, program.batch_sharding)
-    _, values = program.step(program.init(), batch | {"control": ControlFlags(program.control_sharding).array()})
-    assert float(values["grad_norm"]) == 0
+    before = jax.device_get(program.init())
+    state, values = program.step(program.init(), batch | {"control": ControlFlags(program.control_sharding).array()})
+    for part in ("params", "optimizer", "buffers", "bad_steps"):
+        jax.tree.map(np.testing.assert_array_equal, state[part], before[part])
+    assert int(state["counters"]["step"]) == 1 and np.isnan(values["grad_norm"])
+    assert values["model"] and all(np.isnan(value) for value in values["model"].values())
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from jaxmnt.report.__main__ import main
 from jaxmnt.report.contents import report_of
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, sliding_ettr, typical_step
 from jaxmnt.report.history import read_attempts
+from jaxmnt.report.perfetto import trace_of
+from jaxmnt.report.text import summary_text
 
 LAPS = {
     "process": 1.0, "environment": 1.0, "import": 3.0, "rendezvous": 2.0, "preflight": 1.0, "data": 2.0,
@@ -106,6 +108,7 @@ def test_the_parts_are_those_of_a_sum_by_hand(restarted):
         "checkpoint": 4 + 2 + 4,
         "evaluation": 7,
         "bad_steps": 10,
+        "no_targets": 0,
         "again": 22,
         "hang": 45,
         "failure": 0,
@@ -125,6 +128,28 @@ def test_the_parts_are_those_of_a_sum_by_hand(restarted):
     for attempt in attempts:
         assert sum(attempt_parts(attempt, typical).values()) == pytest.approx(attempt.seconds)
     assert [attempt.end for attempt in attempts] == [None, "hang", "end"]
+
+
+def test_steps_without_targets_are_a_part_of_their_own(tmp_path):
+    """They change nothing, so they are not productive; they are no bad steps, and no trace has their loss."""
+    log = Log(tmp_path / "run")
+    log.start(0)
+    for number in range(1, 6):
+        log.step(number)
+        log.lines[-1]["tokens_per_second"] = 0.0 if number in (2, 3) else 10.0
+        log.lines[-1] |= {"loss": None, "grad_norm": None} if number in (2, 3, 4) else {}
+    log.event("bad_step", step=4)
+    log.event("end", step=5, finished=True)
+    run = log.write()
+    whole = goodput(read_attempts(run))
+    parts = {name: whole.seconds[name] for name in ("steps", "no_targets", "bad_steps")}
+    assert parts == {"steps": 20.0, "no_targets": 20.0, "bad_steps": 10.0}
+    report = report_of([str(run)])
+    summary = report["runs"][0]["summary"]
+    assert (summary["steps_without_targets"], summary["bad_steps"]) == (2, 1)
+    assert "note    2 steps had no targets and changed nothing" in summary_text(report)
+    traced = [span for span in json.loads(trace_of([str(run)]))["traceEvents"] if span["name"] == "loss"]
+    assert [span["args"] for span in traced] == [{"loss": 1.0}, {"loss": 1.0}]
 
 
 def test_steps_that_are_lost_belong_to_who_took_them(tmp_path):

@@ -33,6 +33,18 @@ NAMING_AXES = {
     "run/samples.py": "the mesh on which a model in training is sampled from",
 }
 
+WRITING_JSON_ITSELF = {
+    "strict_json.py": "the one way to write JSON",
+    "storage.py": "a digest, which must stay what it was",
+    "data/grain_source.py": "a digest",
+    "data/sources.py": "a digest",
+    "huggingface/folder.py": "digests",
+    "huggingface/export.py": "a digest",
+    "data/chat_template.py": "what a template is given and writes, as transformers does",
+    "data/manifest.py": "a value in a message",
+    "launch/job.py": "a text in quotes for YAML",
+}
+
 
 def checked(root: Path) -> tuple[int, str]:
     result = subprocess.run([sys.executable, str(CHECKER), str(root)], capture_output=True, text=True)
@@ -76,3 +88,13 @@ def test_mesh_axes_are_named_where_one_communicates_along_them():
         if AXES & constants:
             found.add(str(path.relative_to(ROOT / "jaxmnt")))
     assert found == set(NAMING_AXES)
+
+
+def test_json_is_written_in_one_way():
+    """With bare NaN, which `json.dumps` writes, a strict parser refuses all of a file."""
+    found = set()
+    for path in sorted((ROOT / "jaxmnt").rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        if any(isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.dumps", "json.dump") for node in nodes):
+            found.add(str(path.relative_to(ROOT / "jaxmnt")))
+    assert found == set(WRITING_JSON_ITSELF)

@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+from conftest import metrics
 
 from jaxmnt.telemetry.metrics import Rates, TrainLog
 from jaxmnt.telemetry.phases import StepTimer
@@ -43,6 +44,15 @@ def with_log(out, tmp_path, steps: int, log_every: int | None = None) -> None:
         log.push(step, METRICS, wait_seconds=0.0, digest=None)
     log.flush()
     log.close()
+
+
+def test_a_step_without_targets_is_shown_as_such(monkeypatch, tmp_path):
+    none = {"loss": float("nan"), "grad_norm": float("nan"), "tokens": 0, "model": {"load": float("nan")}}
+    monkeypatch.setattr("test_terminal.METRICS", METRICS | none)
+    parts = re.sub("\x1b\\[\\d+m", "", shown(monkeypatch, tmp_path, 200)[-1]).split("  ")
+    assert "no targets" in parts and not any("loss" in part or "grad norm" in part or "nan" in part for part in parts)
+    written = metrics(tmp_path)[-1]
+    assert (written["loss"], written["grad_norm"], written["model"]) == (None, None, {"load": None})
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])

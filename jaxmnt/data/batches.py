@@ -8,7 +8,7 @@ with how many threads, does not enter into it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import grain
 import numpy as np
@@ -19,9 +19,27 @@ from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import BLOCK, BranchPoint, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import RowReader, Rows, make_reader
 from jaxmnt.data.sources import Sources, on_end, phases
+from jaxmnt.data.store import StoredTokens
 from jaxmnt.errors import ConfigError
 
 _ENDLESS = 2**62
+
+_LOOKED_AT = {True: 1024, False: 64}
+"""Rows of a source whose masks are read at the start: of prepared data, and of a user's dataset, which may be slow."""
+_READ_AT_ONCE = 64
+
+
+class WithoutTargets(NamedTuple):
+    """Rows of a source that have no target, among those that were looked at."""
+
+    rows: int
+    looked_at: int
+    is_sample: bool
+    """Whether the source has more rows than were looked at."""
+
+    @property
+    def share(self) -> float:
+        return self.rows / self.looked_at
 
 
 class TrainingData:
@@ -37,6 +55,7 @@ class TrainingData:
         check_shares(list(rows), weights)
         _check_rows_exist(sources, rows, settings.sequence_length)
         self.names = list(rows)
+        self._shares, self._global_rows = block_shares(weights[0].weights), settings.global_batch_size
         self.order = self._make_order(branches or ())
         if branches is not None:
             _check_enough_rows(self.order, rows, config)
@@ -73,6 +92,18 @@ class TrainingData:
     def _make_order(self, branches: Sequence[BranchPoint]) -> Order:
         return order_of(self._config, self._rows(), branches)
 
+    def without_targets(self) -> dict[str, WithoutTargets]:
+        """Returns how many rows have no target, of each source that says which tokens are targets. A large source is
+        sampled, the same rows each time: its masks are as many bytes as it has tokens."""
+        return {name: _without_targets(reader) for name, reader in self.readers.items() if reader.has_mask}
+
+    def empty_batches(self, without: dict[str, WithoutTargets]) -> float:
+        """Returns about which share of the batches has no target, as if each row were drawn by itself. Of a mixture
+        whose weights change, of the first batches."""
+        shares = zip(self.names, self._shares.tolist(), strict=True)
+        of_rows = sum(share / BLOCK * without[name].share for name, share in shares if name in without)
+        return float(of_rows**self._global_rows)
+
     def _merge(self, located: Located) -> Rows:
         merged: Rows = {}
         for number, name in enumerate(self.names):
@@ -99,6 +130,16 @@ def order_of(config: Config, rows: Mapping[str, int], branches: Sequence[BranchP
         skip=skipped_ranges(settings),
         branches=branches,
     )
+
+
+def _without_targets(reader: RowReader) -> WithoutTargets:
+    is_stored = isinstance(getattr(reader, "stream", None), StoredTokens)
+    most, rows = _LOOKED_AT[is_stored], np.arange(min(reader.rows, _LOOKED_AT[is_stored]))
+    if reader.rows > most:
+        rows = np.unique(np.random.Generator(np.random.Philox(key=0)).integers(0, reader.rows, most))
+    pieces = [rows[first : first + _READ_AT_ONCE] for first in range(0, len(rows), _READ_AT_ONCE)]
+    empty = sum(int((reader.read(piece)["weights"] == 0).all(axis=1).sum()) for piece in pieces)
+    return WithoutTargets(empty, len(rows), reader.rows > most)
 
 
 def skipped_ranges(settings: Data) -> list[tuple[int, int]]:

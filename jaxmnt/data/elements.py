@@ -171,7 +171,7 @@ class DocumentStream(TokenStream):
 class GivenRows:
     """Rows as a dataset gives them."""
 
-    fill, index_bytes = 1.0, 0
+    fill, index_bytes, has_mask = 1.0, 0, True
 
     def __init__(self, elements: Elements, settings: Data):
         self._elements, self._length, self._apart = elements, settings.sequence_length, settings.keeps_documents_apart

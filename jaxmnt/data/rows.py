@@ -157,6 +157,10 @@ class RowReader(Protocol):
         """The share of places that hold a token."""
 
     @property
+    def has_mask(self) -> bool:
+        """Returns whether the data says which tokens are targets, so that a row may have none."""
+
+    @property
     def index_bytes(self) -> int:
         """Host memory that plans and document boundaries take, in bytes."""
 
@@ -215,6 +219,10 @@ class Windows:
         return result
 
     @property
+    def has_mask(self) -> bool:
+        return self.stream.has_learn_mask
+
+    @property
     def index_bytes(self) -> int:
         # Stored documents are only looked for with the mask; other streams cannot do without their index.
         needed = self.document_mask or not isinstance(self.stream, StoredTokens)
@@ -268,6 +276,10 @@ class Packed:
     @property
     def fill(self) -> float:
         return self.plan.fill(self.length)
+
+    @property
+    def has_mask(self) -> bool:
+        return self.stream.has_learn_mask
 
     @property
     def index_bytes(self) -> int:

@@ -85,7 +85,10 @@ def _loss(lines: Sequence[Record], evals: Sequence[Record]) -> Chart | None:
         for name in names if len(names) > 1 else []:
             of_source = lambda one, name=name: _value(_mapping(_mapping(one, "sources"), name).get("loss"))
             series.append(Series(f"held out: {name}", [of_source(one) for one in told], points=True))
-    what = "Mean over the targets of a step; the steps at which attempts began are marked, and bad steps."
+    what = (
+        "Mean over the targets of a step, where it has some; the steps at which attempts began are marked, and bad "
+        "steps."
+    )
     return _chart(Chart("loss", "Loss", what, "nats/token", steps, series, log=True))
 
 

@@ -17,7 +17,7 @@ from jaxmnt.report.advice import advise
 from jaxmnt.report.charts import charts_of
 from jaxmnt.report.failures import failures
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
-from jaxmnt.report.history import Attempt, Record, number, read_run_records
+from jaxmnt.report.history import Attempt, Record, has_no_targets, number, read_run_records
 from jaxmnt.report.scaling import read_study
 from jaxmnt.telemetry.events import FORMAT, PHASE_LINES, RESOURCES, event_files, read_lines
 from jaxmnt.telemetry.phase_log import QUANTILES
@@ -141,6 +141,7 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> dic
         "hfu": _mean(line.get("hfu") for line in recent),
         "seconds_left": left * typical if left is not None and left > 0 and math.isfinite(typical) else None,
         "bad_steps": sum(record["kind"] == "bad_step" for attempt in attempts for record in attempt.events),
+        "steps_without_targets": sum(map(has_no_targets, lines)),
         "restarts": len(attempts) - 1,
     }
 

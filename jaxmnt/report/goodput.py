@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmnt.report.history import Attempt, Record, number
+from jaxmnt.report.history import Attempt, Record, has_no_targets, number
 
 PARTS = {
     "steps": "steps that count",
@@ -21,6 +21,7 @@ PARTS = {
     "checkpoint": "saving, as far as training waited for it",
     "evaluation": "evaluating",
     "bad_steps": "steps without a finite loss or gradient",
+    "no_targets": "steps whose batch has no targets, which change nothing",
     "again": "steps that were taken again",
     "hang": "hanging until the watchdog ended it",
     "failure": "between the last step and the end of an attempt that failed",
@@ -105,6 +106,8 @@ def attempt_parts(attempt: Attempt, typical: float) -> dict[str, float]:
         whole = number(line, "step_seconds")
         if line["step"] in bad:
             parts["bad_steps"] += whole
+        elif has_no_targets(line):
+            parts["no_targets"] += whole
         else:
             parts["steps"] += productive
             parts["data"] += data
@@ -153,11 +156,11 @@ def _divided(attempt: Attempt, typical: float) -> Iterator[tuple[Record, float, 
 
 
 def _productive(attempts: Sequence[Attempt], typical: float) -> Iterator[tuple[float, float]]:
-    """When each step was done, and its productive seconds; a bad step has none."""
+    """When each step was done, and its productive seconds: a bad step has none, nor has one without targets."""
     for attempt in attempts:
         bad = _bad_steps(attempt)
         for line, seconds, _ in _divided(attempt, typical):
-            yield line["time"], 0.0 if line["step"] in bad else seconds
+            yield line["time"], 0.0 if line["step"] in bad or has_no_targets(line) else seconds
 
 
 def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> float:

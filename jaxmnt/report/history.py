@@ -209,6 +209,12 @@ def _share_out(lines: list[Record], attempts: list[Attempt]) -> None:
         attempt.ended = max(attempt.ended, line["time"])
 
 
+def has_no_targets(line: Record) -> bool:
+    """Returns whether the batch of a step had no target, by the step's line. A bad step has no loss either, but has
+    targets."""
+    return line["loss"] is None and line.get("tokens_per_second") == 0
+
+
 def number(record: Record, name: str) -> float:
     """A field that holds seconds or a count; 0 if it holds nothing of the kind."""
     value = record.get(name)

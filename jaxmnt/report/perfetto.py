@@ -57,7 +57,8 @@ def _of_attempt(attempt: Attempt, first: int) -> Iterator[Span]:
         seconds = number(line, "step_seconds")
         told = {name: line.get(name) for name in ("loss", "grad_norm", "tokens_per_second", "mfu")}
         yield _span(_ALL, _STEPS, f"step {line['step']}", line["time"] - seconds, seconds, told)
-        yield {"ph": "C", "pid": _ALL, "name": "loss", "ts": _micro(line["time"]), "args": {"loss": line["loss"]}}
+        if line["loss"] is not None:
+            yield {"ph": "C", "pid": _ALL, "name": "loss", "ts": _micro(line["time"]), "args": {"loss": line["loss"]}}
     for line in attempt.evals:
         seconds = number(line, "seconds")
         yield _span(

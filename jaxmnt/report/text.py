@@ -40,6 +40,8 @@ def _of_run(run: dict[str, Any]) -> str:
         )
     lines.append(f"cost    {goodput['gpu_hours']:,.2f} device-hours{cost}")
     lines += [f"attempt {_attempt(attempt)}" for attempt in attempts]
+    if run["summary"]["steps_without_targets"]:
+        lines.append(f"note    {run['summary']['steps_without_targets']} steps had no targets and changed nothing")
     lines += [f"slow    {_straggler(one)}" for one in run["stragglers"]]
     if run["failures"]:
         lines.append("failed  --failures tells what ended attempts, and what that cost")

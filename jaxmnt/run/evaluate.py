@@ -44,7 +44,8 @@ class Evaluator:
         stop: Callable[[], bool] = lambda: False,
         got_further: Callable[[], None] = lambda: None,
     ) -> dict[str, Sums] | None:
-        """The result of each source and set; all processes get the same. Empty if nothing is held out.
+        """The result of each source and set; all processes get the same. Empty if nothing is held out. What has no
+        targets has a sum over 0 tokens.
 
         `stop` asks with each batch whether this process wants to stop, and `got_further` is called after it. None, in
         all processes after the same batch, if one of them did.
@@ -57,8 +58,7 @@ class Evaluator:
                 if values["stop"]:
                     return None
                 total = Sums(total.loss + float(values["loss_sum"]), total.tokens + int(values["tokens"]))
-            if total.tokens:
-                results[name] = total
+            results[name] = total
         return results
 
     def _batches(self, model: dict[str, Any], part: EvaluationData, stop: Callable[[], bool]) -> Iterator[Any]:

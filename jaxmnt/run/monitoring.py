@@ -18,6 +18,7 @@ from jaxmnt.errors import PeerError, remark, summary
 from jaxmnt.run.preemption import StopRequest
 from jaxmnt.run.probe import DeviceProbe
 from jaxmnt.run.spending import Spending
+from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, Events, repair
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.phase_log import PhaseLog
@@ -118,9 +119,11 @@ class Monitoring:
                 remark(f"note: telemetry.probe_every: devices are not timed any more: {summary(error)}")
         return time.perf_counter() - started
 
-    def finished(self, step: int, loss: float) -> None:
-        """A step is finished on the devices."""
-        spike = self._losses.see(loss) if self._phases is not None and math.isfinite(loss) else None
+    def finished(self, step: int, loss: float | None) -> None:
+        """A step is finished on the devices. Its loss is None if its batch had no target."""
+        if self._phases is None or loss is None or not math.isfinite(loss):
+            return
+        spike = self._losses.see(loss)
         if spike is not None:
             self._events.write("loss_spike", step=step, loss=spike.loss, typical=spike.typical)
             self._status.line(
@@ -152,7 +155,7 @@ class Monitoring:
         if not self._settings.phases:
             return
         try:
-            rows = gather("times of the last steps", json.dumps(self._report()), self._identity, _LAST_SECONDS)
+            rows = gather("times of the last steps", json_text(self._report()), self._identity, _LAST_SECONDS)
         except PeerError as error:
             remark(f"note: {PHASE_LINES} lacks the last steps: {error}")
             return

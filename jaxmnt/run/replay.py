@@ -1,7 +1,6 @@
 """Steps of a run taken again from a checkpoint, beside it, and compared with what they were."""
 
 import json
-import math
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.resume import completed, wanted_of
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.session import Session
+from jaxmnt.strict_json import finite, json_text
 from jaxmnt.telemetry.events import METRICS, records
 from jaxmnt.telemetry.progress import StatusLine
 
@@ -59,8 +59,8 @@ def replay(run: Session, first: int, last: int) -> int:
         batch, _ = run.batches.take()
         run.state, metrics = program.step(run.state, batch | {"control": run.control.array()})
         found = {name: jax.device_get(metrics[name]).item() for name in _COMPARED}
-        tokens += found["tokens"]
-        same &= _compare(run.status, step, found | {"tokens": tokens}, expected.get(step))
+        tokens += (targets := found["tokens"])
+        same &= _compare(run.status, step, found | {"tokens": tokens, "targets": targets}, expected.get(step))
     same &= _compare_state(run, last)
     if not same:
         changed = f"; changed since are {', '.join(change.key for change in different)}" if different else ""
@@ -85,7 +85,7 @@ def _steps_of(run: Session, first: int, last: int) -> dict[int, dict[str, Any]]:
                 newest = max(newest, line["step"])
                 if first < line["step"] <= last:
                     found[line["step"]] = {name: line[name] for name in _COMPARED}
-        told = json.dumps([newest, found])
+        told = json_text([newest, found])
     newest, found = json.loads(broadcast("what steps were", told, run.identity))
     if last > newest:
         there = f"step {newest} is the last in {path}" if newest else f"there are no steps in {path}"
@@ -95,13 +95,15 @@ def _steps_of(run: Session, first: int, last: int) -> dict[int, dict[str, Any]]:
 
 
 def _compare(status: StatusLine, step: int, found: dict[str, float], expected: dict[str, Any] | None) -> bool:
+    shown = f"step {step}  loss {found['loss']:.6f}" if found["targets"] else f"step {step}  no targets"
     if expected is None:
-        status.line(f"step {step}  loss {found['loss']:.6f}: not compared, metrics.jsonl lacks this step")
+        status.line(f"{shown}: not compared, metrics.jsonl lacks this step")
         return True
-    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    wrong = [name for name in _COMPARED if finite[name] != expected[name]]
-    told = ", ".join(f"{name} was {expected[name]} and is {finite[name]}" for name in wrong)
-    status.line(f"step {step}  loss {found['loss']:.6f}: {'DIFFERENT, ' + told if wrong else 'the same'}")
+    # As a line of metrics.jsonl has them: null of a step that is bad or has no targets.
+    written = finite(found)
+    wrong = [name for name in _COMPARED if written[name] != expected[name]]
+    told = ", ".join(f"{name} was {expected[name]} and is {written[name]}" for name in wrong)
+    status.line(f"{shown}: {'DIFFERENT, ' + told if wrong else 'the same'}")
     return not wrong
 
 

@@ -13,7 +13,7 @@ import jax
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.config.describe import MEANING
 from jaxmnt.config.schema import Config
-from jaxmnt.data.batches import TrainingData
+from jaxmnt.data.batches import TrainingData, WithoutTargets
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.gpu_settings import SHOWN
@@ -28,7 +28,7 @@ from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.spending import Spending
-from jaxmnt.telemetry.events import Events
+from jaxmnt.telemetry.events import METRICS, Events
 from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
 from jaxmnt.telemetry.metrics import Finished, Rates, TrainLog
 from jaxmnt.telemetry.phases import StepTimer
@@ -39,6 +39,8 @@ from jaxmnt.training.noise import small_batches
 _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
 _BYTES_A_TOKEN = 20
 """Five fields of four bytes."""
+_TELLING_SHARE = 0.005
+"""Of batches without a target, from which on that is said at the start."""
 
 
 def run(status: StatusLine, start: ResumePoint, identity: Identity) -> None:
@@ -61,9 +63,10 @@ def run(status: StatusLine, start: ResumePoint, identity: Identity) -> None:
         status.line(f"changed {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})")
 
 
-def data(status: StatusLine, config: Config, sources: Sources, training: TrainingData) -> None:
-    """What the run reads, source by source, and the memory that reading takes on this host."""
+def data(status: StatusLine, config: Config, sources: Sources, training: TrainingData, *, writes: bool = True) -> None:
+    """What the run reads, source by source. The process that `writes` also looks how many rows have no target."""
     settings = config.data
+    without = training.without_targets() if writes else {}
     for name, part in sources.parts.items():
         label = "" if len(sources.parts) == 1 else f"{name}: "
         frequencies = part.unigram_nats("eval") or part.unigram_nats("train")
@@ -77,8 +80,22 @@ def data(status: StatusLine, config: Config, sources: Sources, training: Trainin
         kind = "rows" if isinstance(part, GrainData) and part.holds_rows else settings.rows
         status.line(
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
-            f"fill {training.fill()[name]:.3f}"
+            f"fill {training.fill()[name]:.3f}{_masked(without.get(name))}"
         )
+    empty = training.empty_batches(without)
+    if empty >= _TELLING_SHARE:
+        status.line(
+            f"note    about {empty:.0%} of the batches have no target, and their steps will change nothing: set "
+            "data.rows: packed, a longer data.sequence_length or a larger data.global_batch_size"
+        )
+
+
+def _masked(without: WithoutTargets | None) -> str:
+    """What is said of a source that says which tokens are targets."""
+    if without is None:
+        return ""
+    sampled = f" of {without.looked_at:,} that were looked at" if without.is_sample else ""
+    return f", {without.share:.1%}{sampled} without targets"
 
 
 def input_memory(status: StatusLine, config: Config, training: TrainingData, rows: int) -> dict[str, int]:
@@ -230,6 +247,9 @@ def end(
     )
     saved = f"{saves.count} checkpoint{'' if saves.count == 1 else 's'}"
     status.line(f"saved   {saved}, for which training waited {saves.blocked_seconds:.1f} s")
+    if log.without_targets:
+        steps = f"{log.without_targets} step{'' if log.without_targets == 1 else 's'}"
+        status.line(f"note    {steps} of this start had no targets and changed nothing")
     if step == config.train.stop_after and step < config.train.steps:
         status.line("to go on, raise train.stop_after or leave it out")
     elif step < config.train.steps:
@@ -246,14 +266,21 @@ class BadStepMonitor:
         self._events, self._status, self._writer = events, status, writer
         self._good: tuple[int, float] | None = None
         """The last good step and its loss."""
+        self._between: set[int] = set()
+        """Steps without targets among the bad steps in a row, which they neither add to nor end."""
+        self._told_of_targets = False
 
     def see(self, step: int, values: dict[str, Any]) -> None:
         """Raises `UserError`, in all processes after the same step, after too many bad steps in a row."""
         if self._writer:
             self._note_passed_over(step)
         in_a_row = values["bad_in_a_row"]
+        if not values["tokens"]:
+            self._between |= {step} if in_a_row else set()
+            self._note_no_targets(step)
+            return
         if not in_a_row:
-            self._good = step, values["loss"]
+            self._good, self._between = (step, values["loss"]), set()
             return
         first, last = self._range(step, step)
         bad = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
@@ -264,6 +291,16 @@ class BadStepMonitor:
             )
         if in_a_row > self._most:
             raise UserError(self._diagnosis(step, in_a_row, bad))
+
+    def _note_no_targets(self, step: int) -> None:
+        """Says it of the first such step of this start: there may be many."""
+        if self._writer and not self._told_of_targets:
+            first, last = self._range(step, step)
+            self._status.line(
+                f"note    step {step}: its rows ({first} to {last}) have no targets, so it changes nothing; the loss "
+                f"of such steps is null in {METRICS}"
+            )
+        self._told_of_targets = True
 
     def _note_passed_over(self, step: int) -> None:
         """Says when rows of `data.skip` have been passed over."""
@@ -279,15 +316,24 @@ class BadStepMonitor:
         first = self._order.numbers(first_step - 1, [0])
         return int(first[0]), int(self._order.numbers(last_step - 1, [self._rows - 1])[0])
 
+    def _first_bad_step(self, step: int, in_a_row: int) -> int:
+        """Returns the first of the bad steps in a row that end with `step`."""
+        first = step
+        while in_a_row > 1:
+            first -= 1
+            in_a_row -= first not in self._between
+        return first
+
     def _diagnosis(self, step: int, in_a_row: int, bad: str) -> str:
-        first, last = self._range(step - in_a_row + 1, step)
+        since = self._first_bad_step(step, in_a_row)
+        first, last = self._range(since, step)
         good = "none was good since this start"
         if self._good is not None:
             good = f"the last good step was {self._good[0]}, its loss {self._good[1]:.4f}"
         return (
             f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({good}; the rows of these "
             f"steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "
-            f"{last + 1 - first}}} to data.skip; if there is a checkpoint of step {step - in_a_row + 1} or later, "
+            f"{last + 1 - first}}} to data.skip; if there is a checkpoint of step {since} or later, "
             "also set another run.dir and run.fork_from to continue from an earlier one; if these rows are not "
             "the cause, lower optimizer.learning_rate and continue from an earlier checkpoint"
         )

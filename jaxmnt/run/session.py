@@ -154,7 +154,7 @@ class Session:
         self.training_data.branch_at(self.start.branches)
         self.step = self.start.step
         report.run(self.status, self.start, self.identity)
-        report.data(self.status, self.config, self.data, self.training_data)
+        report.data(self.status, self.config, self.data, self.training_data, writes=self.writes)
         if self.finished:
             build_spec(self.config, self.data.vocab_size, self._devices, self._host_of)
             report.already_finished(self.status, self.config, self.start)

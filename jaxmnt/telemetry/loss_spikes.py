@@ -21,7 +21,7 @@ class LossSpike(NamedTuple):
 
 
 class LossSpikeDetector:
-    """Sees the finite losses of a run's steps in order."""
+    """Sees the losses of a run's steps in order: those that are finite, of batches with targets."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=_WINDOW)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxmnt.strict_json import finite
 from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.events import METRICS
 from jaxmnt.telemetry.phases import StepTimer
@@ -32,6 +33,9 @@ Cost = Callable[[float], str | None]
 """In words: what is spent, and what will be in so many seconds; None if that is not known."""
 
 Finished = Callable[[int, float, dict[str, Any]], None]
+
+MEANS_OVER_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
+"""Metrics of a step that have no value if its batch has no target."""
 
 
 class TrainLog:
@@ -68,6 +72,8 @@ class TrainLog:
         """The last step in which some process wished to save."""
         self.profile_seen = 0
         """The last step in which some process wished for a profile."""
+        self.without_targets = 0
+        """Steps since this start whose batch had no target."""
         self._lines = LineWriter(run_dir / METRICS) if writer else None
         self._status = status
         self._steps = steps
@@ -101,6 +107,9 @@ class TrainLog:
         with self._timer.during("device"):
             metrics = jax.device_get(metrics)
         values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+        if not values["tokens"]:
+            self.without_targets += 1
+            values |= {name: finite(values[name]) for name in MEANS_OVER_TARGETS if name in values}
         now = time.perf_counter()
         step_seconds = max(1e-9, now - self._ready_at - self._paused)
         self._ready_at, self._paused = now, 0.0
@@ -125,18 +134,19 @@ class TrainLog:
 
     def write_eval(
         self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float, sets: Collection[str] = ()
-    ) -> float:
-        """Writes the mean loss over all held-out tokens, which it returns, and of each source.
+    ) -> float | None:
+        """Writes the mean loss over all held-out tokens, which it returns, and of each source. Means over no token are
+        None.
 
         `sums` has (sum of losses, tokens) of each. `sets` are the names of those that are evaluated besides, and count
         into the mean only if nothing else is held out.
         """
         own = {name: one for name, one in sums.items() if name not in sets} or sums
         tokens = sum(count for _, count in own.values())
-        loss = sum(total for total, _ in own.values()) / tokens
+        loss = _mean(sum(total for total, _ in own.values()), tokens)
         if self._lines is None:
             return loss
-        means = {name: total / count for name, (total, count) in sums.items()}
+        means = {name: _mean(total, count) for name, (total, count) in sums.items()}
         record = {
             "kind": "eval",
             "step": step,
@@ -149,9 +159,9 @@ class TrainLog:
         }
         self._lines.write(record)
         self._written(record)
-        shown = "".join(f", {name} {mean:.4f}" for name, mean in means.items()) if len(means) > 1 else ""
+        shown = "".join(f", {name} {_shown(mean)}" for name, mean in means.items()) if len(means) > 1 else ""
         self._status.line(
-            f"step {step}  held-out loss {loss:.4f}{shown} over {count(tokens)} tokens ({duration(seconds)})"
+            f"step {step}  held-out loss {_shown(loss)}{shown} over {count(tokens)} tokens ({duration(seconds)})"
         )
         return loss
 
@@ -208,13 +218,14 @@ class TrainLog:
     ) -> None:
         """On a terminal what fits there, in place; a line that stays is the same everywhere."""
         assert self._pace is not None
-        loss, eta = f"loss {values['loss']:.4f}", f"ETA {duration((self._steps - step) * self._pace)}"
+        loss = "no targets" if values["loss"] is None else f"loss {values['loss']:.4f}"
+        eta = f"ETA {duration((self._steps - step) * self._pace)}"
         share = [] if mfu is None else [f"MFU {mfu:.1%}"]
         if self._status.live and not stays:
-            learning_rate, norm = f"lr {values['learning_rate']:.2e}", f"grad norm {values['grad_norm']:.3g}"
+            norm = [] if values["grad_norm"] is None else [f"grad norm {values['grad_norm']:.3g}"]
             cost = None if self._cost is None else self._cost((self._steps - step) * self._pace)
-            parts = [loss, f"{count(rate)} tokens/s", eta, *share, *([cost] if cost else []), learning_rate, norm]
-            parts.append(f"data wait {data_wait:.1%}")
+            parts = [loss, f"{count(rate)} tokens/s", eta, *share, *([cost] if cost else [])]
+            parts += [f"lr {values['learning_rate']:.2e}", *norm, f"data wait {data_wait:.1%}"]
             self._status.progress(step, self._steps, parts)
             return
         parts = [loss, f"{count(rate)} tokens/s", *share, f"data wait {data_wait:.1%}", eta]
@@ -236,3 +247,11 @@ class TrainLog:
                 "report this as a bug, with the devices' kind"
             )
         return None
+
+
+def _mean(total: float, tokens: int) -> float | None:
+    return total / tokens if tokens else None
+
+
+def _shown(loss: float | None) -> str:
+    return "none (no targets)" if loss is None else f"{loss:.4f}"

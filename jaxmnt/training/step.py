@@ -30,51 +30,66 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     """One optimizer update from one global batch. To be jitted with the state donated.
 
     The loss is the mean over all real targets of the global batch, whatever the mesh and the number of microbatches:
-    sums travel to the end and are divided once. If the loss or the gradient is not finite, the batch counts as taken
-    but nothing else changes: neither parameters nor the optimizer, whose schedule therefore goes by updates.
+    sums travel to the end and are divided once. If the loss or the gradient is not finite, or if the batch has no real
+    target, the batch counts as taken but nothing else changes: neither parameters nor the optimizer, whose schedule
+    therefore goes by updates. Without a target the means are NaN: there is no value.
     """
     step, bad, params = state["counters"]["step"], state["bad_steps"], state["params"]
     buffers = state.get("buffers", {})
     found = mean_gradients(spec, params, buffers, batch, step)
     loss, norm, gradients = found.sums.cross_entropy * found.scale, optax.tree.norm(found.gradients), found.gradients
-    # Both are sums over all devices: what one of them decides, all do.
-    good = jnp.isfinite(loss) & jnp.isfinite(norm)
+    # All three are sums over all devices: what one of them decides, all do.
+    has_targets = found.tokens > 0
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    is_bad, updates_state = has_targets & ~finite, has_targets & finite
     clip = spec.config.optimizer.clip_norm
     if clip is not None:
         factor = jnp.minimum(1, clip / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * factor, gradients)
     trained = select(params, spec.trained_axes)
     updates, optimizer = spec.optimizer.update(gradients, state["optimizer"], trained)
-    keep_good = lambda new, old: jnp.where(good, new, old)
-    updated = jax.tree.map(keep_good, optax.apply_updates(trained, updates), trained)
+    take_over = lambda new, old: jnp.where(updates_state, new, old)
+    updated = jax.tree.map(take_over, optax.apply_updates(trained, updates), trained)
     new_state = {
         "params": replaced(params, updated, spec.trained_axes),
-        "optimizer": jax.tree.map(keep_good, optimizer, state["optimizer"]),
+        "optimizer": jax.tree.map(take_over, optimizer, state["optimizer"]),
         "counters": {"step": step + 1},
         "bad_steps": {
-            "total": bad["total"] + jnp.where(good, 0, 1),
-            "in_a_row": jnp.where(good, 0, bad["in_a_row"] + 1),
+            "total": bad["total"] + is_bad,
+            # A step without targets says nothing about the steps before and after it.
+            "in_a_row": jnp.where(updates_state, 0, bad["in_a_row"] + is_bad),
         },
     }
     if buffers:
-        new_state["buffers"] = jax.tree.map(keep_good, _updated_buffers(spec, buffers, found.layers), buffers)
+        new_state["buffers"] = jax.tree.map(take_over, _updated_buffers(spec, buffers, found.layers), buffers)
     # Over all devices, so that no process misses another's wish.
     stop, save, profile = jnp.sum(batch["control"], axis=0)
+    measured = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, found)}
+    measured |= {} if found.squares is None else {"gradient_squares": found.squares}
     metrics = {
-        "loss": loss,
-        "grad_norm": norm,
-        "learning_rate": jnp.asarray(spec.learning_rate(step - bad["total"]), jnp.float32),
+        **jax.tree.map(lambda value: _value_if(has_targets, value), measured),
+        "learning_rate": jnp.asarray(spec.learning_rate(updates_applied(state)), jnp.float32),
         "tokens": found.tokens,
         "bad_steps": new_state["bad_steps"]["total"],
         "bad_in_a_row": new_state["bad_steps"]["in_a_row"],
         "stop": stop,
         "save": save,
         "profile": profile,
-        "model": _layer_metrics(spec, found),
     }
-    if found.squares is not None:
-        metrics["gradient_squares"] = found.squares
     return new_state, metrics
+
+
+def updates_applied(state: State) -> jax.Array:
+    """Returns the number of updates so far: the optimizer counts them for its schedule. Batches are counted apart:
+    a bad step and a step without targets take a batch and apply no update."""
+    count: jax.Array = state["optimizer"]["learning_rate"].count
+    return count
+
+
+def _value_if(has_targets: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns a mean over targets, NaN if there are none. An integer is a count, and stays."""
+    is_mean = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    return jnp.where(has_targets, value, jnp.nan) if is_mean else jnp.asarray(value)
 
 
 def _updated_buffers(spec: StepSpec, buffers: Params, layers: dict[str, Any]) -> Params:
@@ -186,7 +201,7 @@ def _local_gradients(
     row_keys = lambda index: _row_keys(spec, step, index)
     found = engine.loss_and_gradients(spec, params, buffers, batch, row_keys)
     weights = batch["weights"]
-    counts = (found.sums, jnp.sum(weights > 0, dtype=jnp.int32), jnp.sum(weights))
+    counts = (found.sums, _targets_of(weights), jnp.sum(weights))
     sums, tokens, weight = collectives.sum_over_batch(counts, spec.placement)
     layers = collectives.sum_over_stage(found.layers, spec.placement)
     late = lambda names: not spec.is_reduced_early(names)
@@ -201,8 +216,13 @@ def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Ba
     training = spec.schedule
     schedule = build_schedule("forward", training.stages, training.microbatches, training.chunks)
     sums = engine.loss(spec, params, buffers, batch, schedule)
-    tokens = jnp.sum(batch["weights"] > 0, dtype=jnp.int32)
+    tokens = _targets_of(batch["weights"])
     return collectives.sum_over_batch((sums, tokens), spec.placement)
+
+
+def _targets_of(weights: jax.Array) -> jax.Array:
+    """Returns the number of targets. A weight of NaN counts as one: its step is bad, and not without targets."""
+    return jnp.sum(weights != 0, dtype=jnp.int32)
 
 
 def _row_keys(spec: StepSpec, step: jax.Array, microbatch: jax.Array) -> jax.Array | None:

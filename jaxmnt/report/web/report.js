@@ -99,7 +99,7 @@ function heading(run) {
     ["Step time", duration(summary.step_seconds)], ["MFU", percent(summary.mfu)],
     ["Wall time", duration(goodput.wall_seconds)], ["Goodput (ETTR)", percent(goodput.ettr)],
     ["ETTR, last hour", percent(goodput.ettr_last_hour)], ["Restarts", summary.restarts],
-    ["Bad steps", summary.bad_steps], ["Time left", duration(summary.seconds_left)],
+    ["Bad steps", summary.bad_steps], ["Steps without targets", summary.steps_without_targets || "–"], ["Time left", duration(summary.seconds_left)],
     ["Device-hours", short(goodput.gpu_hours)], ["Cost", money(goodput.cost)],
     ["Productive cost", money(goodput.productive_cost)],
     ["Cost per billion tokens", money(goodput.cost_per_billion_tokens)],
@@ -337,6 +337,12 @@ function aligned(tables) {
   return [steps, columns];
 }
 
+// Places of values between gaps, which no line goes through.
+function alone(column) {
+  const gap = (place) => place < 0 || place >= column.length || column[place] === null;
+  return [...column.keys()].filter((place) => !gap(place) && column[place] !== undefined && gap(place - 1) && gap(place + 1));
+}
+
 function stacked(columns) {
   const sums = columns[0].map(() => 0);
   return columns.map((column) => column.map((value, index) => {
@@ -407,7 +413,8 @@ function chartCard(chart) {
       series: [{}, ...chart.tables.map((one, place) => ({
         label: one.name, stroke: color(`c${place % 9}`), width: stack ? 1 : 1.6, dash: stack ? [] : DASHES[place % 4],
         fill: stack ? color(`c${place % 9}`) : undefined, show: !off.has(one.name), spanGaps: false,
-        points: { show: one.points || steps.length < 2, size: 7, fill: color(`c${place % 9}`) },
+        points: { show: one.points || steps.length < 2, size: 7, fill: color(`c${place % 9}`),
+          filter: (_, series, all) => (all ? null : alone(data[series])) },
       }))],
       hooks: {
         setCursor: [(self) => { if (self === shown) say(self.cursor.idx); }],
