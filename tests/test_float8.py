@@ -14,15 +14,16 @@ from test_parallel import GPT2, config, gradients
 from test_plan import hold_to_budget
 
 from jaxmnt.config.load import load_config
-from jaxmnt.errors import ExitCode
+from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.models import float8
 from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, chosen_for, float8_products, power_of_two_scale, product
-from jaxmnt.plan.budget import gathered_in_float8, make_report
+from jaxmnt.plan.budget import gathered_in_float8, make_report, notes
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.train import train
 from jaxmnt.training import compile as compile_module
+from jaxmnt.training import engine
 from jaxmnt.training.compile import build_spec, compile_step
 from jaxmnt.training.state import abstract_state
 
@@ -101,6 +102,21 @@ def test_the_same_numbers_on_every_mesh(mesh):
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         error = np.abs(a - b).max() / np.abs(b).max()
         assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("least", "kv_heads", "in_float8"), [(1024, None, 0), (16, 2, 8 * 5), (16, None, 8 * 7)], ids=str
+)
+def test_float8_that_no_product_would_use_is_refused(least, kv_heads, in_float8):
+    """By the shapes on a device: of the 7 products of each of 8 layers those of keys and values may be too small."""
+    train, model = {"precision": "float8", "float8_least": least}, {"num_kv_heads": kv_heads}
+    spec = build_spec(config(train=train, model=model), 60, jax.devices()[:1])
+    state = abstract_state(spec)
+    assert engine.float8_products(spec, state["params"], {}) == (in_float8, 8 * 7)
+    assert any(note.startswith(f"train.precision: {in_float8} of the 56 products") for note in notes(spec))
+    if not in_float8:
+        with pytest.raises(ConfigError, match=r"train.precision: none of the 56 products .*precision=bfloat16"):
+            compile_step(spec, state)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) 
         "verify": False,
     }
     small["train"] |= {"steps": steps, "eval_every": 0, "stop_after": None, "max_bad_steps": 1}
+    small["train"]["float8_least"] = 16  # or no product of this width would be in float8
     if config.train.microbatch_size is not None or pieces > 1:
         small["train"]["microbatch_size"] = 1
         small["model"]["overlap"] = "auto"  # of rows there is one

@@ -33,7 +33,7 @@ class Float8(NamedTuple):
 
 
 _chosen: ContextVar[Float8 | None] = ContextVar("float8", default=None)
-_noted: ContextVar[list[jax.Array] | None] = ContextVar("noted", default=None)
+_noted: ContextVar[list["Noted"] | None] = ContextVar("noted", default=None)
 
 
 @contextlib.contextmanager
@@ -46,10 +46,18 @@ def float8_products(chosen: Float8 | None) -> Iterator[None]:
         _chosen.reset(token)
 
 
+class Noted(NamedTuple):
+    """A product of `project`."""
+
+    weight: jax.Array
+    """As it is given."""
+    in_float8: bool
+
+
 @contextlib.contextmanager
-def noting_weights() -> Iterator[list[jax.Array]]:
-    """The weights that are multiplied in float8 inside, as they are given to `project`."""
-    noted: list[jax.Array] = []
+def noting_products() -> Iterator[list[Noted]]:
+    """Yields a list of the products that are made inside."""
+    noted: list[Noted] = []
     token = _noted.set(noted)
     try:
         yield noted
@@ -57,11 +65,11 @@ def noting_weights() -> Iterator[list[jax.Array]]:
         _noted.reset(token)
 
 
-def note_weight(weight: jax.Array) -> None:
-    """That it is multiplied in float8."""
+def note_product(weight: jax.Array, *, in_float8: bool) -> None:
+    """Adds a product to the list that is kept at the moment, if there is one."""
     noted = _noted.get()
     if noted is not None:
-        noted.append(weight)
+        noted.append(Noted(weight, in_float8))
 
 
 def chosen_for(tokens: int, inputs: int, outputs: int) -> Float8 | None:

@@ -75,8 +75,7 @@ def _chosen_for(x: jax.Array, weight: jax.Array, own: Own, pieces: int = 1) -> H
     tokens, inputs = math.prod(x.shape[:2]) // pieces, math.prod(x.shape[2:])
     outputs = weight.size // inputs if own is None else weight.size // inputs // weight.shape[-2] * len(own)
     how = float8.chosen_for(tokens, inputs, outputs)
-    if how is not None:
-        float8.note_weight(weight)
+    float8.note_product(weight, in_float8=how is not None)
     return how
 
 

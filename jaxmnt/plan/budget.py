@@ -140,6 +140,13 @@ def notes(spec: StepSpec) -> list[str]:
             f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.model {placement.sizes['model']}: "
             "their weights are stored once, and each device computes the heads that its queries need"
         )
+    if spec.float8:
+        state = abstract_state(spec)
+        in_float8, products = engine.float8_products(spec, state["params"], state.get("buffers", {}))
+        found.append(
+            f"train.precision: {in_float8} of the {products} products of the layers' projections are in float8, all "
+            f"else in {spec.dtype.name}"
+        )
     places = [unit for rows in spec.slots.values() for row in rows for unit in row]
     if empty := places.count(None):
         found.append(f"pipeline: {empty} of {len(places)} places for layers are empty: stages are uneven")

@@ -141,9 +141,10 @@ def program(status: StatusLine, program: Program) -> None:
     device = program.placement.mesh.devices.flat[0]
     mesh = " × ".join(f"{axis} {n}" for axis, n in program.placement.sizes.items() if n > 1) or "one device"
     total = program.placement.mesh.size
+    precision = spec.dtype.name if spec.float8 is None else f"float8 and {spec.dtype.name}"
     status.line(f"mesh    {mesh}: {total} {device.device_kind} device{'s' if total > 1 else ''}")
     status.line(
-        f"model   {count(spec.definition.parameter_count)} parameters, {spec.dtype.name} compute, "
+        f"model   {count(spec.definition.parameter_count)} parameters, {precision} compute, "
         f"{spec.kernel} attention, "
         f"{spec.num_microbatches} microbatch{'es' if spec.num_microbatches > 1 else ''} per step"
     )

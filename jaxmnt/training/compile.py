@@ -31,6 +31,7 @@ from jaxmnt.parallel.sharding import (
     parameter_name,
     whole_length,
 )
+from jaxmnt.training import engine
 from jaxmnt.training.compiler_options import NO_OPTIONS, GpuMemory, compiler_options, memory_options
 from jaxmnt.training.levers import find_levers, told
 from jaxmnt.training.loss import load_loss
@@ -316,7 +317,12 @@ def _abstract_batch(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) -> Any:
-    """The compiled step, also for devices that are not there. With `memory` it may take all that there is."""
+    """The compiled step, also for devices that are not there. With `memory` it may take all that there is.
+
+    Raises `ConfigError` for float8 where no product would be in float8.
+    """
+    if spec.float8 is not None:
+        _check_float8(spec, spec.float8.least, state)
     batch = _abstract_batch(spec)
     shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
 
@@ -337,6 +343,17 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
         out_shardings=(shardings, NamedSharding(spec.placement.mesh, P())),
     )
     return _compile(spec, step, state, batch, options=memory_options(state, memory))
+
+
+def _check_float8(spec: StepSpec, least: int, state: State) -> None:
+    """Raises `ConfigError` if float8 is asked for and would not be used: the numbers would be another precision's."""
+    in_float8, products = engine.float8_products(spec, state["params"], state.get("buffers", {}))
+    if in_float8 == 0:
+        raise ConfigError(
+            f"train.precision: none of the {products} products of the layers' projections would be in float8: on a "
+            f"device each has fewer than {least} inputs or outputs (train.float8_least), or a dimension that 16 does "
+            f"not divide; lower train.float8_least, or set train.precision={spec.dtype.name}, which computes the same"
+        )
 
 
 def _compile_eval(spec: StepSpec, state: State) -> Any:

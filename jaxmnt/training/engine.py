@@ -17,7 +17,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,9 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     return Results(end.sums, end.layer_sums, gradients, found)
 
 
+Found = TypeVar("Found")
+
+
 class Glance(NamedTuple):
     """What can be known of a step without computing anything, on a device."""
 
@@ -145,14 +148,34 @@ class Glance(NamedTuple):
 
 def glance(spec: StepSpec, params: Params, buffers: Params) -> Glance:
     """`params` and `buffers` are abstract, as they are placed."""
-    found: list[Glance] = []
+
+    def look(training: _Training) -> Glance:
+        gathered = {name: layers.gathered_in_float8 for name, layers in training.layers.items()}
+        return Glance(training.start().residuals, gathered)
+
+    return _looked_at(spec, params, buffers, look)
+
+
+def float8_products(spec: StepSpec, params: Params, buffers: Params) -> tuple[int, int]:
+    """Returns how many products of the layers' projections are in float8, and how many there are. `params` and
+    `buffers` are abstract, as they are placed."""
+
+    def look(training: _Training) -> list[tuple[int, int]]:
+        x_BSD, rows = training.nothing(), training.layer_rows(jnp.int32(0))
+        return [layers.products(x_BSD, rows) for layers in training.layers.values()]
+
+    counts = _looked_at(spec, params, buffers, look)
+    return sum(in_float8 for in_float8, _ in counts), sum(products for _, products in counts)
+
+
+def _looked_at(spec: StepSpec, params: Params, buffers: Params, look: Callable[["_Training"], Found]) -> Found:
+    """Returns what `look` finds in a step that is traced on a device and not computed."""
+    found: list[Found] = []
     shape = (spec.config.data.global_batch_size, spec.config.data.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in BATCH_LOGICAL_AXES}
 
     def local(params: Params, buffers: Params, batch: Batch) -> jax.Array:
-        training = _Training(spec, params, buffers, batch, lambda _: None, spec.schedule)
-        gathered = {name: layers.gathered_in_float8 for name, layers in training.layers.items()}
-        found.append(Glance(training.start().residuals, gathered))
+        found.append(look(_Training(spec, params, buffers, batch, lambda _: None, spec.schedule)))
         return jnp.zeros(())
 
     split = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)

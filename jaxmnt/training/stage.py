@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
-from jaxmnt.models.float8 import FORWARD, float8_products, noting_weights, packed, power_of_two_scale, unpacked
+from jaxmnt.models.float8 import FORWARD, Noted, float8_products, noting_products, packed, power_of_two_scale, unpacked
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.collectives import unshard, unshard_as_it_is
@@ -119,18 +119,30 @@ class Layers:
         """By place in the pattern, which of its parameters."""
         return {place: [one is not None for one in scales] for place, scales in self._scales.items()}
 
+    def products(self, x_BSD: jax.Array, rows: Rows) -> tuple[int, int]:
+        """Returns how many products of all layers are in float8, and how many there are."""
+        noted = [one for place in range(len(self._group.pattern)) for one in self._noted(place, x_BSD, rows)[1]]
+        return self._group.units * sum(one.in_float8 for one in noted), self._group.units * len(noted)
+
     def _multiplied_in_float8(self, place: int, x_BSD: jax.Array, rows: Rows) -> list[bool]:
-        """For each weight of a layer, by trying the layer without computing anything."""
-        found: list[bool] = []
+        """For each weight of a layer."""
+        weights, noted = self._noted(place, x_BSD, rows)
+        return [any(leaf is one.weight for one in noted if one.in_float8) for leaf in weights]
+
+    def _noted(self, place: int, x_BSD: jax.Array, rows: Rows) -> tuple[list[jax.Array], list[Noted]]:
+        """The weights of a layer and its products, by trying the layer without computing anything."""
+        leaves: list[jax.Array] = []
+        products: list[Noted] = []
 
         def look(weights: Params, x_BSD: jax.Array) -> jax.Array:
-            with noting_weights() as noted:
+            with noting_products() as noted:
                 output = self._called(place, *self._arguments(jnp.int32(0), place, rows, weights), x_BSD)
-            found.extend(any(leaf is one for one in noted) for leaf in jax.tree.leaves(weights))
+            leaves.extend(jax.tree.leaves(weights))
+            products.extend(noted)
             return output.x_BSD
 
         jax.eval_shape(look, jax.eval_shape(lambda: self._weights(jnp.int32(0), place)), x_BSD)
-        return found
+        return leaves, products
 
     def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
         """A place for what the forwards of `slots` microbatches leave for their backwards, [slots, depth, …], and for
