@@ -63,6 +63,7 @@ class Parser(argparse.ArgumentParser):
             self.register("action", name, _StoreOnce)
         self.options_seen: set[str] = set()
         """Options of the command line that is being parsed that take one value."""
+        self.register("type", Path, lambda text: Path(path_argument(text)))
         self.add_argument("--debug", action="store_true", help="show a traceback with an error")
         self._takes_settings = False
         self._unknown = unknown
@@ -127,6 +128,18 @@ def expect_separator(arguments: Sequence[str], example: str) -> None:
     for argument in arguments:
         if argument == "--config" or argument.startswith("--config=") or re.match(r"[a-z]\w*(\.\w+)*=", argument):
             raise ConfigError(f"{argument}: the arguments of jaxmnt.train come after a lone --, such as: {example}")
+
+
+def path_argument(text: str) -> str:
+    """Returns the path that an option names, with its home: bash replaces no `~` in `--output=~/a`."""
+    from jaxmnt.config.paths import with_home
+
+    if not text.startswith("~"):
+        return text
+    try:
+        return with_home(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shortened(repr(text))}: {error}") from error
 
 
 def exit_codes(codes: Mapping[ExitCode, str]) -> str:

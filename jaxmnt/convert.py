@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _from_hf(options: argparse.Namespace) -> int:
+    from jaxmnt.config.load import as_typed
     from jaxmnt.huggingface.folder import Folder
     from jaxmnt.huggingface.run_from import make_run
 
@@ -35,7 +36,8 @@ def _from_hf(options: argparse.Namespace) -> int:
         print(
             f"note    {options.folder} has no tokenizer.json with an end of texts, so the run has none", file=sys.stderr
         )
-    print(f"train from it with run.init_from={options.output} and the settings of {options.output / 'config.yaml'}")
+    setting = as_typed("run.init_from", str(options.output))
+    print(f"train from it with {setting} and the settings of {options.output / 'config.yaml'}")
     return ExitCode.FINISHED
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.strict_json import json_text
 from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
@@ -198,7 +198,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add_arguments(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    source.add_argument("--input", metavar="FILE", help="JSON lines instead (-: standard input)")
+    source.add_argument("--input", type=path_argument, metavar="FILE", help="JSON lines instead (-: standard input)")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's turn, written by the chat template of the model"
     )

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import HERE, Parser, path_argument, run_command
+from jaxmnt.config.load import as_typed
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable
 from jaxmnt.storage import read
 
@@ -64,10 +65,10 @@ def main(arguments: list[str]) -> int:
         print(f"{split:5}  {documents}, {count(summary.tokens[split])} tokens")
     seconds = time.monotonic() - started
     print(f"read   {size(rate.done)} in {duration(seconds)}, {size(rate.done / seconds)} a second")
-    output = printable(str(options.output))
     for line in [*_cut_and_held_out(summary, options.eval_fraction), *_left_out(summary)]:
         print(line)
-    print(f"prepared data is in {output}: train on it with data.path={output}")
+    output = str(options.output)
+    print(f"prepared data is in {printable(output)}: train on it with {as_typed('data.path', output)}")
     return ExitCode.FINISHED
 
 
@@ -184,7 +185,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--output", type=Path, required=True, help="folder to write")
     several("--suffix", nargs="*", default=[], help="keep only files with these endings, such as .txt")
     several("--exclude", nargs="*", default=[], help="leave out files and folders of these names (*, ?)")
-    add("--tokenizer", help="bytes (default), or the path of a Hugging Face tokenizer.json")
+    add("--tokenizer", type=path_argument, help="bytes (default), or the path of a Hugging Face tokenizer.json")
     add("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
     add("--end-token", help="the token that ends a document (default: <|endoftext|> or another usual name)")
     add("--text-field", default="text", help="field or column that holds a document (text)")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.strict_json import json_text
 from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
@@ -126,7 +126,9 @@ def windows(wanted: Wanted, window: int) -> Iterator[Wanted]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.score", description=__doc__, codes=HERE)
     add_arguments(parser)
-    parser.add_argument("--input", default="-", metavar="FILE", help="JSON lines (default: standard input)")
+    parser.add_argument(
+        "--input", type=path_argument, default="-", metavar="FILE", help="JSON lines (default: standard input)"
+    )
     return parser.parse_intermixed_args(arguments)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmnt.commands import Parser
+from jaxmnt.commands import Parser, path_argument
 from jaxmnt.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -120,9 +120,14 @@ class Named:
 
 def add_arguments(parser: Parser) -> None:
     """What these commands take."""
-    parser.add_argument("--run", required=True, metavar="RUN[@STEP]", help="run directory, as in run.dir")
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="of a run on token arrays: bytes, or the tokenizer.json that made them"
+        "--run", type=path_argument, required=True, metavar="RUN[@STEP]", help="run directory, as in run.dir"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=path_argument,
+        metavar="PATH",
+        help="of a run on token arrays: bytes, or the tokenizer.json that made them",
     )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows at a time (8)")
     parser.add_argument(

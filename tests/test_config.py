@@ -1,15 +1,27 @@
 """The config: what is accepted, what is refused, and with which words."""
 
 import json
+import random
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from conftest import command
 
 from jaxmnt.config.describe import changes, fields_by_key, json_schema
-from jaxmnt.config.load import dump_config, load_config, parse_config
+from jaxmnt.config.load import (
+    apply_overrides,
+    as_override,
+    as_typed,
+    dump_config,
+    flatten,
+    load_config,
+    parse_config,
+    with_settings,
+)
 from jaxmnt.errors import ConfigError
 
 
@@ -23,6 +35,67 @@ def test_overrides_win_and_later_ones_more(tmp_path):
     config = load(tmp_path, "train:\n  steps: 5\n", "train.steps=6", "train.steps=7", "optimizer.learning_rate=3e-4")
     assert config.train.steps == 7
     assert config.optimizer.learning_rate == 3e-4
+
+
+_HARD = [
+    "/home/me/Project #2/x", "a: b", "#", "~", "null", "", " a", "a ", "1e3", "010", "12:00", "yes", "True", "'", '"',
+    "it's", "{a: b}", "[a]", "$HOME", "100%", "%YAML", "&a b", "*a", "!a", "- a", "? a", "|", "> a", "---", "...", "=",
+    "a\\b", "ü ☃ 😀", "a\nb", "\t", "\x00", "\x85", "\ufeff", "\udcff", "a b " * 100,
+    None, True, 3, 1e-5, 1e22, float("inf"), [0, 1], ["a #b", "~"], [], {}, {"a b": "#"}, ["a long entry"] * 50,
+]  # fmt: skip
+
+
+def test_what_is_written_as_an_override_is_read_as_the_same_value(tmp_path):
+    letters, chance = "ab# :'\"~{}[]%$,-?!&*|>@`\\\n\t.0123e_=<üλ😀", random.Random(0)
+    texts = ["".join(chance.choices(letters, k=chance.randint(0, 8))) for _ in range(1000)]
+    (tmp_path / "a.yaml").write_text("seed: 1\n")
+    for value in [*_HARD, *texts]:
+        tree: dict = {}
+        apply_overrides(tree, [as_override("data.path", value)])
+        assert tree == {"data": {"path": value}}, as_override("data.path", value)
+        assert shlex.split(as_typed("data.path", value)) == [as_override("data.path", value)]
+    for value in _HARD:
+        assert yaml.safe_load(with_settings(tmp_path / "a.yaml", [], {"run.notify": value}))["run"]["notify"] == value
+
+
+@pytest.mark.parametrize("key", ["run.dir", "run.init_from", "data.path", "data.sources.a.path", "checkpoint.dir"])
+def test_a_path_begins_in_a_home_and_holds_no_variable(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    read = lambda text: flatten(load(tmp_path, "", f"{key}={text}"))[key]
+    assert read("~/a b") == f"{tmp_path}/a b" and read("./~/a") == "./~/a"
+    if key == "run.init_from":
+        assert read("hf:~/model") == f"hf:{tmp_path}/model"
+    for text, words in [
+        ("$HOME/a", rf"command line: {key}: '\$HOME/a' has a \$"), ("~", "~ is null in YAML"),
+        ("~nobody-here/a", "there is no user nobody-here"),
+        ("/a/Project #2", "is a comment in YAML; for a text with #"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            read(text)
+    section, _, rest = key.partition(".")
+    tree = {section: {rest: "$DATA/x"}} if "." not in rest else {"data": {"sources": {"a": {"path": "$DATA/x"}}}}
+    with pytest.raises(ConfigError, match=rf"a.yaml:\d+: {key}: "):
+        load(tmp_path, yaml.dump(tree))
+
+
+def test_every_setting_that_names_a_folder_is_known_as_a_path():
+    paths = {name for name, field in fields_by_key().items() if "path" in field.json_schema_extra}
+    named = {name for name in fields_by_key() if name.rpartition(".")[2] in ("path", "dir", "stage_dir", "mounts")}
+    assert named < paths
+    assert paths - named == {"run.init_from", "run.fork_from", "run.compile_cache", "launch.python"}
+
+
+def test_options_that_are_paths_begin_in_a_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    from jaxmnt.commands import Parser, path_argument
+
+    parser = Parser("test")
+    parser.add_mutually_exclusive_group().add_argument("--output", type=Path)
+    parser.add_argument("--run", type=path_argument)
+    options = parser.parse_args(["--output=~/a", "--run=~/b@100"])
+    assert options.output == tmp_path / "a" and options.run == f"{tmp_path}/b@100"
+    with pytest.raises(ConfigError, match=r"argument --output: .*there is no user nobody-here"):
+        parser.parse_args(["--output=~nobody-here/a"])
 
 
 def test_derived_defaults(tmp_path):

@@ -176,11 +176,28 @@ def test_what_cannot_be_launched(asked, settings, words):
         asked(*settings)
 
 
+@pytest.mark.parametrize("sweep", [(), ("seed=1,2",)])
+def test_a_job_trains_in_the_run_directory_that_its_script_uses(tmp_path, tiny_file, monkeypatch, sweep):
+    """In folders whose names mean something in YAML."""
+    for name in ("Project #2", "a: b", "{x}", 'it\'s "x"', "%j"):
+        (tmp_path / name / "x").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / name / "x")
+        script = slurm.render(job(tiny_file, [*CLUSTER, "run.dir=runs/x", "checkpoint.dir=kept"], list(sweep)))
+        head = script[: script.index("# By it the processes know")].replace("cd ", ": ", 1)
+        done = subprocess.run(
+            ["bash", "-c", f'{head}\nprintf "%s\\0" "$run_dir" "${{arguments[@]}}"'],
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"}, capture_output=True, text=True,
+        )  # fmt: skip
+        run_dir, _, config_file, *settings = done.stdout.split("\0")[:-1]
+        assert load_config(tiny_file, settings).run.dir == run_dir
+        assert run_dir.startswith(f"{tmp_path}/{name}/x/"), config_file
+
+
 def test_a_sweep_is_a_job_array_with_a_run_each(asked):
     wanted = asked(sweep=["seed=1,2", "optimizer.learning_rate=1e-3,3e-4"])
     assert len(wanted.sweep) == 4 and wanted.sweep[1] == ["seed=1", "optimizer.learning_rate=3e-4"]
     script = slurm.render(wanted)
-    assert "    3) arguments+=(seed=2 optimizer.learning_rate=3e-4) ;;" in script
+    assert f"    3) arguments+=(seed=2 optimizer.learning_rate=3e-4 run.dir={wanted.run_dir}/3) ;;" in script
     assert 'run_dir="$run_dir/$SLURM_ARRAY_TASK_ID"' in script
     with pytest.raises(ConfigError, match="is not key=VALUE,VALUE"):
         asked(sweep=["seed"])
@@ -193,9 +210,9 @@ def test_each_task_of_a_sweep_has_its_own_checkpoints(asked, tiny_file, place):
     wanted = asked(f"checkpoint.dir={place}", sweep=["seed=1,2"])
     own = [load_config(tiny_file, [*wanted.overrides, *point]).checkpoint.dir for point in wanted.sweep]
     assert own == [f"{place.rstrip('/')}/0", f"{place.rstrip('/')}/1"]
-    assert f'checkpoint.dir="{own[1]}"\') ;;' in slurm.render(wanted)
+    assert shlex.quote(f"checkpoint.dir={own[1]}") in slurm.render(wanted)
     swept = asked(sweep=["checkpoint.dir=/x,/y", "seed=1,2"]).sweep
-    assert [point[-1] for point in swept] == [f'checkpoint.dir="/{name}"' for name in ("x/0", "x/1", "y/2", "y/3")]
+    assert [point[-1] for point in swept] == [f"checkpoint.dir=/{name}" for name in ("x/0", "x/1", "y/2", "y/3")]
 
 
 def test_the_command_of_a_script_has_each_setting_once(asked):

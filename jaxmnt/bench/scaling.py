@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxmnt.config.load import last_of_each
+from jaxmnt.config.load import as_override, last_of_each
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
 from jaxmnt.errors import ConfigError, UserError
@@ -209,7 +209,7 @@ def _study(
 def _run(wanted: Wanted, mode: Mode, processes: int) -> _Measured:
     """What an earlier study has there is set aside. Of the checkpoint at the end nothing is kept."""
     run_dir = wanted.folder / f"{mode}-{processes}"
-    settings = [*wanted.settings(mode, processes), f"run.dir={run_dir}"]
+    settings = [*wanted.settings(mode, processes), as_override("run.dir", str(run_dir))]
     start = _submit if wanted.slurm else _launch
     start(wanted, processes, run_dir, ["--config", str(wanted.config_file), *settings], "--fresh")
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
@@ -290,7 +290,7 @@ def _can_calibrate(wanted: Wanted) -> bool:
 def _calibrate(wanted: Wanted, processes: int, say: Callable[[str], None]) -> Path:
     """The rates of so many processes at a time."""
     file = wanted.folder / f"rates-{processes}.json"
-    settings = [*wanted.settings("weak", processes), f"run.dir={wanted.folder / f'rates-{processes}'}"]
+    settings = [*wanted.settings("weak", processes), as_override("run.dir", str(wanted.folder / f"rates-{processes}"))]
     arguments = ["--config", str(wanted.config_file), *settings, "--calibrate", str(file)]
     _launch(wanted, processes, wanted.folder, arguments)
     say(f"rates  {processes} × process: measured")
@@ -304,7 +304,7 @@ def _predict(wanted: Wanted, mode: Mode, processes: int, devices: int, rates: Pa
     target += ["--devices-per-host", str(devices // hosts)]
     done = subprocess.run(
         [sys.executable, "-m", "jaxmnt.train", "--config", str(wanted.config_file), "--dry-run", "--json", *target,
-         "--calibration", str(rates), *wanted.settings(mode, processes), f"run.dir={wanted.folder}"],
+         "--calibration", str(rates), *wanted.settings(mode, processes), as_override("run.dir", str(wanted.folder))],
         capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:

@@ -98,9 +98,11 @@ class Launch(Section):
     )  # fmt: skip
     environment: dict[str, str] = key({}, "Variables for every process; no secrets.")
     setup: list[str] = key([], "Shell lines that come first on each host, such as: source /shared/env/bin/activate.")
-    python: str = key("python", "The interpreter.")
+    python: str = key("python", "The interpreter.", path=True)
     image: str | None = key(None, "Container image that has jaxmnt in it.")
-    mounts: list[str] = key([], "Folders in the container: HOST:CONTAINER; on GKE volume claims, CLAIM:CONTAINER.")
+    mounts: list[str] = key(
+        [], "Folders in the container: HOST:CONTAINER; on GKE volume claims, CLAIM:CONTAINER.", path=True
+    )
     settings: Literal["auto", "none"] = key(
         "auto",
         "What a process on GPUs sets for XLA and NCCL where it is unset (docs/cluster.md): our values, or nothing.",

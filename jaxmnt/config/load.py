@@ -1,7 +1,9 @@
 """Loading: YAML file, dotted overrides, and one message for whatever is wrong with them."""
 
+import math
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
@@ -13,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from jaxmnt.config.explain import COMMAND_LINE, explain, source_of
+from jaxmnt.config.paths import is_path, with_homes
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.errors import ConfigError, printable, shortened, summary
 
@@ -75,6 +78,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     if isinstance(tree["run"], dict) and tree["run"].setdefault("dir", f"runs/{path.stem}") in (None, ""):
         where = source_of("run.dir", sources) or path
         raise ConfigError(f"{where}: run.dir: is empty; name a folder, or leave it out for runs/{path.stem}")
+    tree = with_homes(tree, lambda dotted: source_of(dotted, sources) or str(path))
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -115,6 +119,45 @@ def last_of_each(settings: Iterable[str]) -> list[str]:
         last.pop(key, None)
         last[key] = setting
     return list(last.values())
+
+
+def as_override(key: str, value: Any) -> str:
+    """Returns the argument `key=value` that sets a key to this value, in quotes of YAML where it needs them."""
+    return f"{key}={_as_yaml(value)}"
+
+
+def as_typed(key: str, value: Any) -> str:
+    """Returns `as_override` in the form in which it is typed into a shell."""
+    return shlex.quote(as_override(key, value))
+
+
+def _as_yaml(value: Any) -> str:
+    """Returns one line of YAML that our loader reads as this value."""
+    if isinstance(value, str):
+        return value if _is_plain(value) else _one_line(value, default_style='"')
+    return _one_line(value, default_flow_style=True)
+
+
+def _one_line(value: Any, **style: Any) -> str:
+    text: str = yaml.dump(value, Dumper=_Dumper, width=math.inf, allow_unicode=True, sort_keys=False, **style)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _is_plain(text: str) -> bool:
+    """Returns whether a text, without quotes, is read as itself."""
+    try:
+        return text.isprintable() and not _comment(text) and bool(_value(text, "") == text)
+    except (ConfigError, *_NOT_YAML):
+        return False
+
+
+def _comment(text: str) -> str:
+    """Returns what YAML takes for a comment at the end of a value, which it would drop."""
+    end = 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if not isinstance(token, yaml.StreamEndToken | yaml.BlockEndToken):
+            end = token.end_mark.index
+    return text[end:].strip()
 
 
 def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
@@ -175,7 +218,7 @@ def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any])
     for override in overrides:
         _apply(tree, override)
     for dotted, value in settings.items():
-        _apply(tree, f"{dotted}={yaml.dump(value, Dumper=_Dumper, default_flow_style=True).splitlines()[0]}")
+        _apply(tree, as_override(dotted, value))
     return _dumped(tree)
 
 
@@ -261,13 +304,20 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     """Sets one `key.sub=value` in the tree and returns the dotted key."""
     dotted, _, text = override.partition("=")
     try:
-        value = _value(text, f"override {shortened(repr(override))}")
+        value, comment = _value(text, f"override {shortened(repr(override))}"), _comment(text)
     except _GivenTwiceError as error:
         raise ConfigError(f"override {shortened(repr(override))}: {error}") from error
     except _NOT_YAML as error:
         raise ConfigError(
             f"override {shortened(repr(override))}: the value is not valid YAML; correct it, or put it in quotes"
         ) from error
+    if comment:
+        raise ConfigError(
+            f"override {shortened(repr(override))}: {shortened(repr(comment))} is a comment in YAML; "
+            f"for a text with # write {printable(as_typed(dotted, text))}"
+        )
+    if value is None and text.strip() == "~" and is_path(dotted):
+        raise ConfigError(f"command line: {dotted}: ~ is null in YAML; name a folder in the home, such as ~/runs/a")
     *parents, last = dotted.split(".")
     place = tree
     for parent in parents:

@@ -28,11 +28,11 @@ Minutes = Annotated[float, Field(gt=0)]
 
 
 class Run(Section):
-    dir: str | None = key(None, "Run directory; default runs/<config file's name>.")
+    dir: str | None = key(None, "Run directory; default runs/<config file's name>.", path=True)
     init_from: str | None = key(
-        None, "Start with the parameters of RUN, RUN@STEP or hf:FOLDER (of Hugging Face), and nothing else."
+        None, "Start with the parameters of RUN, RUN@STEP or hf:FOLDER (of Hugging Face), and nothing else.", path=True
     )
-    fork_from: str | None = key(None, "Start as a branch of RUN or RUN@STEP: its whole state, its step.")
+    fork_from: str | None = key(None, "Start as a branch of RUN or RUN@STEP: its whole state, its step.", path=True)
     max_minutes: float | None = key(
         None, "Stop, with a checkpoint and exit code 75, before so many minutes of this start are over.", gt=0
     )
@@ -52,6 +52,7 @@ class Run(Section):
         None,
         "Folder that keeps compiled programs for the next start, private to its owner; default on GPUs "
         "run.dir/compiled, on CPUs in the user's cache and only programs of one device.",
+        path=True,
     )
 
     @model_validator(mode="after")
@@ -133,14 +134,16 @@ class Grain(Section):
 
 
 class Source(Section):
-    path: str | None = key(None, "Prepared data of this source: a directory written by jaxmnt.prepare.")
+    path: str | None = key(None, "Prepared data of this source: a directory written by jaxmnt.prepare.", path=True)
     grain: Grain = Grain()
     weight: float = key(1.0, "Its share of the rows, relative to the others' weights.", resume="maths", ge=0, lt=1e9)
     on_end: Literal["repeat", "stop"] | None = key(None, "As data.on_end, for this source.", resume="maths")
 
 
 class EvalSet(Section):
-    path: str = key(..., "Prepared data: its held-out documents are evaluated, or all of it if none are held out.")
+    path: str = key(
+        ..., "Prepared data: its held-out documents are evaluated, or all of it if none are held out.", path=True
+    )
 
 
 class WeightChange(Section):
@@ -161,7 +164,7 @@ class Skip(Section):
 
 
 class Data(Section):
-    path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.")
+    path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.", path=True)
     grain: Grain = Grain()
     sources: dict[str, Source] = key({}, "Instead of path: sources by name, each with path or grain, and weight.")
     eval_sets: dict[str, EvalSet] = key({}, "What to evaluate besides the sources' own held-out text, by name.")
@@ -185,7 +188,9 @@ class Data(Section):
         False,
         "At the start, compare every file with its digest, and read all of Grain datasets.",
     )
-    stage_dir: str | None = key(None, "Copy prepared data to this local folder once per host, and read it there.")
+    stage_dir: str | None = key(
+        None, "Copy prepared data to this local folder once per host, and read it there.", path=True
+    )
     prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
     read_threads: int = key(2, "Threads that read ahead; 0 reads when a batch is wanted.", ge=0)
     log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
@@ -230,8 +235,9 @@ class Optimizer(Section):
 
 class Checkpoint(Section):
     dir: str | None = key(
-        None, "Where checkpoints are, the run's id and its lock: a folder or gs://BUCKET/PATH; default run.dir."
-    )
+        None, "Where checkpoints are, the run's id and its lock: a folder or gs://BUCKET/PATH; default run.dir.",
+        path=True,
+    )  # fmt: skip
     every_steps: int = key(500, "Steps between saves, besides the one at the end; 0: only at the end.", ge=0)
     every_minutes: Minutes | Literal["auto"] | None = key(
         None, "Save also when so many minutes have passed; auto weighs a save's cost against failures (Young–Daly)."

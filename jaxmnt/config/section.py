@@ -9,9 +9,13 @@ Resume = Literal["harmless", "maths", "breaks"]
 """What a changed key means for a run that resumes: nothing, other numbers from here on, or a refusal."""
 
 
-def key(default: Any, text: str, *, resume: Resume = "harmless", **limits: Any) -> Any:
-    """A config key: its default, its line of help, its class on resume, and limits such as `ge=1`."""
-    return Field(default, description=text, json_schema_extra={"resume": resume}, **limits)
+def key(default: Any, text: str, *, resume: Resume = "harmless", path: bool = False, **limits: Any) -> Any:
+    """Makes a config key: its default, its line of help, its class on resume, and limits such as `ge=1`.
+
+    `path` says that it takes paths, in which `~` is a home.
+    """
+    extra: dict[str, Any] = {"resume": resume} | ({"path": True} if path else {})
+    return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 class Section(BaseModel):

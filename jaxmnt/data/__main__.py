@@ -2,13 +2,13 @@
 
 import argparse
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    from jaxmnt.config.load import apply_overrides, load_config, parse_config
+    from jaxmnt.config.load import apply_overrides, as_override, load_config, parse_config
     from jaxmnt.data import inspection
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.manifest import NAMELESS
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
         apply_overrides(tree, options.overrides)
         config = parse_config(tree, "command line")
     else:
-        given = [f"data.path={options.path}"] if options.path else []
+        given = [as_override("data.path", options.path)] if options.path else []
         config = load_config(options.config, [*given, *options.overrides])
     sources = open_sources(config.data, config.run.dir)
     if options.verify:
@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.data", description=__doc__, codes=HERE)
     add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file with the config")
-    add("--path", metavar="DIR", help="prepared data, in place of a config")
+    add("--config", type=path_argument, metavar="FILE", help="YAML file with the config")
+    add("--path", type=path_argument, metavar="DIR", help="prepared data, in place of a config")
     add("--batch", type=int, metavar="STEP", help="show all rows of this step, counted as in metrics.jsonl")
     add("--rows", type=int, metavar="N", help="show at most so many rows (3; all with --batch)")
     add("--verify", action="store_true", help="compare every file with its digest")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.config import load_config
 from jaxmnt.drill.faults import WITH_MORE, Fault, chosen, starts
 from jaxmnt.errors import ConfigError, ExitCode
@@ -125,7 +125,9 @@ def _may_cut(prefix: list[str]) -> bool:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     codes = HERE | {ExitCode.FAILURE: "a fault was not made good, or any other failure"}
     parser = Parser("python -m jaxmnt.drill", description=__doc__, codes=codes)
-    parser.add_argument("--config", metavar="FILE", required="--list" not in arguments, help="the config of the run")
+    parser.add_argument(
+        "--config", type=path_argument, metavar="FILE", required="--list" not in arguments, help="the config of the run"
+    )
     parser.add_argument("--processes", default="2", metavar="N,N", help="with how many processes; default 2")
     parser.add_argument(
         "--devices-per-process",
@@ -135,7 +137,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--faults", metavar="NAME,NAME", help="which faults; default all (--list shows them)")
     parser.add_argument("--list", action="store_true", help="show the faults")
-    parser.add_argument("--dir", help="folder for the drill, which all hosts share; default RUN.DIR.drill")
+    parser.add_argument(
+        "--dir", type=path_argument, help="folder for the drill, which all hosts share; default RUN.DIR.drill"
+    )
     parser.add_argument(
         "--start", default="", metavar="COMMAND",
         help="what starts the processes elsewhere, such as 'srun --nodes={processes} --ntasks={processes} --overlap'",

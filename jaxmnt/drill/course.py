@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.checkpoint.commit import valid_checkpoints
-from jaxmnt.config.load import dump_config, parse_config
+from jaxmnt.config.load import as_override, dump_config, parse_config
 from jaxmnt.config.schema import Checkpoint, Config, Mesh
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ConfigError, ExitCode, UserError
@@ -193,7 +193,7 @@ class Drill:
 
     def _command(self, plan: Path, run_dir: Path) -> list[str]:
         python = [sys.executable, "-m"]
-        arguments = ["--config", str(self.config_file), f"run.dir={run_dir}", *self._cluster()]
+        arguments = ["--config", str(self.config_file), as_override("run.dir", str(run_dir)), *self._cluster()]
         if self.prefix:
             filled = [part.replace("{processes}", str(self.processes)) for part in self.prefix]
             return [*filled, *python, "jaxmnt.drill.inject", str(plan), "--", *arguments]
@@ -205,7 +205,7 @@ class Drill:
         settings = self.config.cluster.model_dump(exclude={"processes", "process_id"})
         if not self.prefix:  # our own launcher says these
             del settings["coordinator"], settings["launcher"], settings["local_devices"]
-        return [f"cluster.{key}={value}" for key, value in sorted(settings.items()) if value is not None]
+        return [as_override(f"cluster.{key}", value) for key, value in sorted(settings.items()) if value is not None]
 
 
 def prepared(

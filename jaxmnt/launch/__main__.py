@@ -8,7 +8,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from jaxmnt.commands import HERE, RUN, Parser, expect_separator, run_command
+from jaxmnt.commands import HERE, RUN, Parser, expect_separator, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 
 
@@ -44,11 +44,12 @@ def _local(options: argparse.Namespace, train_arguments: list[str]) -> int:
 
 
 def _on_cluster(options: argparse.Namespace) -> int:
+    from jaxmnt.config.load import as_override
     from jaxmnt.launch import gke, slurm
     from jaxmnt.launch.job import cost, cost_per_hour, job
 
     cluster = slurm if options.where == "slurm" else gke
-    nodes = [] if options.nodes is None else [f"launch.nodes={options.nodes}"]
+    nodes = [] if options.nodes is None else [as_override("launch.nodes", options.nodes)]
     if nodes and any(setting.startswith("launch.nodes=") for setting in options.overrides):
         raise ConfigError("--nodes: launch.nodes is also given; leave one of them out")
     said = {"--accept-changes": options.accept_changes, "--fresh": options.fresh}
@@ -110,7 +111,7 @@ def _add_local(where: "argparse._SubParsersAction[Parser]") -> None:
 
 def _add_cluster(where: "argparse._SubParsersAction[Parser]", name: str, text: str) -> Parser:
     cluster = where.add_parser(name, help=text, description=text, codes=HERE)
-    cluster.add_argument("--config", required=True, metavar="FILE", help="the config of the run")
+    cluster.add_argument("--config", type=path_argument, required=True, metavar="FILE", help="the config of the run")
     cluster.add_argument("--nodes", type=int, metavar="N", help="hosts, over the config's launch.nodes")
     cluster.add_argument("--dry-run", action="store_true", help="print what would be submitted")
     cluster.add_argument(

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.distributed.termination import is_device_error
 from jaxmnt.errors import ExitCode
 from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, waited_in_vain
@@ -192,7 +192,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     when = parser.add_subparsers(dest="when", required=True)
     first, later = when.add_parser("before", codes=HERE), when.add_parser("after", codes=HERE)
     for one in (first, later):
-        one.add_argument("--run-dir", required=True)
+        one.add_argument("--run-dir", type=path_argument, required=True)
     first.add_argument("--wanted", type=int, required=True)
     first.add_argument("--usable", required=True, help="nodes that answer")
     first.add_argument("--drained", default="", help="those of them that Slurm would give to no new job")

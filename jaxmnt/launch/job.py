@@ -1,7 +1,6 @@
 """A job: what is asked of a cluster, with which environment, and in which text it may be written."""
 
 import hashlib
-import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.clusters import holds_a_secret, is_secret_name
-from jaxmnt.config.load import last_of_each, load_config
+from jaxmnt.config.load import as_override, last_of_each, load_config
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, ExitCode, printable
@@ -171,7 +170,7 @@ def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequen
         if points and tried.checkpoint.dir:
             # One place for all would hold one run, and the second task would find it finished.
             own = f"{tried.checkpoint.dir.rstrip('/')}/{number}"
-            point[:] = last_of_each([*point, f"checkpoint.dir={json.dumps(own, ensure_ascii=False)}"])
+            point[:] = last_of_each([*point, as_override("checkpoint.dir", own)])
         devices = tried.launch.nodes * max(1, tried.launch.gpus_per_node)
         check_batch(tried, devices)
         check_rendered(tried.model_dump())

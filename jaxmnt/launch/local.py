@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from jaxmnt import early_signals
+from jaxmnt.config.load import as_override
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.identity import VARIABLES
@@ -366,7 +367,7 @@ def _settings(number: int, processes: int, environment: dict[str, str]) -> list[
         here = gpus_here()
         together = len(visible_gpus(environment, here))
         share = own_gpus(Neighbours(number, processes, together), environment, here)
-        settings += [] if share is None else [f"cluster.local_devices={list(share)}"]
+        settings += [] if share is None else [as_override("cluster.local_devices", list(share))]
     return settings
 
 

@@ -6,7 +6,7 @@ import subprocess
 from importlib.resources import files
 from pathlib import Path
 
-from jaxmnt.config.load import last_of_each
+from jaxmnt.config.load import as_override, last_of_each
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
 
@@ -25,7 +25,7 @@ def render(wanted: Job) -> str:
     setup = [*ending_on_failure(launch.setup), *lines, *key_needed(wanted.flags)] or [":"]
     srun = "".join(f" {shlex.quote(option)}" for option in config.slurm.srun_options)
     wait_seconds = round(wanted.start_timeout_seconds(config.cluster.start_timeout_seconds))
-    waits = [f"cluster.start_timeout_seconds={wait_seconds}"] if launch.wait_minutes is not None else []
+    waits = [as_override("cluster.start_timeout_seconds", wait_seconds)] if launch.wait_minutes is not None else []
     return filled(
         template,
         options="\n".join(f"#SBATCH {shlex.quote(option)}" for option in _options(wanted)),
@@ -50,7 +50,7 @@ def render(wanted: Job) -> str:
 
 def _settings(wanted: Job, waits: list[str]) -> list[str]:
     """The settings of the command line, each once. The tasks of an array add their own run.dir."""
-    settings = last_of_each([*wanted.overrides, *waits, f"run.dir={wanted.run_dir}"])
+    settings = last_of_each([*wanted.overrides, *waits, as_override("run.dir", str(wanted.run_dir))])
     return [setting for setting in settings if not (wanted.sweep and setting.startswith("run.dir="))]
 
 
@@ -136,8 +136,9 @@ def _sweep(wanted: Job) -> str:
         return ""
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
     for number, point in enumerate(wanted.sweep):
-        lines.append(f"    {number}) arguments+=({shlex.join(point)}) ;;")
-    lines += ["esac", 'run_dir="$run_dir/$SLURM_ARRAY_TASK_ID"', 'arguments+=("run.dir=$run_dir")', ""]
+        run_dir = as_override("run.dir", str(wanted.run_dir / str(number)))
+        lines.append(f"    {number}) arguments+=({shlex.join([*point, run_dir])}) ;;")
+    lines += ["esac", 'run_dir="$run_dir/$SLURM_ARRAY_TASK_ID"', ""]
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.commands import run_command, write_file
 from jaxmnt.config import Config, load_config
+from jaxmnt.config.load import as_override
 from jaxmnt.config.schema import Cluster
 from jaxmnt.distributed.gpu_settings import prepare
 from jaxmnt.distributed.identity import Identity, identify, survey
@@ -29,7 +30,8 @@ def main(arguments: list[str]) -> int:
         return explain(cluster, as_json=options.json)
     if options.config is None:
         raise ConfigError("--config: missing; give the config of the run")
-    config = load_config(options.config, [*options.overrides, f"cluster.start_timeout_seconds={options.wait}"])
+    waits = as_override("cluster.start_timeout_seconds", options.wait)
+    config = load_config(options.config, [*options.overrides, waits])
     identity = identify(config.cluster)
     prepare(config)
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxmnt.commands import CHECKS, Parser
+from jaxmnt.commands import CHECKS, Parser, path_argument
 
 _DESCRIPTION = """python -m jaxmnt.preflight --config FILE [key=value …]
 
@@ -18,7 +18,7 @@ _WAIT_SECONDS = 45.0
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Raises `ConfigError` for arguments that make no sense."""
     parser = Parser("python -m jaxmnt.preflight", description=_DESCRIPTION, codes=CHECKS)
-    parser.add_argument("--config", metavar="FILE", help="the config of the run")
+    parser.add_argument("--config", type=path_argument, metavar="FILE", help="the config of the run")
     parser.add_argument("--explain", action="store_true", help="say which process this is, and from which variables")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from jaxmnt.commands import RUN, Parser
+from jaxmnt.commands import RUN, Parser, path_argument
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan.dry_run import add_arguments, check_arguments
 
@@ -19,7 +19,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
     keys = f"config keys:\n{help_text()}" if {"-h", "--help"} & set(arguments) else ""
     parser = Parser("python -m jaxmnt.train", description=_DESCRIPTION, codes=RUN, epilog=keys)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the config")
+    parser.add_argument("--config", type=path_argument, required=True, metavar="FILE", help="YAML file with the config")
     parser.add_argument(
         "--replay",
         metavar="FROM:TO",

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmnt.checkpoint.commit import Committed, step_directories
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.config.describe import PLANNED, Change, maths
+from jaxmnt.config.load import as_typed
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
@@ -56,10 +57,11 @@ def refusal(config: Config, data: Sources, checkpoint: Committed, different: lis
     """Why this config cannot go on with this run directory whatever a person says, or None."""
     breaking = [change for change in different if change.resume == "breaks"]
     if breaking:
+        branch = as_typed("run.fork_from", f"{config.run.dir}@{checkpoint.step}")
         return (
             f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
             f"changed {_listed(breaking)}; undo the change, or choose another run.dir (with "
-            f"run.fork_from={config.run.dir}@{checkpoint.step}, where only seed or data settings changed)"
+            f"{branch}, where only seed or data settings changed)"
         )
     if words := data_refusal(config, data, checkpoint):
         return words
@@ -80,10 +82,11 @@ def data_refusal(config: Config, data: Sources, checkpoint: Committed) -> str | 
     different = different_data(checkpoint.manifest.data, data.digests)
     if not different:
         return None
+    branch = as_typed("run.fork_from", f"{config.run.dir}@{checkpoint.step}")
     return (
         f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with "
         f"other data: {different}; give the same data, or choose another run.dir, with "
-        f"run.fork_from={config.run.dir}@{checkpoint.step} to continue from this checkpoint"
+        f"{branch} to continue from this checkpoint"
     )
 
 
@@ -113,10 +116,11 @@ def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> 
     rate = rate_change(checkpoint, config) if keys & RATE_KEYS else None
     listed = _listed(asked) if rate is None else f"{_listed(asked)}; {rate}"
     keep = f"; {advice(checkpoint, rate)}" if rate and "train.steps" in keys else ""
+    branch = as_typed("run.fork_from", f"{run}@{checkpoint.step}")
     return (
         f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and these changes alter its maths: "
         f"{listed}; undo them, or pass --accept-changes to continue with them{keep}; "
-        f"for a new run set another run.dir, and to branch off here set run.fork_from={run}@{checkpoint.step} as well"
+        f"for a new run set another run.dir, and to branch off here set {branch} as well"
     )
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.config.load import as_typed
 from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.run.branch import config_of
@@ -69,10 +70,10 @@ def steps_make_jump(checkpoint: Committed, config: Config) -> bool:
 
 def advice(checkpoint: Committed, change: RateChange) -> str:
     """How a run is trained for longer without a jump of its learning rate, in words."""
+    origin = as_typed("run.fork_from", f"{checkpoint.path.parent.parent}@STEP")
     return (
         f"to keep the rate, set optimizer.schedule=constant and optimizer.learning_rate={change.before:.3g} with "
-        f"--accept-changes; or go back to before the rate fell, with another run.dir and run.fork_from="
-        f"{checkpoint.path.parent.parent}@STEP"
+        f"--accept-changes; or go back to before the rate fell, with another run.dir and {origin}"
     )
 
 
