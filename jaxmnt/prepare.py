@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
-from jaxmnt.config.load import as_typed
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable
 from jaxmnt.storage import read
 
@@ -41,6 +40,7 @@ def main(arguments: list[str]) -> int:
     if options.workers < 1:
         raise ConfigError(f"--workers: {options.workers} is not a number of processes; give 1 or more")
 
+    from jaxmnt.config.load import as_typed
     from jaxmnt.data.preparation import Selection, build
     from jaxmnt.telemetry.progress import count, duration, size, status_line
 

@@ -495,7 +495,8 @@ def test_an_entry_that_is_not_what_was_written_there_is_named_and_made_again(tmp
     }  # fmt: skip
     paths[0].write_bytes(content[harm])
     assert cache.get("jit_a-1-sealed") is None and cache.get("jit_b-2-sealed") == b"program b"
-    assert f"note: {paths[0]} in the compile cache is damaged, or the entry of another program" in capfd.readouterr().err
+    note = f"note: {paths[0]} in the compile cache is damaged, or the entry of another program"
+    assert note in capfd.readouterr().err
     cache.put("jit_a-1-sealed", b"program a")
     assert cache.get("jit_a-1-sealed") == b"program a"
 
