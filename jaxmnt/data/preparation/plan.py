@@ -265,17 +265,8 @@ class Summary:
 
 def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     """Puts the parts' records together and writes the manifest, last of all."""
-    records = [read_record(record_path(job.work, part.number)) for part in parts]
-    splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS}
-    attempt = Attempt(job.work)
-    before: dict[int, int] = {}  # records of each file in earlier parts
-    for record in records:
-        for split, entry in record["splits"].items():
-            splits[split]["documents"] += entry["documents"]
-            splits[split]["tokens"] += entry["tokens"]
-            splits[split]["shards"] += [_with_origins(job, split, shard, before, attempt) for shard in entry["shards"]]
-        for file, number in record["records"].items():
-            before[int(file)] = before.get(int(file), 0) + number
+    records, attempt = [read_record(record_path(job.work, part.number)) for part in parts], Attempt(job.work)
+    splits = _splits_of(job, records, attempt)
     summary = _summary(records, splits)
     summary.empty_files, summary.not_read = [file.name for file in job.inputs if not file.size], not_read
     if not splits["train"]["tokens"]:
@@ -317,6 +308,20 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
     with attempt.writing(job.output / MANIFEST) as stream:
         stream.write(as_json(sealed(manifest)).encode())
     return summary
+
+
+def _splits_of(job: Job, records: list[dict[str, Any]], attempt: Attempt) -> dict[str, Any]:
+    """Returns the manifest's entries of the splits, and publishes the origins of their documents."""
+    splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS}
+    before: dict[int, int] = {}  # records of each file in earlier parts
+    for record in records:
+        for split, entry in record["splits"].items():
+            splits[split]["documents"] += entry["documents"]
+            splits[split]["tokens"] += entry["tokens"]
+            splits[split]["shards"] += [_with_origins(job, split, shard, before, attempt) for shard in entry["shards"]]
+        for file, number in record["records"].items():
+            before[int(file)] = before.get(int(file), 0) + number
+    return splits
 
 
 def _with_origins(
