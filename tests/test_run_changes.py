@@ -91,6 +91,36 @@ def test_what_was_accepted_once_needs_no_flag(going_on):
         opened(changed)
 
 
+@pytest.mark.parametrize("damage", ["a key", "a value", "no text", "emptied", "a list"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_damaged_config_of_the_run_is_said_and_the_run_goes_on(going_on, tmp_path, capfd, damage, elsewhere):
+    """As without the file: the checkpoint has its own."""
+    config = going_on(*([f"checkpoint.dir={tmp_path / 'big'}"] if elsewhere else []))
+    run = Path(config.run.dir)
+    if elsewhere:
+        (tmp_path / "big").mkdir()
+        shutil.move(run / "checkpoints", tmp_path / "big")
+    path = run / "config.yaml"
+    content = path.read_bytes()
+    flipped = lambda word: content.replace(word, bytes([word[0] ^ 1]) + word[1:])
+    harmed = {"a key": flipped(b"optimizer:"), "a value": flipped(b"cosine"), "no text": b"\xff\xfe" + content,
+              "emptied": b"", "a list": b"[1]"}  # fmt: skip
+    path.write_bytes(harmed[damage])
+    assert content != harmed[damage] and opened(config).step == 20
+    assert capfd.readouterr().err.count(f"note: {path} is damaged (") == 1
+
+
+def test_damaged_words_of_what_was_accepted_are_said(going_on, capfd):
+    changed = going_on("optimizer.learning_rate=0.001")
+    opened(changed, accept_changes=True)
+    path = Path(changed.run.dir) / "accepted.json"
+    for content in ("", "[]", path.read_text().replace('"', "'")):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=r"alter its maths: optimizer\.learning_rate"):
+            opened(changed)
+        assert f"note: {path} is damaged: what was accepted" in capfd.readouterr().err
+
+
 def test_falling_back_behind_an_accepted_change_asks_for_nothing(going_on):
     """Restarted by itself, with a damaged checkpoint: nobody is there to give a flag."""
     changed = going_on("optimizer.learning_rate=0.001", "train.stop_after=21", "checkpoint.every_steps=1")

@@ -16,7 +16,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import Sources, open_sources
-from jaxmnt.errors import ConfigError, UnreadableError, UserError
+from jaxmnt.errors import ConfigError, UnreadableError, UserError, remark
 from jaxmnt.run.branch import config_of, order_at
 from jaxmnt.run.learning_rate import RATE_KEYS, advice, rate_change, steps_make_jump
 from jaxmnt.storage import StoragePath, publish, read, storage_path
@@ -125,12 +125,17 @@ def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> 
 
 
 def read_accepted(places: Sequence[StoragePath]) -> dict[str, Any]:
-    """What was accepted, by key, at earlier starts. What is damaged was not."""
+    """What was accepted, by key, at earlier starts. What a damaged file says was not, which is said."""
     accepted: dict[str, Any] = {}
     for where in places:
-        with suppress(FileNotFoundError, ValueError, RecursionError):
-            found = json.loads(read(where / ACCEPTED).decode())
-            accepted |= found if isinstance(found, dict) else {}
+        with suppress(FileNotFoundError):
+            try:
+                content = json.loads(read(where / ACCEPTED).decode())
+            except (ValueError, RecursionError):
+                content = None
+            if not isinstance(content, dict):
+                remark(f"note: {where / ACCEPTED} is damaged: what was accepted at earlier starts is not known from it")
+            accepted |= content if isinstance(content, dict) else {}
     return accepted
 
 

@@ -1,5 +1,6 @@
 """A run's directory, and where its checkpoints are: whose they are, and what must not be lost or mixed up there."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, YAML_ERRORS, RunFile, 
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.data.order import BranchPoint
-from jaxmnt.errors import ConfigError, UserError, printable
+from jaxmnt.errors import ConfigError, UserError, printable, remark
 from jaxmnt.run.branch import branch_point, branch_points
 from jaxmnt.run.changes import has_trained
 from jaxmnt.storage import StoragePath, is_link, publish, read, storage_path
@@ -37,6 +38,10 @@ def is_same_place(one: StoragePath, other: StoragePath) -> bool:
     return one == other
 
 
+class DamagedConfigError(ConfigError):
+    """A config.yaml of a run that is not as it was written."""
+
+
 def write_config(directory: Path, config: Config) -> None:
     """Writes config.yaml, whole or not at all. By process 0."""
     publish(directory / "config.yaml", dump_config(config))
@@ -46,15 +51,33 @@ def read_config(directory: Path) -> Config:
     """The resolved config of a run directory."""
     path = directory / "config.yaml"
     try:
-        return parse_config(yaml.safe_load(read(path).decode()), str(path))
+        tree = yaml.safe_load(read(path).decode())
+        if not isinstance(tree, dict):
+            raise ValueError("it holds no settings")
+        return parse_config(tree, str(path))
     except FileNotFoundError:
         raise ConfigError(f"{directory} is not a run directory: it has no config.yaml") from None
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; check that it is mounted and readable"
         ) from error
-    except YAML_ERRORS as error:
-        raise ConfigError(f"{path} is damaged ({_line(error)}); restore it or start a new run.dir") from error
+    except (ConfigError, *YAML_ERRORS) as error:
+        raise DamagedConfigError(f"{path} is damaged ({_line(error)})") from error
+
+
+def earlier_config(directory: Path) -> Config | None:
+    """The config of the start before; None if there was none, or its file is damaged, which is said: each start writes
+    it anew, and checkpoints have their own."""
+    try:
+        return read_config(directory) if (directory / "config.yaml").exists() else None
+    except DamagedConfigError as error:
+        _say_once(f"note: {error}: the run goes on as without it, and writes it anew")
+        return None
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    remark(text)
 
 
 def _line(error: Exception) -> str:
@@ -98,7 +121,7 @@ def check_checkpoints_reachable(config: Config, directory: Path) -> None:
     known = read_run(directory) if elsewhere else None
     if known is None or any(read_run(where) for where in elsewhere) or not has_trained(config):
         return
-    earlier = read_config(directory) if (directory / "config.yaml").exists() else None
+    earlier = earlier_config(directory)
     if (
         earlier is not None
         and earlier.checkpoint.dir
@@ -145,9 +168,9 @@ def check_nothing_committed(root: StoragePath, directory: Path) -> None:
 
 def check_earlier_checkpoint_dir(config: Config, directory: Path, run: str, step: int) -> None:
     """Raises `ConfigError` if the run has come further than `step` where its checkpoints were the last time."""
-    if not (directory / "config.yaml").exists():
+    earlier, now = earlier_config(directory), checkpoint_root(config)
+    if earlier is None:
         return
-    earlier, now = read_config(directory), checkpoint_root(config)
     before = checkpoint_root(earlier) if earlier.checkpoint.dir else directory
     if is_same_place(before, now):
         return
