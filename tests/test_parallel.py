@@ -523,3 +523,24 @@ def test_the_model_axis_stays_inside_a_host():
         build_mesh(config(mesh={"model": 8}).mesh, jax.devices(), host)
     allowed = config(mesh={"model": 8, "allow_split_hosts": True}).mesh
     assert build_mesh(allowed, jax.devices(), host).shape["model"] == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"mesh": {"data": 2}, "telemetry": {"noise_scale": True}}, None),
+        ({"mesh": {"data": 1, "prefetch": True}}, "mesh.prefetch has no effect: no weights of layers are gathered"),
+        ({"mesh": {"data": 2}, "model": {"overlap": "ring"}}, "model.overlap has no effect: mesh.model is 1"),
+        ({"telemetry": {"noise_scale": True}}, "telemetry.noise_scale has no effect: no device has the gradient of"),
+        ({"train": {"remat_save": ["mlp_up"]}}, "train.remat_save has no effect: only train.remat names reads it"),
+        ({"pipeline": {"layers": [3, 5]}}, "pipeline.layers has no effect: there is no pipeline"),
+        ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule has no effect: there is no pipeline"),
+        ({"mesh": {"data": 2}, "run": {"compile_cache": "c"}}, "run.compile_cache has no effect: programs of several"),
+    ],
+    ids=str,
+)
+def test_settings_without_effect_are_named(sections, words):
+    asked = {"mesh": {"data": 1}} | sections
+    spec = build_spec(config(**asked), VOCAB, jax.devices()[: asked["mesh"]["data"]])
+    said = [note for note in notes(spec) if "has no effect" in note]
+    assert said == [] if words is None else len(said) == 1 and said[0].startswith(words)

@@ -27,6 +27,7 @@ from jaxmnt.training import engine
 from jaxmnt.training.compile import build_spec, compile_step, measure
 from jaxmnt.training.compiler_options import GpuMemory
 from jaxmnt.training.levers import find_levers
+from jaxmnt.training.noise import small_batches
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes
 from jaxmnt.training.trained import names_of
@@ -164,7 +165,27 @@ def notes(spec: StepSpec) -> list[str]:
             f"pipeline: {counted(facts['microbatches'])} for {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; lower train.microbatch_size"
         )
-    return found
+    return found + _without_effect(spec)
+
+
+def _without_effect(spec: StepSpec) -> list[str]:
+    """Names settings that the config asks for and that change nothing on this mesh, each with the reason."""
+    config, placement = spec.config, spec.placement
+    on_cpus = placement.mesh.size > 1 and placement.mesh.devices.flat[0].platform == "cpu"
+    alone = placement.stages == 1
+    reasons = {
+        "mesh.prefetch": bool(config.mesh.prefetch) and not spec.prefetch and "no weights of layers are gathered",
+        "model.overlap": config.model.overlap in ("ring", "rows") and placement.overlap == "off" and "mesh.model is 1",
+        "telemetry.noise_scale": config.telemetry.noise_scale and small_batches(spec) is None
+        and "no device has the gradient of a part of the batch",
+        "train.remat_save": bool(config.train.remat_save) and config.train.remat != "names"
+        and "only train.remat names reads it",
+        "pipeline.schedule": config.pipeline.schedule != "1f1b" and alone and "there is no pipeline",
+        "pipeline.layers": config.pipeline.layers is not None and alone and "there is no pipeline",
+        "run.compile_cache": config.run.compile_cache is not None and on_cpus
+        and "programs of several CPU devices are not kept",
+    }  # fmt: skip
+    return [f"{key} has no effect: {reason}" for key, reason in reasons.items() if reason]
 
 
 def counted(microbatches: int) -> str:
