@@ -4,6 +4,7 @@ A `UserError` is something that a person can cause and mend: it is shown as one 
 wrong, where, and what to do, without a traceback. Anything else is a fault of ours and keeps its traceback.
 """
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,6 +14,10 @@ from typing import Self
 
 _LONGEST_SHOWN = 80
 """Characters of a text from outside that are shown."""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that is full, wherever they are met."""
 
 
 class ExitCode(IntEnum):
@@ -140,6 +145,10 @@ def report(action: Callable[[], int], *, debug: bool = False, where: str = "") -
         print(f"{prefix}interrupted", file=sys.stderr, flush=True)
         return int(ExitCode.FAILURE)
     except Exception as error:
+        if not debug and isinstance(error, OSError) and error.errno in _FULL and error.filename:
+            name = printable(str(error.filename))
+            print(f"{prefix}error: {name} cannot be written: {error.strerror}; make room", file=sys.stderr, flush=True)
+            return int(ExitCode.FAILURE)
         traceback.print_exc()
         print(f"{prefix}error: {summary(error)}", file=sys.stderr, flush=True)
         return int(ExitCode.FAILURE)

@@ -238,11 +238,32 @@ def publish_bytes(path: StoragePath, content: bytes) -> None:
         return path.write_bytes(content)
     temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that kills leave no more than one
     temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:  # a new one, so never through a link
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    # A new file, so never through a link.
+    write_new(temporary, content)
+    try:
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Writes a file that is not there yet, down to the disk. What could not be written whole is removed.
+
+    Raises `OSError` with the file's name, and FileExistsError if there is one.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        with suppress(OSError):
+            path.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
 def create(path: StoragePath, text: str) -> bool:
@@ -251,14 +272,10 @@ def create(path: StoragePath, text: str) -> bool:
         if isinstance(path, Address):
             with _in_words(path):
                 path._blob().upload_from_string(text.encode(), if_generation_match=0)
-            return True
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        else:
+            write_new(path, text.encode())
     except FileExistsError:
         return False
-    with os.fdopen(file, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
     return True
 
 

@@ -1,5 +1,6 @@
 """Where checkpoints are: the same in a folder and in Google Cloud Storage, and errors that say which of it is wrong."""
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,8 @@ from jaxmnt.checkpoint import commit
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, Manifest
 from jaxmnt.config.load import parse_config
-from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.distributed.authentication import run_key
+from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.huggingface.config import read_config
 from jaxmnt.run import fresh, lock
 from jaxmnt.storage import storage_path
@@ -282,3 +284,22 @@ def test_processes_save_in_a_bucket_together(tiny_file, tmp_path, address, cloud
     assert losses(tmp_path / "run")[10:] and command("jaxmnt.checkpoint", "verify", address).returncode == 0
     cloud.faults.tokens = frozenset({TOKEN})  # TensorStore may, the others not
     assert "refuses access" in command("jaxmnt.checkpoint", "verify", address).stderr
+
+
+def test_a_full_disk_leaves_no_file_and_is_told_with_its_name(tmp_path, monkeypatch, capsys):
+    """Nor a lock of nobody, for which the next start would wait, nor a part of the run's key."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (lambda: storage.publish(tmp_path / "a", "b"), lambda: storage.create(tmp_path / "lock.json", "b")):
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/"):
+            write()
+        assert report(write) == ExitCode.FAILURE
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"jaxmnt: error: {tmp_path}/")
+        assert shown.endswith("cannot be written: No space left on device; make room\n")
+    with pytest.raises(ConfigError, match=rf"the run's key {tmp_path}/run.key cannot be .*No space left"):
+        run_key(tmp_path, {})
+    assert list(tmp_path.iterdir()) == []

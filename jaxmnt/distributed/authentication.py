@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxmnt.errors import ConfigError, remark
+from jaxmnt.storage import write_new
 
 RUN_KEY, KEY_FILE = "JAXMNT_RUN_KEY", "run.key"
 RUN_KEY_BYTES = 32
@@ -85,10 +86,7 @@ def _make(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(path, text.encode("ascii"), mode=0o600)
 
 
 def _read(path: Path) -> bytes:
