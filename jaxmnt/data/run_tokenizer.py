@@ -6,7 +6,6 @@ tokenizer/tokenizer.json   the data's, unless that is bytes, or token arrays, wh
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +48,7 @@ class RunTokenizer:
 
     def open(self) -> Tokenizer:
         """The tokenizer itself. Raises `ConfigError` if it turns no token into text."""
-        with tempfile.TemporaryDirectory() as folder:
-            if self.text is not None:
-                Path(folder, TOKENIZER_FILE).write_bytes(self.text.encode())
-            return make_tokenizer(self.description, Path(folder))
+        return make_tokenizer(self.description, Path(FOLDER), self.text)
 
 
 def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTokenizer:

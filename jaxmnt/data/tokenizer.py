@@ -69,11 +69,14 @@ class Bytes:
 class HuggingFace:
     """A tokenizer.json of the `tokenizers` library."""
 
-    def __init__(self, path: Path, end_token: str | None = None, *, for_text: bool = False):
-        """`for_text` says that documents will be encoded: these need an end, and one that cannot occur in them."""
+    def __init__(self, path: Path, end_token: str | None = None, *, for_text: bool = False, content: str | None = None):
+        """`for_text` says that documents will be encoded: these need an end, and one that cannot occur in them.
+
+        `content` is what the file holds, where that was read already.
+        """
         library = _library()
         try:
-            text = read(path).decode()
+            text = read(path).decode() if content is None else content
             self._plain, self._markup = library.Tokenizer.from_str(text), library.Tokenizer.from_str(text)
         except OSError as error:
             raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}; check its permissions") from error
@@ -199,13 +202,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
     return str(tokenizer.to_str())
 
 
-def make_tokenizer(description: dict[str, Any], folder: Path) -> Tokenizer:
-    """The tokenizer that a manifest describes, whose file is in `folder`. Raises `ConfigError` for an unknown one."""
+def make_tokenizer(description: dict[str, Any], folder: Path, content: str | None = None) -> Tokenizer:
+    """Returns the tokenizer that a manifest describes. Its file is in `folder`, unless its `content` is given.
+
+    Raises `ConfigError` for an unknown one.
+    """
     name = description.get("name")
     if name == "bytes":
         return Bytes()
     if name == "huggingface":
-        tokenizer = HuggingFace(folder / TOKENIZER_FILE, description["end_token"])
+        tokenizer = HuggingFace(folder / TOKENIZER_FILE, description["end_token"], content=content)
         if tokenizer.description != description:
             raise ConfigError(f"data.path: {folder / TOKENIZER_FILE} is not the tokenizer that the data was made with")
         return tokenizer

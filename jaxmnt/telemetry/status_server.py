@@ -151,7 +151,9 @@ def _labelled(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def stacks() -> str:
     """Where each thread of this process is."""
-    with tempfile.TemporaryFile("w+b") as file:  # with a descriptor, as stacks need it
+    # Stacks need a file with a descriptor. On Linux it is in memory: a container may have no temporary folder.
+    in_memory = hasattr(os, "memfd_create")
+    with os.fdopen(os.memfd_create("stacks"), "w+b") if in_memory else tempfile.TemporaryFile("w+b") as file:
         write_stacks(file)
         file.seek(0, os.SEEK_SET)
         return file.read().decode(errors="replace")
