@@ -1,7 +1,6 @@
 """python -m jaxmnt.prepare: text, JSON lines, Parquet or token arrays to shards."""
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
+from jaxmnt.distributed.container import cores
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable
 from jaxmnt.storage import read
 
@@ -199,7 +199,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--long-documents", choices=("error", "split", "skip"), default="error", help="larger ones (error)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
     add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8; they are then not an error")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)")
+    add("--workers", type=int, default=cores(), help="processes (one a core)")
     return parser.parse_args(arguments)
 
 

@@ -153,6 +153,30 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
         assert found == (EXAMPLE, {"file": [1, None]}), "read, and otherwise than it was written"
 
 
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path, capsys):
+    """In the file and in what the command prints; a manifest from before, with a bare NaN and its seal, is read."""
+
+    def strictly(text):
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    root = tmp_path / "checkpoints"
+    for step, loss in ((5, float("nan")), (6, float("inf"))):
+        (root / str(step)).mkdir(parents=True)
+        (root / str(step) / "commit_success.txt").touch()
+        manifest.write(root / str(step), Manifest("r", step, {}, {}, 7, {}, loss, []), {})
+        assert strictly((root / str(step) / manifest.MANIFEST_FILE).read_text())["manifest"]["loss"] is None
+        assert manifest.read(root / str(step))[0].loss is None
+        assert checkpoint_command(["show", "--json", f"{tmp_path}@{step}"]) == 0
+        assert strictly(capsys.readouterr().out)["loss"] is None
+    record = json.loads((root / "5" / manifest.MANIFEST_FILE).read_text())
+    record["manifest"]["loss"] = float("nan")
+    record["seal"] = json_digest({name: value for name, value in record.items() if name != "seal"})
+    (root / "5" / manifest.MANIFEST_FILE).write_text(json.dumps(record))
+    assert math.isnan(manifest.read(root / "5")[0].loss)
+    assert checkpoint_command(["show", "--json", f"{tmp_path}@5"]) == 0
+    assert strictly(capsys.readouterr().out)["loss"] is None
+
+
 def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
     record = {"format": 4, "whatever": "a later version writes"}
     record["seal"] = json_digest(record)
@@ -471,8 +495,8 @@ def test_an_entry_that_is_not_what_was_written_there_is_named_and_made_again(tmp
     }  # fmt: skip
     paths[0].write_bytes(content[harm])
     assert cache.get("jit_a-1-sealed") is None and cache.get("jit_b-2-sealed") == b"program b"
-    told = f"note: {paths[0]} in the compile cache is damaged, or the entry of another program"
-    assert told in capfd.readouterr().err
+    note = f"note: {paths[0]} in the compile cache is damaged, or the entry of another program"
+    assert note in capfd.readouterr().err
     cache.put("jit_a-1-sealed", b"program a")
     assert cache.get("jit_a-1-sealed") == b"program a"
 

@@ -1,6 +1,10 @@
 """What a run takes of its hosts: memory, GPUs through a pretend NVML, the network's counters; and slow devices."""
 
+import errno
+import hashlib
 import json
+import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +15,11 @@ from conftest import until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmnt.data.run_tokenizer import RunTokenizer
+from jaxmnt.distributed import container
 from jaxmnt.run import monitoring
 from jaxmnt.run.probe import TimedProduct
-from jaxmnt.telemetry import kernel_counters
+from jaxmnt.telemetry import kernel_counters, status_server
 from jaxmnt.telemetry.events import RESOURCES, event_file, read_lines
 from jaxmnt.telemetry.nvml import BAD_REASONS, GpuReader, NvmlError
 from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler
@@ -260,3 +266,52 @@ def test_all_of_it_can_be_turned_off(tiny, tmp_path):
     off = ("telemetry.phases=false", "telemetry.resources_every_seconds=null", "telemetry.probe_every=0")
     assert train(tiny("train.steps=5", *off)) == 0
     assert not (tmp_path / "run" / RESOURCES).exists() and not (tmp_path / "run" / "phases.jsonl").exists()
+
+
+def _cgroups(root, membership: str, files: dict[str, str]):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(membership)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def test_the_least_limit_of_a_container_and_of_what_it_is_in_counts(tmp_path):
+    two = _cgroups(tmp_path / "2", "0::/pod/train\n", {
+        "pod/train/memory.max": "max", "pod/train/cpu.max": "max 100000", "pod/train/memory.current": "900",
+        "pod/memory.max": "4096000", "pod/memory.current": "3000000", "pod/memory.stat": "inactive_file 1000000",
+        "pod/cpu.max": "50000 100000",
+    })  # fmt: skip
+    assert container.host_memory_bytes(two) == 4_096_000
+    assert container.available_bytes(10**12, two) == 2_096_000 and container.available_bytes(5, two) == 5
+    assert container.cores(two) == 1
+    # In a container of version 1 the path is that of the host, and is not there.
+    one = _cgroups(tmp_path / "1", "4:memory:/kubepods/x\n2:cpu,cpuacct:/kubepods/x\n0::/\n", {
+        "memory/memory.limit_in_bytes": "5000000", "memory/memory.usage_in_bytes": "1000000",
+        "cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000",
+    })  # fmt: skip
+    assert container.host_memory_bytes(one) == 5_000_000 and container.available_bytes(10**12, one) == 4_000_000
+    assert container.cores(one) == 1
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    unlimited = {"memory/memory.limit_in_bytes": "9223372036854771712", "cpu/cpu.cfs_quota_us": "-1"}
+    free = _cgroups(tmp_path / "free", "4:memory:/\n2:cpu,cpuacct:/\n", unlimited)
+    for root in (free, tmp_path / "no linux"):
+        assert container.host_memory_bytes(root) == physical and container.available_bytes(7, root) == 7
+        assert container.cores(root) == len(os.sched_getaffinity(0))
+
+
+def test_a_run_needs_no_temporary_folder(monkeypatch):
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
+    library = pytest.importorskip("tokenizers")
+    text = library.Tokenizer(library.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a")).to_str()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    description = {"name": "huggingface", "sha256": digest, "end_token": "<|endoftext|>", "end_of_document": 1}
+    assert RunTokenizer(description, 2, text).open().encode_batch(["a"])[0].tolist() == [0]
+    assert RunTokenizer({"name": "bytes"}, 257, None).open().decode(np.array([97])) == "a"
+    assert "Main thread" in status_server.stacks()

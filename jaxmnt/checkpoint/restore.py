@@ -1,7 +1,6 @@
 """Restoring: from files onto the devices of any mesh, compared with what was digested when it was saved."""
 
 import json
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import like, named
 from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.distributed.container import cores
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError
@@ -25,7 +25,7 @@ from jaxmnt.strict_json import json_text
 
 State = dict[str, Any]
 
-_BYTES_IN_FLIGHT = (16 << 20) * (os.cpu_count() or 1)
+_BYTES_IN_FLIGHT = (16 << 20) * cores()
 """Asked for and not on a device yet. More than the cores can work on only costs memory, and time to get it."""
 _SECONDS = 3600.0
 """How long processes wait for each other, some of which may read much more slowly."""

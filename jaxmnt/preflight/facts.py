@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmnt.distributed.container import available_bytes, cores, host_memory_bytes
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import environment_digest, machine_id
@@ -70,7 +71,7 @@ def thorough() -> Facts:
     return {
         "python": platform.python_version(),
         "environment": environment_digest(),
-        "cores": os.cpu_count() or 0,
+        "cores": cores(),
         "memory": memory_bytes(),
         "shm": _free(_SHM),
         "image": os.environ.get("JAXMNT_IMAGE", ""),
@@ -99,13 +100,14 @@ def _told_apart(all_facts: list[Facts]) -> list[Facts]:
 
 
 def memory_bytes() -> dict[str, int]:
-    """Host memory in bytes: all, and what is available."""
+    """Returns the bytes of host memory that this process may have: all, and what is available."""
     found = {}
     for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []:
         name, _, rest = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
             found[name] = int(rest.split()[0]) * 1024
-    return {"all": found.get("MemTotal", 0), "free": found.get("MemAvailable", 0)}
+    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    return {"all": min(total, host_memory_bytes()), "free": available_bytes(free)}
 
 
 def _free(folder: Path) -> int:

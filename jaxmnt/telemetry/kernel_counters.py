@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxmnt.distributed.container import available_bytes
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _WORD = 4
 """Bytes in which an InfiniBand port counts its data: https://docs.nvidia.com/networking, "port_xmit_data"."""
@@ -56,7 +58,7 @@ def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
         found["host_bytes"] = int((proc / "self" / "statm").read_text().split()[1]) * _PAGE
         for line in (proc / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found["host_available_bytes"] = int(line.split()[1]) * 1024
+                found["host_available_bytes"] = available_bytes(int(line.split()[1]) * 1024, proc.parent)
     except (OSError, ValueError, IndexError):  # not Linux
         pass
     return found

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
+from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.models.contract import Definition, define
@@ -407,6 +408,6 @@ def _device_limit(placement: Placement) -> int | None:
     local = [device for device in placement.mesh.devices.flat if device.process_index == jax.process_index()]
     device = local[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(local)
+        return host_memory_bytes() // len(local)
     statistics = device.memory_stats() or {}
     return statistics.get("bytes_limit")

@@ -1,0 +1,81 @@
+"""What this process may take of its machine: the memory and the cores that its container leaves it."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def host_memory_bytes(root: Path = _ROOT) -> int:
+    """Returns the bytes of memory that this process may have: those of the machine, or the limit of its cgroup."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *(limit for limit, _ in _memory_limits(root))])
+
+
+def available_bytes(available: int, root: Path = _ROOT) -> int:
+    """Returns how much of the `available` memory of the machine the limits of the cgroup leave."""
+    return min([available, *(max(0, limit - used) for limit, used in _memory_limits(root))])
+
+
+def cores(root: Path = _ROOT) -> int:
+    """Returns how many cores this process may use: its affinity, or the quota of its cgroup, at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *(math.ceil(quota) for quota in _quotas(root))]))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yields each limit with the bytes in use, without the page cache that the kernel gives back."""
+    for folder in _folders(root, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        statistics = _fields(folder / "memory.stat")
+        cache = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
+        if limit is not None:
+            yield limit, max(0, used - cache)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yields each limit of processor time, in cores."""
+    for folder in _folders(root, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # not "max", nor -1
+            yield int(quota) / int(period)
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's cgroup and of all above it, as far as they can be seen from here."""
+    mount = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        if number == "0" and not controllers:
+            base = mount  # version 2
+        elif controller in controllers.split(","):
+            base = mount / controller
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        # In a container, the path may be that on its host: then only the mount itself is there.
+        yield from (folder for part in [inside, *inside.parents] if ".." not in part.parts
+                    for folder in [base / part])  # fmt: skip
+
+
+def _number(path: Path) -> int | None:
+    """Returns the number in a file; None where there is none, or "max", which is no limit."""
+    text = _text(path)
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    pairs = [line.split() for line in _text(path).splitlines()]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):  # not Linux, or without this controller
+        return ""
