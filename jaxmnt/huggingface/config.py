@@ -8,7 +8,7 @@ from typing import Any
 from jaxmnt.config.model import Model, RopeScaling
 from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.models.huggingface import HuggingFace
-from jaxmnt.models.registry import FAMILIES, family_class
+from jaxmnt.models.registry import FAMILIES, OPTIONAL, family_class
 
 _MEANINGLESS = frozenset(
     re.findall(
@@ -124,6 +124,7 @@ def write_config(model: Model, extra: Mapping[str, Any]) -> dict[str, Any]:
             f"model.family: {printable(model.family)} is not in the files of Hugging Face; those that are: "
             f"{', '.join(sorted(name for name, _ in families().values()))}"
         )
+    _check_can_be_written(model, written)
     tree = {key: value for key, value in extra.items() if key in _MEANINGLESS}
     if "max_positions" in kind.settings:
         tree.pop("max_position_embeddings", None)  # which has another name there
@@ -137,6 +138,17 @@ def write_config(model: Model, extra: Mapping[str, Any]) -> dict[str, Any]:
     return tree | _written_rope(model, kind.settings) | _written_windows(model, kind)
 
 
+def _check_can_be_written(model: Model, written: HuggingFace) -> None:
+    """Raises `ConfigError` if the model has a setting with which transformers does not compute in its family."""
+    names = {setting.name for setting in written.settings.values()} | {"local_rope_theta", "sliding_window_pattern"}
+    for name in OPTIONAL:
+        if name not in names and getattr(model, name) is not None:
+            raise ConfigError(
+                f"model.{name}: a model with it cannot be written for {written.model_type}, which transformers computes "
+                "without it"
+            )
+
+
 def _family_of(tree: Mapping[str, Any], where: str) -> tuple[str, HuggingFace, Mapping[str, Any]]:
     """The family, and the part of the config.json that is about it."""
     known, kind = families(), tree.get("model_type")
@@ -145,12 +157,27 @@ def _family_of(tree: Mapping[str, Any], where: str) -> tuple[str, HuggingFace, M
     for family, written in known.values():
         outer, key = written.nested or (None, "")
         if kind == outer and isinstance(tree.get(key), dict):
+            _check_agree(tree, tree[key], written, f"{where}: {key}")
             return family, written, tree[key]
     if not isinstance(kind, str) or kind not in known:
-        said = f"{where}: model_type is {printable(str(kind))}" if kind else f"{where}: model_type is missing"
-        raise ConfigError(f"{said}; known are {', '.join(sorted(known))}: {nearest(str(kind), sorted(known))}")
+        if not kind:
+            raise ConfigError(f"{where}: model_type is missing; known: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{where}: model_type is {printable(str(kind))}, which is not known; {nearest(str(kind), sorted(known))}"
+        )
     family, written = known[kind]
     return family, written, tree
+
+
+def _check_agree(outer: Mapping[str, Any], inner: Mapping[str, Any], written: HuggingFace, where: str) -> None:
+    """Raises `ConfigError` if the config of a larger model says something else of its text model than that says."""
+    for key in sorted(written.settings.keys() & outer.keys()):
+        own = inner.get(key, written.assumed.get(key))
+        if outer[key] != own:
+            raise ConfigError(
+                f"{where}.{key} is {printable(str(own))}, and {key} beside it {printable(str(outer[key]))}; write the "
+                "same into both"
+            )
 
 
 def _number(read: Any, value: Any, key: str, where: str) -> Any:
@@ -166,25 +193,61 @@ def _number(read: Any, value: Any, key: str, where: str) -> Any:
 
 
 def _read_rope(tree: Mapping[str, Any], written: HuggingFace, nested: bool, where: str) -> dict[str, Any]:
+    """Reads the settings of rotary positions, with the precedence that transformers 5 has.
+
+    With one set of parameters, a `rope_scaling` that says something replaces `rope_parameters`, and a base that only
+    the latter has is lost. With a set for each kind of layer, it overrides those of layers without a window.
+    """
     if "n_positions" in written.settings:
         return {}  # learned positions
-    parameters, full = _object(tree, "rope_parameters", where), _object(tree, "rope_scaling", where)
-    sliding: Mapping[str, Any] = {}
-    if nested and parameters and parameters.keys() <= {_SLIDING, _FULL}:
-        full, sliding = (_object(parameters, kind, f"{where}: rope_parameters") for kind in (_FULL, _SLIDING))
-    elif parameters:
-        full = parameters
-    theta = full.get("rope_theta", tree.get("rope_theta", written.assumed.get("rope_theta", 10000.0)))
-    local = written.assumed.get("rope_local_base_freq", theta)
-    local = sliding.get("rope_theta", tree.get("rope_local_base_freq", local))
-    for key, value in (("rope_theta", theta), ("rope_local_base_freq", local)):
-        _check_number(key, value, where, above=1)
+    parameters, scaling = _object(tree, "rope_parameters", where), _object(tree, "rope_scaling", where)
+    default = written.assumed.get("rope_theta", 10000.0)
+    if not nested:
+        full = scaling or parameters
+        if kinds := sorted(full.keys() & {_SLIDING, _FULL}):
+            raise ConfigError(
+                f"{where}: rope_parameters.{kinds[0]} is for families with other rotary positions in layers with a "
+                "window; write its keys directly into rope_parameters"
+            )
+        theta = _theta(full.get("rope_theta", tree.get("rope_theta", default)), "rope_theta", where)
+        return {"rope_theta": theta, "rope_scaling": _scaling(full, tree, where)}
+    if stray := sorted(parameters.keys() - {_SLIDING, _FULL}):
+        raise ConfigError(
+            f"{where}: rope_parameters.{printable(stray[0])} is not for a kind of layer, and transformers does not "
+            f"read it in this family; write it into rope_parameters.{_FULL}"
+        )
+    full, sliding = (_object(parameters, kind, f"{where}: rope_parameters") for kind in (_FULL, _SLIDING))
+    full = {**(full or {"rope_type": "default"}), **scaling}
+    theta = _theta(full.get("rope_theta", tree.get("rope_theta", default)), "rope_theta", where)
+    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(full, tree, where)}
+    if full.get("truncate") is False:
+        raise ConfigError(f"{where}: rope_parameters.{_FULL}.truncate is false, which transformers does not read here")
     if _scaling(sliding, tree, f"{where}: rope_parameters.{_SLIDING}"):
         raise ConfigError(
             f"{where}: rope_parameters.{_SLIDING} is scaled, and layers with a window are not stretched here"
         )
-    found: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": _scaling(full, tree, where)}
-    return found | ({"local_rope_theta": float(local)} if nested else {})
+    return found | {"local_rope_theta": _local_theta(sliding, tree, written, where)}
+
+
+def _local_theta(sliding: Mapping[str, Any], tree: Mapping[str, Any], written: HuggingFace, where: str) -> float:
+    """Returns the base of rotary positions in layers with a window."""
+    older, default = "rope_local_base_freq", written.assumed.get("rope_theta", 10000.0)
+    if older in written.assumed:
+        return _theta(sliding.get("rope_theta", tree.get(older, written.assumed[older])), older, where)
+    local = _theta(sliding.get("rope_theta", default), f"rope_parameters.{_SLIDING}.rope_theta", where)
+    # Older versions of transformers took the base of all layers here, newer ones the family's default.
+    others = [key for key in ("rope_theta", older) if "rope_theta" not in sliding and tree.get(key, local) != local]
+    if others:
+        raise ConfigError(
+            f"{where}: {others[0]} is {printable(str(tree[others[0]]))}, and versions of transformers differ in "
+            f"whether layers with a window have it or {local:g}; write rope_parameters.{_SLIDING}.rope_theta"
+        )
+    return local
+
+
+def _theta(value: Any, key: str, where: str) -> float:
+    _check_number(key, value, where, above=1)
+    return float(value)
 
 
 def _object(tree: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
@@ -202,13 +265,18 @@ def _check_number(key: str, value: Any, where: str, above: float = 0) -> None:
 def _scaling(parameters: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`model.rope_scaling`; empty for none."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if (older := parameters.get("type", kind)) != kind:
+        raise ConfigError(
+            f"{where}: rope_type is {printable(str(kind))} (default where it is missing), and type is "
+            f"{printable(str(older))}; write rope_type alone"
+        )
+    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+        raise ConfigError(f"{where}: partial_rotary_factor must be 1: heads are rotated whole here")
     if kind == "default":
         return {}
     if not isinstance(kind, str) or kind not in _OF_TYPE:
         raise ConfigError(f"{where}: rope_type is {printable(str(kind))}; known are default, {', '.join(_OF_TYPE)}")
-    given = {key: value for key, value in parameters.items() if value is not None}
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{where}: partial_rotary_factor must be 1: heads are rotated whole here")
+    given = {key: value for key, value in parameters.items() if value is not None and key != "partial_rotary_factor"}
     known = {*_OF_TYPE[kind], "rope_type", "type", "rope_theta", "finetuned"}
     scales = {key: given.pop(key) for key in ("mscale", "mscale_all_dim") if key in given and kind == "yarn"}
     if stray := sorted(set(given) - known):
@@ -255,6 +323,8 @@ _ALWAYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "hig
 
 def _read_windows(tree: Mapping[str, Any], family: str, layers: int, where: str) -> dict[str, Any]:
     kind, types = family_class(family), tree.get("layer_types")
+    written = kind.hugging_face
+    assert written is not None
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise ConfigError(f"{where}: layer_types must be a list of {layers}, one for each layer; correct it")
     if "sliding_window_pattern" not in kind.settings:
@@ -263,9 +333,14 @@ def _read_windows(tree: Mapping[str, Any], family: str, layers: int, where: str)
         if types is not None and types != [expected] * layers:
             raise ConfigError(f"{where}: layer_types must be {expected} for all {layers} layers in the family {family}")
         return {}
-    length = tree.get("sliding_window_pattern", tree.get("_sliding_window_pattern"))
+    length = tree.get("sliding_window_pattern")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ConfigError(f"{where}: sliding_window_pattern is {printable(str(length))}, and must be 1 or more")
+    if types is None and length not in (None, kind.pattern_length) and not written.reads_pattern:
+        raise ConfigError(
+            f"{where}: sliding_window_pattern is {length}, which transformers does not read in the family {family}; "
+            "write layer_types"
+        )
     if types is not None and _FULL in types:
         length = types.index(_FULL) + 1
     elif types is not None and (length is None or length <= layers):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ COMPANIONS = (
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _LARGEST_JSON = 64 << 20
 _SAMPLED = 1 << 16
+_COMPARED = 1 << 24
+"""Numbers of two tensors that are compared at a time."""
 
 
 class Stored(NamedTuple):
@@ -58,9 +60,9 @@ class Folder:
         """What the files hold, by the names that the family has; without what it leaves out."""
         found: dict[str, Stored] = {}
         left_out = [re.compile(pattern) for pattern in written.left_out]
-        for file, names in sorted(self._files().items()):
+        for file in self._files():
             opened = self._opened(file)
-            for name in sorted(opened if names is None else names):
+            for name in sorted(opened):
                 here = _renamed(name, written.renamed)
                 if any(pattern.fullmatch(one) for pattern in left_out for one in (name, here)):
                     continue
@@ -99,10 +101,39 @@ class Folder:
             )
         return {name: found[name] for name in wanted}
 
+    def refuse_another_head(self, written: HuggingFace) -> None:
+        """Raises `ConfigError` if the files have an output head that is not the embedding, for a config that ties both.
+
+        transformers then computes with the head, against the config.
+        """
+        found = self.tensors(written)
+        names = [written.ends[name].name for name in ("head.kernel", "embedding.table")]
+        if any(name not in found or len(found[name].shape) != 2 for name in names):
+            return
+        head, embedding = (found[name] for name in names)
+        if head.shape == embedding.shape and self._hold_the_same(head, embedding):
+            return
+        raise ConfigError(
+            f"{self._key}: {self.path / CONFIG} says tie_word_embeddings, and {names[0]} in {self.path / head.file} "
+            f"holds something else than {names[1]}; set tie_word_embeddings to false to use both, or remove {names[0]}"
+        )
+
+    def _hold_the_same(self, one: Stored, other: Stored) -> bool:
+        """Whether two matrices have the same numbers, compared some rows at a time."""
+        rows, columns = one.shape
+        step = max(1, _COMPARED // columns)
+        for top in range(0, rows, step):
+            pieces = [np.empty((min(step, rows - top), columns), stored.dtype) for stored in (one, other)]
+            for stored, piece in zip((one, other), pieces, strict=True):
+                self.read(stored, (top, 0), piece)
+            if not np.array_equal(*(piece.astype(np.float32) for piece in pieces)):
+                return False
+        return True
+
     def fingerprint(self) -> str:
         """Tells copies of one model from those of another: by config, headers, and some of the numbers of each file."""
         found = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for file in sorted(self._files()):
+        for file in self._files():
             found.update(json.dumps([file, self._opened(file)], sort_keys=True).encode())
             descriptor = self._descriptor(file)
             middle = os.fstat(descriptor).st_size // 2
@@ -137,25 +168,12 @@ class Folder:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _files(self) -> dict[str, Iterable[str] | None]:
-        """Each file, and the tensors that the index says that it has; None without an index."""
+    def _files(self) -> list[str]:
+        """The files with tensors, sorted. All that they hold counts, whether the index names it or not."""
         if (self.path / INDEX).is_file():
-            index = read_json(self.path / INDEX, self._key).get("weight_map")
-            if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-                raise ConfigError(f"{self._key}: {self.path / INDEX} has no weight_map of files; copy it again")
-            files: dict[str, list[str]] = {}
-            for name, file in index.items():
-                self._check_name(file)
-                files.setdefault(file, []).append(name)
-            for file, names in files.items():
-                if missing := sorted(set(names) - set(self._opened(file))):
-                    raise ConfigError(
-                        f"{self._key}: {self.path / file} lacks the tensor {printable(missing[0])}, which {INDEX} says "
-                        "is there; copy both again"
-                    )
-            return dict(files)
+            return self._indexed()
         if (self.path / SINGLE).is_file():
-            return {SINGLE: None}
+            return [SINGLE]
         others = sorted(
             path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in self.path.glob(pattern)
         )
@@ -165,6 +183,29 @@ class Folder:
                 "it to safetensors"
             )
         raise ConfigError(f"{self._key}: {self.path} has neither {SINGLE} nor {INDEX}")
+
+    def _indexed(self) -> list[str]:
+        """The files that the index names. Raises `ConfigError` if one lacks what the index says it has."""
+        index = read_json(self.path / INDEX, self._key).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise ConfigError(f"{self._key}: {self.path / INDEX} has no weight_map of files; copy it again")
+        files = sorted(set(index.values()))
+        for file in files:
+            self._check_name(file)
+        others = [file for file in files if file != SINGLE]
+        if others and (self.path / SINGLE).is_file():
+            raise ConfigError(
+                f"{self._key}: {self.path} has {SINGLE} and {INDEX}, which names {printable(others[0])}, and programs "
+                f"differ in which they read (transformers: {SINGLE}); remove {SINGLE}, or {INDEX} and its files"
+            )
+        for file in files:
+            names = {name for name in index if index[name] == file}
+            if missing := sorted(names - set(self._opened(file))):
+                raise ConfigError(
+                    f"{self._key}: {self.path / file} lacks the tensor {printable(missing[0])}, which {INDEX} says "
+                    "is there; copy both again"
+                )
+        return files
 
     def _check_name(self, file: str) -> None:
         if Path(file).name != file or file in ("", ".", ".."):

@@ -51,6 +51,8 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None] 
     assert written is not None
     parts = {name.replace(".", "/"): several for name, several in parts_of(definition).items()}
     stored = folder.check(written, parts, tied=config.model.tie_embeddings)
+    if config.model.tie_embeddings:
+        folder.refuse_another_head(written)
     tokenizer = tokenizer_in(folder, _rows(config))
     path = out / CHECKPOINTS / str(STEP)
     path.parent.mkdir(parents=True)

@@ -104,7 +104,7 @@ class Gemma2(Alternating):
         SETTINGS,
         only=ONLY,
         meaningless=frozenset({"sliding_window_size"}),  # beside sliding_window
-        assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_key_value_heads": 4},
     )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:

@@ -48,8 +48,9 @@ class Gemma3(Gemma2):
         "Gemma3ForCausalLM",
         ATTENTION | NORMED_HEADS | MLP | NORMS,
         ENDS,
-        SETTINGS,
-        only=ONLY,
+        {key: setting for key, setting in SETTINGS.items() if key != "attn_logit_softcapping"},
+        # transformers 5.23 keeps this key and computes without it.
+        only=ONLY | {"attn_logit_softcapping": (None,)},
         assumed=ASSUMED
         | {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
         | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
@@ -59,6 +60,7 @@ class Gemma3(Gemma2):
             "language_model.lm_head.": "lm_head.",
         },
         left_out=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+        reads_pattern=True,
         nested=("gemma3", "text_config"),
     )
 

@@ -58,6 +58,8 @@ class HuggingFace:
     """Beginnings of names in some files, and what they are called here."""
     left_out: tuple[str, ...] = ()
     """Patterns (re) of names of tensors that hold nothing learned, or parts of a larger model that are left out."""
+    reads_pattern: bool = False
+    """Whether `sliding_window_pattern` counts where `layer_types` is missing."""
     nested: tuple[str, str] | None = None
     """The `model_type` of a larger model, and the key of its config.json under which this one's is."""
 

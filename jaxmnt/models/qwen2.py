@@ -52,6 +52,6 @@ class Qwen2(Llama):
         ENDS,
         common_settings(),
         only=SILU | WINDOWLESS,
-        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32},
         meaningless=UNUSED_WINDOW,
     )

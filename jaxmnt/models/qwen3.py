@@ -42,6 +42,6 @@ class Qwen3(Llama):
         ENDS,
         common_settings(),
         only=SILU | UNBIASED | WINDOWLESS,
-        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128},
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128, "num_key_value_heads": 32},
         meaningless=UNUSED_WINDOW,
     )
