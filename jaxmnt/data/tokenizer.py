@@ -1,8 +1,10 @@
 """Turning text into token ids and back."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +26,12 @@ _TRIED_PLACES = 8
 _AROUND = 2**11
 """Characters on both sides of a place that are encoded to see whether a text can be cut there."""
 
+_SAMPLE = "a"
+"""A text that shows what a tokenizer puts before every text."""
+
+_BESIDE_CUT = 64
+"""Characters on both sides of a boundary between pieces that show whether a text can be cut there."""
+
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
 
@@ -38,11 +46,25 @@ class Tokenizer(Protocol):
     def description(self) -> dict[str, Any]:
         """What goes into the manifest, and what `make_tokenizer` makes the same tokenizer of."""
 
-    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
-        """Token ids of each text, without ends of documents, in an unsigned dtype.
+    def encode_batch(
+        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
+    ) -> list[np.ndarray]:
+        """Returns the token ids of each text, without ends of documents, in an unsigned dtype.
 
-        A special token's name in a text is taken as text, unless `markup` says that it stands for the token.
+        A special token's name in a text is taken as text, unless `markup` says that it stands for the token. Each text
+        is a whole document, unless it does not begin one (`begins`), or does not end one (`ends`).
         """
+
+    def encode_joined(
+        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
+    ) -> list[np.ndarray]:
+        """Returns the token ids of the joined text, divided among the texts it is made of.
+
+        A token across a boundary belongs to the text that its last character is in.
+        """
+
+    def can_cut(self, before: str, after: str) -> bool:
+        """Returns whether the two texts, encoded apart, decode to what their joined text decodes to."""
 
     def decode(self, tokens: np.ndarray) -> str:
         """Text of token ids; ids that are no text (such as the end of document) are left out."""
@@ -58,8 +80,18 @@ class Bytes:
     def description(self) -> dict[str, Any]:
         return {"name": "bytes", "end_of_document": self.end_of_document}
 
-    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
+    def encode_batch(
+        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
+    ) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
+
+    def encode_joined(
+        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
+    ) -> list[np.ndarray]:
+        return self.encode_batch(texts)
+
+    def can_cut(self, before: str, after: str) -> bool:
+        return True
 
     def decode(self, tokens: np.ndarray) -> str:
         kept = np.asarray(tokens)[np.asarray(tokens) < 256]
@@ -89,6 +121,7 @@ class HuggingFace:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._plain.encode_special_tokens = True  # a document must not be able to end itself
+        self._for_pieces: dict[tuple[bool, bool, bool], Any] = {}
         self.vocab_size = self._plain.get_vocab_size(with_added_tokens=True)
         self._end_token = self._find_end(end_token, path, needed=for_text)
         self.end_of_document = None if self._end_token is None else int(self._plain.token_to_id(self._end_token))
@@ -103,8 +136,12 @@ class HuggingFace:
 
     @property
     def start(self) -> list[int]:
-        """What the tokenizer itself puts before a text, such as the id of <s>."""
-        return list(self._plain.encode("", add_special_tokens=True).ids)
+        """The ids that the tokenizer itself puts before a text, such as that of <s>; not those that it puts behind."""
+        plain = self._plain.encode(_SAMPLE, add_special_tokens=False).ids
+        whole = self._plain.encode(_SAMPLE, add_special_tokens=True).ids
+        if not plain:
+            return list(whole)
+        return next(whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
 
     @property
     def special(self) -> set[str]:
@@ -125,21 +162,111 @@ class HuggingFace:
             "end_of_document": self.end_of_document,
         }
 
-    def encode_batch(self, texts: Sequence[str], *, markup: bool = False) -> list[np.ndarray]:
-        tokenizer = self._markup if markup else self._plain
+    def encode_batch(
+        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
+    ) -> list[np.ndarray]:
+        if all(len(text) <= _STRETCH for text in texts) or self._plain.pre_tokenizer is None:
+            return self._encode(texts, markup, begins, ends)
+        return [np.concatenate(list(self._long(text, markup, begins, ends))) for text in texts]
 
-        def encode(several: Sequence[str]) -> list[np.ndarray]:
-            encodings = tokenizer.encode_batch_fast(list(several), add_special_tokens=False)
-            return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    def encode_joined(
+        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
+    ) -> list[np.ndarray]:
+        encoding = self._tokenizer(markup, begins, ends).encode("".join(texts), add_special_tokens=False)
+        ids, stops = np.array(encoding.ids, np.uint32), np.cumsum([len(text) for text in texts])
+        last_characters = np.array([max(0, stop - 1) for _, stop in encoding.offsets], np.int64)
+        text_of_token = np.searchsorted(stops, last_characters, side="right")
+        # A token that stands for no character of the text belongs where the token before it does.
+        text_of_token = np.maximum.accumulate(text_of_token)
+        return [ids[text_of_token == number] for number in range(len(texts))]
 
-        if tokenizer.pre_tokenizer is None or all(len(text) <= _STRETCH for text in texts):
-            return encode(texts)
+    def can_cut(self, before: str, after: str) -> bool:
+        if self._lossless:
+            return True
+        if self._prefixed_token_in([before, after]) is not None:
+            return False
+        if "Strip" in self._normalizers and not (before.strip() and after.strip()):
+            # Whether blanks alone are dropped depends on all of the text beside them.
+            return False
+        before, after = before[-_BESIDE_CUT:], after[:_BESIDE_CUT]
+        (whole,) = self._encode([before + after])
+        (first,), (rest,) = self._encode([before], ends=False), self._encode([after], begins=False)
+        return self.decode(np.concatenate([first, rest])) == self.decode(whole)
 
-        def can_cut(before: str, after: str) -> bool:
-            one, other, both = encode([before, after, before + after])
-            return np.array_equal(np.concatenate([one, other]), both)
+    def _long(self, text: str, markup: bool, begins: bool, ends: bool) -> Iterator[np.ndarray]:
+        """Yields the ids of a long text in stretches, which together are those of the whole."""
 
-        return [np.concatenate([encode([piece])[0] for piece in _stretches(text, can_cut)]) for text in texts]
+        def same_tokens(before: str, after: str) -> bool:
+            first, rest, both = self._encode([before, after, before + after], markup, begins=False, ends=False)
+            return np.array_equal(np.concatenate([first, rest]), both)
+
+        start, stretches = 0, _stretches(text, same_tokens)
+        for stretch in stretches:
+            stop = start + len(stretch)
+            yield self._encode([stretch], markup, begins and start == 0, ends and stop == len(text))[0]
+            start = stop
+
+    def _encode(
+        self, texts: Sequence[str], markup: bool = False, begins: bool = True, ends: bool = True
+    ) -> list[np.ndarray]:
+        if not begins and (token := self._prefixed_token_in(texts)) is not None:
+            raise ConfigError(
+                f"--tokenizer: the added token {token!r} is matched with a blank before it, so a text in pieces cannot "
+                'be encoded with it; set "normalized" of this token to false in tokenizer.json'
+            )
+        encodings = self._tokenizer(markup, begins, ends).encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    @cached_property
+    def _parts(self) -> dict[str, Any]:
+        """The parts of the tokenizer.json that say what becomes of a text's beginning and end."""
+        tree = json.loads(self._plain.to_str())
+        return {name: tree[name] for name in ("normalizer", "pre_tokenizer", "decoder")}
+
+    @cached_property
+    def _lossless(self) -> bool:
+        """Whether every text decodes to itself, wherever it is cut: bytes that nothing changes before."""
+        ordinary = [token for token in self._plain.get_added_tokens_decoder().values() if not token.special]
+        drops_blanks = any(token.lstrip or token.rstrip for token in ordinary)
+        is_bytes = self._parts["normalizer"] is None and (self._parts["decoder"] or {}).get("type") == "ByteLevel"
+        return is_bytes and not drops_blanks
+
+    @cached_property
+    def _normalizers(self) -> set[str]:
+        """The types of normalizers that the tokenizer has."""
+
+        def types(part: dict[str, Any]) -> set[str]:
+            return {part["type"]}.union(*(types(inner) for inner in part.get("normalizers", [])))
+
+        return set() if self._parts["normalizer"] is None else types(self._parts["normalizer"])
+
+    @cached_property
+    def _prefixed_tokens(self) -> list[str]:
+        """Added tokens that are matched with what the normalizer puts before a text."""
+        if "Prepend" not in self._normalizers:
+            return []
+        tokens = self._plain.get_added_tokens_decoder().values()
+        return sorted(token.content for token in tokens if token.normalized)
+
+    def _prefixed_token_in(self, texts: Sequence[str]) -> str | None:
+        tokens = self._prefixed_tokens
+        return next((token for token in tokens if any(token in text for text in texts)), None)
+
+    def _tokenizer(self, markup: bool, begins: bool, ends: bool) -> Any:
+        """Returns the library's tokenizer for texts that begin and end a document, or do not."""
+        usual = self._markup if markup else self._plain
+        key = (markup, begins, ends)
+        if begins and ends:
+            return usual
+        if key not in self._for_pieces:
+            names = ("normalizer", "pre_tokenizer")
+            parts = {name: _within_a_text(self._parts[name], begins, ends) for name in names}
+            self._for_pieces[key] = usual
+            if any(parts[name] != self._parts[name] for name in names):
+                tree = json.loads(usual.to_str()) | parts
+                self._for_pieces[key] = _library().Tokenizer.from_str(json.dumps(tree))
+                self._for_pieces[key].encode_special_tokens = usual.encode_special_tokens
+        return self._for_pieces[key]
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
@@ -159,6 +286,24 @@ class HuggingFace:
         raise ConfigError(
             f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
         )
+
+
+def _within_a_text(part: dict[str, Any] | None, begins: bool, ends: bool) -> dict[str, Any] | None:
+    """Returns a normalizer or pre-tokenizer without what it does at the beginning and the end of a document only."""
+    kind = None if part is None else part["type"]
+    if part is None or (kind == "Prepend" and not begins):
+        return None
+    if kind == "Sequence":
+        name = "normalizers" if "normalizers" in part else "pretokenizers"
+        changed = (_within_a_text(inner, begins, ends) for inner in part[name])
+        return part | {name: [inner for inner in changed if inner is not None]}
+    if kind == "Strip":
+        return part | {"strip_left": part["strip_left"] and begins, "strip_right": part["strip_right"] and ends}
+    if kind == "Metaspace" and not begins:
+        return part | {"prepend_scheme": "never"}
+    if kind == "ByteLevel" and "add_prefix_space" in part and not begins:
+        return part | {"add_prefix_space": False}
+    return part
 
 
 def _stretches(text: str, can_cut: Callable[[str, str], bool]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
 from jaxmnt.data.preparation.parquet import read_parquet
 from jaxmnt.data.preparation.text import read_text, read_tokens
 from jaxmnt.data.store import file_digest
+from jaxmnt.data.text_pieces import Piece, encode_pieces, encode_stretches
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
@@ -370,29 +371,36 @@ def _encoded(
 def _encode_together(
     job: Job, waiting: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
 ) -> Iterator[tuple[Document, Iterator[tuple[np.ndarray, bool]]]]:
-    segments = [segment for _, own in waiting for segment in own]
-    encoded = iter(_encode(segments, tokenizer))
-    for document, own in waiting:
-        tokens = [(next(encoded), segment.learn) for segment in own]
-        yield document, iter(tokens + _end(job, document))
+    encoded = iter(_encode([segments for _, segments in waiting], tokenizer))
+    for document, segments in waiting:
+        learn = [segment.learn for segment in segments]
+        yield document, iter([*zip(next(encoded), learn, strict=True), *_end(job, document)])
 
 
 def _encode_one_by_one(job: Job, document: Document, tokenizer: Tokenizer | None) -> Iterator[tuple[np.ndarray, bool]]:
-    for segment in document.segments:
-        for tokens in _encode([segment], tokenizer):
-            yield tokens, segment.learn
+    for (is_text, learn), group in groupby(document.segments, lambda one: (isinstance(one.content, str), one.learn)):
+        contents: Iterator[Any] = (segment.content for segment in group)
+        if is_text:
+            assert tokenizer is not None
+            contents = encode_stretches(tokenizer, contents)
+        for tokens in contents:
+            yield tokens, learn
     yield from _end(job, document)
 
 
-def _encode(segments: list[Segment], tokenizer: Tokenizer | None) -> list[np.ndarray]:
-    encoded: list[np.ndarray] = []
-    for _, group in groupby(segments, lambda one: (isinstance(one.content, str), one.markup)):
-        alike = list(group)
-        texts = [segment.content for segment in alike if isinstance(segment.content, str)]
-        if texts:
-            assert tokenizer is not None
-            encoded += tokenizer.encode_batch(texts, markup=alike[0].markup)
-        encoded += [segment.content for segment in alike if not isinstance(segment.content, str)]
+def _encode(documents: list[list[Segment]], tokenizer: Tokenizer | None) -> list[list[np.ndarray]]:
+    """Returns the tokens of each segment of each document; a segment that has tokens keeps them."""
+    pieces = [
+        [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
+        for segments in documents
+    ]
+    if not any(pieces):
+        return [[cast(np.ndarray, segment.content) for segment in segments] for segments in documents]
+    assert tokenizer is not None
+    encoded = []
+    for segments, ids_of_pieces in zip(documents, encode_pieces(tokenizer, pieces), strict=True):
+        ids = iter(ids_of_pieces)
+        encoded.append([next(ids) if isinstance(one.content, str) else one.content for one in segments])
     return encoded
 
 

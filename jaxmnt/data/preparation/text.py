@@ -14,8 +14,8 @@ from jaxmnt.errors import ConfigError
 TEXT_PIECE = 2**20
 """Text files are read and encoded in stretches of about so many bytes, cut after a line.
 
-Whether a tokenizer gives the same tokens for the stretches as for the whole is not tried, as it is within a stretch:
-with one that joins a newline to what follows, the tokens beside a cut may be others.
+The tokens of the stretches together decode to the text (`data/text_pieces.py`). They need not be those of the whole:
+with a tokenizer that joins a newline to what follows, the tokens beside a cut may be others.
 """
 
 

@@ -1,0 +1,118 @@
+"""Encodes a text in pieces, and decodes what follows a context, as if the text were whole.
+
+Many tokenizers treat the beginning of a text in a special way: those of Llama 2's and Mistral's kind put a blank before
+it, and their decoders take it away again. A piece in the middle of a text must not get such a blank, and what follows a
+context must not lose one. So the pieces of a text, encoded by `encode_pieces` or `encode_stretches`, decode together to
+the text that the ids of the whole text decode to; and `decode_after` is decode(context + tokens) minus decode(context).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmnt.data.tokenizer import Tokenizer
+
+_CONTEXT_TOKENS = 128
+"""Tokens of a context that are decoded with what follows it. More would cost time and change nothing."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8; each may be a token."""
+
+LONGEST_CONTEXT = _CONTEXT_TOKENS + _LONGEST_CHARACTER
+"""Tokens of a context that `decode_after` makes use of at most, if one of them begins a character."""
+
+_INCOMPLETE = "\ufffd"
+"""A decoder shows this for bytes that are not a character."""
+
+
+class Piece(NamedTuple):
+    """A part of a text that has tokens of its own, for instance because the model learns it or does not."""
+
+    text: str
+    markup: bool = False
+    """Whether names of special tokens in the text stand for those tokens."""
+
+
+def encode_pieces(tokenizer: Tokenizer, texts: Sequence[Sequence[Piece]]) -> list[list[np.ndarray]]:
+    """Returns the token ids of each piece of each text.
+
+    Pieces are encoded apart, so that the boundary between two of them is also one between tokens. Where a tokenizer
+    cannot be cut (it composes two characters, say, or drops a blank beside another), the pieces are encoded as one
+    text, and a token across the boundary belongs to the later piece.
+    """
+    encoded = [[np.empty(0, np.uint32) for _ in pieces] for pieces in texts]
+    apart: dict[tuple[bool, bool, bool], list[tuple[int, int]]] = {}
+    for number, pieces in enumerate(texts):
+        filled = [index for index, piece in enumerate(pieces) if piece.text]
+        for group in _groups(tokenizer, pieces, filled):
+            markup, begins, ends = pieces[group[0]].markup, group[0] == filled[0], group[-1] == filled[-1]
+            if len(group) == 1:
+                apart.setdefault((markup, begins, ends), []).append((number, group[0]))
+                continue
+            together = [pieces[index].text for index in group]
+            ids_of_group = tokenizer.encode_joined(together, markup=markup, begins=begins, ends=ends)
+            for index, ids in zip(group, ids_of_group, strict=True):
+                encoded[number][index] = ids
+    for (markup, begins, ends), indices in apart.items():
+        alike = [texts[number][index].text for number, index in indices]
+        ids_of_texts = tokenizer.encode_batch(alike, markup=markup, begins=begins, ends=ends)
+        for (number, index), ids in zip(indices, ids_of_texts, strict=True):
+            encoded[number][index] = ids
+    return encoded
+
+
+def encode_stretches(tokenizer: Tokenizer, stretches: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yields the token ids of a text that comes in stretches, a stretch at a time.
+
+    Where the tokenizer cannot be cut between two stretches, they are encoded as one.
+    """
+    waiting, begins = "", True
+    for stretch in stretches:
+        if waiting and stretch and tokenizer.can_cut(waiting, stretch):
+            yield tokenizer.encode_batch([waiting], begins=begins, ends=False)[0]
+            waiting, begins = stretch, False
+        else:
+            waiting += stretch
+    if waiting:
+        yield tokenizer.encode_batch([waiting], begins=begins)[0]
+
+
+def decode_after(tokenizer: Tokenizer, context: Any, tokens: Any) -> str:
+    """Returns the text that `tokens` add to the text of `context`: decode(context + tokens) minus decode(context).
+
+    A character that the context begins and the tokens end belongs to the tokens.
+    """
+    context, tokens = np.asarray(context, np.int64), np.asarray(tokens, np.int64)
+    tail, before = _tail(tokenizer, context)
+    whole = tokenizer.decode(np.concatenate([tail, tokens]))
+    if whole.startswith(before):
+        return whole[len(before) :]
+    differs = next((at for at, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), len(whole))
+    return whole[differs:]
+
+
+def _tail(tokenizer: Tokenizer, context: np.ndarray) -> tuple[np.ndarray, str]:
+    """Returns the last tokens of a context, and their text, which begins with a whole character."""
+    latest = len(context) - _CONTEXT_TOKENS
+    for start in range(latest, latest - _LONGEST_CHARACTER, -1):
+        if start <= 0:
+            break
+        text = tokenizer.decode(context[start:])
+        if text and not text.startswith(_INCOMPLETE):
+            return context[start:], text
+    return context, tokenizer.decode(context)
+
+
+def _groups(tokenizer: Tokenizer, pieces: Sequence[Piece], filled: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the indices of pieces that are encoded as one text, in order; mostly each by itself.
+
+    Pieces with and without markup are always encoded apart.
+    """
+    for _, run in groupby(filled, lambda index: pieces[index].markup):
+        indices = list(run)
+        if all(tokenizer.can_cut(pieces[one].text, pieces[other].text) for one, other in pairwise(indices)):
+            yield from ([index] for index in indices)
+        else:
+            yield indices
