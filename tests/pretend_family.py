@@ -100,6 +100,13 @@ class Alternating(Pretend):
         return {"layers": {"1": new["layers"]}}
 
 
+class NamedFirstAndLast(Pretend):
+    """Its groups have names that the contract itself could use."""
+
+    def groups(self):
+        return [LayerGroup("first", ("llama",), 1), LayerGroup("last", ("llama",), self.config.num_layers - 1)]
+
+
 # What the contract does not allow.
 
 

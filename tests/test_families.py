@@ -20,6 +20,8 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.plan.budget import parameters
+from jaxmnt.plan.show import parameter_table
 from jaxmnt.train import train
 from jaxmnt.training.compile import build_spec, compile_program
 from jaxmnt.training.spec import ControlFlags
@@ -94,6 +96,22 @@ def test_what_the_contract_does_not_allow_is_named(family, model, words):
     model = {"family": f"pretend_family.{family}", "num_layers": 3, "vocab_size": 1024} | model
     with pytest.raises(ConfigError, match=re.escape(words)):
         compile_program(config(model=model, mesh={"model": 2}), VOCAB, jax.devices()[:2])
+
+
+def test_names_of_groups_are_free():
+    """Also those that the parts of a definition have."""
+    model = config(model={"family": "pretend_family.NamedFirstAndLast", "num_layers": 3, "vocab_size": 1024}).model
+    definition = define(build_family(model, 1024))
+    assert definition.first == ("embedding",) and definition.last == ("norm", "head")
+    assert set(definition.init(jax.random.key(0))[0]) == {"embedding", "first", "last", "norm", "head"}
+    assert [definition.abstract[name]["mlp"]["up"].shape[0] for name in ("first", "last")] == [1, 2]
+
+
+def test_a_plan_lists_axes_without_a_name():
+    model = {"family": "pretend_family.Pretend", "num_layers": 3, "vocab_size": 1024}
+    listed = parameters(build_spec(config(model=model, mesh={"fsdp": 2}), VOCAB, jax.devices()[:2]))
+    (router,) = [line for line in parameter_table(listed) if line.startswith("layers.router")]
+    assert "layers embed:fsdp -" in router
 
 
 def test_a_stage_ends_with_a_whole_pattern():
@@ -338,6 +356,16 @@ def test_frozen_parameters_and_optimizers_by_pattern():
     assert not [name for name in names if "adam" in name and "mlpgate" in name]
     _, split, _ = trained(4, {"fsdp": 2, "model": 2})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), split, after)
+
+
+def test_muon_takes_learned_positions():
+    """A table outside of layers, whose first axis has the parameter's own name, is a matrix, too."""
+    chosen = {"family": "gpt2", "max_positions": 16, "tie_embeddings": True}
+    rules = {"rules": [{"pattern": "positions.*", "kind": "muon"}, {"pattern": "embedding.*", "kind": "muon"}]}
+    spec = build_spec(config(model=chosen, optimizer=rules), VOCAB, jax.devices()[:1])
+    moments = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(abstract_state(spec)["optimizer"])]
+    tables = [name for name in moments if "table" in name]
+    assert len(tables) == 2 and all("muon" in name for name in tables)
 
 
 @pytest.mark.parametrize(

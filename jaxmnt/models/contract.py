@@ -246,7 +246,8 @@ class Definition:
 
 
 class _Decoder(nnx.Module):
-    """All parts of a model under their names; layers are stacked on a leading axis."""
+    """All parts of a model under their names; layers are stacked on a leading axis. It has no attributes besides, which
+    a part's name could replace."""
 
     def __init__(self, family: Family, rngs: nnx.Rngs):
         before = family.before(rngs)
@@ -254,7 +255,6 @@ class _Decoder(nnx.Module):
         after = family.after(rngs)
         for name, module in {**before, **stacks, **after}.items():
             setattr(self, name, module)
-        self.first, self.last = tuple(before), tuple(after)
 
 
 def _stack(family: Family, group: LayerGroup, rngs: nnx.Rngs) -> nnx.Module:
@@ -278,7 +278,8 @@ def define(family: Family) -> Definition:
     decoder = nnx.eval_shape(lambda: _Decoder(family, nnx.Rngs(params=0)))
     graph = lambda module: nnx.split(module)[0]
     one_layer = lambda kind: nnx.eval_shape(lambda: family.layer(kind, nnx.Rngs(params=0)))
-    graphs: dict[str, Any] = {name: graph(getattr(decoder, name)) for name in decoder.first + decoder.last}
+    first, last = _names_of_ends(family)
+    graphs: dict[str, Any] = {name: graph(getattr(decoder, name)) for name in first + last}
     for group in groups:
         graphs[group.name] = [graph(one_layer(kind)) for kind in group.pattern]
     tied = ("embedding",) if family.config.tie_embeddings else ()
@@ -286,16 +287,27 @@ def define(family: Family) -> Definition:
     axes, buffer_axes = _axes(decoder, nnx.Param, names), _axes(decoder, Buffer, names)
     _check_axes(axes, buffer_axes, names)
     return Definition(
-        family, groups, graphs, decoder.first, decoder.last + tied,
+        family, groups, graphs, first, last + tied,
         _pure(decoder, nnx.Param), axes, _pure(decoder, Buffer), buffer_axes,
     )  # fmt: skip
+
+
+def _names_of_ends(family: Family) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of the modules before the first layer, and of those after the last."""
+    names: list[tuple[str, ...]] = []
+
+    def note() -> None:  # eval_shape would return mappings in another order than theirs
+        names.extend(tuple(make(nnx.Rngs(params=0))) for make in (family.before, family.after))
+
+    nnx.eval_shape(note)
+    before, after = names
+    return before, after
 
 
 def _check_groups(family: Family, groups: Sequence[LayerGroup]) -> None:
     """Their names are those of parameters and of logical axes, so they must be their own."""
     names, layers = [group.name for group in groups], sum(group.num_layers for group in groups)
-    ends = nnx.eval_shape(lambda: [make(nnx.Rngs(params=0)) for make in (family.before, family.after)])
-    taken = (RULES.keys() - {"layers"}) | {name for modules in ends for name in modules}
+    taken = (RULES.keys() - {"layers"}) | {name for names in _names_of_ends(family) for name in names}
     for name in names:
         if name in taken or names.count(name) > 1:
             raise ConfigError(f"model.family: the name {name} of a group of layers is taken; choose another")

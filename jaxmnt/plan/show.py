@@ -1,6 +1,6 @@
 """A plan as text for a person."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int]) -> 
         picture(spec, hosts),
         [f"note    {note}" for note in report["notes"]],
         _schedule(spec, report),
-        _parameters(report),
+        parameter_table(report["parameters"]),
         _memory(report),
         _collectives(report),
         _timeline(report, spec.dtype.name),
@@ -69,11 +69,13 @@ def _schedule(spec: StepSpec, report: Report) -> list[str]:
     return lines
 
 
-def _parameters(report: Report) -> list[str]:
+def parameter_table(parameters: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each of `budget.parameters`."""
     rows: Rows = [("parameter", "shape", "split over", "a device", "whole over")]
-    for entry in report["parameters"]:
+    for entry in parameters:
         names = [
-            f"{axis}:{split}" if split else axis for axis, split in zip(entry["axes"], entry["split"], strict=True)
+            f"{axis}:{split}" if split else axis or "-"
+            for axis, split in zip(entry["axes"], entry["split"], strict=True)
         ]
         rows.append(
             (
@@ -84,8 +86,8 @@ def _parameters(report: Report) -> list[str]:
                 ", ".join(entry["replicated_axes"]) or "-",
             )
         )
-    total = sum(entry["bytes_a_device"] for entry in report["parameters"])
-    elements = sum(int(np.prod(entry["shape"])) for entry in report["parameters"])
+    total = sum(entry["bytes_a_device"] for entry in parameters)
+    elements = sum(int(np.prod(entry["shape"])) for entry in parameters)
     rows.append(("all", count(elements), "", size(total), ""))
     return table(rows, right={3})
 

@@ -236,7 +236,7 @@ def build_spec(
     layout = Layout(placement, {axis: found for axis, found in dimensions.items() if found is not None})
     _check_sizes(definition, layout)
     trained = trained_axes(definition.axes, config.optimizer.frozen)
-    optimizer, learning_rate = build_optimizer(config, trained)
+    optimizer, learning_rate = build_optimizer(config, trained, stacks)
     dtype, float8, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
     spec = StepSpec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,

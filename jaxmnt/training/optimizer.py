@@ -1,6 +1,6 @@
 """Optimizers with a learning-rate schedule, from optax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -40,8 +40,11 @@ def _main_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([stable, optax.linear_schedule(peak, peak * final, decay)], [steps - decay])
 
 
-def build_optimizer(config: Config, axes: Any) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The optimizer of the parameters in a tree of logical axes, and its learning rate.
+def build_optimizer(
+    config: Config, axes: Any, stacks: Collection[str]
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optimizer of the parameters in a tree of logical axes, and its learning rate. `stacks` are the names of the
+    groups of layers.
 
     AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) without clipping, which the step does itself because it
     reports the norm. Norm scales and biases are not decayed. Where `optimizer.rules` say so, Muon (Jordan et al. 2024,
@@ -77,7 +80,7 @@ def build_optimizer(config: Config, axes: Any) -> tuple[optax.GradientTransforma
     )
     if used <= {"adamw"}:
         return optax.named_chain(("adam", adam), *chain), schedule
-    muon = _muon(axes, kinds, jnp.dtype(optimizer.state_dtype))
+    muon = _muon(axes, kinds, stacks, jnp.dtype(optimizer.state_dtype))
     is_kind = lambda kind: jax.tree.map(lambda one: one == kind, kinds)
     parts = [("adam", optax.masked(adam, is_kind("adamw"))), ("muon", optax.masked(muon, is_kind("muon")))]
     return optax.named_chain(*parts, *chain), schedule
@@ -89,7 +92,7 @@ def _decayed(decays: Any) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, parameters: jax.tree.map(one, updates, parameters, decays))
 
 
-def _muon(axes: Any, kinds: Any, dtype: jnp.dtype) -> optax.GradientTransformation:
+def _muon(axes: Any, kinds: Any, stacks: Collection[str], dtype: jnp.dtype) -> optax.GradientTransformation:
     """Muon over matrices from the residual stream, or to it: each layer's by itself. Its moments are in `dtype`.
 
     Raises `ConfigError` for a parameter that is no matrix.
@@ -100,7 +103,8 @@ def _muon(axes: Any, kinds: Any, dtype: jnp.dtype) -> optax.GradientTransformati
             return optax.MaskedNode()  # as what is masked out of the parameters
         inside = [index for index, axis in enumerate(names) if axis in GATHERED]
         outside = [index for index in range(len(names)) if index not in inside]
-        outside = outside[1:] if names[0] == path[0].key else outside  # the first is the stack of a group's layers
+        # The first axis is that of a group's stack. Of a parameter outside of layers it may have the parameter's name.
+        outside = outside[1:] if path[0].key in stacks else outside
         if not (len(inside) == 1 and outside):
             raise ConfigError(
                 f"optimizer.rules: {parameter_name(path)} must be a matrix for muon; give it another pattern, or adamw"
