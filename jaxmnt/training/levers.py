@@ -13,6 +13,7 @@ import jax
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
+from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training import engine
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes
@@ -31,7 +32,7 @@ def find_levers(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[L
     """Settings that differ from the config's, those that would save most first. `rebuild` gives the spec of another
     config on the same devices."""
     kept = kept_bytes(spec)
-    found = [Lever(*one) for one in _of_the_state(spec, kept)]
+    found = [Lever(*one) for one in (*_of_the_state(spec, kept), *_of_zero(spec))]
     for setting, other in _of_activations(spec):
         with contextlib.suppress(ConfigError):  # another size does not divide: no lever
             found.append(Lever(setting, kept - kept_bytes(rebuild(other))))
@@ -65,10 +66,28 @@ def _of_the_state(spec: StepSpec, kept: int) -> Iterator[tuple[str, int]]:
             yield "optimizer.state_dtype=bfloat16", optimizer // 2
 
 
+def _of_zero(spec: StepSpec) -> Iterator[tuple[str, int]]:
+    """(setting, bytes). With ZeRO 2 and 1 gathered weights are whole for a step, with 1 their gradients as well."""
+    if spec.zero == 3:
+        return
+    stored = whole = 0
+    leaves = jax.tree.leaves(abstract_state(spec)["params"])
+    for leaf, names in zip(leaves, jax.tree.leaves(spec.definition.axes, is_leaf=is_axes), strict=True):
+        if (gathered := spec.placement.gathered_axes(names)) is not None:
+            piece = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            stored += piece
+            whole += piece * math.prod(spec.placement.sizes[axis] for axis in gathered[1])
+    weights = whole * spec.dtype.itemsize
+    gradients = 4 * (whole - stored) if spec.zero == 1 else 0
+    yield "mesh.zero=3", weights + gradients
+    if spec.zero == 1:
+        yield "mesh.zero=2", gradients
+
+
 def _of_meshes(spec: StepSpec) -> Iterator[tuple[str, Config]]:
     """(setting, the config with it)."""
     config, sizes = spec.config, spec.placement.sizes
-    if sizes["data"] % 2 == 0 and config.mesh.zero == 3:
+    if sizes["data"] % 2 == 0 and spec.zero == 3:
         data, fsdp = sizes["data"] // 2, sizes["fsdp"] * 2
         mesh = config.mesh.model_copy(update={"data": data, "fsdp": fsdp})
         yield f"mesh.data={data} mesh.fsdp={fsdp}", config.model_copy(update={"mesh": mesh})
