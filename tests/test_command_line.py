@@ -92,7 +92,7 @@ def test_help_of_settings_is_in_words(helped):
         assert f"  {key}  " in text
     assert "checkpoint.every_minutes  number above 0, auto or null; default null" in text
     assert "cluster.local_devices  list of integers from 0 up, or null; default null" in text
-    assert "mesh.zero  1, 2 or 3; default 3" in text
+    assert "mesh.zero  auto, 1, 2 or 3; default auto" in text
     for inside in ("Annotated", "FieldInfo", "typing", "<class", "NoneType", "Gt(", "Ge("):
         assert inside not in text
 

@@ -336,25 +336,27 @@ def test_a_plan_of_virtual_devices(tmp_path):
         "data": {"path": "nowhere", "global_batch_size": 16, "sequence_length": 32},
         "model": {"vocab_size": 250, "hidden_size": 64, "num_layers": 4, "num_heads": 4},
         "train": {"microbatch_size": 2},
-        "mesh": {"pipeline": 2, "model": 2},
+        "mesh": {"pipeline": 2, "fsdp": 2, "model": 2},
     }
     path.write_text(json.dumps(tree))
     arguments = ("jaxmnt.train", "--config", str(path), "--dry-run", "--devices", "16", "--devices-per-host", "4")
     shown = command(*arguments)
     assert shown.returncode == 0, shown.stderr
     for words in (
-        "data 4 × pipeline 2 × model 2: 16 cpu on 4 hosts", "host 3", "data 3, pipeline 0-1, model 0-1",
+        "data 2 × pipeline 2 × fsdp 2 × model 2: 16 cpu on 4 hosts", "data 1, pipeline 1, fsdp 0-1, model 0-1",
+        "zero    3, chosen by mesh.zero: auto (3 sends ", "no data sheet of cpu devices is known)", "host 3",
         "250 is padded with zeros to 252", "1f1b: 2 microbatches through 2 stages", "stage 0  F 0 1",
         "layers.mlp.gate", "layers:pipeline", "peak", "collective-permute", "devices of a host",
     ):  # fmt: skip
         assert words in shown.stdout, words
     told = json.loads(command(*arguments, "--json").stdout)
-    assert told["mesh"] == {"data": 4, "pipeline": 2, "model": 2} and told["devices"]["hosts"] == 4
+    assert told["mesh"] == {"data": 2, "pipeline": 2, "fsdp": 2, "model": 2} and told["devices"]["hosts"] == 4
     assert told["memory"]["peak"] > told["memory"]["params"] > 0
+    assert told["zero"]["zero"] == 3 and told["zero"]["auto"] and len(told["zero"]["stages"]) == 3
     permute = next(entry for entry in told["collectives"] if entry["kind"] == "collective-permute")
     assert permute["axis"] == "pipeline" and permute["times"] == 2 * told["schedule"]["ticks"]
     table = next(entry for entry in told["parameters"] if entry["name"] == "embedding.table")
-    assert table["shape"] == [252, 64] and table["split"] == ["pipeline×model", ""]
+    assert table["shape"] == [252, 64] and table["split"] == ["pipeline×model", "fsdp"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -597,6 +599,26 @@ def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
     assert 0.8 * (before - after) <= lever.saves <= 1.1 * (before - after), (before, after)
     assert find_levers(spec, build)[0].setting == "train.remat=full"
     assert told(find_levers(spec, build)).startswith("train.remat=full saves 0.0")
+
+
+def test_levers_of_zero_are_what_is_whole():
+    """With ZeRO 1, weights in the compute dtype and their gradients."""
+    tree = {
+        "data": {"global_batch_size": 16, "sequence_length": 256},
+        "model": {"vocab_size": 64, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "intermediate_size": 256},
+        "train": {"precision": "bfloat16", "microbatch_size": 1}, "mesh": {"fsdp": 4, "data": 1},
+    }  # fmt: skip
+    build = lambda config: build_spec(config, 64, jax.devices()[:4])
+    levers = lambda zero: {
+        lever.setting: lever.saves
+        for lever in find_levers(build(parse_config(tree | {"mesh": tree["mesh"] | {"zero": zero}})), build)
+    }
+    weights = build(parse_config(tree)).definition.parameter_count
+    one, two = levers(1), levers(2)
+    assert one["mesh.zero=3"] == pytest.approx((2 + 3) * weights, rel=0.02)
+    assert one["mesh.zero=2"] == pytest.approx(3 * weights, rel=0.02)
+    assert two["mesh.zero=3"] == pytest.approx(2 * weights, rel=0.02) and "mesh.zero=2" not in two
+    assert not {"mesh.zero=3", "mesh.zero=2"} & {*levers(3), *levers("auto")}
 
 
 @pytest.mark.slow

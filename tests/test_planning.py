@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,8 @@ from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.search import Plan
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import AGAIN, Scheme, decoder
+from jaxmnt.plan.zero import choose_zero, resolve_zero
+from jaxmnt.training.compile import build_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = decoder(32, 4096, 32, 8, 14336, 128256)
@@ -304,6 +307,53 @@ def test_a_plan_ends_with_advice():
     assert "--precisions bfloat16,float8" in told
 
 
+def zero_of(chip, *overrides):
+    """The choice of a ZeRO stage for so many GPUs as this process has virtual CPU devices: from shapes alone."""
+    chosen = ("mesh.pipeline=2", "mesh.fsdp=4", "train.microbatch_size=1", "data.global_batch_size=256", *overrides)
+    config = load_config(ROOT / "configs" / "llama-8b.yaml", list(chosen))
+    spec = build_spec(config, config.model.vocab_size, jax.devices()[:8], lambda device: "host")
+    return spec, choose_zero(spec, None if chip is None else CHIPS[chip])
+
+
+SMALL = ("model.preset=llama3.2-1b", "data.sequence_length=2048")
+ZEROS = [
+    (("h200", *SMALL), 1, "64 microbatches gather their weights anew with 3"),
+    (("h200", *SMALL, "data.global_batch_size=4"), 3, "one microbatch gains nothing"),
+    (("h200", *SMALL, "mesh.pipeline=1", "mesh.fsdp=8", "data.global_batch_size=32", "mesh.prefetch=true"), 3, ""),
+    (("a100-40gb", "train.remat=full"), 3, "1 needs too much, and 2 gains nothing"),
+    (("h100", "train.remat=full"), 1, "where it fits"),
+    ((None, *SMALL), 3, "of other devices nothing is known"),
+]
+
+
+@pytest.mark.parametrize(("case", "zero", "why"), ZEROS)
+def test_zero_is_chosen_by_time_and_memory(case, zero, why):
+    spec, choice = zero_of(*case)
+    assert choice.zero == zero and choice.is_auto, why
+    (line,) = choice.lines()
+    assert line.startswith(f"zero    {zero}, chosen by mesh.zero: auto (3 ")
+    sent = {stage.zero: stage.sent for stage in choice.stages}
+    assert sent[3] > sent[2] >= sent[1]
+    if case[0] == "a100-40gb":
+        assert "36.3 GiB, too much" in line and choice.best.zero == 3
+    if case[0] is None:
+        assert "no data sheet of cpu devices is known" in line and resolve_zero(spec)[0].mesh.zero == 3
+
+
+def test_a_zero_stage_that_costs_much_is_named():
+    _, choice = zero_of("h200", *SMALL, "mesh.zero=3")
+    (line,) = choice.lines()
+    assert choice.zero == 3 and line.startswith("note    mesh.zero: 3 costs 1") and line.endswith("set mesh.zero=1")
+    for settings in (("mesh.zero=1",), ("mesh.zero=3", "data.global_batch_size=4")):
+        assert zero_of("h200", *SMALL, *settings)[1].lines() == []
+
+
+def test_where_nothing_is_sharded_there_is_no_zero_to_choose():
+    spec, choice = zero_of("h200", *SMALL, "mesh.fsdp=1", "mesh.data=4")
+    config, again = resolve_zero(spec)
+    assert choice is None and again is None and config.mesh.zero == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["llama-8b", "qwen-72b"])
 def test_what_a_step_is_expected_to_take(recipe):
@@ -312,7 +362,6 @@ def test_what_a_step_is_expected_to_take(recipe):
     devices = gpu_devices(chip, 16, 8)
     from jaxmnt.plan.search import Search
     from jaxmnt.plan.shapes import expected_step
-    from jaxmnt.training.compile import build_spec
 
     config = load_config(ROOT / "configs" / f"{recipe}.yaml")
     found = expected_step(build_spec(config, config.model.vocab_size, devices, lambda device: str(device.id // 8)))

@@ -23,11 +23,11 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh
-from jaxmnt.run.changes import to_be_accepted
+from jaxmnt.run.changes import to_be_accepted, with_choices_of
 from jaxmnt.run.learning_rate import rate_change, steps_make_jump
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.resume import Consent, ResumePoint, open_run
-from jaxmnt.run.rundir import plain_config, run_directories, write_config
+from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_config
 from jaxmnt.train import train
 
 
@@ -174,6 +174,32 @@ def test_a_jump_is_that_of_the_updates_before_a_checkpoint(going_on, whole_run, 
     monkeypatch.undo()
     assert steps_make_jump(checkpoint, going_on("train.steps=40"))
     assert not steps_make_jump(checkpoint, going_on("optimizer.learning_rate=0.1"))
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_zero_stage(going_on, capsys):
+    """Whatever `auto` would choose now: also on another mesh, and also if a person has set it."""
+    mesh = ("mesh.data=1", "mesh.fsdp=2", "train.microbatch_size=4")
+    earlier = going_on(*mesh, "mesh.zero=2", "train.stop_after=21")
+    assert train(earlier, devices=jax.devices()[:2]) == ExitCode.STOPPED
+    assert "changed mesh.zero: 3 → 2 (harmless)" in capsys.readouterr().out
+    later = going_on("mesh.data=1", "mesh.fsdp=4", "train.microbatch_size=1", "train.stop_after=22")
+    assert later.mesh.zero == "auto" and train(later, devices=jax.devices()[:4]) == ExitCode.STOPPED
+    told = capsys.readouterr().out
+    assert "zero    2, as this run began (mesh.zero: auto)" in told and "changed mesh.zero" not in told
+    assert read_config(Path(later.run.dir)).mesh.zero == 2
+
+
+def test_a_new_run_notes_the_zero_stage_that_was_chosen(whole_run):
+    assert whole_run.mesh.zero == "auto" and read_config(Path(whole_run.run.dir)).mesh.zero == 3
+
+
+def test_auto_is_what_a_run_has():
+    before, now = parse_config({"mesh": {"zero": 1}}), parse_config({})
+    assert changes(before, now) == [] and with_choices_of(now, before).mesh.zero == 1
+    explicit = parse_config({"mesh": {"zero": 2}})
+    assert [change.key for change in changes(before, explicit)] == ["mesh.zero"]
+    assert with_choices_of(explicit, before) is explicit
 
 
 def test_weights_of_rows_that_were_read_are_no_plan():

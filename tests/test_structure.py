@@ -26,6 +26,7 @@ NAMING_AXES = {
     "plan/shapes.py": "a mesh as numbers",
     "plan/memory.py": "the section pipeline of the config",
     "plan/candidates.py": "the meshes that are looked through",
+    "plan/zero.py": "the axis whose ZeRO stage is chosen",
     "plan/answer.py": "what a mesh without an axis would take",
     "drill/course.py": "a mesh that is made small",
     "trained_model.py": "the mesh of a command that calls a model",

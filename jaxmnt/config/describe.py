@@ -17,6 +17,10 @@ PLANNED = ("train.steps", "data.skip", "data.weight_changes")
 """Keys of the maths that are there to be changed on the way. What else changes the maths has to be accepted."""
 
 
+CHOSEN = ("mesh.zero",)
+"""Keys of which a run keeps what `auto` came to at its first start. So `auto` is no change of them."""
+
+
 class Change(NamedTuple):
     """A key whose value differs between a run directory and the config at hand."""
 
@@ -64,6 +68,7 @@ def changes(before: Config, now: Config) -> list[Change]:
     old, new = flatten(before), flatten(now)
     keys = [*new, *(key for key in old if key not in new)]
     different = [key for key in keys if old.get(key) != new.get(key)]
+    different = [key for key in different if not (key in CHOSEN and new.get(key) == "auto")]
     return [Change(key, old.get(key), new.get(key), _resume_class(key)) for key in different]
 
 

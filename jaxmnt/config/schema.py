@@ -263,9 +263,10 @@ class Mesh(Section):
     context: int = key(1, "Ways to split a sequence; must be 1 in this version.")
     expert: int = key(1, "Ways to split experts; must be 1 in this version.")
     model: int = key(1, "Tensor and sequence parallelism: ways to split heads, MLP, vocabulary and, between, length.")
-    zero: Literal[1, 2, 3] = key(
-        3, "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
-        "each microbatch (2) or once a step (1).",
+    zero: Literal["auto", 1, 2, 3] = key(
+        "auto", "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
+        "each microbatch (2) or once a step (1); auto is the fastest by the devices' data sheets that fits, "
+        "3 on other devices.",
     )  # fmt: skip
     prefetch: bool | None = key(
         None, "Gather a layer's weights, and reduce its gradients, while another layer computes; default on GPUs, with "
@@ -280,7 +281,7 @@ class Mesh(Section):
 
     @model_validator(mode="after")
     def _what_can_be_prefetched(self) -> Self:
-        if self.prefetch and (self.zero < 3 or self.pipeline > 1):
+        if self.prefetch and (self.zero in (1, 2) or self.pipeline > 1):
             raise ValueError("mesh.prefetch: only mesh.zero 3 without a pipeline gathers layer by layer; leave it out")
         return self
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
@@ -115,7 +115,10 @@ def reasons(search: Search, answer: Answer) -> list[str]:
     best = answer.priced[0].plan
     if answer.gpus == 1:
         return ["there is one GPU: nothing is split"]
-    found = [_data_parallel(search, answer, best), *_axes(search, answer, best), _too_large(search, answer, best)]
+    found = [
+        _data_parallel(search, answer, best), *_axes(search, answer, best), _zero(answer, best),
+        _too_large(search, answer, best),
+    ]  # fmt: skip
     return [one for one in found if one]
 
 
@@ -163,6 +166,17 @@ def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
         idle = f", and is idle for {one.estimate.bubble:.2g} s" if axis == "pipeline" else ""
         found.append(f"with {name} the best is {describe(one.candidate)}: {_estimated(one, best)}{waits}{idle}")
     return found
+
+
+def _zero(answer: Answer, best: Plan) -> str | None:
+    """What the other ZeRO stages of the winner's mesh would take and need."""
+    zero = best.candidate.zero
+    others = [
+        f"{guess.candidate.zero} is {_estimated(guess, best)} and needs {size(guess.memory.peak)}"
+        for guess in sorted(answer.guesses, key=lambda guess: guess.candidate.zero)
+        if guess.candidate.zero != zero and replace(guess.candidate, zero=zero) == best.candidate
+    ]
+    return f"ZeRO {zero} needs {size(best.guess.memory.peak)}; {', '.join(others)}" if others else None
 
 
 def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:

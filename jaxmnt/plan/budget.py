@@ -44,7 +44,7 @@ def least(spec: StepSpec) -> Least:
     work = microbatches * spec.schedule.chunks
     found: Least = defaultdict(float)
 
-    compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, config.mesh.zero
+    compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, spec.zero
     training, in_float8 = set(names_of(spec.trained_axes)), gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
     from jaxmnt.plan.budget import make_report
     from jaxmnt.plan.rates import rates_of
     from jaxmnt.plan.show import show
+    from jaxmnt.plan.zero import resolve_zero
     from jaxmnt.training.compile import build_spec
 
     rates = None if chip is None else rates_of(chip, network)
@@ -67,8 +69,10 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
         check_fits(calibration, options.calibration, chip, len({*map(hosts, devices)}), len(devices))
         rates = calibration.rates(rates)
     spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
-    report = make_report(spec, hosts, chip, rates)
-    print(json_text(report, indent=2) if options.json else show(spec, report, hosts))
+    config, zero = resolve_zero(spec)
+    spec = replace(spec, config=config)
+    report = make_report(spec, hosts, chip, rates) | {"zero": None if zero is None else zero.to_json()}
+    print(json_text(report, indent=2) if options.json else show(spec, report, hosts, zero))
     return ExitCode.FINISHED
 
 

@@ -18,7 +18,7 @@ from jaxmnt.plan.workload import Layer, ModelShape, Scheme
 from jaxmnt.training.compile import build_spec
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.state import abstract_state, bytes_a_device
+from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import names_of
 
 
@@ -100,6 +100,18 @@ _ADAMW = StateBytes()
 """Of AdamW in float32."""
 
 
+def state_bytes(spec: StepSpec) -> StateBytes:
+    """Returns what a step's dtypes, its optimizer, and what does not train make of a parameter."""
+    state, count = abstract_state(spec), spec.definition.parameter_count
+    training, names = names_of(spec.trained_axes), names_of(spec.definition.axes)
+    params = jax.tree.leaves(state["params"])
+    moments = [leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim]
+    trained = sum(leaf.size for leaf, name in zip(params, names, strict=True) if name in training)
+    whole = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    on_device = 0 if spec.config.optimizer.offload else whole(moments)
+    return StateBytes(whole(params) / count, on_device / count, 4 * trained / count)
+
+
 class Kept:
     """Bytes that a row leaves on a device from forward for backward, in all layers. They are counted once for each
     policy and number of devices that share a layer."""
@@ -124,15 +136,7 @@ class Kept:
     def state(self) -> StateBytes:
         """Of the config's dtypes, its optimizer, and what does not train. Raises `ConfigError` for a config that no
         mesh could train."""
-        spec = self._spec("full", 1)
-        state, count = abstract_state(spec), spec.definition.parameter_count
-        training = names_of(spec.trained_axes)
-        moments = bytes_a_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
-        names = names_of(spec.definition.axes)
-        sizes = [leaf.size for leaf in jax.tree.leaves(state["params"])]
-        trained = sum(size for size, name in zip(sizes, names, strict=True) if name in training)
-        on_device = 0 if self._config.optimizer.offload else moments
-        return StateBytes(bytes_a_device(state["params"]) / count, on_device / count, 4 * trained / count)
+        return state_bytes(self._spec("full", 1))
 
     def _spec(self, remat: str, model: int) -> StepSpec:
         """Of one row, on so many devices."""

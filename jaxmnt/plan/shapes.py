@@ -2,17 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jaxmnt.config.schema import Config
 from jaxmnt.models.contract import Definition
-from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.sharding import GATHERED, RULES, SCALES_AND_BIASES, Overlap, is_axes
-from jaxmnt.plan.chips import CHIPS
+from jaxmnt.plan.chips import CHIPS, Chip
 from jaxmnt.plan.estimate import Estimate, estimate
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.workload import Layer, ModelShape, Product, Scheme, Software
@@ -57,36 +54,47 @@ def _products(arrays: Any, axes: Any) -> list[Product]:
     return found
 
 
-def scheme_of(config: Config, sizes: Mapping[str, int], schedule: PipelineSchedule, dtype: str) -> Scheme:
-    """How a step of the config is spread over a mesh of these sizes."""
-    microbatches = num_microbatches(config, sizes)
-    rows = config.data.global_batch_size // (sizes["data"] * sizes["fsdp"] * microbatches)
+def scheme_of(spec: StepSpec) -> Scheme:
+    """How a step is spread over its mesh, and what a microbatch leaves on a device."""
+    config, sizes, schedule = spec.config, spec.placement.sizes, spec.schedule
     return Scheme(
         length=config.data.sequence_length,
-        rows=rows,
-        microbatches=microbatches,
+        rows=spec.microbatch_rows,
+        microbatches=spec.num_microbatches,
         data=sizes["data"],
         pipeline=sizes["pipeline"],
         fsdp=sizes["fsdp"],
         context=sizes["context"],
         model=sizes["model"],
-        zero=config.mesh.zero,
+        zero=spec.zero,
         chunks=schedule.chunks,
         idle=schedule.idle_share(),
         ticks=schedule.ticks,
         remat=config.train.remat if config.train.remat != "names" else "full",
-        dtype=dtype,
+        dtype=spec.dtype.name if spec.float8 is None else "float8",
+        kept=kept_bytes(spec) * schedule.chunks / slots_of(schedule),
     )
+
+
+def slots_of(schedule: PipelineSchedule) -> int:
+    """Microbatches of a chunk that a stage keeps at most."""
+    return schedule.slots()[2] if schedule.stages > 1 else 1
+
+
+def chip_of(spec: StepSpec) -> Chip | None:
+    """The data sheet of the spec's devices; None for those that are not known, such as CPUs."""
+    kind = spec.placement.mesh.devices.flat[0].device_kind
+    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
 HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
 """The share of communication over `model` that is behind products, by `model.overlap`."""
 
 
-def software_of(scheme: Scheme, overlap: Overlap) -> Software:
+def software_of(scheme: Scheme, overlap: Overlap, *, prefetch: bool = True) -> Software:
     """What this program does with a scheme on GPUs. Its constants are chosen so that steps of some fifty compiled
     programs are met as they are played; `benchmarks/plan_estimates.py` says how far off they are."""
-    ahead = scheme.zero == 3 and scheme.pipeline == 1
+    ahead = scheme.zero == 3 and scheme.pipeline == 1 and prefetch
     return Software(
         passes=0.83,
         weight_bytes=30.0,
@@ -102,13 +110,8 @@ def software_of(scheme: Scheme, overlap: Overlap) -> Software:
 def expected_step(spec: StepSpec) -> Estimate | None:
     """A step of a run on the devices that it has, by their data sheets, and in their vendor's own systems; None on
     those that are not known, such as CPUs."""
-    kind = spec.placement.mesh.devices.flat[0].device_kind
-    chip = next((one for one in CHIPS.values() if one.kind == kind), None)
-    if chip is None:
+    if (chip := chip_of(spec)) is None:
         return None
-    dtype = spec.dtype.name if spec.float8 is None else "float8"
-    scheme = scheme_of(spec.config, spec.placement.sizes, spec.schedule, dtype)
-    slots = spec.schedule.slots()[2] if scheme.pipeline > 1 else 1
-    scheme = replace(scheme, kept=kept_bytes(spec) * scheme.chunks / slots)
+    scheme = scheme_of(spec)
     software = software_of(scheme, spec.placement.overlap)
     return estimate(model_shape(spec.definition), scheme, rates_of(chip), chip.domain, software)

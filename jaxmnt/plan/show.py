@@ -8,17 +8,18 @@ import numpy as np
 
 from jaxmnt.config.schema import AXES
 from jaxmnt.plan.budget import Report, counted
+from jaxmnt.plan.zero import ZeroChoice
 from jaxmnt.telemetry.progress import Rows, count, seconds_text, size, table
 from jaxmnt.training.spec import StepSpec
 
 _HOSTS_SHOWN = 8
 
 
-def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int]) -> str:
+def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int], zero: ZeroChoice | None = None) -> str:
     """The whole plan."""
     blocks = [
         picture(spec, hosts),
-        [f"note    {note}" for note in report["notes"]],
+        [*([] if zero is None else zero.lines()), *(f"note    {note}" for note in report["notes"])],
         _schedule(spec, report),
         parameter_table(report["parameters"]),
         _memory(report),

@@ -53,6 +53,14 @@ ACCEPTED = "accepted.json"
 """In a run's directory: the values of keys of the maths that somebody has accepted, beside the id of the run."""
 
 
+def with_choices_of(config: Config, before: Config) -> Config:
+    """Returns the config with what `auto` came to in the run whose config was `before`, for the keys of `CHOSEN`."""
+    mesh = config.mesh
+    if mesh.zero != "auto" or (mesh.prefetch and before.mesh.zero != 3):
+        return config
+    return config.model_copy(update={"mesh": mesh.model_copy(update={"zero": before.mesh.zero})})
+
+
 def refusal(config: Config, data: Sources, checkpoint: Committed, different: list[Change]) -> str | None:
     """Why this config cannot go on with this run directory whatever a person says, or None."""
     breaking = [change for change in different if change.resume == "breaks"]

@@ -15,6 +15,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run.branch import branch_points
+from jaxmnt.run.changes import with_choices_of
 from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.resume import completed, wanted_of
 from jaxmnt.run.rundir import checkpoint_root
@@ -43,6 +44,7 @@ def replay(run: Session, first: int, last: int) -> int:
     except DamagedError as damage:
         raise ConfigError(f"--replay: checkpoint {path} is not whole: {damage}; begin at another") from damage
     before = parse_config(checkpoint.manifest.config, f"the config in {path}")
+    run.config = with_choices_of(run.config, before)
     different = changes(before, run.config)
     other_maths = [change.key for change in different if change.resume != "harmless"]
     if other_maths:

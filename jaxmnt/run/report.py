@@ -135,8 +135,8 @@ def environment(devices: Sequence[jax.Device] | None) -> dict[str, str]:
     return software() | python | {"device kind": kind} | packages | flags
 
 
-def program(status: StatusLine, program: Program) -> None:
-    """The mesh, the model and the memory of a device."""
+def program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()) -> None:
+    """The mesh, the model and the memory of a device. `zero_lines` tell of `mesh.zero`."""
     spec, memory = program.spec, program.memory
     device = program.placement.mesh.devices.flat[0]
     mesh = " × ".join(f"{axis} {n}" for axis, n in program.placement.sizes.items() if n > 1) or "one device"
@@ -148,6 +148,8 @@ def program(status: StatusLine, program: Program) -> None:
         f"{spec.kernel} attention, "
         f"{spec.num_microbatches} microbatch{'es' if spec.num_microbatches > 1 else ''} per step"
     )
+    for line in zero_lines:
+        status.line(line)
     for note in notes(spec):
         status.line(f"note    {note}")
     if device.platform != "cpu":

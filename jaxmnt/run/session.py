@@ -22,8 +22,10 @@ from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import UserError
 from jaxmnt.huggingface import companions
+from jaxmnt.plan.zero import resolve_zero
 from jaxmnt.run import report
-from jaxmnt.run.changes import unreadable_is_retryable
+from jaxmnt.run.branch import config_of
+from jaxmnt.run.changes import unreadable_is_retryable, with_choices_of
 from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.run.failed_start import note_exit_reason
@@ -45,7 +47,7 @@ from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
 from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, wanted_sinks
 from jaxmnt.telemetry.status_server import StatusServer
 from jaxmnt.training.compile import Program, build_spec, compile_program
-from jaxmnt.training.spec import ControlFlags
+from jaxmnt.training.spec import ControlFlags, StepSpec
 
 _A_DAY_SECONDS = 86400.0
 _READY_SECONDS = 12 * 3600.0
@@ -104,6 +106,8 @@ class Session:
         """Of process 0."""
         self._devices = devices
         self._given_stop = stop
+        self._leaves_zero_open = config.mesh.zero == "auto"
+        self._zero_lines: list[str] = []
         self._began = time.perf_counter()
         self._held = ExitStack()
 
@@ -151,6 +155,8 @@ class Session:
         if reads_all:
             self.plan_rows()
             refuse_other_data(self.config, self.data, self.start)
+        if self.start.kind == "own" and self.start.checkpoint is not None:
+            self.config = with_choices_of(self.config, config_of(self.start.checkpoint))
         self.training_data.branch_at(self.start.branches)
         self.step = self.start.step
         report.run(self.status, self.start, self.identity)
@@ -286,10 +292,19 @@ class Session:
         """Compiles the steps, all processes together."""
         limit = self.config.watchdog.compile_seconds
         with self.watchdog.during("compiling", limit):
-            self.program = compile_program(self.config, self.data.vocab_size, self._devices, self._host_of)
+            self.program = compile_program(
+                self.config, self.data.vocab_size, self._devices, self._host_of, resolve=self._resolve
+            )
+            self.config = self.program.spec.config
             # Or those who found it in a cache would count the others' compiling as their own first step.
             barrier("every process has compiled", self.identity, limit or _A_DAY_SECONDS)
-        report.program(self.status, self.program)
+        report.program(self.status, self.program, self._zero_lines)
+
+    def _resolve(self, spec: StepSpec) -> Config:
+        """Returns the config with a number for `mesh.zero`, and notes what there is to say of it."""
+        config, zero = resolve_zero(spec)
+        self._zero_lines = [] if zero is None else zero.lines(kept=self._leaves_zero_open and not zero.is_auto)
+        return config
 
     def feed_from(self, step: int) -> None:
         """Begins to read the batches after `step`."""

@@ -151,13 +151,20 @@ class Program:
 
 
 def compile_program(
-    config: Config, data_vocab_size: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+    config: Config,
+    data_vocab_size: int,
+    devices: Sequence[jax.Device] | None = None,
+    hosts: Hosts | None = None,
+    resolve: Callable[[StepSpec], Config] | None = None,
 ) -> Program:
-    """Plans the placement, checks every size against it, and compiles the step. Reads no data.
+    """Plans the placement, checks every size against it, and compiles the step. Reads no data. `resolve` returns the
+    config with what it leaves open decided, such as `mesh.zero: auto`; the program's spec has that config.
 
     Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
     """
     spec = build_spec(config, data_vocab_size, devices, hosts)
+    if resolve is not None:
+        spec = replace(spec, config=resolve(spec))
     state = abstract_state(spec)
     started = time.perf_counter()
     step = compile_step(spec, state, _gpu_memory(spec.placement))

@@ -37,7 +37,7 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
     if spec.placement.mesh.devices.flat[0].platform == "cpu":
         return cpu_options(spec.dtype, level)
     options: dict[str, Any] = {}
-    once = spec.config.mesh.zero < 3
+    once = spec.zero < 3
     if (spec.prefetch or (once and spec.placement.overlap != "rows")) and _whole_layer_bytes(spec):
         options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
     if spec.placement.axes_of_layers > 1 and _is_known(_AT_ONCE, 4):

@@ -129,7 +129,7 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     gradients, small, found = end.gradients, training.small, end.squares
     if small is not None and not small.of_first_microbatch:
         found = squares(spec, small, gradients)
-    if spec.config.mesh.zero == 1:
+    if spec.zero == 1:
         gradients = collectives.reshard(gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
     return Results(end.sums, end.layer_sums, gradients, found)
 
@@ -212,7 +212,7 @@ class _Run:
         self._row_keys = row_keys
         fold = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
         self._fields = {name: fold(field) for name, field in batch.items()}
-        once = spec.config.mesh.zero < 3
+        once = spec.zero < 3
         self.stored = params
         self.params = _gathered_once(spec, params) if once else params
         self.layers = {group.name: self._layers(group, buffers, whole=once) for group in spec.definition.groups}
@@ -306,7 +306,7 @@ class _Training(_Run):
         empty = {name: layers.empty(self.table.slots, nothing, rows) for name, layers in self.layers.items()}
         pending = jnp.zeros((self.table.pending_slots, *nothing.shape), nothing.dtype)
         # With ZeRO 1 gradients are added up whole, else in the pieces of the stored parameters.
-        shapes = self.params if self.spec.config.mesh.zero == 1 else self.stored
+        shapes = self.params if self.spec.zero == 1 else self.stored
         shapes = select(shapes, self.spec.trained_axes)
         gradients = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), shapes)
         residuals = {name: one[0] for name, one in empty.items()}
@@ -431,7 +431,7 @@ class _Training(_Run):
 
     def _reduced(self, gradients: Params, axes: Params) -> Params:
         """Gradients of whole weights as they are added up."""
-        if self.spec.config.mesh.zero == 1:
+        if self.spec.zero == 1:
             return jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
         return collectives.reshard(gradients, axes, self.spec.placement, self.spec.reduce_dtype)
 

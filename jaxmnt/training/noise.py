@@ -74,6 +74,6 @@ def _apart(spec: StepSpec, names: Axes) -> frozenset[str] | None:
     gathered = placement.gathered_axes(names)
     if gathered is None:
         return batch
-    if spec.config.mesh.zero == 1:  # which sums over all that are gathered at the end of the step
+    if spec.zero == 1:  # which sums over all that are gathered at the end of the step
         return batch if set(gathered[1]) <= set(BATCH_AXES) else None
     return batch - set(gathered[1])

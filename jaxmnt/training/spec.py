@@ -68,11 +68,16 @@ class StepSpec:
         return jnp.dtype(self.config.train.reduce_dtype)
 
     @property
+    def zero(self) -> int:
+        """The ZeRO stage. Where nobody has resolved `mesh.zero: auto` (`plan/zero.py` does), it is 3."""
+        return 3 if self.config.mesh.zero == "auto" else self.config.mesh.zero
+
+    @property
     def prefetch(self) -> bool:
         """Whether a layer's weights are gathered while the one before it computes, and its gradients reduced while the
         next one does. On CPUs, where communication holds the device up all the same, only if that is asked for."""
         mesh, placement = self.config.mesh, self.placement
-        if mesh.prefetch is False or mesh.zero < 3 or placement.stages > 1:
+        if mesh.prefetch is False or self.zero < 3 or placement.stages > 1:
             return False
         wanted = mesh.prefetch or placement.mesh.devices.flat[0].platform != "cpu"
         stacks = {name: self.definition.axes[name] for name in self.slots}

@@ -1,0 +1,182 @@
+"""Which ZeRO stage a mesh has with `mesh.zero: auto`, and what another stage would take.
+
+For each stage the time of a step and the memory of a device are estimated from shapes (`estimate.py`, `memory.py`).
+With A microbatches, W the weights of a device's layers and E those of its part of embedding and head, both counted
+after the gather over f devices, c and r the bytes of the compute and the reduce dtype, a device sends a share
+(f - 1) / f of
+
+    ZeRO 3    A (2 W + E) c + A (W + E) r
+    ZeRO 2      (W + E) c   + A (W + E) r
+    ZeRO 1      (W + E) c   +   (W + E) r
+
+in a step. ZeRO 2 and 1 hold all gathered weights for the whole step, (W + E) c, and ZeRO 1 all gradients as well.
+
+The choice depends on the config, the mesh and the kind of GPU alone: on its data sheet and its vendor's own network,
+not on free memory, measured rates or an instance's network. So a run and its dry run choose the same.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from jaxmnt.config.schema import Config
+from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
+from jaxmnt.plan.budget import least
+from jaxmnt.plan.chips import Chip
+from jaxmnt.plan.estimate import estimate
+from jaxmnt.plan.memory import estimate_memory, state_bytes
+from jaxmnt.plan.rates import rates_of
+from jaxmnt.plan.shapes import chip_of, model_shape, scheme_of, slots_of, software_of
+from jaxmnt.telemetry.progress import seconds_text, size
+from jaxmnt.training.levers import kept_bytes
+from jaxmnt.training.spec import StepSpec
+
+STAGES = (3, 2, 1)
+"""Those that need less memory come first."""
+GAIN = 1.03
+"""A stage that needs more memory must be faster by this factor: estimates of one mesh are further apart than that."""
+ROOM = 0.95
+"""The share of a device's memory that an estimate may reach: few compiled programs need 3 % more than estimated
+(`benchmarks/plan_estimates.py`)."""
+COSTLY = 1.1
+"""A setting that takes so many times as long as the best is named."""
+
+
+class Stage(NamedTuple):
+    """A ZeRO stage as it is estimated."""
+
+    zero: int
+    sent: float
+    """Bytes that a device sends in a step for weights and gradients."""
+    seconds: float | None
+    """Of a step; None where the devices' rates are not known."""
+    peak: float | None
+
+
+@dataclass(frozen=True)
+class ZeroChoice:
+    """The ZeRO stage of a run, and what the others would take."""
+
+    zero: int
+    is_auto: bool
+    """Whether the config leaves the choice open."""
+    stages: tuple[Stage, ...]
+    limit: float | None
+    """Bytes of a device, where they are known."""
+    because: str = ""
+    """What leaves no choice."""
+
+    def fits(self, stage: Stage) -> bool:
+        return stage.peak is not None and self.limit is not None and stage.peak <= ROOM * self.limit
+
+    @property
+    def best(self) -> Stage | None:
+        """The fastest that fits; None without estimates, or if none fits."""
+        fitting = [(stage.seconds, stage) for stage in self.stages if stage.seconds is not None and self.fits(stage)]
+        return min(fitting)[1] if fitting else None
+
+    def lines(self, *, kept: bool = False) -> list[str]:
+        """Returns what a start and a plan say of it: a choice always, a setting if it is costly. With `kept` an earlier
+        start of the run has chosen."""
+        if kept:
+            return [f"zero    {self.zero}, as this run began (mesh.zero: auto)", *self._cost()]
+        if self.is_auto:
+            why = f"; {self.because}" if self.because else ""
+            told = ", ".join(self._described(stage) for stage in self.stages)
+            return [f"zero    {self.zero}, chosen by mesh.zero: auto ({told}{why})"]
+        return self._cost()
+
+    def _cost(self) -> list[str]:
+        (setting,), best = [stage for stage in self.stages if stage.zero == self.zero], self.best
+        if best is None or best.seconds is None or setting.seconds is None or setting.seconds <= COSTLY * best.seconds:
+            return []
+        cost = setting.seconds / best.seconds - 1
+        return [
+            f"note    mesh.zero: {self.zero} costs {cost:.0%} of a step's time: about {self._described(setting)}, "
+            f"{self._described(best)}; set mesh.zero={best.zero}"
+        ]
+
+    def _described(self, stage: Stage) -> str:
+        sends = f"sends {size(stage.sent)}"
+        if stage.seconds is None or stage.peak is None or self.limit is None:
+            return f"{stage.zero} {sends}"
+        room = f"needs {size(stage.peak)} of {size(self.limit)}" + ("" if self.fits(stage) else ", too much")
+        return f"{stage.zero} takes {seconds_text(stage.seconds)}, {sends} and {room}"
+
+    def to_json(self) -> dict[str, Any]:
+        stages = [stage._asdict() | {"fits": self.fits(stage)} for stage in self.stages]
+        return {"zero": self.zero, "auto": self.is_auto, "stages": stages, "limit": self.limit}
+
+
+def resolve_zero(spec: StepSpec) -> tuple[Config, ZeroChoice | None]:
+    """Returns the spec's config with a number for `mesh.zero`, and how it was chosen: None where nothing is sharded, so
+    that all stages are the same."""
+    choice = choose_zero(spec, chip_of(spec))
+    zero = spec.zero if choice is None else choice.zero
+    config = spec.config
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update={"zero": zero})}), choice
+
+
+def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
+    """Returns the ZeRO stage of a step on such GPUs, and the alternatives; None where nothing is sharded. Without a
+    `chip`, on CPUs and other GPUs, `auto` is 3: how much memory there is differs between machines of one kind."""
+    over = spec.placement.mesh_axes("embed")
+    if not over:
+        return None
+    mesh = spec.config.mesh
+    is_auto = mesh.zero == "auto"
+    if chip is None or over != ("fsdp",):
+        kind = spec.placement.mesh.devices.flat[0].device_kind
+        because = "mesh.rules for embed are not estimated" if chip else f"no data sheet of {kind} devices is known"
+        counted = tuple(Stage(zero, _sent(spec, zero), None, None) for zero in STAGES)
+        return ZeroChoice(spec.zero, is_auto, counted, None, because)
+    stages, limit = _estimated(spec, chip), OUR_MEMORY_FRACTION * chip.memory
+    choice = ZeroChoice(spec.zero, is_auto, stages, limit, "mesh.prefetch needs 3" if mesh.prefetch else "")
+    return replace(choice, zero=_fastest(choice)) if is_auto and not mesh.prefetch else choice
+
+
+def _fastest(choice: ZeroChoice) -> int:
+    """Of those that fit and are about as fast as the fastest, the stage that needs least memory; 3 if none fits."""
+    best = choice.best
+    if best is None or best.seconds is None:
+        return 3
+    return next(
+        stage.zero
+        for stage in choice.stages
+        if choice.fits(stage) and stage.seconds is not None and stage.seconds <= GAIN * best.seconds
+    )
+
+
+def _estimated(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
+    model, scheme, slots = model_shape(spec.definition), scheme_of(spec), slots_of(spec.schedule)
+    depth = -(-model.depth // (scheme.pipeline * scheme.chunks))
+    of_row = lambda kept: kept * model.depth / (depth * slots * scheme.rows)
+    kept_of_row, kept_at_most = of_row(kept_bytes(spec)), of_row(_kept_without_remat(spec))
+    state, rates = state_bytes(spec), rates_of(chip)
+    found = []
+    for zero in STAGES:
+        staged = replace(scheme, zero=zero)
+        software = software_of(staged, spec.placement.overlap, prefetch=spec.config.mesh.prefetch is not False)
+        memory = estimate_memory(
+            model, staged, kept_of_row, max(kept_of_row, kept_at_most), slots, state,
+            loss_chunk=spec.config.train.loss_chunk_mib * 2**20,
+        )  # fmt: skip
+        seconds = estimate(model, staged, rates, chip.domain, software).seconds
+        found.append(Stage(zero, _sent(spec, zero), seconds, memory.peak))
+    return tuple(found)
+
+
+def _kept_without_remat(spec: StepSpec) -> int:
+    """Bytes that forwards would leave for their backwards if backward computed nothing again."""
+    if spec.config.train.remat == "none":
+        return kept_bytes(spec)
+    train = spec.config.train.model_copy(update={"remat": "none", "remat_save": [], "remat_offload": []})
+    return kept_bytes(replace(spec, config=spec.config.model_copy(update={"train": train})))
+
+
+def _sent(spec: StepSpec, zero: int) -> float:
+    """Bytes of weights and gradients that a device gathers and scatters in a step, by the formula above."""
+    config = spec.config
+    mesh = config.mesh.model_copy(update={"zero": zero, "prefetch": None})
+    staged = replace(spec, config=config.model_copy(update={"mesh": mesh}))
+    over = "×".join(spec.placement.mesh_axes("embed"))
+    return sum(bytes_ for (_, axes), bytes_ in least(staged).items() if axes == over)
