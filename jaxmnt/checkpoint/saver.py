@@ -6,14 +6,18 @@ for Orbax; then all processes tell process 0 how it went for them, and only if i
 commit, prune what is not to be kept, and tell the others.
 """
 
+import asyncio
 import contextlib
 import functools
 import logging
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -51,6 +55,37 @@ class _NotOrbax(logging.Filter):
 
 
 logging.getLogger("absl").addFilter(_NotOrbax())
+# Orbax does not wait for what it has begun when a save fails; that it failed is reported once, in words.
+warnings.filterwarnings("ignore", r"coroutine '\w+\.save_checkpointables\..*' was never awaited", RuntimeWarning)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop for Orbax. When a save fails, Orbax closes its loop while TensorStore still writes; TensorStore's
+    threads then print a traceback for each write whose end they cannot tell the loop of. Nobody waits for these."""
+
+    # Its type in typeshed is more general than what a caller can use.
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self, context)
+
+
+class _Asyncio(ModuleType):
+    """The module asyncio as Orbax sees it: new event loops are ours."""
+
+    new_event_loop = _Loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+
+_orbax_asyncio: Any = import_module("orbax.checkpoint._src.asyncio_utils")
+_orbax_asyncio.asyncio = _Asyncio("asyncio")
 
 
 @dataclass(frozen=True)
