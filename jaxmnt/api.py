@@ -20,6 +20,7 @@ from jaxmnt.data.batches import RowSource, TrainingData
 from jaxmnt.data.order import BranchPoint
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.sources import fit_to_data, open_sources
+from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.run.branch import branch_points
@@ -101,9 +102,9 @@ class Run:
         """The ids of a text, int32 [L]. Raises `ConfigError` for a run that has no tokenizer."""
         return np.asarray(self._tokenizer.open().encode_batch([text])[0], np.int32)
 
-    def decode(self, ids: Any) -> str:
-        """The text of ids."""
-        return self._tokenizer.open().decode(np.asarray(ids))
+    def decode(self, ids: Any, context: Any = ()) -> str:
+        """The text of ids; with the ids of a `context`, what they add to its text, such as a blank between the two."""
+        return decode_after(self._tokenizer.open(), np.asarray(context), np.asarray(ids))
 
 
 def load_rows(config: Config, *, process: int = 0, processes: int = 1) -> grain.MapDataset:

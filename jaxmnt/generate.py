@@ -2,7 +2,8 @@
 
 RUN is a run directory, or the folder or gs:// address of checkpoint.dir; without STEP its newest whole checkpoint.
 Neither the data nor the folder that the run was started in are needed. FILE has JSON lines with "prompt", or with
-"messages" for --chat; each becomes a line with "text", "tokens" and "finish" (end, stop or length).
+"messages" for --chat, to which "tools", "documents" and "chat_template_kwargs" may be added for the chat template. Each
+becomes a line with "text", "tokens" and "finish" (end, stop or length).
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Request:
 
     def take(self, token: int, vocabulary: "Vocabulary") -> None:
         """One more token."""
-        import numpy as np
+        from jaxmnt.data.text_pieces import decode_after
 
         if self.finish is not None:
             return
@@ -55,7 +56,7 @@ class Request:
             self.finish = "end"
             return
         self.tokens.append(token)
-        self.text = vocabulary.tokenizer.decode(np.array(self.tokens))
+        self.text = decode_after(vocabulary.tokenizer, self.ids, self.tokens)
         if found := [place for stop in self.stops if (place := self.text.find(stop)) >= 0]:
             self.text, self.finish = self.text[: min(found)], "stop"
         elif len(self.tokens) == self.room:
@@ -148,7 +149,8 @@ def _requests(options: argparse.Namespace, named: "Named") -> Iterator[Request]:
 def _request(options: argparse.Namespace, named: "Named", where: str, record: dict[str, Any]) -> Request:
     vocabulary, prompt = named.vocabulary, ""
     if options.chat:
-        ids = vocabulary.encode(named.rendered(record.get("messages"), where), markup=True, where=where)
+        text = named.rendered(record.get("messages"), where, variables=_template_variables(record, where))
+        ids = vocabulary.encode(text, markup=True, where=where)
     else:
         prompt = record.get("prompt", "")
         if "prompt" not in record or not isinstance(prompt, str):
@@ -169,6 +171,25 @@ def _request(options: argparse.Namespace, named: "Named", where: str, record: di
             file=sys.stderr,
         )
     return Request(ids, prompt, record, min(wanted, room), tuple(options.stop))
+
+
+def _template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns what a line gives to the chat template besides its messages. Raises `ConfigError` for another shape."""
+    variables = {}
+    for name in ("tools", "documents"):
+        value = record.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise ConfigError(f'{where}: "{name}" must be a list of objects')
+        variables[name] = value
+    more = record.get("chat_template_kwargs")
+    if more is not None and not isinstance(more, dict):
+        raise ConfigError(f'{where}: "chat_template_kwargs" must be an object')
+    for name in more or {}:
+        if name in ("messages", "add_generation_prompt") or name in variables:
+            raise ConfigError(f'{where}: "chat_template_kwargs" must not set {name}, which the line already sets')
+    return variables | (more or {})
 
 
 def _batches(requests: Iterable[Request], size: int) -> Iterator[list[tuple[int, Request]]]:

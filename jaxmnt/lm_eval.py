@@ -86,7 +86,11 @@ def adapter(named: "Named", model: "TrainedModel", batch: int, *, chat: bool = F
             wanted = []
             for request in requests:
                 context, continuation = request.args
-                wanted.append(continuation_of(vocabulary, context, continuation, _WHERE, markup=True, begins=not chat))
+                wanted.append(
+                    continuation_of(
+                        vocabulary, context, continuation, _WHERE, markup=True, begins=not chat, as_harness=True
+                    )
+                )
             return [(found.log_likelihood, found.greedy) for found in scores(model, wanted, batch)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:

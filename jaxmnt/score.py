@@ -64,19 +64,40 @@ def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> W
 
 
 def continuation_of(
-    vocabulary: "Vocabulary", context: str, continuation: str, where: str, *, markup: bool = False, begins: bool = True
+    vocabulary: "Vocabulary",
+    context: str,
+    continuation: str,
+    where: str,
+    *,
+    markup: bool = False,
+    begins: bool = True,
+    as_harness: bool = False,
 ) -> Wanted:
-    """What follows a context. `markup` says that names of special tokens stand for these, and `begins` that nothing in
-    the context begins a text yet."""
+    """Returns the tokens of a context and its continuation, which is to be scored.
+
+    `markup` says that names of special tokens stand for these, and `begins` that nothing in the context begins a text
+    yet. Both are encoded as one text. If the tokenizer joins them in a token, they are encoded apart, so that the whole
+    continuation is scored. The harness (`as_harness`) scores only what follows the joined token; then they are encoded
+    apart if nothing follows it.
+    """
+    if not continuation:
+        raise ConfigError(f"{where}: the text to score is empty; give some text")
     # A blank between the two belongs to the word after it, as tokens have it.
     kept = context.rstrip()
-    whole = vocabulary.encode(context + continuation, markup=markup, where=where)
     before = vocabulary.encode(kept, markup=markup, where=where)
+    whole = vocabulary.encode(context + continuation, markup=markup, where=where)
+    if len(whole) <= len(before) or (whole[: len(before)] != before and not as_harness):
+        rest = (context + continuation)[len(kept) :]
+        whole = before + vocabulary.encode(rest, markup=markup, begins=not before, where=where)
+    if len(whole) == len(before):
+        raise ConfigError(f"{where}: the tokenizer makes no token of the text to score; give other text")
     start = vocabulary.begun([]) if not before else vocabulary.start if begins else []
     ids, begin = start + whole, len(start) + len(before)
     if len(ids) < 2:
-        raise ConfigError(f"{where}: there is nothing before the first token, and nothing to score; give a context")
-    return Wanted(ids, max(1, min(begin, len(ids))))
+        raise ConfigError(
+            f"{where}: the text is one token, and no token can stand before it, so it has no score; give a context"
+        )
+    return Wanted(ids, max(1, begin))
 
 
 def scores(model: "TrainedModel", wanted: Sequence[Wanted], batch: int) -> list[Score]:

@@ -4,7 +4,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +37,13 @@ class Vocabulary:
     ends: frozenset[int]
     """Ids that end what is generated."""
 
-    def encode(self, text: str, *, markup: bool = False, where: str = "--prompt") -> list[int]:
-        """The ids of a text without a start; `markup` says that names of special tokens stand for them."""
+    def encode(self, text: str, *, markup: bool = False, begins: bool = True, where: str = "--prompt") -> list[int]:
+        """Returns the ids of a text without a start.
+
+        `markup` says that names of special tokens stand for them, and `begins` that no text stands before this one.
+        """
         text = text.encode("utf-8", errors="replace").decode()  # what a terminal hands over need not be text
-        ids: list[int] = self.tokenizer.encode_batch([text], markup=markup)[0].tolist()
+        ids: list[int] = self.tokenizer.encode_batch([text], markup=markup, begins=begins)[0].tolist()
         if ids and max(ids) >= self.size:
             raise ConfigError(
                 f"--tokenizer: it makes id {max(ids)} of {where}, and the run has ids below {self.size}; give the one "
@@ -106,16 +109,21 @@ class Named:
         weights = generator.place(state.pop("params"), state.pop("buffers", {}))
         return TrainedModel(spec, generator, weights, self.vocabulary, self.window)
 
-    def rendered(self, messages: Any, where: str, begins_turn: bool = True) -> str:
-        """The text of a conversation by the chat template of the model."""
-        from jaxmnt.data.chat_template import chat_template, render, special_tokens
+    def rendered(
+        self, messages: Any, where: str, begins_turn: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Returns the text of a conversation by the chat template of the model, which reads these `variables`, too."""
+        from jaxmnt.data.chat_template import chat_template, reads, render, special_tokens
 
         template = chat_template(self.files)
         if template is None:
             raise ConfigError("--chat: the run has no chat template; leave it out, or begin with a model that has one")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise ConfigError(f'{where}: it must have "messages", a list of objects with "role" and "content"')
-        return render(template, messages, special_tokens(self.files), begins_turn)
+        for name in variables or {}:
+            if not reads(template, name):
+                raise ConfigError(f"{where}: the chat template of the model does not read {printable(name)}; remove it")
+        return render(template, messages, special_tokens(self.files) | dict(variables or {}), begins_turn)
 
 
 def add_arguments(parser: Parser) -> None:

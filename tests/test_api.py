@@ -47,6 +47,7 @@ def test_a_model_on_a_mesh_is_the_same(run, whole_run, mesh):
 
 def test_text_to_ids_and_back(run):
     assert run.decode(run.encode("as it was")) == "as it was"
+    assert run.decode(run.encode(" was"), run.encode("as it")) == " was"
 
 
 @pytest.mark.parametrize(

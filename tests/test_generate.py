@@ -299,6 +299,50 @@ def test_a_chat_is_rendered_by_the_models_own_template(moved, asked, tmp_path, c
         generate.main([*command, "--input", lines(tmp_path / "in", [{"prompt": "x"}])])
 
 
+CALLING_TEMPLATE = """{{ bos_token }}{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% if enable_thinking is false %}!{% endif %}{% endif %}"""
+SAME_LINE = [{"role": "user", "content": "hi"}]
+
+
+def with_template(home: Path, template: str) -> None:
+    (home / "huggingface").mkdir(exist_ok=True)
+    (home / "huggingface" / "config.json").write_text('{"eos_token_id": 121}')
+    (home / "huggingface" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+def test_what_a_line_gives_besides_its_messages_reaches_the_template(moved, asked, tmp_path, capsys):
+    with_template(run(moved), CALLING_TEMPLATE)
+    told = {
+        "messages": SAME_LINE,
+        "tools": [{"type": "function", "function": {"name": "w"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "documents": None,
+    }
+    command = ["--run", str(run(moved)), "--chat", "--input", lines(tmp_path / "in", [told])]
+    assert generate.main(command) == ExitCode.FINISHED
+    assert bytes(asked[-1][0]) == b"(w)<user>hi<assistant>!"
+    assert shown(capsys) == [told | {"text": "x", "tokens": 1, "finish": "end"}]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tools": [{"name": "w"}]}, "in:1: the chat template of the model does not read tools; remove it"),
+        ({"documents": [{"text": "w"}]}, "in:1: the chat template of the model does not read documents"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "in:1: .* does not read enable_thinking"),
+        ({"tools": "w"}, 'in:1: "tools" must be a list of objects'),
+        ({"chat_template_kwargs": [1]}, 'in:1: "chat_template_kwargs" must be an object'),
+        ({"chat_template_kwargs": {"messages": []}}, 'in:1: "chat_template_kwargs" must not set messages'),
+    ],
+)
+def test_what_the_template_does_not_read_is_named(moved, asked, tmp_path, more, words):
+    with_template(run(moved), TEMPLATE)
+    told = lines(tmp_path / "in", [{"messages": SAME_LINE} | more])
+    with pytest.raises(ConfigError, match=words):
+        generate.main(["--run", str(run(moved)), "--chat", "--input", told])
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [

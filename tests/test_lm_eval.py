@@ -81,6 +81,8 @@ def test_what_the_harness_asks_for(moved):
     assert cut == greedy[0][: greedy[0].index(greedy[0][1])]
     sampled = {"max_gen_toks": 8, "do_sample": True, "temperature": 1.5}
     assert len(set(adapter.generate_until([asked("def ", sampled)] * 6))) > 2, "each its own, over batches"
+    with pytest.raises(ConfigError, match="a request of the harness: the text to score is empty"):
+        adapter.loglikelihood([asked("def ", "")])
     with pytest.raises(ConfigError, match="a task asks for 32 tokens, and the model's window of 32 must hold"):
         adapter.generate_until([asked("x", {"max_gen_toks": 32})])
     ((alone, _),) = lm_eval.adapter(named, model, 2, chat=True).loglikelihood([asked("def ", "f")])

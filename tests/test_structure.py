@@ -43,7 +43,6 @@ WRITING_JSON_ITSELF = {
     "huggingface/export.py": "a digest",
     "data/chat_template.py": "what a template is given and writes, as transformers does",
     "data/manifest.py": "a value in a message",
-    "launch/job.py": "a text in quotes for YAML",
 }
 
 

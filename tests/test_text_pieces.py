@@ -17,6 +17,9 @@ from jaxmnt.data.store import open_prepared
 from jaxmnt.data.text_pieces import Piece, decode_after, encode_pieces, encode_stretches
 from jaxmnt.data.tokenizer import Bytes, HuggingFace, make_tokenizer
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.generate import Request
+from jaxmnt.score import Wanted, continuation_of
+from jaxmnt.trained_model import Vocabulary
 
 library = pytest.importorskip("tokenizers")
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
@@ -276,3 +279,62 @@ def test_a_text_file_has_no_blanks_where_it_is_cut(tmp_path, monkeypatch):
     text = "hello world\n" * 40 + "The capital of France is Paris." * 20
     (tmp_path / "t.txt").write_text(text)
     assert prepared(tmp_path, "t.txt") == [(text, text)]
+
+
+def vocabulary(name: str = "tokenizer-prefixing", start: tuple[int, ...] = (1,)) -> Vocabulary:
+    tokenizer = HuggingFace(CASES / name / "tokenizer.json")
+    return Vocabulary(tokenizer, tokenizer.vocab_size, list(start), None, frozenset())
+
+
+def test_generated_text_keeps_its_first_blank_and_stops_there():
+    known = vocabulary()
+    prompt = "The capital of France is"
+    ids = known.begun(known.encode(prompt))
+    answer = known.encode(" Paris. and", begins=False)
+    request = Request(ids, prompt, {}, room=99)
+    for number, token in enumerate(answer, 1):
+        request.take(token, known)
+        assert request.text == known.tokenizer.decode(np.array(ids + answer[:number]))[len(prompt) :]
+    assert request.text == " Paris. and"
+    stopped = Request(ids, prompt, {}, room=99, stops=(" Paris",))
+    for token in answer:
+        stopped.take(token, known)
+    assert (stopped.text, stopped.finish) == ("", "stop")
+
+
+@pytest.mark.parametrize("name", ["tokenizer-prefixing", "tokenizer-byte-level"])
+@pytest.mark.parametrize("as_harness", [False, True])
+def test_a_continuation_that_the_tokenizer_joins_to_its_context_is_scored(name, as_harness):
+    known = vocabulary(name)
+    whole, before = known.encode("The capital"), known.encode("The capita")
+    assert len(whole) <= len(before), "the tokenizer joins both"
+    rest = known.encode("l", begins=False)
+    joined = continuation_of(known, "The capita", "l", "here", as_harness=as_harness)
+    assert joined == Wanted([1, *before, *rest], 1 + len(before))
+    assert continuation_of(vocabulary(name, ()), "capita", "l", "here", as_harness=as_harness).ids[-1:] == rest
+    # The harness scores what follows the joined token; all of a continuation is scored elsewhere.
+    wanted = continuation_of(known, "The capita", "l of France", "here", as_harness=as_harness)
+    text = known.tokenizer.decode(np.array(wanted.ids))
+    assert text == "The capital of France"
+    scored = decode_after(known.tokenizer, wanted.ids[: wanted.begin], wanted.ids[wanted.begin :])
+    assert scored == "l of France" if not as_harness else scored.endswith("France")
+
+
+def test_a_continuation_begins_with_the_blank_of_its_context():
+    known = vocabulary()
+    for context, continuation in (("The capital ", "of"), ("The capital", " of")):
+        wanted = continuation_of(known, context, continuation, "here")
+        assert decode_after(known.tokenizer, wanted.ids[: wanted.begin], wanted.ids[wanted.begin :]) == " of"
+
+
+@pytest.mark.parametrize(
+    ("start", "context", "continuation", "message"),
+    [
+        ((1,), "a", "", "here: the text to score is empty; give some text"),
+        ((1,), "", "", "here: the text to score is empty; give some text"),
+        ((), "", "The", "here: the text is one token, and no token can stand before it, so it has no score"),
+    ],
+)
+def test_nothing_has_no_score(start, context, continuation, message):
+    with pytest.raises(ConfigError, match=message):
+        continuation_of(vocabulary("tokenizer-byte-level", start), context, continuation, "here")

@@ -68,12 +68,36 @@ def object_in(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return found
 
 
-def render(template: str, messages: Sequence[Message], tokens: Mapping[str, str], begins_turn: bool = True) -> str:
+def reads(template: str, variable: str) -> bool:
+    """Returns whether the name of a variable occurs in the code of a template.
+
+    If the template cannot be taken apart, the answer is yes, and `render` says what is wrong with it.
+    """
+    try:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        return True
+    try:
+        return any(
+            kind == "name" and text == variable for _, kind, text in ImmutableSandboxedEnvironment().lex(template)
+        )
+    except TemplateSyntaxError:
+        return True
+
+
+def render(template: str, messages: Sequence[Message], variables: Mapping[str, Any], begins_turn: bool = True) -> str:
     """The text of a conversation, up to where the model's turn begins (or to its end, without `begins_turn`).
 
+    `variables` are what the template reads besides: names of special tokens, tools, and what else the user gives.
     Raises `ConfigError` for a template that raises, takes too long or too much memory, or is none.
     """
-    request = {"template": template, "messages": list(messages), "tokens": dict(tokens), "begins_turn": begins_turn}
+    request = {
+        "template": template,
+        "messages": list(messages),
+        "variables": dict(variables),
+        "begins_turn": begins_turn,
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__], input=json.dumps(request).encode(), capture_output=True,
@@ -120,12 +144,9 @@ def _child() -> None:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
+        variables = {"tools": None, "documents": None} | request["variables"]
         text = environment.from_string(request["template"]).render(
-            messages=request["messages"],
-            add_generation_prompt=request["begins_turn"],
-            tools=None,
-            documents=None,
-            **request["tokens"],
+            variables | {"messages": request["messages"], "add_generation_prompt": request["begins_turn"]}
         )
         content = text.encode()
     except Exception as error:  # whatever somebody else's program raises

@@ -13,6 +13,7 @@ from jaxmnt.data.order import block_shares
 from jaxmnt.data.rows import Packed, batch_digest, row_digests
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.data.store import PreparedData
+from jaxmnt.data.text_pieces import LONGEST_CONTEXT, decode_after
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import printable
 
@@ -105,16 +106,18 @@ def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | N
         document = int(reader.stream.documents(piece[:1])[0])
         origin = part.origin("train", document)
         first = int(piece[0] - reader.stream.document_starts[document])
+        context = np.empty(min(first, LONGEST_CONTEXT), np.int64)
+        reader.stream.read(int(piece[0]) - len(context), context)
         values = np.empty(len(piece), np.int64)
         reader.stream.read(int(piece[0]), values)
         yield (
             f"  {place:>6}  {len(piece):>6} tokens from {first:,} of document {document:,}"
-            f"  {printable(origin.file)}:{origin.record}{_decoded(tokenizer, values)}"
+            f"  {printable(origin.file)}:{origin.record}{_decoded(tokenizer, values, context)}"
         )
 
 
-def _decoded(tokenizer: Tokenizer | None, tokens: np.ndarray) -> str:
-    return "" if tokenizer is None else f"  {_shorten(tokenizer.decode(tokens))}"
+def _decoded(tokenizer: Tokenizer | None, tokens: np.ndarray, context: Sequence[int] | np.ndarray = ()) -> str:
+    return "" if tokenizer is None else f"  {_shorten(decode_after(tokenizer, context, tokens))}"
 
 
 def _shorten(text: str, width: int = 60) -> str:

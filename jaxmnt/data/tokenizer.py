@@ -14,6 +14,7 @@ import numpy as np
 from jaxmnt.data.manifest import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.storage import read
+from jaxmnt.strict_json import json_text
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """What a tokenizer of our own training calls it."""
@@ -264,7 +265,7 @@ class HuggingFace:
             self._for_pieces[key] = usual
             if any(parts[name] != self._parts[name] for name in names):
                 tree = json.loads(usual.to_str()) | parts
-                self._for_pieces[key] = _library().Tokenizer.from_str(json.dumps(tree))
+                self._for_pieces[key] = _library().Tokenizer.from_str(json_text(tree))
                 self._for_pieces[key].encode_special_tokens = usual.encode_special_tokens
         return self._for_pieces[key]
 

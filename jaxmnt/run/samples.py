@@ -10,6 +10,7 @@ from jaxmnt.config.schema import Config, Mesh
 from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources
+from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, shortened
 from jaxmnt.parallel.layout import map_with_axes
@@ -75,8 +76,8 @@ class Sampler:
             got_further()
         end = self._data.end_of_document
         return [
-            {"prompt": text, "text": self._tokenizer.decode(row[: _length(row, end)])}
-            for text, row in zip(settings.samples, np.stack(made, axis=1), strict=True)
+            {"prompt": text, "text": decode_after(self._tokenizer, prompt, row[: _length(row, end)])}
+            for text, prompt, row in zip(settings.samples, self._prompts, np.stack(made, axis=1), strict=True)
         ]
 
     def _encoded(self, text: str) -> np.ndarray:

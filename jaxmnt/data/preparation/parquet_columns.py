@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmnt.strict_json import json_text
+
 
 class Column(NamedTuple):
     """A column chunk: the part of a column that is in one row group."""
@@ -54,7 +56,7 @@ def _child(path: str, *groups: str) -> None:
     for number in groups:
         group = metadata.row_group(int(number))
         sizes.append([_sizes(group.column(column)) for column in range(group.num_columns)])
-    print(json.dumps(sizes))
+    print(json_text(sizes))
 
 
 if __name__ == "__main__":
