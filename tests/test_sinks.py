@@ -1,5 +1,6 @@
 """Where the numbers of a run go besides metrics.jsonl; and what becomes of the run when a sink fails or hangs."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -180,8 +182,19 @@ def test_what_is_no_sink_is_refused(tiny, tmp_path):
     assert not (tmp_path / "run" / "events").exists()
 
 
+def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
+    """Such as wandb, in which that keeps runs: the working directory is where Python looks first."""
+    (tmp_path / "wandb" / "run-1").mkdir(parents=True)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert importlib.util.find_spec("wandb") is not None
+    with pytest.raises(ConfigError, match=r"wandb needs a package: pip install 'jaxmnt\[wandb\]'"):
+        wanted_sinks(["wandb"])
+
+
 def test_tensorboard_is_taken_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "tensorboard" else None)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: SimpleNamespace(origin="x") if name == "tensorboard" else None
+    )
     assert wanted_sinks(None) == ["tensorboard"] and wanted_sinks([]) == []
     with pytest.raises(ConfigError, match=r"pip install 'jaxmnt\[wandb\]'"):
         wanted_sinks(["wandb"])

@@ -391,7 +391,7 @@ def load(given: str) -> Tokenizer:
 
 def _library() -> Any:
     try:
-        import tokenizers
+        import tokenizers.models  # a folder named tokenizers is importable, and has no models
     except ImportError as error:
         raise ConfigError("this needs the tokenizers library; install it with: pip install 'jaxmnt[data]'") from error
     return tokenizers

@@ -92,7 +92,10 @@ def packages_of(names: Sequence[str]) -> frozenset[str]:
 
 
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    """Returns whether a package can be imported. A folder of its name that holds no package, such as the runs that
+    wandb keeps in the working directory, has no file that would be run."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _import(path: str) -> Callable[[SinkRun], Sink]:

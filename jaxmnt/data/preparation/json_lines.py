@@ -64,7 +64,7 @@ def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
 def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
     """Decompressed frame by frame: the library's own stream takes a file that was cut off for one that ends there."""
     try:
-        import zstandard
+        from zstandard import ZstdDecompressor
     except ImportError as error:
         raise ConfigError(
             f"--input: {file.shown} needs zstandard; install it with: pip install 'jaxmnt[data]'"
@@ -72,7 +72,7 @@ def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
     frame = None
     while block := raw.read(_ZSTANDARD_PIECE):
         while block:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or ZstdDecompressor().decompressobj()
             yield frame.decompress(block)
             block = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
