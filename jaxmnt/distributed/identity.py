@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxmnt.config.schema import Cluster
-from jaxmnt.distributed.launchers import LAUNCHERS, Claim, Machine, claims, number_of, shown
+from jaxmnt.distributed.launchers import LAUNCHERS, Claim, Machine, claims, is_address, number_of, shown
 from jaxmnt.distributed.local_gpus import gpus_here, own_gpus
 from jaxmnt.errors import ConfigError, printable, shortened
 
@@ -208,10 +208,16 @@ def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
         return Identity(local_devices=devices)
     assert winner.coordinator is not None
     found = re.fullmatch(r"([^\s/]{1,255}):([0-9]{1,5})", winner.coordinator)
-    if not found or not found[1].isprintable() or not 0 < int(found[2]) < 65536:
+    if not found or not _names_a_host(found[1]) or is_address(winner.coordinator) or not 0 < int(found[2]) < 65536:
         shown = shortened(winner.coordinator)
-        raise ConfigError(f"cluster.coordinator: {shown!r} is not HOST:PORT, such as node0:12355")
+        raise ConfigError(f"cluster.coordinator: {shown!r} is not HOST:PORT, such as node0:12355 or [::1]:12355")
     return Identity(process_id, processes, winner.coordinator, devices)
+
+
+def _names_a_host(text: str) -> bool:
+    """Returns whether a text is a name or an address of a host; an IPv6 address may have brackets, and nothing else."""
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return text.isprintable() and (is_address(inside) or (inside == text and not set(text) & set(":[]")))
 
 
 def _ignored(said: list[Claim], asked: list[Claim], winner: Claim) -> dict[str, str]:

@@ -4,6 +4,7 @@ A reader takes variables and gives a `Claim`, or None where there is nothing of 
 launcher should have said and did not is the claim's `trouble`.
 """
 
+import ipaddress
 import re
 import socket
 import zlib
@@ -134,6 +135,11 @@ def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
         read.optional_number("JOB_GLOBAL_INDEX"),
         read.optional_number("PROCESSES_IN_JOB"),
     )
+    if pods is not None and index >= pods:
+        raise ConfigError(
+            f"JOB_COMPLETION_INDEX: {index} is beyond the {pods} pods of its job ({shown(read.used)}); set "
+            "PROCESSES_IN_JOB to the completions of each job"
+        )
     if job is not None and pods is not None:
         return Claim("kubernetes", job * pods + index, used=read.used)
     service = machine.domain.partition(".")[0]
@@ -165,7 +171,7 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     if processes is None:
         return Claim("mpi", process_id, used=read.used)
     _check_local(local, together, read.used)
-    found = re.match(r"([0-9]+)\.[0-9]+;tcp6?://([^:,]+|\[[^\]]+\])", environment.get(_HEAD, ""))
+    found = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(\[[^\]]+\]|[^:,\[]+)", environment.get(_HEAD, ""))
     port = _FIRST_PORT + zlib.crc32(found[1].encode()) % _PORTS if found else DEFAULT_PORT
     coordinator = f"{_LOCALHOST}:{port}" if together == processes else f"{found[2]}:{port}" if found else None
     if found:
@@ -199,10 +205,13 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
         )
     process_id, processes = read.number("RANK"), read.number("WORLD_SIZE")
     local, together = read.optional_number("LOCAL_RANK"), read.optional_number("LOCAL_WORLD_SIZE")
-    host, port = environment.get("MASTER_ADDR"), read.optional_number("MASTER_PORT") or DEFAULT_PORT
+    host, port = (
+        _master(environment.get("MASTER_ADDR", "").strip()),
+        read.optional_number("MASTER_PORT") or DEFAULT_PORT,
+    )
     _check_local(local, together, read.used)
     if host:
-        read.used["MASTER_ADDR"] = host
+        read.used["MASTER_ADDR"] = environment["MASTER_ADDR"]
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun's own store listens on that port
     name = f"[{host}]" if host and ":" in host else host
@@ -210,6 +219,26 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
         "torchrun", process_id, processes, f"{name}:{port}" if name else None,
         Neighbours(local or 0, together or 1), read.used,
     )  # fmt: skip
+
+
+def _master(text: str) -> str:
+    """Returns the host that MASTER_ADDR names, without brackets; empty if it names none."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if is_address(host) or re.fullmatch(r"[^\s/:\[\]]*", host):
+        return host
+    if (found := re.fullmatch(r"(.+):([0-9]+)", text)) and (is_address(found[1].strip("[]")) or ":" not in found[1]):
+        better = printable(f"MASTER_ADDR={found[1].strip('[]')} MASTER_PORT={found[2]}")
+        raise ConfigError(f"MASTER_ADDR: {shortened(repr(text))} has a port in it; set {better}")
+    raise ConfigError(f"MASTER_ADDR: {shortened(repr(text))} must be the name or the address of a host; correct it")
+
+
+def is_address(text: str) -> bool:
+    """Returns whether a text is an IP address, without brackets."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_local(rank: int | None, processes: int | None, used: Mapping[str, str]) -> None:
