@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import command, events, losses, metrics
+from conftest import command, events, losses, metrics, write_words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.lru_cache import LRUCache
@@ -32,11 +32,16 @@ from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.names import like, named, nested
 from jaxmnt.checkpoint.reader import Reader, cut
+from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.schema import Checkpoint, Mesh
+from jaxmnt.data.run_tokenizer import of_data
+from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.huggingface.fits import refuse_what_does_not_fit, run_origin
 from jaxmnt.parallel.sharding import build_mesh
+from jaxmnt.prepare import main as prepare
 from jaxmnt.run import compile_cache, lock
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.storage import json_digest
@@ -861,6 +866,65 @@ def test_a_run_begins_with_the_parameters_of_another(tiny, finished, capsys):
         train(tiny(f"run.init_from={finished}@7", f"run.dir={config.run.dir}2"), devices=one_device())
     with pytest.raises(ConfigError, match=r"run\.fork_from: .* is neither a run directory nor a checkpoint"):
         train(tiny("run.fork_from=nowhere", f"run.dir={config.run.dir}2"), devices=one_device())
+
+
+@pytest.mark.parametrize("key", ["init_from", "fork_from"])
+def test_a_run_of_another_model_or_tokenizer_is_refused(tiny, finished, key):
+    """By its settings, not by its shapes, and before anything is compiled; unless the user lists what differs."""
+
+    def begin(*overrides):
+        config = tiny(f"run.{key}={finished}@10", *overrides)
+        data = open_sources(config.data)
+        origin = run_origin(f"{finished}@10", find(f"{finished}@10", key), f"run.{key}")
+        tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder)
+        refuse_what_does_not_fit(origin, fit_to_data(config, data).model, tokenizer, config.run.init_from_changes)
+
+    begin("model.dropout=0.1")
+    with pytest.raises(
+        ConfigError, match=rf"run\.{key}: the model in .*set model\.rope_theta=10000\.0, or take .*theta\]"
+    ):
+        begin("model.rope_theta=500000")
+    begin("model.rope_theta=500000", "run.init_from_changes=[rope_theta]")
+    window = ("model.family=mistral", "model.sliding_window=16")
+    with pytest.raises(ConfigError, match=r"set model\.family=llama.*changes=\[family, sliding_window\]"):
+        begin(*window)
+    with pytest.raises(ConfigError, match=r"init_from_changes: rope_theta is the same in"):
+        begin("run.init_from_changes=[rope_theta]")
+    with pytest.raises(ConfigError, match=r"init_from_changes: rope_thta is not .*; did you mean rope_theta\?"):
+        begin("run.init_from_changes=[rope_thta]")
+    with pytest.raises(ConfigError, match=r"init_from_changes: num_kv_heads decides the shapes of parameters"):
+        begin("model.num_kv_heads=1", "run.init_from_changes=[num_kv_heads]")
+
+
+def test_a_branch_onto_data_of_another_tokenizer_is_refused(tiny, finished, tmp_path):
+    """Before anything is compiled; a family with other parameters is refused there, too."""
+    text = tmp_path / "text"
+    text.mkdir()
+    write_words(text, files=40, words=150)
+    prepare(
+        [
+            "--input",
+            str(text),
+            "--output",
+            str(tmp_path / "other"),
+            "--train-tokenizer",
+            "300",
+            "--eval-fraction",
+            "0.2",
+        ]
+    )
+    other = (f"data.path={tmp_path / 'other'}", "model.vocab_size=320")
+    with pytest.raises(
+        ConfigError, match=r"run\.fork_from: the data was not made with the tokenizer .* --tokenizer bytes"
+    ):
+        train(tiny(f"run.fork_from={finished}@10", *other), devices=one_device())
+    with pytest.raises(
+        ConfigError, match=r"the family qwen2 has other parameters than .*key_bias; set model.family=llama"
+    ):
+        train(
+            tiny(f"run.init_from={finished}", "model.family=qwen2", "run.init_from_changes=[family]"),
+            devices=one_device(),
+        )
 
 
 def test_another_runs_checkpoint_is_not_taken_for_ones_own(tiny, finished, capsys):

@@ -18,14 +18,16 @@ from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.presets import PRESETS
+from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.huggingface import export as exports
 from jaxmnt.huggingface.config import read_config, write_config
-from jaxmnt.huggingface.fits import as_told, refuse_what_does_not_fit
+from jaxmnt.huggingface.fits import folder_origin, refuse_what_does_not_fit
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
+from jaxmnt.models.computation import different_settings
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.train import train
@@ -69,7 +71,7 @@ def test_there_and_back_the_files_hold_the_same_bits(name, tmp_path, monkeypatch
         assert (found[key].dtype, found[key].tobytes()) == (array.dtype, array.tobytes()), key
     after = json.loads((tmp_path / "out" / "config.json").read_text())
     models = [parse_config({"model": read_config(one, "config.json")}).model for one in (after, tree(name))]
-    assert as_told(models[0]) == as_told(models[1])
+    assert different_settings(*models) == {}
     told = {key: value for key, value in tree(name).items() if value is not None}
     assert {key: after.get(key, value) for key, value in told.items()} == told, "nothing is told otherwise"
 
@@ -268,7 +270,7 @@ RELEASED = {
 def test_a_config_that_was_released_means_its_preset(released):
     told, name = RELEASED[released]
     model = parse_config({"model": read_config(told, released)}).model
-    assert as_told(model) == as_told(parse_config({"model": {"preset": name}}).model)
+    assert different_settings(model, parse_config({"model": {"preset": name}}).model) == {}
 
 
 @pytest.mark.parametrize(
@@ -420,17 +422,24 @@ def test_another_vocabulary_is_refused(folder, tmp_path):
         return HuggingFace(where / "tokenizer.json").description
 
     model = parse_config({"model": read_config(tree("llama-a"), "config.json")}).model
-    fits = functools.partial(refuse_what_does_not_fit, Folder(path, "run.init_from"), model)
+
+    def fits(description, where, intended=()):
+        origin = folder_origin(Folder(path, "run.init_from"), "run.init_from")
+        refuse_what_does_not_fit(origin, model, of_data(description, 53, where), intended)
+
     fits({"name": "bytes"}, data)  # a model without a tokenizer.json: nobody can tell
     own = save(path, "?ab")
     for other in ({"name": "bytes"}, save(data, "?ba")):
         with pytest.raises(ConfigError, match="the data was not made with the tokenizer of the model"):
             fits(other, data)
-    fits(own, tmp_path)
+        fits(other, data, ["tokenizer"])
+    fits(own, path)
     save(data, "?ab")
     with (data / "tokenizer.json").open("a") as file:
         file.write("\n")  # the same vocabulary in another file
     fits(HuggingFace(data / "tokenizer.json").description, data)
+    with pytest.raises(ConfigError, match=r"run\.init_from_changes: tokenizer is the same in"):
+        fits(own, path, ["tokenizer"])
 
 
 # -- published models

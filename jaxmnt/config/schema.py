@@ -33,6 +33,9 @@ class Run(Section):
         None, "Start with the parameters of RUN, RUN@STEP or hf:FOLDER (of Hugging Face), and nothing else.", path=True
     )
     fork_from: str | None = key(None, "Start as a branch of RUN or RUN@STEP: its whole state, its step.", path=True)
+    init_from_changes: list[str] = key(
+        [], "Settings of the model, and tokenizer, that differ on purpose from what init_from or fork_from names."
+    )
     max_minutes: float | None = key(
         None, "Stop, with a checkpoint and exit code 75, before so many minutes of this start are over.", gt=0
     )
@@ -367,6 +370,8 @@ class Config(Section):
             raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
         if self.run.init_from and self.run.fork_from:
             raise ValueError("run.init_from: run.fork_from is also set; remove one of them")
+        if self.run.init_from_changes and not (self.run.init_from or self.run.fork_from):
+            raise ValueError("run.init_from_changes: neither run.init_from nor run.fork_from is set; remove it")
         warmup, steps = self.optimizer.warmup_steps, self.train.steps
         if warmup >= steps:
             raise ValueError(

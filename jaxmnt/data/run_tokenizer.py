@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.schema import Data
+from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
@@ -85,6 +86,40 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; fix that") from error
+
+
+def of_file(text: str, vocab_size: int) -> RunTokenizer:
+    """Describes the tokenizer of a tokenizer.json by its content alone; nothing says what ends a document."""
+    about = {"name": "huggingface", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return RunTokenizer(about, vocab_size, text)
+
+
+def same_vocabulary(one: RunTokenizer, other: RunTokenizer) -> bool:
+    """Whether ids of both mean the same text. Of token arrays and random tokens nobody can tell: they pass.
+
+    Files of `tokenizers` are the same with equal vocabulary, merges and added tokens, however they are written.
+    """
+    if one.name == other.name == NAMELESS:
+        return one.end_of_document == other.end_of_document
+    if {one.name, other.name} & {"synthetic", NAMELESS}:
+        return True
+    if one.name != other.name or one.text is None or other.text is None:
+        return one.name == other.name
+    if one.description["sha256"] == other.description["sha256"]:
+        return True
+    return _vocabulary_of(one.text) == _vocabulary_of(other.text)
+
+
+def _vocabulary_of(text: str) -> Any:
+    """Returns what of a tokenizer.json decides which text an id stands for, and how words become ids."""
+    tree = json.loads(text)
+    model = tree["model"]
+    # Newer files write a merge as a pair, older ones as a text.
+    merges = [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges") or []
+    ]
+    added = sorted((token["id"], token["content"], token.get("special")) for token in tree.get("added_tokens") or [])
+    return model.get("vocab"), merges, added
 
 
 def kept(home: StoragePath) -> RunTokenizer | None:

@@ -69,7 +69,7 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) 
     small["checkpoint"] = Checkpoint(every_steps=EVERY, keep=3, read=config.checkpoint.read).model_dump()
     small["mesh"] = mesh.model_dump()
     small["pipeline"]["layers"] = None
-    small["run"] |= {"init_from": None, "fork_from": None, "max_minutes": None}
+    small["run"] |= {"init_from": None, "fork_from": None, "init_from_changes": [], "max_minutes": None}
     small["run"]["compile_cache"] = config.run.compile_cache or (None if cache is None else str(cache))
     small["watchdog"] |= {"step_seconds": _HANG_SECONDS, "factor": 10.0}
     small["cluster"] |= {"silence_timeout_seconds": _SILENCE_SECONDS}

@@ -4,16 +4,21 @@ Its config.json (for keys that alter nothing, such as token ids), its tokenizer,
 does by default. All of it comes along when the run is written for Hugging Face again.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.refs import roots_of
+from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
+from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import UserError
 from jaxmnt.huggingface.folder import COMPANIONS, CONFIG
 from jaxmnt.storage import StoragePath, publish_bytes, read
 
 KEPT = "huggingface"
+GENERATION = "generation_config.json"
 
 
 def found_in(folder: StoragePath) -> dict[str, bytes]:
@@ -37,6 +42,27 @@ def of_source(weights: Path | None, source: str | None, checkpoint: Committed | 
     if weights is not None:
         return found_in(weights)
     return {} if source is None or checkpoint is None else kept(roots_of(source, checkpoint))
+
+
+def fitting(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes]:
+    """Returns the files for a run with this tokenizer: if theirs is another, without it, its template and its ids."""
+    text = files.get(TOKENIZER_FILE)
+    if text is None or same_vocabulary(of_file(text.decode(), 0), tokenizer):
+        return files
+    found = {}
+    for name in sorted({CONFIG, GENERATION} & files.keys()):
+        tree = _without_ids(json.loads(files[name]))
+        found[name] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
+    return found
+
+
+def _without_ids(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config without the ids of tokens, in its inner objects neither."""
+    return {
+        key: _without_ids(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if not key.endswith("_token_id")
+    }
 
 
 def keep(home: StoragePath, files: dict[str, bytes]) -> None:

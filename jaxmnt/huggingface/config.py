@@ -144,8 +144,8 @@ def _check_can_be_written(model: Model, written: HuggingFace) -> None:
     for name in OPTIONAL:
         if name not in names and getattr(model, name) is not None:
             raise ConfigError(
-                f"model.{name}: a model with it cannot be written for {written.model_type}, which transformers computes "
-                "without it"
+                f"model.{name}: a model with it cannot be written for {written.model_type}, which transformers "
+                "computes without it"
             )
 
 
@@ -336,7 +336,7 @@ def _read_windows(tree: Mapping[str, Any], family: str, layers: int, where: str)
     length = tree.get("sliding_window_pattern")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ConfigError(f"{where}: sliding_window_pattern is {printable(str(length))}, and must be 1 or more")
-    if types is None and length not in (None, kind.pattern_length) and not written.reads_pattern:
+    if types is None and length not in (None, getattr(kind, "pattern_length", None)) and not written.reads_pattern:
         raise ConfigError(
             f"{where}: sliding_window_pattern is {length}, which transformers does not read in the family {family}; "
             "write layer_types"

@@ -1,57 +1,139 @@
-"""Whether a run can begin with the weights of a folder: the same model, and a vocabulary that is the data's."""
+"""Whether a run can begin with the weights of another: its model computes the same, and its ids mean the same text."""
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from jaxmnt.config.load import flat, parse_config
+from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.refs import tokenizer_of
+from jaxmnt.config.load import parse_config
 from jaxmnt.config.model import Model
-from jaxmnt.data.manifest import NAMELESS
-from jaxmnt.data.tokenizer import TOKENIZER_FILE, HuggingFace
-from jaxmnt.errors import ConfigError
-from jaxmnt.huggingface.config import read_config, write_config
+from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
+from jaxmnt.data.tokenizer import TOKENIZER_FILE
+from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.huggingface.config import read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder
+from jaxmnt.models.computation import SIZES, computed_settings, different_settings
+from jaxmnt.models.contract import define
+from jaxmnt.models.registry import build_family
 
 SCHEME = "hf:"
 """How `run.init_from` names a folder of Hugging Face."""
 
+LIST = "run.init_from_changes"
+_TOKENIZER = "tokenizer"
 
-def refuse_what_does_not_fit(folder: Folder, model: Model, tokenizer: dict[str, Any], data: Path) -> None:
-    """Raises `ConfigError` if a run of this `model` cannot begin with the weights of `folder`.
 
-    `tokenizer` is what the data says of its tokenizer, whose file is in the folder `data`.
-    """
+@dataclass(frozen=True)
+class Origin:
+    """What a run begins with: another run, or a folder of Hugging Face."""
+
+    key: str
+    """The setting that names it."""
+    path: str
+    model: Model
+    settings: str
+    """Where a user finds its section `model`."""
+    tokenizer: RunTokenizer | None
+    """None if nothing says what it was."""
+    tokenizer_file: str
+    """What `prepare --tokenizer` takes for it."""
+
+
+def folder_origin(folder: Folder, key: str) -> Origin:
+    """Describes a folder of Hugging Face. Raises `ConfigError` if its files contradict each other."""
     where = str(folder.path / CONFIG)
-    theirs = as_told(parse_config({"model": read_config(folder.config, where)}, where).model)
-    ours = as_told(model)
-    if different := [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]:
-        wanted = " ".join(f"model.{key}={_yaml(theirs.get(key))}" for key in different)
+    model = parse_config({"model": read_config(folder.config, where)}, where).model
+    written = build_family(model, model.vocab_size or 0).hugging_face
+    assert written is not None
+    if model.tie_embeddings:
+        folder.refuse_another_head(written)
+    file = folder.path / TOKENIZER_FILE
+    tokenizer = of_file(file.read_text(encoding="utf-8"), model.vocab_size or 0) if file.is_file() else None
+    settings = f"python -m jaxmnt.convert settings {folder.path}"
+    return Origin(key, str(folder.path), model, settings, tokenizer, str(file))
+
+
+def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:
+    """Describes the run of a checkpoint, which `source` names."""
+    model = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}").model
+    root = checkpoint.path.parent.parent
+    try:
+        tokenizer = tokenizer_of(source, checkpoint)
+    except ConfigError:
+        # A run from before runs kept their tokenizer, whose data is not here.
+        tokenizer = None
+    file = str(root / "tokenizer" / TOKENIZER_FILE)
+    if tokenizer is not None and tokenizer.text is None:
+        file = tokenizer.name
+    return Origin(key, str(checkpoint.path), model, str(root / "config.yaml"), tokenizer, file)
+
+
+def refuse_what_does_not_fit(
+    origin: Origin, model: Model, tokenizer: RunTokenizer, intended: Sequence[str] = ()
+) -> list[str]:
+    """Raises `ConfigError` if a run of this `model`, with data of this `tokenizer`, cannot begin with `origin`.
+
+    `intended` lists settings of the model, and `tokenizer`, that differ on purpose; each must differ. Returns remarks
+    for people.
+    """
+    different = different_settings(origin.model, model)
+    changed = {key.partition(".")[0] for key in different}
+    same = origin.tokenizer is None or same_vocabulary(origin.tokenizer, tokenizer)
+    _check_intended(origin, intended, model, changed | (set() if same else {_TOKENIZER}))
+    if unlisted := sorted(changed - set(intended)):
+        raise ConfigError(_other_model(origin, different, unlisted))
+    if not same and _TOKENIZER not in intended:
         raise ConfigError(
-            f"run.init_from: the model in {folder.path} is another one than that of the config; set {wanted}, or take "
-            f"the section model from: python -m jaxmnt.convert settings {folder.path}"
+            f"{origin.key}: the data was not made with the tokenizer of the model, {origin.tokenizer_file}: its ids "
+            f"mean other text; prepare it again with --tokenizer {origin.tokenizer_file}, or, if that is meant, set "
+            f"{LIST}=[{', '.join([*intended, _TOKENIZER])}]"
         )
-    path = folder.path / TOKENIZER_FILE
-    if path.is_file() and not _same_vocabulary(path, tokenizer, data):
+    if origin.tokenizer is None and tokenizer.text is not None:
+        return [f"{origin.path} does not say with which tokenizer it was trained; the data's was not compared with it"]
+    return []
+
+
+def refuse_other_arrays(origin: Origin, checkpoint: Committed, model: Model) -> None:
+    """Raises `ConfigError` if the parameters of a checkpoint are not those of `model`, whose family may be another."""
+    if origin.model.family == model.family:
+        return
+    wanted = named({"params": define(build_family(model, model.vocab_size or 0)).abstract})
+    arrays = checkpoint.manifest.arrays
+    names = {name for name in arrays if name.startswith("params/")} ^ wanted.keys()
+    names |= {name for name in wanted.keys() - names if tuple(arrays[name].shape) != tuple(wanted[name].shape)}
+    if names:
         raise ConfigError(
-            f"run.init_from: the data was not made with the tokenizer of the model, {path}: its ids mean other text; "
-            f"prepare it again with --tokenizer {path}"
+            f"{origin.key}: the family {model.family} has other parameters than {origin.path}, of family "
+            f"{origin.model.family}: {min(names)}; set model.family={origin.model.family}"
         )
 
 
-def as_told(model: Model) -> dict[str, Any]:
-    """The settings that say what a model computes, with what is left out written out."""
-    return flat(read_config(write_config(model, {"max_position_embeddings": 1}), "the config"))
+def _check_intended(origin: Origin, intended: Sequence[str], model: Model, changed: set[str]) -> None:
+    settings = {key.partition(".")[0] for key in computed_settings(model)} - set(SIZES)
+    known = [*sorted(settings), _TOKENIZER]
+    for name in intended:
+        if name in SIZES:
+            raise ConfigError(f"{LIST}: {name} decides the shapes of parameters, and must be that of {origin.path}")
+        if name not in known and name not in changed:
+            raise ConfigError(f"{LIST}: {printable(name)} is not a setting that can be listed; {nearest(name, known)}")
+        if name not in changed:
+            raise ConfigError(f"{LIST}: {name} is the same in {origin.path}; set it in the config, or remove it here")
 
 
-def _same_vocabulary(path: Path, tokenizer: dict[str, Any], data: Path) -> bool:
-    if tokenizer["name"] in ("synthetic", NAMELESS):
-        return True  # nobody can tell
-    if tokenizer["name"] != "huggingface":
-        return False
-    theirs = HuggingFace(path)
-    if theirs.description["sha256"] == tokenizer["sha256"]:
-        return True
-    return (data / TOKENIZER_FILE).is_file() and theirs.ids == HuggingFace(data / TOKENIZER_FILE).ids
+def _other_model(origin: Origin, different: dict[str, tuple[object, object]], unlisted: list[str]) -> str:
+    """Returns a message that says what to set so that the model becomes that of the origin."""
+    theirs = computed_settings(origin.model)
+    keys = [key for key in different if key in theirs and key.partition(".")[0] in unlisted]
+    wanted = " ".join(f"model.{key}={_yaml(theirs[key])}" for key in keys)
+    text = (
+        f"{origin.key}: the model in {origin.path} is another one than that of the config; set {wanted}, or take "
+        f"the section model from: {origin.settings}"
+    )
+    if set(unlisted) & set(SIZES):
+        return text
+    return f"{text}; if the change is meant, set {LIST}=[{', '.join(unlisted)}]"
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

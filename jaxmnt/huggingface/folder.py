@@ -126,7 +126,7 @@ class Folder:
             pieces = [np.empty((min(step, rows - top), columns), stored.dtype) for stored in (one, other)]
             for stored, piece in zip((one, other), pieces, strict=True):
                 self.read(stored, (top, 0), piece)
-            if not np.array_equal(*(piece.astype(np.float32) for piece in pieces)):
+            if not np.array_equal(pieces[0].astype(np.float32), pieces[1].astype(np.float32)):
                 return False
         return True
 

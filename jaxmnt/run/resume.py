@@ -17,11 +17,19 @@ from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
 from jaxmnt.data.order import BranchPoint
+from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of
-from jaxmnt.huggingface.fits import SCHEME, refuse_what_does_not_fit
+from jaxmnt.huggingface.fits import (
+    SCHEME,
+    Origin,
+    folder_origin,
+    refuse_other_arrays,
+    refuse_what_does_not_fit,
+    run_origin,
+)
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.run import fresh
@@ -259,11 +267,14 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
     if config.run.init_from and source.startswith(SCHEME):
         folder = Folder(Path(source.removeprefix(SCHEME)), key)
-        refuse_what_does_not_fit(folder, config.model, data.tokenizer, data.folder)
-        return ResumePoint(directory, run, [], None, "init", weights=folder.path)
+        remarks = _check_origin(config, data, folder_origin(folder, key))
+        return ResumePoint(directory, run, [], None, "init", remarks=remarks, weights=folder.path)
     checkpoint = find(source, key)
+    origin = run_origin(source, checkpoint, key)
+    remarks = _check_origin(config, data, origin)
+    refuse_other_arrays(origin, checkpoint, config.model)
     if config.run.init_from:
-        return ResumePoint(directory, run, [], checkpoint, "init")
+        return ResumePoint(directory, run, [], checkpoint, "init", remarks=remarks)
     manifest = checkpoint.manifest
     if manifest.step >= config.train.steps:
         raise ConfigError(
@@ -277,9 +288,15 @@ def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None
     point = branch_point(checkpoint, config)
     remark = branch_remark(checkpoint, config, point, other_data)
     parent = {"run": manifest.run, "path": str(checkpoint.path.absolute()), **point._asdict()}
-    remarks = [*([] if remark is None else [remark]), *rate_remarks(checkpoint, config)]
+    remarks += [*([] if remark is None else [remark]), *rate_remarks(checkpoint, config)]
     lineage = [parent, *manifest.lineage]
     return ResumePoint(directory, run, lineage, checkpoint, "fork", changes(earlier, config), remarks)
+
+
+def _check_origin(config: Config, data: Sources, origin: Origin) -> list[str]:
+    """Compares what a run begins with with its config and data. Returns remarks for people."""
+    tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder)
+    return refuse_what_does_not_fit(origin, config.model, tokenizer, config.run.init_from_changes)
 
 
 def _check_source_stays(config: Config, begun: ResumePoint) -> None:

@@ -338,11 +338,13 @@ class Session:
     def _note_what_it_is(self) -> None:
         """Writes down the config, its changes, and the tokenizer."""
         write_config(self.directory, self.config)
+        tokenizer = of_data(self.data.tokenizer, self.data.vocab_size, self.data.folder)
         for where in run_directories(self.config):
-            keep(where, of_data(self.data.tokenizer, self.data.vocab_size, self.data.folder))
+            keep(where, tokenizer)
         if self.start.kind != "own":
             source = self.config.run.init_from or self.config.run.fork_from
             files = companions.of_source(self.start.weights, source, self.start.checkpoint)
+            files = companions.fitting(files, tokenizer)
             for where in run_directories(self.config) if files else []:
                 companions.keep(where, files)
         for change in self.start.changes:
