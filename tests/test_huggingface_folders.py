@@ -6,7 +6,9 @@ cases/huggingface/rotary_scores.json: log-likelihoods of a text by transformers 
 
 import functools
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,10 +19,15 @@ from safetensors.numpy import load_file, save_file
 from test_huggingface import REFERENCE, near, texts
 
 from jaxmnt import convert
+from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.model import RopeScaling
+from jaxmnt.data.manifest import NAMELESS
+from jaxmnt.data.run_tokenizer import RunTokenizer, of_file
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
+from jaxmnt.huggingface import export as exports
+from jaxmnt.huggingface.companions import fitting
 from jaxmnt.huggingface.config import read_config, write_config
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.training.compile import inference_spec
@@ -173,3 +180,92 @@ def test_a_tensor_that_the_index_does_not_name_counts(folder, extra, words):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     with pytest.raises(ConfigError, match=words):
         convert_folder(path)
+
+
+# -- what an export holds
+
+
+def exported(checkpoint, companions, tokenizer, folder, dtype=None):
+    export = exports.plan_export(checkpoint, companions, tokenizer, dtype, 1 << 30)
+    assert exports.write_export(export, folder)
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """The checkpoint of a run made of qwen2-a, whose head is not tied."""
+    run = tmp_path_factory.mktemp("converted") / "run"
+    convert.main(["from-hf", str(REFERENCE / "qwen2-a"), str(run)])
+    return find(str(run), "run")
+
+
+def test_rows_that_no_id_has_are_not_exported(converted, tmp_path):
+    """Training masks them. Rows that came with a model stay, bit for bit."""
+    rows = config_of("qwen2-a")["vocab_size"]
+    tokenizer = RunTokenizer({"name": NAMELESS, "end_of_document": 3}, rows - 5, None)
+    arrays, config = exported(converted, {}, tokenizer, tmp_path / "taught")
+    before = load_file(REFERENCE / "qwen2-a" / "model.safetensors")
+    assert config["vocab_size"] == rows - 5
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        np.testing.assert_array_equal(arrays[name], before[name][: rows - 5])
+    assert arrays["model.norm.weight"].shape == before["model.norm.weight"].shape
+    companions = {"config.json": (REFERENCE / "qwen2-a" / "config.json").read_bytes()}
+    arrays, config = exported(converted, companions, tokenizer, tmp_path / "all")
+    assert (config["vocab_size"], len(arrays["lm_head.weight"])) == (rows, rows)
+
+
+def test_the_end_of_documents_is_exported(converted, tmp_path):
+    """What the run was trained to end with counts beside what ended a text before, as in generate."""
+    tokenizer = RunTokenizer({"name": NAMELESS, "end_of_document": 3, "end_token": "<end>"}, 40, None)
+    files = {
+        "config.json": json.dumps(config_of("qwen2-a") | {"eos_token_id": 7}).encode(),
+        "generation_config.json": b'{"eos_token_id": [7, 8], "top_k": 5}',
+        "tokenizer_config.json": b'{"eos_token": {"content": "</s>"}}',
+    }
+    trained = replace(converted, manifest=replace(converted.manifest, tokens=100))
+    _, config = exported(trained, files, tokenizer, tmp_path / "out")
+    assert config["eos_token_id"] == [3, 7]
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [3, 7, 8], "top_k": 5}
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<end>"
+    _, config = exported(converted, files, tokenizer, tmp_path / "untrained")
+    assert config["eos_token_id"] == 7, "nothing was trained"
+
+
+def test_files_of_another_tokenizer_are_not_exported(converted, tmp_path):
+    text = json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []})
+    files = {
+        "config.json": json.dumps(config_of("qwen2-a") | {"eos_token_id": 7, "bos_token_id": 1}).encode(),
+        "tokenizer.json": text.encode(), "tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}",
+    }  # fmt: skip
+    other = RunTokenizer({"name": "bytes", "end_of_document": 256}, 257, None)
+    _, config = exported(converted, files, other, tmp_path / "out")
+    assert (config["eos_token_id"], config["bos_token_id"]) == (256, None)
+    assert not {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} & {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    assert fitting(files, of_file(text + "\n", 1)) == files
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        (70000.0, "float16", "model.norm.weight holds 70000, and float16 ends at 65504; choose bfloat16"),
+        (3.4e38, "bfloat16", "model.norm.weight holds 3.4e+38, and bfloat16 ends at 3.38953e+38; choose float32"),
+    ],
+)
+def test_a_number_that_a_dtype_cannot_hold_is_named(folder, value, dtype, words):
+    path = folder("qwen2-a")
+    arrays = load_file(path / "model.safetensors")
+    arrays["model.norm.weight"] = arrays["model.norm.weight"].astype(np.float32)
+    arrays["model.norm.weight"][1] = value
+    save_file(arrays, path / "model.safetensors")
+    assert convert_folder(path) == 0
+    out = path.parent / "out"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        convert.main(["to-hf", str(path.parent / "run"), str(out), "--dtype", dtype])
+    assert not [path for path in out.parent.iterdir() if "out" in path.name], "nothing is left of it"
+    if dtype == "bfloat16":
+        with pytest.raises(ConfigError, match=r"params/norm/scale holds 3\.4e\+38"):
+            convert.main(["from-hf", str(path), str(path.parent / "again"), "--dtype", dtype])
+        assert not (path.parent / "again").exists()

@@ -56,6 +56,30 @@ def fitting(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes
     return found
 
 
+def ended(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes]:
+    """Returns the files so that they name what ended the documents of the data as an end of texts.
+
+    Other ids that end a text for them, such as that of a turn, stay.
+    """
+    end, word = tokenizer.end_of_document, tokenizer.description.get("end_token")
+    found = dict(files)
+    for name in sorted({CONFIG, GENERATION} & files.keys()) if end is not None else []:
+        tree = json.loads(files[name])
+        inner = tree.get("text_config", tree) if "eos_token_id" not in tree else tree
+        known = inner.get("eos_token_id")
+        ids = [] if known is None else known if isinstance(known, list) else [known]
+        if end not in ids:
+            inner["eos_token_id"] = [end, *ids] if ids else end
+            found[name] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
+    for name in sorted({"tokenizer_config.json", "special_tokens_map.json"} & files.keys()) if word else []:
+        tree = json.loads(files[name])
+        known = tree.get("eos_token")
+        if (known.get("content") if isinstance(known, dict) else known) != word:
+            tree["eos_token"] = word
+            found[name] = (json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return found
+
+
 def _without_ids(tree: dict[str, Any]) -> dict[str, Any]:
     """Returns a config without the ids of tokens, in its inner objects neither."""
     return {

@@ -25,12 +25,14 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.reader import Reader
 from jaxmnt.config.load import parse_config
+from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.huggingface.companions import ended, fitting
 from jaxmnt.huggingface.config import write_config
 from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE
-from jaxmnt.huggingface.tensors import Part, parts_of
+from jaxmnt.huggingface.tensors import Part, parts_of, rounded
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.strict_json import json_text
@@ -63,7 +65,8 @@ class Export:
     def id(self) -> str:
         """Tells this export from others into the same folder."""
         manifest = self.checkpoint.manifest
-        about = [manifest.run, manifest.step, self.dtype.name, self.files]
+        shapes = {name: [part.whole for part in several] for name, several in sorted(self.parts.items())}
+        about = [manifest.run, manifest.step, self.dtype.name, self.files, shapes]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:8]
 
     def tensors(self, file: str) -> list[Part]:
@@ -90,17 +93,21 @@ def plan_export(
     """
     manifest = checkpoint.manifest
     config = parse_config(manifest.config, f"the config in {checkpoint.path}")
-    rows = config.model.vocab_size
-    assert rows is not None
-    definition = define(build_family(config.model, rows))
+    if tokenizer is not None:
+        companions = fitting(companions, tokenizer)
+        if manifest.tokens > 0 and tokenizer.name != "synthetic":
+            companions = ended(companions, tokenizer)
     source = json.loads(companions[CONFIG]) if CONFIG in companions else {}
+    model = _with_taught_rows(config.model, source, tokenizer)
+    assert model.vocab_size is not None
+    definition = define(build_family(model, model.vocab_size))
     # What is left out would mean a family's usual ids.
     end = None if tokenizer is None else tokenizer.end_of_document
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     own = {"max_position_embeddings": config.data.sequence_length, **ids}
     theirs = source.get("text_config", {}) | source
     longest = [one for one in (theirs.get("max_position_embeddings"), own["max_position_embeddings"]) if one]
-    tree = write_config(config.model, own | theirs | {"max_position_embeddings": max(longest)})
+    tree = write_config(model, own | theirs | {"max_position_embeddings": max(longest)})
     parts = parts_of(definition)
     wanted = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
     if wanted not in _LONG_NAMES.values():
@@ -122,6 +129,18 @@ def plan_export(
     return export
 
 
+def _with_taught_rows(model: Model, source: dict[str, Any], tokenizer: RunTokenizer | None) -> Model:
+    """Returns the model without the rows of its vocabulary that no id of the data has.
+
+    Training masks their logits, and other programs do not. A model that came with such rows keeps them.
+    """
+    rows = model.vocab_size
+    theirs = (source.get("text_config") or {}).get("vocab_size", source.get("vocab_size"))
+    if rows is None or tokenizer is None or tokenizer.vocab_size >= rows or theirs == rows:
+        return model
+    return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
+
+
 def write_export(
     export: Export, folder: Path, process: int = 0, processes: int = 1, tell: Callable[[str], None] = lambda name: None
 ) -> bool:
@@ -136,6 +155,9 @@ def write_export(
     building = folder.with_name(f".{folder.name}.{export.id}.building")
     try:
         return _write_share(export, folder, building, process, processes, tell)
+    except ConfigError:
+        shutil.rmtree(building, ignore_errors=True)  # the same command would fail again
+        raise
     except OSError as error:
         if isinstance(error, UserError):
             raise
@@ -282,7 +304,11 @@ def _copy(
         layers, inner = (piece, start[1:]) if stacked else (piece[None], start)
         for number, layer in enumerate(layers):
             part = parts[start[0] + number if stacked else 0]
-            _put(path, places[part.name], part, inner, layer.astype(export.dtype), export.dtype)
+            # A vocabulary may have more rows in the checkpoint than in the files.
+            ends = [max(0, size - begin) for size, begin in zip(part.shape, inner, strict=True)]
+            layer = layer[tuple(slice(end) for end in ends)]
+            if layer.size:
+                _put(path, places[part.name], part, inner, rounded(layer, export.dtype, part.name), export.dtype)
     return total
 
 

@@ -4,6 +4,7 @@ So that it can be trained further (`run.init_from`), sampled from and compared l
 """
 
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from jaxmnt.errors import ConfigError, printable
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.config import read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder, Stored, read_json
-from jaxmnt.huggingface.tensors import Part, parts_of
+from jaxmnt.huggingface.tensors import Part, parts_of, rounded
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family, family_class
 from jaxmnt.storage import publish
@@ -58,11 +59,15 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None] 
     path.parent.mkdir(parents=True)
     begin(path)
     writer = Writer(path)
-    for name, leaf in named({"params": definition.abstract}).items():
-        tell(name)
-        writer.create(name, leaf.shape, np.dtype(dtype))
-        for start, array in _layers(folder, parts[name.removeprefix("params/")], stored, leaf):
-            writer.write(name, start, array.astype(dtype))
+    try:
+        for name, leaf in named({"params": definition.abstract}).items():
+            tell(name)
+            writer.create(name, leaf.shape, np.dtype(dtype))
+            for start, array in _layers(folder, parts[name.removeprefix("params/")], stored, leaf):
+                writer.write(name, start, rounded(array, np.dtype(dtype), name))
+    except ConfigError:
+        shutil.rmtree(out)  # which this call has made
+        raise
     folder.close()
     run = secrets.token_hex(6)
     tree = config.model_dump(exclude={"cluster", "launch", "slurm", "gke"})

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
+import numpy as np
 
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Definition
@@ -110,3 +112,17 @@ def _layer_numbers(definition: Definition) -> dict[str, list[range]]:
         numbers[group.name] = [range(first + place, first + group.num_layers, length) for place in range(length)]
         first += group.num_layers
     return numbers
+
+
+def rounded(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Returns the array in another dtype. Raises `ConfigError` if a finite number is not finite there."""
+    with np.errstate(over="ignore"):
+        rounded = array.astype(dtype)
+    lost = np.isfinite(array) & ~np.isfinite(rounded)
+    if not lost.any():
+        return rounded
+    wider = "bfloat16" if dtype == np.float16 else "float32"
+    largest = float(ml_dtypes.finfo(dtype).max)
+    raise ConfigError(
+        f"--dtype: {name} holds {float(array[lost][0]):g}, and {dtype.name} ends at {largest:g}; choose {wider}"
+    )
