@@ -154,6 +154,17 @@ def test_a_damaged_link_is_renamed_itself(root):
     assert not list(root.glob("*.unfinished"))
 
 
+def test_a_save_does_not_commit_through_a_link_that_took_its_place(root):
+    """Somebody moves a step to an archive and links it back while its save is under way."""
+    saved = commit.open_checkpoint(root / "5").manifest
+    there = archived(root, 5)
+    (there / manifest.MANIFEST_FILE).unlink()
+    before = snapshot(there)
+    with pytest.raises(UserError, match=r"5 became a link while it was being saved"):
+        commit.commit(root / "5", saved)
+    assert snapshot(there) == before and (root / "5").is_symlink()
+
+
 def test_a_link_that_leads_nowhere_makes_room(root):
     (root / "20").symlink_to("nowhere")
     commit.begin(root / "20")

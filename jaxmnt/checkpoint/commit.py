@@ -50,8 +50,14 @@ def step_of(name: str) -> int | None:
 
 
 def commit(path: StoragePath, manifest: Manifest) -> None:
-    """Commits a step directory that Orbax has finished: lists its files and publishes the manifest."""
-    manifests.write(path, manifest, _files(path))
+    """Commits a step directory that Orbax has finished: lists its files and publishes the manifest.
+
+    Raises `UserError` if a link has taken the directory's place since the save began.
+    """
+    _refuse_link(path)
+    files = _files(path)
+    _refuse_link(path)  # listing a large checkpoint takes a while
+    manifests.write(path, manifest, files)
     with contextlib.suppress(OSError):  # the step stands, and a note beside one that is whole is dropped later
         _note(path).unlink(missing_ok=True)
 
@@ -247,6 +253,14 @@ def _remove_noted(path: StoragePath, *, keep_note: bool) -> list[str]:
     if committed or not keep_note:
         _note(path).unlink(missing_ok=True)
     return [f"removed {path}, which was cut off while it was {doing}"] if present and not committed else []
+
+
+def _refuse_link(path: StoragePath) -> None:
+    if storage.is_link(path):
+        raise UserError(
+            f"{path} became a link while it was being saved, and nothing is written through a link; link a checkpoint "
+            "only after its save has ended"
+        )
 
 
 def _note(path: StoragePath) -> StoragePath:
