@@ -1,5 +1,6 @@
 """Checkpoints: digests, manifests, what is kept, what is damaged, whose a run directory is."""
 
+import asyncio
 import errno
 import itertools
 import json
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from jax._src.lru_cache import LRUCache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src import asyncio_utils
 
 from jaxmnt.checkpoint import commit, digest, manifest, reader, retention, saver
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
@@ -794,6 +796,18 @@ def test_a_file_that_may_not_grow_is_reported_in_words(tiny, finished, capfd):
     shown = capfd.readouterr()
     assert "WARNING checkpoint 5 could not be saved: File too large" in shown.out
     assert "Traceback" not in shown.err, "Orbax's account of it is not a user's"
+
+
+def test_a_loop_that_orbax_has_closed_takes_late_calls():
+    """TensorStore's threads make them after a failed save, and print a traceback for each that raises."""
+    loop = asyncio_utils.asyncio.new_event_loop()
+    assert loop.run_until_complete(asyncio.sleep(0, "works")) == "works"
+    loop.close()
+    called = []
+    loop.call_soon_threadsafe(called.append, 1)
+    assert called == []
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.call_soon(called.append, 1)
 
 
 @pytest.fixture
