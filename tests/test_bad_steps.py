@@ -236,13 +236,13 @@ def test_a_run_with_steps_without_targets(tiny, masked, capsys):
 def test_rows_without_targets_are_counted(masked, tiny, monkeypatch, known):
     """By hand: of each document of 351 tokens the last three are targets, so of rows of 32 one in eleven has some."""
     if known == "sample":
-        monkeypatch.setattr(batches, "_LOOKED_AT", {True: 64})
+        monkeypatch.setattr(batches, "_SAMPLED_ROWS", 64)
     config = tiny("data.global_batch_size=2", f"data.path={masked}")
     data = TrainingData(config, open_sources(config.data))
     rows = data.readers["data"].rows
     some = sum(bool((data.readers["data"].read([row])["weights"] != 0).any()) for row in range(rows))
     found = data.without_targets()["data"]
-    assert found.is_sample == (known == "sample") and (found.looked_at == rows or known == "sample")
+    assert found.is_sample == (known == "sample") and (found.read == rows or known == "sample")
     assert found.share == pytest.approx(1 - some / rows, abs=0.0 if known == "all" else 0.08)
     assert data.empty_batches({"data": found}) == pytest.approx(found.share**2)
 

@@ -451,17 +451,16 @@ def test_a_plan_needs_no_cuda_toolkit_of_the_machine():
 
 def test_a_plan_without_a_part_of_the_compiler_names_the_extra(monkeypatch):
     """A toolkit of the machine does not count: it may be too old for the GPU, and LLVM then aborts the process."""
-    specs = {
-        "jax_cuda12_plugin": ModuleSpec("jax_cuda12_plugin", None),
-        "nvidia": ModuleSpec("nvidia", None, is_package=True),
-    }
-    for missing, message in [
-        ("jax_cuda12_plugin", r"needs JAX's CUDA plugin.*\[plan\]"),
-        (None, r"needs NVIDIA's assembler ptxas.*\[plan\]"),
+    plugin = ModuleSpec("jax_cuda12_plugin", None, origin="__init__.py")
+    folder = ModuleSpec("jax_cuda12_plugin", None, is_package=True)
+    nvidia = ModuleSpec("nvidia", None, is_package=True)
+    for installed, message in [
+        ({"nvidia": nvidia}, r"needs JAX's CUDA plugin.*\[plan\]"),
+        ({"nvidia": nvidia, "jax_cuda12_plugin": folder}, r"needs JAX's CUDA plugin.*\[plan\]"),
+        ({"nvidia": nvidia, "jax_cuda12_plugin": plugin}, r"needs NVIDIA's assembler ptxas.*\[plan\]"),
+        ({"jax_cuda12_plugin": plugin}, r"needs NVIDIA's assembler ptxas.*\[plan\]"),
     ]:
-        monkeypatch.setattr(
-            "importlib.util.find_spec", lambda name, lost=missing: None if name == lost else specs.get(name)
-        )
+        monkeypatch.setattr("importlib.util.find_spec", installed.get)
         with pytest.raises(ConfigError, match=message):
             gpu_devices(CHIPS["h100"], 1, 8)
 

@@ -24,22 +24,22 @@ from jaxmnt.errors import ConfigError
 
 _ENDLESS = 2**62
 
-_LOOKED_AT = {True: 1024, False: 64}
-"""Rows of a source whose masks are read at the start: of prepared data, and of a user's dataset, which may be slow."""
-_READ_AT_ONCE = 64
+_SAMPLED_ROWS, _SAMPLED_ROWS_OF_DATASET = 1024, 64
+"""How many masks of a source are read at the start: of prepared data, and of a user's dataset, which may be slow."""
+_ROWS_OF_A_READ = 64
 
 
 class WithoutTargets(NamedTuple):
-    """Rows of a source that have no target, among those that were looked at."""
+    """The rows of a source that have no target, among those that were read."""
 
     rows: int
-    looked_at: int
+    read: int
     is_sample: bool
-    """Whether the source has more rows than were looked at."""
+    """Whether the source has more rows than were read."""
 
     @property
     def share(self) -> float:
-        return self.rows / self.looked_at
+        return self.rows / self.read
 
 
 class TrainingData:
@@ -134,12 +134,18 @@ def order_of(config: Config, rows: Mapping[str, int], branches: Sequence[BranchP
 
 def _without_targets(reader: RowReader) -> WithoutTargets:
     is_stored = isinstance(getattr(reader, "stream", None), StoredTokens)
-    most, rows = _LOOKED_AT[is_stored], np.arange(min(reader.rows, _LOOKED_AT[is_stored]))
-    if reader.rows > most:
-        rows = np.unique(np.random.Generator(np.random.Philox(key=0)).integers(0, reader.rows, most))
-    pieces = [rows[first : first + _READ_AT_ONCE] for first in range(0, len(rows), _READ_AT_ONCE)]
-    empty = sum(int((reader.read(piece)["weights"] == 0).all(axis=1).sum()) for piece in pieces)
-    return WithoutTargets(empty, len(rows), reader.rows > most)
+    limit = _SAMPLED_ROWS if is_stored else _SAMPLED_ROWS_OF_DATASET
+    is_sample = reader.rows > limit
+    if is_sample:
+        # The same rows at each start, so that two starts say the same.
+        rows = np.unique(np.random.Generator(np.random.Philox(key=0)).integers(0, reader.rows, limit))
+    else:
+        rows = np.arange(reader.rows)
+    empty = 0
+    for first in range(0, len(rows), _ROWS_OF_A_READ):
+        weights = reader.read(rows[first : first + _ROWS_OF_A_READ])["weights"]
+        empty += int((weights == 0).all(axis=1).sum())
+    return WithoutTargets(empty, len(rows), is_sample)
 
 
 def skipped_ranges(settings: Data) -> list[tuple[int, int]]:

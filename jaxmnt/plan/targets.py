@@ -21,7 +21,9 @@ def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.
 
     Raises `ConfigError` where a part of the compiler is missing.
     """
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    plugins = [importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)]
+    # A folder of this name in the working directory has a spec, too, but no origin.
+    if not any(plugin and plugin.origin for plugin in plugins):
         raise _incomplete("JAX's CUDA plugin")
     # JAX hands this folder to XLA. An older toolkit of the machine would abort the process for a GPU it does not know.
     os.environ["CUDA_ROOT"] = str(_cuda_folder())

@@ -94,7 +94,7 @@ def _masked(without: WithoutTargets | None) -> str:
     """What is said of a source that says which tokens are targets."""
     if without is None:
         return ""
-    sampled = f" of {without.looked_at:,} that were looked at" if without.is_sample else ""
+    sampled = f" of {without.read:,} that were read" if without.is_sample else ""
     return f", {without.share:.1%}{sampled} without targets"
 
 
