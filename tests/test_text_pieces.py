@@ -92,6 +92,14 @@ def _begin_and_end():
     return processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
 
 
+def _with_normalized_special_tokens(tokenizer):
+    """As the first conversions of Llama 2 have them; in plain text their names are ordinary characters."""
+    tree = json.loads(tokenizer.to_str())
+    for token in tree["added_tokens"]:
+        token["normalized"] = True
+    return library.Tokenizer.from_str(json.dumps(tree))
+
+
 KINDS = {
     "bytes": Bytes,
     "byte-level": byte_level,
@@ -105,6 +113,9 @@ KINDS = {
         added=[library.AddedToken("<think>", special=False), library.AddedToken("tool", lstrip=True, special=False)]
     ),
     "Llama 2": lambda: bpe(_prepending(), decoder=_stripping_decoder(), post=_begin_and_end(), fallback=True),
+    "Llama 2, normalized": lambda: _with_normalized_special_tokens(
+        bpe(_prepending(), decoder=_stripping_decoder(), fallback=True)
+    ),
     "Llama 2 with added tokens": lambda: bpe(
         _prepending(), decoder=_stripping_decoder(), fallback=True, added=[library.AddedToken("<think>", special=False)]
     ),
@@ -127,7 +138,7 @@ KINDS = {
 }  # fmt: skip
 
 LOSSLESS = [
-    "bytes", "byte-level", "byte-level with ends", "Llama 2", "Gemma", "Metaspace never",
+    "bytes", "byte-level", "byte-level with ends", "Llama 2", "Llama 2, normalized", "Gemma", "Metaspace never",
 ]  # fmt: skip
 """Kinds of which the ids of a text decode to the text, wherever it is cut."""
 
@@ -182,6 +193,7 @@ TEXTS = st.lists(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size
 @example(pieces=["2+2=", " ", " "])
 @example(pieces=["\n", " tool"])
 @example(pieces=["2+2=", "2+2=", "<think>"])
+@example(pieces=["a", " b", "c <s>"])
 def test_pieces_decode_to_the_text_of_the_whole(tokenizer_of, kind, pieces):
     tokenizer, text = tokenizer_of(kind), "".join(pieces)
     whole = tokenizer.decode(tokenizer.encode_batch([text])[0])

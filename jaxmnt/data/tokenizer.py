@@ -210,7 +210,7 @@ class HuggingFace:
     def _encode(
         self, texts: Sequence[str], markup: bool = False, begins: bool = True, ends: bool = True
     ) -> list[np.ndarray]:
-        if not begins and (token := self._prefixed_token_in(texts)) is not None:
+        if not begins and (token := self._prefixed_token_in(texts, markup)) is not None:
             raise ConfigError(
                 f"--tokenizer: the added token {token!r} is matched with a blank before it, so a text in pieces cannot "
                 'be encoded with it; set "normalized" of this token to false in tokenizer.json'
@@ -249,8 +249,9 @@ class HuggingFace:
         tokens = self._plain.get_added_tokens_decoder().values()
         return sorted(token.content for token in tokens if token.normalized)
 
-    def _prefixed_token_in(self, texts: Sequence[str]) -> str | None:
-        tokens = self._prefixed_tokens
+    def _prefixed_token_in(self, texts: Sequence[str], markup: bool = False) -> str | None:
+        """Returns the first of these tokens in the texts. Without markup, names of special tokens are plain text."""
+        tokens = [token for token in self._prefixed_tokens if markup or token not in self.special]
         return next((token for token in tokens if any(token in text for text in texts)), None)
 
     def _tokenizer(self, markup: bool, begins: bool, ends: bool) -> Any:
