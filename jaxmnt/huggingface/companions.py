@@ -16,6 +16,7 @@ from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import UserError
 from jaxmnt.huggingface.folder import COMPANIONS, CONFIG
 from jaxmnt.storage import StoragePath, publish_bytes, read
+from jaxmnt.strict_json import json_text
 
 KEPT = "huggingface"
 GENERATION = "generation_config.json"
@@ -52,7 +53,7 @@ def fitting(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes
     found = {}
     for name in sorted({CONFIG, GENERATION} & files.keys()):
         tree = _without_ids(json.loads(files[name]))
-        found[name] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
+        found[name] = (json_text(tree, indent=2, sort_keys=True) + "\n").encode()
     return found
 
 
@@ -70,13 +71,13 @@ def ended(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes]:
         ids = [] if known is None else known if isinstance(known, list) else [known]
         if end not in ids:
             inner["eos_token_id"] = [end, *ids] if ids else end
-            found[name] = (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
+            found[name] = (json_text(tree, indent=2, sort_keys=True) + "\n").encode()
     for name in sorted({"tokenizer_config.json", "special_tokens_map.json"} & files.keys()) if word else []:
         tree = json.loads(files[name])
         known = tree.get("eos_token")
         if (known.get("content") if isinstance(known, dict) else known) != word:
             tree["eos_token"] = word
-            found[name] = (json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+            found[name] = (json_text(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
     return found
 
 
