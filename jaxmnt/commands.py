@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxmnt.errors import ConfigError, ExitCode, printable, report, shortened
+from jaxmnt.errors import ConfigError, ExitCode, printable, remark, report, shortened
 from jaxmnt.output import checked, guard
 
 HERE: dict[ExitCode, str] = {
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         if self._takes_settings:
             _refuse_dashes(list(args or ()))
         options = super().parse_intermixed_args(args, namespace)
-        _refuse_contradictions(getattr(options, "overrides", ()))
+        _say_what_is_replaced(getattr(options, "overrides", ()))
         return options
 
     def format_help(self) -> str:
@@ -113,14 +113,14 @@ class _StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _refuse_contradictions(settings: Sequence[str]) -> None:
-    """Raises `ConfigError` if a setting is given two values."""
+def _say_what_is_replaced(settings: Sequence[str]) -> None:
+    """Says which settings a later one replaces, as where a script adds a user's settings to its own."""
     values: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if values.setdefault(key, value) != value:
-            first = shortened(f"{key}={values[key]}")
-            raise ConfigError(f"{first} and {shortened(setting)} contradict each other; leave one of them out")
+        if values.get(key, value) != value:
+            remark(f"{shortened(f'{key}={values[key]}')} is replaced by {shortened(setting)}, which comes later")
+        values[key] = value
 
 
 def expect_separator(arguments: Sequence[str], example: str) -> None:

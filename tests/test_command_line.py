@@ -324,8 +324,6 @@ def test_every_error_of_every_key_is_one_line_in_words():
             "--processes: given twice",
         ),
         (["launch", "slurm", "--config", "a", "--nodes", "2", "launch.nodes=3"], "--nodes: launch.nodes is also given"),
-        (["train", "--config", "a", "train.steps=1", "train.steps=2"], "train.steps=1 and train.steps=2 contradict"),
-        (["generate", "--run", "a", "mesh.model=1", "mesh.model=2"], "mesh.model=1 and mesh.model=2 contradict"),
     ],
 )
 def test_what_is_said_twice_is_no_guess(arguments, message, monkeypatch):
@@ -334,7 +332,7 @@ def test_what_is_said_twice_is_no_guess(arguments, message, monkeypatch):
         _dispatch(arguments)
 
 
-def test_the_same_value_twice_is_no_contradiction_and_lists_add_up(tmp_path, capsys):
+def test_of_two_settings_the_later_counts_and_lists_add_up(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text a")
     (tmp_path / "b.txt").write_text("text b")
     inputs = ["--input", str(tmp_path / "a.txt"), "--input", str(tmp_path / "b.txt")]
@@ -343,6 +341,10 @@ def test_the_same_value_twice_is_no_contradiction_and_lists_add_up(tmp_path, cap
     assert "train  2 documents" in capsys.readouterr().out
     same = ["data.sequence_length=4", "data.global_batch_size=1"]
     assert _dispatch(["data", "--path", str(tmp_path / "out"), *same, *same]) == ExitCode.FINISHED
+    assert capsys.readouterr().err == ""
+    assert _dispatch(["data", "--path", str(tmp_path / "out"), *same, "data.sequence_length=2"]) == ExitCode.FINISHED
+    replaced = "jaxmnt: data.sequence_length=4 is replaced by data.sequence_length=2, which comes later\n"
+    assert capsys.readouterr().err == replaced
 
 
 def test_a_key_twice_in_a_value_is_refused_as_in_a_file(tmp_path):
