@@ -22,13 +22,13 @@ from jaxmnt.plan import __main__ as command
 from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, winner
 from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
 from jaxmnt.plan.chips import CHIPS
-from jaxmnt.plan.estimate import estimate
+from jaxmnt.plan.estimate import estimate, uses_float8
 from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
 from jaxmnt.plan.networks import INSTANCES, find_target, network_of
 from jaxmnt.plan.picture import draw
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import rates_of
-from jaxmnt.plan.search import Plan
+from jaxmnt.plan.search import Plan, Search
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import AGAIN, Scheme, decoder
 from jaxmnt.plan.zero import choose_zero, resolve_zero
@@ -99,6 +99,23 @@ def test_what_makes_a_step_longer(remat, model, pipeline, zero, data):
     assert estimate(LLAMA_8B, replace(of, remat="full"), H100).seconds >= step.seconds or remat == "full"
     slower = replace(H100, within_host=H100.within_host / 4, between_hosts=H100.between_hosts / 4)
     assert estimate(LLAMA_8B, of, slower).exposed >= step.exposed
+
+
+def test_float8_counts_where_a_product_is_wide_enough():
+    """A step without one is bfloat16's, and no way of its own."""
+    in_float8 = lambda least, **changes: scheme(dtype="float8", float8_least=least, **changes)
+    assert uses_float8(LLAMA_8B, in_float8(4096)) and uses_float8(LLAMA_8B, in_float8(2048, model=2))
+    assert not uses_float8(LLAMA_8B, in_float8(4097)) and not uses_float8(LLAMA_8B, in_float8(1, length=8191))
+    seconds = lambda one: estimate(LLAMA_8B, one, H100).seconds
+    assert seconds(in_float8(1024)) < seconds(in_float8(4097)) == seconds(scheme())
+
+
+@pytest.mark.parametrize(("least", "is_tried"), [(256, True), (257, False)])
+def test_float8_that_no_product_would_use_is_not_tried(least, is_tried):
+    config, chip = config_of("train.precision=float8", f"train.float8_least={least}"), CHIPS["h100"]
+    search = Search(config, chip, network_of(chip), H100)
+    spread = next(one for one in candidates(config, 8, network_of(chip)) if one.model == 1)
+    assert (search.guess(spread) is not None) == is_tried
 
 
 def test_products_attain_less_when_their_tiles_do_not_fill_the_chip():
@@ -360,7 +377,6 @@ def test_what_a_step_is_expected_to_take(recipe):
     """At the start of a run, on GPUs that are known: as the search estimates it."""
     chip = CHIPS["h100"]
     devices = gpu_devices(chip, 16, 8)
-    from jaxmnt.plan.search import Search
     from jaxmnt.plan.shapes import expected_step
 
     config = load_config(ROOT / "configs" / f"{recipe}.yaml")
@@ -390,7 +406,7 @@ def test_a_mesh_is_found_and_written(tmp_path, capsys):
     code = command.main([
         "--config", str(path), "--target", "h100", "--gpus", "8,16", "--compile", "2", "--price", "2", "--json",
         "--write", str(written), "--picture", str(picture), "--precisions", "bfloat16,float8",
-        "data.sequence_length=512",
+        "data.sequence_length=512", "train.float8_least=256",
     ])  # fmt: skip
     told = json.loads(capsys.readouterr().out)
     assert code == 0 and [one["gpus"] for one in told["answers"]] == [8, 16]

@@ -72,12 +72,16 @@ def note_product(weight: jax.Array, *, in_float8: bool) -> None:
         noted.append(Noted(weight, in_float8))
 
 
+def is_fit(tokens: int, inputs: int, outputs: int, least: int) -> bool:
+    """Whether a product of [tokens, inputs] and [inputs, outputs] is made in float8 where a run wants that. `least`:
+    `train.float8_least`."""
+    return min(inputs, outputs) >= least and all(size % _MULTIPLE == 0 for size in (tokens, inputs, outputs))
+
+
 def chosen_for(tokens: int, inputs: int, outputs: int) -> Float8 | None:
     """How a product of [tokens, inputs] and [inputs, outputs] is made; None: in the compute dtype."""
     chosen = _chosen.get()
-    if chosen is None or min(inputs, outputs) < chosen.least or any(n % _MULTIPLE for n in (tokens, inputs, outputs)):
-        return None
-    return chosen
+    return chosen if chosen is not None and is_fit(tokens, inputs, outputs, chosen.least) else None
 
 
 def product(how: Float8, x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:

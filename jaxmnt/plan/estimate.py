@@ -12,8 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxmnt.models.float8 import is_fit
 from jaxmnt.plan.rates import Rates
-from jaxmnt.plan.workload import AGAIN, PLAIN, SEQUENCE_COLLECTIVES, Again, Layer, ModelShape, Scheme, Software
+from jaxmnt.plan.workload import (
+    AGAIN,
+    PLAIN,
+    SEQUENCE_COLLECTIVES,
+    Again,
+    Layer,
+    ModelShape,
+    Product,
+    Scheme,
+    Software,
+)
 
 CONTENTION = 0.10
 """For a second of communication beside work, seconds by which the work takes longer: both need memory and
@@ -82,6 +93,22 @@ def estimate(model: ModelShape, scheme: Scheme, rates: Rates, domain: int = 8, s
     return _Step(model, scheme, rates, domain, software).estimate()
 
 
+def uses_float8(model: ModelShape, scheme: Scheme) -> bool:
+    """Whether a step that wants float8 makes any product in it."""
+    return any(_is_in_float8(product, scheme) for _, layer in model.layers for product in layer.products)
+
+
+def _is_in_float8(product: Product, scheme: Scheme) -> bool:
+    """Of a product of a step that wants float8, whether a device's part of it is fit for that."""
+    return is_fit(scheme.rows * scheme.length // scheme.context, *_sizes(product, scheme.model), scheme.float8_least)
+
+
+def _sizes(product: Product, parts: int) -> tuple[int, int]:
+    """Inputs and outputs on a device, if tensor parallelism splits the product into so many parts."""
+    inputs = product.inputs // (parts if product.split == "inputs" else 1)
+    return inputs, product.outputs // (parts if product.split == "outputs" else 1)
+
+
 class _Step:
     def __init__(self, model: ModelShape, scheme: Scheme, rates: Rates, domain: int, software: Software):
         self.model, self.scheme, self.rates, self.domain, self.software = model, scheme, rates, domain, software
@@ -128,11 +155,12 @@ class _Step:
         scheme, rates, t, parts = self.scheme, self.rates, self.tokens, self.scheme.model
         ahead = back = 0.0
         wide = 0
-        for inputs, outputs, split in layer.products:
-            k, n = inputs // (parts if split == "inputs" else 1), outputs // (parts if split == "outputs" else 1)
-            ahead += self._product(t, n, k)
-            back += self._product(t, k, n) + self._product(k, n, t)
-            wide += n if split == "outputs" else k
+        for product in layer.products:
+            k, n = _sizes(product, parts)
+            dtype = self._dtype_of(product)
+            ahead += self._product(t, n, k, dtype)
+            back += self._product(t, k, n, dtype) + self._product(k, n, t, dtype)
+            wide += n if product.split == "outputs" else k
         between = t // parts if self.software.sequence_parallel else t
         moved = scheme.item * (9 * between * self.model.hidden + t * wide) * self.software.passes
         elementwise = moved / rates.memory
@@ -144,8 +172,12 @@ class _Step:
         backward = _Work(back, self._attention(layer, backward=True), 2 * elementwise + 2 * quantized + copied)
         return forward, backward.plus(again)
 
-    def _product(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
-        dtype = dtype or self.scheme.dtype
+    def _dtype_of(self, product: Product) -> str:
+        """In which a product of the layers is made."""
+        dtype = self.scheme.dtype
+        return dtype if dtype != "float8" or _is_in_float8(product, self.scheme) else "bfloat16"
+
+    def _product(self, m: int, n: int, k: int, dtype: str) -> float:
         width = 1 if dtype == "float8" else self.scheme.item
         moved = width * (m * k + k * n) + self.scheme.item * m * n
         return max(self.rates.product(m, n, k, dtype), moved / self.rates.memory)
@@ -154,12 +186,8 @@ class _Step:
         """Forward: inputs and outputs are read, and written in float8 in both orders."""
         if self.scheme.dtype != "float8":
             return 0.0
-        parts = self.scheme.model
-        numbers = sum(
-            one.inputs // (parts if one.split == "inputs" else 1)
-            + one.outputs // (parts if one.split == "outputs" else 1)
-            for one in layer.products
-        )
+        in_float8 = [product for product in layer.products if _is_in_float8(product, self.scheme)]
+        numbers = sum(sum(_sizes(product, self.scheme.model)) for product in in_float8)
         return 2 * self.tokens * numbers / self.rates.memory
 
     def _attention(self, layer: Layer, *, backward: bool) -> float:

@@ -18,7 +18,7 @@ from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.plan.budget import make_report
 from jaxmnt.plan.candidates import Candidate, candidates
 from jaxmnt.plan.chips import Chip
-from jaxmnt.plan.estimate import Estimate, estimate
+from jaxmnt.plan.estimate import Estimate, estimate, uses_float8
 from jaxmnt.plan.memory import Kept, Memory, estimate_memory
 from jaxmnt.plan.networks import Network
 from jaxmnt.plan.predict import Prediction
@@ -123,7 +123,7 @@ class Search:
         return guess.memory.peak <= ROOM * self.limit
 
     def guess(self, one: Candidate) -> Guess | None:
-        """None for sizes that cannot be built."""
+        """None for sizes that cannot be built, and for float8 that no product would use."""
         schedule = _schedule(one.pipeline, one.microbatches, one.chunks)
         try:
             row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
@@ -133,8 +133,11 @@ class Search:
             length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, data=one.data,
             pipeline=one.pipeline, fsdp=one.fsdp, model=one.model, zero=one.zero, chunks=one.chunks,
             idle=schedule.idle, ticks=schedule.ticks, remat=one.remat,
-            dtype=self.dtype(one.precision), kept=row * one.rows / one.pipeline,
+            dtype=self.dtype(one.precision), float8_least=self.config.train.float8_least,
+            kept=row * one.rows / one.pipeline,
         )  # fmt: skip
+        if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
+            return None
         memory = estimate_memory(
             self.shape, scheme, row, at_most, schedule.slots, self._state,
             loss_chunk=self.config.train.loss_chunk_mib * 2**20,

@@ -72,6 +72,7 @@ def scheme_of(spec: StepSpec) -> Scheme:
         ticks=schedule.ticks,
         remat=config.train.remat if config.train.remat != "names" else "full",
         dtype=spec.dtype.name if spec.float8 is None else "float8",
+        float8_least=config.train.float8_least,
         kept=kept_bytes(spec) * schedule.chunks / slots_of(schedule),
     )
 

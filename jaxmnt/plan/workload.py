@@ -98,6 +98,8 @@ class Scheme:
     """What backward computes again: a key of `AGAIN`."""
     dtype: str = "bfloat16"
     """Of products: also `float8`, of which all else is in bfloat16, and `float32`."""
+    float8_least: int = 0
+    """Inputs and outputs that a product has at least if it is in float8: `train.float8_least`."""
     ticks: int | None = None
     """Of a pipeline in which all stages hand on at once; None: a stage hands on what it has."""
     kept: float = 0.0
