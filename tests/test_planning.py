@@ -110,6 +110,7 @@ def test_float8_counts_where_a_product_is_wide_enough():
     assert seconds(in_float8(1024)) < seconds(in_float8(4097)) == seconds(scheme())
 
 
+@pytest.mark.slow  # devices of a GPU need the extra `plan`
 @pytest.mark.parametrize(("least", "is_tried"), [(256, True), (257, False)])
 def test_float8_that_no_product_would_use_is_not_tried(least, is_tried):
     config, chip = config_of("train.precision=float8", f"train.float8_least={least}"), CHIPS["h100"]

@@ -15,6 +15,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, ExitCode, printable
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
+from jaxmnt.storage import publish_bytes
 
 
 def ending_on_failure(setup: list[str]) -> list[str]:
@@ -157,7 +158,7 @@ class Job:
     def freeze(self) -> None:
         """Writes it. Raises `OSError`."""
         self.frozen_file.parent.mkdir(parents=True, exist_ok=True)
-        self.frozen_file.write_bytes(self.config_file.read_bytes())
+        publish_bytes(self.frozen_file, self.config_file.read_bytes())
 
 
 def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequence[str] = ()) -> Job:

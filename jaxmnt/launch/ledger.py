@@ -5,7 +5,6 @@ None of it may keep a run from being started again: what is damaged is set aside
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +14,7 @@ from typing import Any
 
 from jaxmnt.distributed.termination import ABANDONED, PEERS
 from jaxmnt.errors import UserError, printable, remark
-from jaxmnt.storage import NO_FILE, read
+from jaxmnt.storage import NO_FILE, publish, read
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines
 
@@ -116,11 +115,9 @@ class Ledger:
 
     def _write(self, name: str, content: Any) -> None:
         """Raises `UserError` where that is not possible."""
-        temporary = self._folder / f".{name}.{os.getpid()}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json_text(content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self._folder / name)
+            publish(self._folder / name, json_text(content, indent=1) + "\n")
         except OSError as error:
             path = printable(str(self._folder / name))
             raise UserError(f"{path}: cannot be written: {error.strerror}; see to its file system") from error
