@@ -59,6 +59,10 @@ def _to_hf(options: argparse.Namespace) -> int:
         if TOKENIZER_FILE not in files:
             print(f"note    {options.output} has no tokenizer: {error}", file=sys.stderr)
     export = plan_export(checkpoint, files, tokenizer, options.dtype, int(options.file_gb * 1e9))
+    if export.untaught_rows:
+        print(
+            f"note    {export.untaught_rows} rows of the vocabulary are left out: no id of the run's tokenizer has them"
+        )
     done = write_export(export, options.output, process, processes, progress)
     progress("")
     if done:

@@ -458,5 +458,6 @@ def test_a_run_becomes_a_folder_with_its_tokenizer(moved, tmp_path, capsys):
         keep(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
     assert convert.main(["to-hf", str(run(moved)), str(tmp_path / "letters")]) == ExitCode.FINISHED
     assert json.loads((tmp_path / "letters" / "config.json").read_text())["eos_token_id"] == 11
+    assert "rows of the vocabulary are left out: no id of the run's tokenizer" in capsys.readouterr().out
     assert (tmp_path / "letters" / "tokenizer.json").read_text() == path.read_text()
     assert json.loads((tmp_path / "letters" / "tokenizer_config.json").read_text())["eos_token"] == "?"

@@ -60,6 +60,8 @@ class Export:
     dtype: np.dtype
     about: dict[str, bytes]
     """The other files of the folder, by name."""
+    untaught_rows: int
+    """Of the checkpoint's vocabulary, which are left out."""
 
     @property
     def id(self) -> str:
@@ -99,7 +101,7 @@ def plan_export(
             companions = ended(companions, tokenizer)
     source = json.loads(companions[CONFIG]) if CONFIG in companions else {}
     model = _with_taught_rows(config.model, source, tokenizer)
-    assert model.vocab_size is not None
+    assert model.vocab_size is not None and config.model.vocab_size is not None
     definition = define(build_family(model, model.vocab_size))
     # What is left out would mean a family's usual ids.
     end = None if tokenizer is None else tokenizer.end_of_document
@@ -120,7 +122,8 @@ def plan_export(
         about.setdefault("tokenizer_config.json", (json_text(told, indent=2) + "\n").encode())
     about[CONFIG] = (json_text(tree, indent=2, sort_keys=True) + "\n").encode()
     files = divided(parts, np.dtype(wanted).itemsize, file_bytes)
-    export = Export(checkpoint, parts, files, np.dtype(wanted), about)
+    untaught_rows = config.model.vocab_size - model.vocab_size
+    export = Export(checkpoint, parts, files, np.dtype(wanted), about, untaught_rows)
     if len(files) > 1:
         places = {part.name: file for file in files for part in export.tensors(file)}
         total = sum(_bytes(part, export.dtype) for file in files for part in export.tensors(file))
