@@ -140,6 +140,7 @@ def test_a_calibration_of_something_else_is_refused(tmp_path):
     check_fits(on_gpus, tmp_path, H100, 16, 128)  # the table says what lies between hosts
 
 
+@pytest.mark.slow
 def test_devices_are_measured(tmp_path):
     """With little of each, on the virtual devices of this process."""
     from jaxmnt.preflight.calibrate import ON_CPU

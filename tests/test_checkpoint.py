@@ -817,6 +817,7 @@ def prompt_saves(monkeypatch):
     monkeypatch.setattr(CheckpointManager, "poll", lambda saves, wait=True: poll(saves, wait=True))
 
 
+@pytest.mark.slow
 def test_saves_by_the_clock(tiny, prompt_saves):
     config = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0001", "checkpoint.keep=20")
     assert train(config, devices=one_device()) == ExitCode.FINISHED

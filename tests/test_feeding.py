@@ -283,7 +283,8 @@ def test_a_stage_dir_that_cannot_be_written_is_named(tiny, tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("damage", "process"), [("missing", 1), ("missing", 0), ("boundaries", 1), ("flipped", 1), ("flipped", 0)]
+    ("damage", "process"),
+    mostly_slow({0, 2, 4}, [("missing", 1), ("missing", 0), ("boundaries", 1), ("flipped", 1), ("flipped", 0)]),
 )
 def test_damage_on_one_host_is_named_to_all(tiny_file, prepared, tmp_path, damage, process):
     """Each process stands in a folder of its own, where `data` is that host's copy; one is not whole."""

@@ -144,6 +144,7 @@ def test_process_0_is_missed_by_all(cluster):
         assert heard.process == 0 and "process 0 of 3 on host0 disconnected without a message" in heard.why
 
 
+@pytest.mark.slow
 def test_silence_counts_less_before_the_first_step(cluster):
     """Process 2 is there, but says nothing, as one that is stopped."""
     made = cluster(silence=4.0, patience=60.0)

@@ -462,6 +462,7 @@ def test_another_service_on_the_port_is_no_process_0(address):
     assert isinstance(outcome, PeerError) and "something else answers on that port" in str(outcome)
 
 
+@pytest.mark.slow
 def test_the_launcher_outlives_its_reader(tiny_file, tmp_path):
     """Output that nobody reads any more (… | head) does not stop the run, and the log has all of it."""
     launcher = start_launcher(tiny_file, processes=1)

@@ -20,6 +20,7 @@ def told(run, kind):
     return [one for one in read_lines(event_file(run, 0)) if one["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_step_is_profiled_after_a_checkpoint(tiny, tmp_path, capsys):
     at = ("train.steps=12", "checkpoint.every_steps=100", "mesh.fsdp=2")
     assert train(tiny(*at, "telemetry.profile_at=4", "train.stop_after=10")) == ExitCode.STOPPED

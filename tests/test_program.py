@@ -227,6 +227,7 @@ def equations(jaxpr):
                     yield from equations(item)
 
 
+@pytest.mark.slow
 def test_one_wish_to_stop_is_heard_by_all():
     """Also by processes that share a batch shard: each device has a flag of its own, and all are added up."""
     program = _program(((("mesh", (("data", 2), ("model", 4))),), 8))

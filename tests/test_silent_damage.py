@@ -90,6 +90,7 @@ def test_who_is_odd():
     assert odd_ones(sums, split, (8,)) == [], "what is not replicated cannot differ"
 
 
+@pytest.mark.slow
 def test_steps_taken_again_are_the_same(tiny_file, tmp_path):
     run = tmp_path / "run"
     assert command("jaxmnt.train", "--config", str(tiny_file), "train.stop_after=15").returncode == 75

@@ -125,6 +125,7 @@ def test_handing_over_takes_no_time_while_a_sink_hangs(tmp_path):
     sinks.close(patient=False)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_losses_and_checkpoints_as_they_are(tiny, tmp_path, capfd):
     """Under all that telemetry writes; the checkpoints are on another."""
     files = ("metrics.jsonl", "phases.jsonl", "resources.jsonl")

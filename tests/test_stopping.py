@@ -146,6 +146,7 @@ def test_a_run_that_a_process_is_lost_for_goes_on_with_fewer(sabotaged, tmp_path
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_a_run_that_fails_is_started_again_and_given_up(tiny_file, tmp_path):
     """A learning rate that no restart makes better: three starts, then no more."""
     run = tmp_path / "run"

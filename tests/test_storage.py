@@ -157,6 +157,7 @@ def one_device():
     return jax.devices()[:1]
 
 
+@pytest.mark.slow
 def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_run, capsys):
     """Stopped, its directory lost with its machine, and resumed on another: as if nothing had been."""
     there = (f"checkpoint.dir={address}", "checkpoint.keep=2")

@@ -41,6 +41,7 @@ def hasty(monkeypatch):
 # -- slow
 
 
+@pytest.mark.slow
 def test_a_file_system_that_stalls_is_no_hang(tiny_file, tmp_path):
     """metrics.jsonl is a pipe that takes one page and no more, with a watchdog that gives a step 2 s."""
     run = tmp_path / "run"
@@ -101,6 +102,7 @@ def test_the_queue_is_bounded_and_what_is_missing_is_counted(hasty, tmp_path, mo
     assert "is written again" in err
 
 
+@pytest.mark.slow
 def test_one_that_hangs_keeps_no_last_act_from_its_own(tmp_path):
     """A lock on a file system that is away, and events on one that is not."""
     code = (
