@@ -119,14 +119,18 @@ def test_float8_that_no_product_would_use_is_refused(least, kv_heads, in_float8)
             compile_step(spec, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
-    mostly_slow(set(), [
+    [
         {"mesh": {"fsdp": 4, "model": 2}, "model": {"num_kv_heads": 2}},
-        {"mesh": {"fsdp": 8, "prefetch": True}, "model": {"family": "gemma3", "sliding_window": 5}},
+        pytest.param(
+            {"mesh": {"fsdp": 8, "prefetch": True}, "model": {"family": "gemma3", "sliding_window": 5}},
+            marks=pytest.mark.exhaustive,
+        ),
         {"mesh": {"fsdp": 4, "model": 2}, "model": {"num_kv_heads": 1, "overlap": "ring"}, "train": {"remat": "dots"}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "model": GPT2},
-    ]),
+    ],
     ids=str,
 )  # fmt: skip
 def test_weights_that_are_gathered_in_float8_are_the_same(sections):
@@ -150,7 +154,7 @@ def smoothed(config, over=20):
     return np.convolve(losses, np.ones(over) / over, "valid")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_learns_as_it_does_in_float32(tiny, tmp_path):
     """300 steps, near the curve of float32, and the rest of an interrupted run bit for bit. How near is a matter of
     luck where the loss falls steeply, and CPUs with other instructions round otherwise: of three seeds the farthest is

@@ -71,10 +71,13 @@ def test_processes_compute_what_one_does(tiny_file, tmp_path, reference, process
     assert len(list((tmp_path / "run" / "events").iterdir())) == processes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "processes"),
-    [((2, 1, 2, 2), 4), ((1, 2, 2, 2), 4), ((1, 1, 8, 1), 2)],
+    [
+        pytest.param((2, 1, 2, 2), 4, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 2, 2), 4, marks=pytest.mark.slow),
+        pytest.param((1, 1, 8, 1), 2, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_twenty_steps_on_each_mesh_in_processes(tiny_file, tmp_path, reference, shape, processes):

@@ -164,6 +164,7 @@ def test_a_node_that_is_lost_is_replaced_by_a_spare_one(slurm, crashed, submit, 
     assert [event["host"] for event in events(run_dir, "start", 1)] == ["h2", "h3"]
 
 
+@pytest.mark.exhaustive
 def test_the_node_of_the_script_itself_is_lost(slurm, crashed, submit, tmp_path):
     """Slurm would let the allocation go on without the script."""
     run_dir = tmp_path / "run"
@@ -179,6 +180,7 @@ def test_the_node_of_the_script_itself_is_lost(slurm, crashed, submit, tmp_path)
     assert before["host"] == f"h{first}" != after["host"]
 
 
+@pytest.mark.exhaustive
 def test_without_a_spare_node_the_job_is_requeued(slurm, crashed, submit, tmp_path):
     run_dir = tmp_path / "run"
     number = submit(*LONG)
@@ -194,6 +196,7 @@ def test_without_a_spare_node_the_job_is_requeued(slurm, crashed, submit, tmp_pa
     assert hosts[1][0] == f"h{lost}" and f"h{lost}" not in (hosts[0][1], hosts[1][1])
 
 
+@pytest.mark.exhaustive
 def test_a_scaling_study_by_jobs(slurm, tiny_file, tmp_path):
     """One job after the other, of one node and of two."""
     slurm.wait(lambda: slurm.idle() == NODES, 60, "all nodes are idle")

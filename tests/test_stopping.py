@@ -117,10 +117,8 @@ def test_sigterm_to_one_of_four_wherever_they_are(sabotaged, tmp_path):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    ("compiling", "saving"),
-    [pytest.param(15.0, 8.0, marks=pytest.mark.slow), pytest.param(90.0, 20.0, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("compiling", "saving"), [(15.0, 8.0), (90.0, 20.0)])
 def test_what_takes_long_in_good_health_is_no_hang(compiling, saving, sabotaged, tmp_path):
     """Compiling and saving for longer than the 5 s that the watchdog gives a step, and evaluations, too."""
     launcher = sabotaged(
