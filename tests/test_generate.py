@@ -215,6 +215,7 @@ def shown(capsys) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_lines_are_continued_in_batches_as_one_by_one(moved, tmp_path, capsys):
     asked = [{"prompt": text, "id": number} for number, text in enumerate(["ab", "a longer one", "", "z"])]
     command = ["--run", str(run(moved)), "--input", lines(tmp_path / "in", asked), "--tokens", "5", "--seed", "3"]

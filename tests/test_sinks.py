@@ -102,6 +102,7 @@ def test_a_sink_of_ones_own_hears_of_a_run_and_of_its_restart(tiny):
     assert [step for step, _, values in Kept.told if "eval/loss" in values] == [5, 10]
 
 
+@pytest.mark.slow
 def test_a_sink_that_fails_or_hangs_changes_nothing(tiny, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("jaxmnt.telemetry.sinks._CLOSE_SECONDS", 0.5)
     assert train(tiny("train.steps=8", "run.dir=" + str(tmp_path / "alone"))) == 0
