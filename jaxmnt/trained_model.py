@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -145,6 +146,9 @@ def add_arguments(parser: Parser) -> None:
 
 def find_model(run: str, tokenizer: str | None) -> Named:
     """What `--run` and `--tokenizer` name. Raises `ConfigError` if a checkpoint or its vocabulary is not to be had."""
+    from jaxmnt.distributed.local_gpus import keep_to_the_cpu
+
+    keep_to_the_cpu(os.environ)
     from jaxmnt.checkpoint.refs import find, roots_of
     from jaxmnt.config.load import parse_config
     from jaxmnt.huggingface import companions

@@ -7,6 +7,7 @@ import pytest
 from conftest import command
 
 from jaxmnt.config.load import parse_config
+from jaxmnt.distributed import local_gpus
 from jaxmnt.distributed.gpu_settings import SUCCESSORS, check_flags, prepare
 from jaxmnt.errors import ConfigError, ExitCode
 
@@ -38,8 +39,29 @@ def test_a_process_on_gpus_sets_what_is_not_set():
     assert prepared(given)["XLA_FLAGS"] == given["XLA_FLAGS"]
 
 
-def test_nothing_is_set_without_gpus_or_where_nobody_wants_it():
+def test_nothing_is_set_without_gpus_or_where_nobody_wants_it(monkeypatch):
+    monkeypatch.setattr(local_gpus, "has_cuda_plugin", lambda: False)
     assert prepared({}, gpus=0) == {} == prepared({}, launch={"settings": "none"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_plugin", "gpus", "has_driver", "platforms"),
+    [
+        ({}, True, 0, False, "cpu"),
+        ({}, False, 0, False, None),
+        ({}, True, 1, False, None),
+        ({}, True, 0, True, None),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, True, 0, False, "cuda,cpu"),
+    ],
+)
+def test_jax_keeps_to_the_cpu_where_its_plugin_is_there_for_plans_alone(
+    monkeypatch, environment, has_plugin, gpus, has_driver, platforms
+):
+    """Where anything of a GPU is there, JAX has to say why it cannot be used."""
+    monkeypatch.setattr(local_gpus, "has_cuda_plugin", lambda: has_plugin)
+    monkeypatch.setattr(local_gpus, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(local_gpus, "_has_driver", lambda: has_driver)
+    assert prepared(environment, gpus=0).get("JAX_PLATFORMS") == platforms
 
 
 def test_nccl_gives_up_later_than_the_watchdog():

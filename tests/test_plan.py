@@ -449,6 +449,14 @@ def test_a_plan_needs_no_cuda_toolkit_of_the_machine():
     assert "step    about" in result.stdout
 
 
+@pytest.mark.slow
+def test_what_a_plan_needs_is_no_traceback_of_a_run(tiny_file, monkeypatch):
+    """JAX's plugin for CUDA is installed here, and no driver."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    result = command("jaxmnt.train", "--config", str(tiny_file), "train.stop_after=1")
+    assert result.returncode == 75 and "Traceback" not in result.stderr, result.stderr
+
+
 def test_a_plan_without_a_part_of_the_compiler_names_the_extra(monkeypatch):
     """A toolkit of the machine does not count: it may be too old for the GPU, and LLVM then aborts the process."""
     plugin = ModuleSpec("jax_cuda12_plugin", None, origin="__init__.py")

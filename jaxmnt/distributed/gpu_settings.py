@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 
 from jaxmnt.config.schema import Config
-from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
+from jaxmnt.distributed.local_gpus import gpus_here, keep_to_the_cpu, visible_gpus
 from jaxmnt.errors import ConfigError, printable
 
 FLAGS = "XLA_FLAGS"
@@ -56,11 +56,13 @@ not at all."""
 def prepare(config: Config, environment: MutableMapping[str, str] | None = None, gpus: int | None = None) -> None:
     """Completes the environment of this process, before JAX is imported, and tries it.
 
-    `gpus` is how many it sees. With `launch.settings: none`, and without GPUs, nothing is set. Raises `ConfigError` for
-    flags that would end the process, and for values that JAX does not take.
+    `gpus` is how many it sees. With `launch.settings: none`, and without GPUs, nothing is set but what keeps JAX to the
+    CPU. Raises `ConfigError` for flags that would end the process, and for values that JAX does not take.
     """
     environment = os.environ if environment is None else environment
     gpus = len(visible_gpus(environment, gpus_here())) if gpus is None else gpus
+    if not gpus:
+        keep_to_the_cpu(environment)
     if gpus and config.launch.settings == "auto":
         for name, value in wanted(config, environment).items():
             environment[name] = value

@@ -1,7 +1,9 @@
 """Which GPUs of this machine are this process's, found before JAX starts, since JAX has to be told."""
 
+import ctypes
+import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,30 @@ class Neighbours:
 def gpus_here() -> int:
     """The number of NVIDIA GPUs that this machine, or this container, has a device file for."""
     return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in Path("/dev").glob("nvidia*"))
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX's plugin for CUDA is installed. A folder of its name has a spec, too, but no origin."""
+    plugins = (importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return any(plugin is not None and plugin.origin is not None for plugin in plugins)
+
+
+def keep_to_the_cpu(environment: MutableMapping[str, str]) -> None:
+    """Sets JAX_PLATFORMS=cpu where JAX's plugin for CUDA is installed, as plans need it, and nothing of a GPU is here.
+
+    JAX would come to the CPU as well, after a traceback of the plugin. A machine with a device file or a driver is left
+    alone: there JAX has to say why its GPUs cannot be used. Takes effect before JAX is imported.
+    """
+    if "JAX_PLATFORMS" not in environment and has_cuda_plugin() and not gpus_here() and not _has_driver():
+        environment["JAX_PLATFORMS"] = "cpu"
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def visible_gpus(environment: Mapping[str, str], here: int) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmnt.distributed.local_gpus import has_cuda_plugin
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan.chips import Chip
 
@@ -21,9 +22,7 @@ def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.
 
     Raises `ConfigError` where a part of the compiler is missing.
     """
-    plugins = [importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)]
-    # A folder of this name in the working directory has a spec, too, but no origin.
-    if not any(plugin and plugin.origin for plugin in plugins):
+    if not has_cuda_plugin():
         raise _incomplete("JAX's CUDA plugin")
     # JAX hands this folder to XLA. An older toolkit of the machine would abort the process for a GPU it does not know.
     os.environ["CUDA_ROOT"] = str(_cuda_folder())
