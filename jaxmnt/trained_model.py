@@ -148,7 +148,7 @@ def find_model(run: str, tokenizer: str | None) -> Named:
     """What `--run` and `--tokenizer` name. Raises `ConfigError` if a checkpoint or its vocabulary is not to be had."""
     from jaxmnt.distributed.local_gpus import keep_to_the_cpu
 
-    keep_to_the_cpu(os.environ)
+    keep_to_the_cpu(os.environ)  # before what imports JAX
     from jaxmnt.checkpoint.refs import find, roots_of
     from jaxmnt.config.load import parse_config
     from jaxmnt.huggingface import companions
