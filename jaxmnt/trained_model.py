@@ -17,7 +17,7 @@ from jaxmnt.errors import ConfigError, printable
 if TYPE_CHECKING:
     from jaxmnt.checkpoint.commit import Committed
     from jaxmnt.config import Config
-    from jaxmnt.config.schema import Mesh
+    from jaxmnt.config.mesh import Mesh
     from jaxmnt.data.run_tokenizer import RunTokenizer
     from jaxmnt.data.tokenizer import Tokenizer
     from jaxmnt.training.inference import Generator

@@ -36,7 +36,8 @@ from jaxmnt.checkpoint.names import like, named, nested
 from jaxmnt.checkpoint.reader import Reader, cut
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.config.schema import Checkpoint, Mesh
+from jaxmnt.config.mesh import Mesh
+from jaxmnt.config.schema import Checkpoint
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity

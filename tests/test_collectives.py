@@ -11,7 +11,7 @@ import pytest
 from conftest import mostly_slow
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.config.schema import Mesh
+from jaxmnt.config.mesh import Mesh
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import Placement, build_mesh
 from jaxmnt.training.loss import Logits

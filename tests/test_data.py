@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
 from jaxmnt.data.order import BLOCK, BranchPoint, MixturePhase, Order, block_shares, permute
-from jaxmnt.data.rows import Packed, Windows, plan_rows
+from jaxmnt.data.packing import plan_rows
+from jaxmnt.data.rows import Packed, Windows
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.store import StoredTokens
 from jaxmnt.errors import ConfigError
@@ -249,6 +250,7 @@ def test_every_token_is_a_target_once_with_the_right_input(length, rows, mask, p
             seen[offsets[real]] += 1
             assert (batch["targets"][line][real] == whole[offsets[real]]).all()
             assert (batch["tokens"][line][real] == before[offsets[real]]).all()
+            assert ((batch["segments"][line] > 0) == real).all()  # 0 marks padding
             assert (batch["weights"][line] == np.where(real, whole[offsets] % 2 if learn else 1, 0)).all()
     assert (seen == 1).all()
 

@@ -174,6 +174,7 @@ def test_held_out_rows_are_filled_up(asked, module):
     reader = TrainingData(config, Sources({"data": part})).readers["data"]
     read = reader.read([199, 200])
     assert read["weights"].sum(axis=1).tolist() == [16, 0] and read["targets"][1].max() == 0
+    assert read["segments"].sum(axis=1).tolist() == [32, 0]
 
 
 # -- runs
@@ -221,6 +222,58 @@ def test_two_processes_stop_and_one_goes_on(mixture, tmp_path):
     evaluated = metrics(tmp_path / "run", "eval")[-1]["sources"]
     assert sorted(evaluated) == ["documents", "prepared"]
     assert evaluated["documents"]["tokens"] == sources.parts["documents"].tokens("eval") > 500
+
+
+VALUED = """
+    import grain
+    import jax.numpy as jnp
+    import numpy as np
+    from jaxmnt.training.loss import LossSums
+
+    def row(number):
+        generator = np.random.default_rng(int(number))
+        whole = generator.integers(0, 250, 33)
+        first = generator.integers(4, 28)
+        segments = np.where(np.arange(32) < first, 1, 2)
+        positions = np.where(segments == 1, np.arange(32), np.arange(32) - first)
+        # A number of each document, at all of its tokens.
+        value = generator.uniform(0, 2, 2)[segments - 1]
+        return {
+            "tokens": whole[:-1], "targets": whole[1:], "segments": segments, "positions": positions, "value": value,
+        }
+
+    rows = grain.MapDataset.range(200).map(row)
+
+    def valued(logits, tokens, train):
+        each = logits.log_sum_exp() - logits.pick(tokens["targets"])
+        return LossSums(jnp.sum(each * tokens["weights"] * tokens["value"]), jnp.sum(each * tokens["weights"]))
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_field_of_ones_own_reaches_a_loss_on_any_number_of_hosts(asked, module, tmp_path):
+    """The losses of a run depend on the field, and not on the processes and meshes."""
+    name = module(VALUED)
+    overrides = ("data.rows=packed", "train.steps=3", "optimizer.warmup_steps=1", f"train.loss={name}.valued")
+    chosen = asked(*overrides, "data.fields={value: float32}", train=f"{name}.rows", elements="rows", eval=None)
+    here = lambda folder: {"run": {"dir": str(tmp_path / folder)}}
+    numbers = {}
+    for folder, devices, changes in (
+        ("one", 1, {}),
+        ("mesh", 8, {"mesh": {"fsdp": 2, "model": 2, "data": 2}}),
+        ("without", 1, {"train": chosen.train.model_dump() | {"loss": None}}),
+    ):
+        assert train(parse_config(chosen.model_dump() | here(folder) | changes), devices=jax.devices()[:devices]) == 0
+        numbers[folder] = [[line["loss"], line["grad_norm"]] for line in metrics(tmp_path / folder)]
+    config = tmp_path / "two.yaml"
+    config.write_text(json.dumps(chosen.model_dump() | here("two")))
+    two = launch(config, processes=2, devices=1)
+    assert two.returncode == 0, two.stderr
+    numbers["two"] = [[line["loss"], line["grad_norm"]] for line in metrics(tmp_path / "two")]
+    np.testing.assert_allclose(numbers["mesh"], numbers["one"], rtol=1e-5)
+    np.testing.assert_allclose(numbers["two"], numbers["one"], rtol=1e-5)
+    assert abs(numbers["without"][0][1] / numbers["one"][0][1] - 1) > 1e-3
 
 
 def test_a_run_goes_on_only_with_the_same(asked, module):
@@ -278,6 +331,8 @@ BAD = """
         lambda n: {"tokens": np.arange(32), "targets": np.arange(32), "segments": np.arange(32) // 8 + 1}
     )
     scattered = several.map(lambda one: one | {"segments": one["segments"] % 3})
+    padded = several.map(lambda one: one | {"segments": one["segments"] - 1})
+    infinite = several.map(lambda one: one | {"value": np.where(one["tokens"] == 3, np.inf, 0)})
     broken = grain.MapDataset.range(40).map(lambda n: 1 // (n - 39) and {"tokens": np.arange(20)})
 
     counter = itertools.count()
@@ -320,11 +375,14 @@ BAD = """
         ("chance", "documents", "element 0 of .*chance differs when it is read twice; make the dataset deterministic"),
         ("grows", "documents", "has 40 elements, and 41 when it is made again"),
         ("missing", "documents", "cannot be made: AttributeError: .* has no attribute 'missing'; it must be"),
+        ("infinite", "rows", "has value that are not a vector of finite numbers"),
+        ("several", "rows", "is not a mapping with tokens and targets and value"),
         ("unreadable", "documents", "cannot be made: FileNotFoundError.*; check that it is mounted and readable"),
     ],
 )
 def test_what_cannot_be_a_source(asked, module, name, kind, words):
-    config = asked(train=f"{module(BAD)}.{name}", elements=kind)
+    own = ["data.fields={value: float32}"] if name in ("infinite", "several") else []
+    config = asked(*own, train=f"{module(BAD)}.{name}", elements=kind)
     with pytest.raises(ConfigError, match=f"data.grain.train: .*{words}"):
         open_sources(config.data)
 
@@ -334,13 +392,20 @@ def test_what_cannot_be_a_source(asked, module, name, kind, words):
     [
         ("short", "has 20 tokens, and data.sequence_length is 32; make them equal"),
         ("several", "keeps documents apart by segments and positions; set data.document_mask: true"),
+        ("padded", "has targets in segment 0, which is padding; number documents from 1"),
         ("scattered", "has a segment in several places; the tokens of a document must stand together"),
     ],
 )
 def test_rows_that_do_not_fit_the_config(asked, module, name, words):
-    mask = f"data.document_mask={name == 'scattered'}"
+    mask = f"data.document_mask={name in ('scattered', 'padded')}"
     config = asked(mask, train=f"{module(BAD)}.{name}", elements="rows")
     with pytest.raises(ConfigError, match=words):
+        TrainingData(config, open_sources(config.data))
+
+
+def test_prepared_data_has_no_fields_of_ones_own(prepared):
+    config = parse_config({"data": {"path": str(prepared), "sequence_length": 32, "fields": {"value": "float32"}}})
+    with pytest.raises(ConfigError, match="data.fields: .* does not give value; only Grain datasets of rows do"):
         TrainingData(config, open_sources(config.data))
 
 

@@ -7,10 +7,11 @@ import pytest
 from test_parallel import VOCAB, config
 from test_program import equations
 
+from jaxmnt.data.fields import FIELDS
 from jaxmnt.errors import ConfigError
 from jaxmnt.models import cudnn, kernels
 from jaxmnt.models.kernels import attend, choose_kernel
-from jaxmnt.training.compile import BATCH_DTYPES, build_spec
+from jaxmnt.training.compile import build_spec
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients
 
@@ -195,7 +196,10 @@ def test_no_array_of_packed_rows_grows_with_the_square_of_the_length():
         data={"global_batch_size": 2, "sequence_length": length, "document_mask": True}, model={"num_layers": 2}
     )
     spec = build_spec(chosen, VOCAB, jax.devices()[:1])
-    batch = {name: jax.ShapeDtypeStruct((2, length), dtype) for name, dtype in BATCH_DTYPES.items()}
+    batch = {
+        name: jax.ShapeDtypeStruct((2, length), dtype)
+        for name, dtype in ((field.name, field.dtype) for field in FIELDS)
+    }
     jaxpr = jax.make_jaxpr(lambda params, batch: mean_gradients(spec, params, {}, batch, jnp.int32(0)))(
         abstract_state(spec)["params"], batch
     )

@@ -28,7 +28,7 @@ from jaxmnt.parallel.sharding import build_mesh, is_axes
 from jaxmnt.plan.budget import notes
 from jaxmnt.training import engine
 from jaxmnt.training.compile import build_spec, compile_program, compile_step, inference_spec
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES, ControlFlags
+from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients
 
@@ -310,7 +310,7 @@ def test_no_stage_keeps_weights(remat, kv_heads):
 
     partition = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
     function = jax.shard_map(
-        local, mesh=spec.placement.mesh, in_specs=(partition(spec.definition.axes), partition(BATCH_LOGICAL_AXES)),
+        local, mesh=spec.placement.mesh, in_specs=(partition(spec.definition.axes), partition(spec.row_axes)),
         out_specs=jax.sharding.PartitionSpec(), check_vma=False,
     )  # fmt: skip
     jax.eval_shape(function, abstract_state(spec)["params"], rows(chosen))

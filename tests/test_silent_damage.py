@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import command, events, mostly_slow
 
-from jaxmnt.config.schema import Mesh
+from jaxmnt.config.mesh import Mesh
 from jaxmnt.errors import UserError
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.run import session

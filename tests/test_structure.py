@@ -14,7 +14,7 @@ CHECKER = ROOT / "scripts" / "structure.py"
 AXES = {"pipeline", "fsdp", "context", "expert"}
 """Names of mesh axes that mean nothing else anywhere."""
 NAMING_AXES = {
-    "config/schema.py": "the settings of the mesh",
+    "config/mesh.py": "the table of axes, and the settings of the mesh",
     "parallel/axes.py": "which axes split a batch",
     "parallel/sharding.py": "the table",
     "parallel/collectives.py": "communication along an axis",

@@ -3,23 +3,17 @@
 Nothing here knows about devices or files: a config can be parsed, printed and compared on any machine.
 """
 
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from jaxmnt.config.clusters import Gke, Launch, Slurm
+from jaxmnt.config.data import Data, check_data
+from jaxmnt.config.mesh import Mesh, Pipeline, check_pipeline, complete_mesh
 from jaxmnt.config.model import Model, complete_model
 from jaxmnt.config.monitoring import Telemetry, Watchdog
 from jaxmnt.config.section import Section, key
-from jaxmnt.errors import nearest
 from jaxmnt.storage import wrong_with_path
-
-AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
-"""Mesh axes, slowest network first."""
-
-WORKING_AXES = ("data", "pipeline", "fsdp", "model")
-"""Axes that this version can split over; the others must be 1."""
 
 NOT_OF_THE_RUN = {"cluster", "launch", "slurm", "gke"}
 """Sections about where a run happens: they are not kept with it, and may change at will."""
@@ -121,89 +115,6 @@ class Train(Section):
     stop_after: int | None = key(None, "Stop with a checkpoint and exit code 75 after this step.", ge=1)
 
 
-class Grain(Section):
-    train: str | None = key(
-        None, "Instead of path: dotted path of a grain.MapDataset, or of a function without arguments that makes it."
-    )
-    eval: str | None = key(None, "The same, of what is held out.")
-    elements: Literal["documents", "rows"] = key("documents", "What an element is.")
-    vocab_size: int | None = key(
-        None, "How many token ids there are; default as in the prepared data of other sources.", ge=2
-    )
-    end_of_document: int | None = key(
-        None, "Id that ends each document, added where it is missing; default as in the prepared data, else none.",
-        ge=0,
-    )  # fmt: skip
-
-
-class Source(Section):
-    path: str | None = key(None, "Prepared data of this source: a directory written by jaxmnt.prepare.", path=True)
-    grain: Grain = Grain()
-    weight: float = key(1.0, "Its share of the rows, relative to the others' weights.", resume="maths", ge=0, lt=1e9)
-    on_end: Literal["repeat", "stop"] | None = key(None, "As data.on_end, for this source.", resume="maths")
-
-
-class EvalSet(Section):
-    path: str = key(
-        ..., "Prepared data: its held-out documents are evaluated, or all of it if none are held out.", path=True
-    )
-
-
-class WeightChange(Section):
-    from_step: int = key(
-        ..., "Steps after which the weights change, counted as if no rows were skipped.", resume="maths", ge=1
-    )
-    weights: dict[str, float] = key(..., "New weights by source; sources left out keep theirs.", resume="maths")
-
-
-class Skip(Section):
-    from_row: int = key(
-        ...,
-        "First row to skip, by its number: steps before it times global_batch_size; a branch counts on.",
-        ge=0,
-        lt=2**53,
-    )
-    rows: int = key(..., "How many rows.", ge=1, lt=2**53)
-
-
-class Data(Section):
-    path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.", path=True)
-    grain: Grain = Grain()
-    sources: dict[str, Source] = key({}, "Instead of path: sources by name, each with path or grain, and weight.")
-    eval_sets: dict[str, EvalSet] = key({}, "What to evaluate besides the sources' own held-out text, by name.")
-    weight_changes: list[WeightChange] = key([], "Other weights from given steps on.", resume="maths")
-    synthetic: int | None = key(
-        None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
-    )
-    skip: list[Skip] = key([], "Rows of the run to skip; those after them move up.", resume="maths")
-    global_batch_size: int = key(64, "Rows per step, over all hosts.", resume="breaks", ge=1)
-    sequence_length: int = key(1024, "Tokens per row.", resume="breaks", ge=2)
-    rows: Literal["windows", "packed"] = key(
-        "windows", "A row is a window of the text, or holds whole documents that do not see each other.",
-        resume="breaks",
-    )  # fmt: skip
-    document_mask: bool = key(False, "Keep attention and positions inside a document, also in windows.", resume="maths")
-    shuffle: bool = key(True, "Read the rows of an epoch in a random order, another each epoch.", resume="breaks")
-    on_end: Literal["repeat", "stop"] = key(
-        "repeat", "After an epoch begin the next, or refuse a run that would need more.", resume="maths"
-    )
-    verify: bool = key(
-        False,
-        "At the start, compare every file with its digest, and read all of Grain datasets.",
-    )
-    stage_dir: str | None = key(
-        None, "Copy prepared data to this local folder once per host, and read it there.", path=True
-    )
-    prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
-    read_threads: int = key(2, "Threads that read ahead; 0 reads when a batch is wanted.", ge=0)
-    log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
-
-    @property
-    def keeps_documents_apart(self) -> bool:
-        """Whether a token sees only its own document."""
-        return self.document_mask or self.rows == "packed"
-
-
 class OptimizerRule(Section):
     pattern: str = key(..., "Names of parameters, such as layers.mlp.*; * matches any text.", resume="breaks")
     kind: Literal["adamw", "muon"] | None = key(None, "Optimizer of these; default adamw.", resume="breaks")
@@ -257,42 +168,6 @@ class Checkpoint(Section):
                 "others; auto is spread with several processes on GPUs, else each.",
     )  # fmt: skip
     max_failed_saves: int = key(3, "Saves in a row that may fail before the run stops.", ge=1)
-
-
-class Mesh(Section):
-    data: int | None = key(None, "Replicas of the model; default -1, the rest, unless another axis is -1.")
-    pipeline: int = key(1, "Pipeline stages, each with a part of the layers.")
-    fsdp: int = key(1, "Ways to shard parameters, gradients and optimizer state.")
-    context: int = key(1, "Ways to split a sequence; must be 1 in this version.")
-    expert: int = key(1, "Ways to split experts; must be 1 in this version.")
-    model: int = key(1, "Tensor and sequence parallelism: ways to split heads, MLP, vocabulary and, between, length.")
-    zero: Literal["auto", 1, 2, 3] = key(
-        "auto", "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
-        "each microbatch (2) or once a step (1); auto is the fastest by the devices' data sheets that fits, "
-        "3 on other devices.",
-    )  # fmt: skip
-    prefetch: bool | None = key(
-        None, "Gather a layer's weights, and reduce its gradients, while another layer computes; default on GPUs, with "
-        "zero 3 and without a pipeline.",
-    )  # fmt: skip
-    allow_split_hosts: bool = key(False, "Allow the model axis to span hosts.")
-    rules: dict[str, list[str]] = key({}, "Other mesh axes for a logical axis, such as embed: [data, fsdp].")
-
-    def sizes(self) -> dict[str, int]:
-        """Axis sizes by name in mesh order, with -1 for the axis that takes the rest."""
-        return {axis: getattr(self, axis) for axis in AXES}
-
-    @model_validator(mode="after")
-    def _what_can_be_prefetched(self) -> Self:
-        if self.prefetch and (self.zero in (1, 2) or self.pipeline > 1):
-            raise ValueError("mesh.prefetch: only mesh.zero 3 without a pipeline gathers layer by layer; leave it out")
-        return self
-
-
-class Pipeline(Section):
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "Order of the microbatches' work.")
-    chunks: int = key(1, "Pieces of the model a stage has; more than 1 with interleaved.", ge=1)
-    layers: list[int] | None = key(None, "Layers of each piece in order of the model; default as even as possible.")
 
 
 class Cluster(Section):
@@ -383,9 +258,9 @@ class Config(Section):
                 f"cluster.nccl_timeout_seconds: {given} must be above the watchdog's longest limit ({longest:g} s), or "
                 "NCCL ends processes before the watchdog names one; raise it, or leave it out"
             )
-        _check_data(self.data)
+        check_data(self.data)
         check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)
-        return self.model_copy(update={"model": complete_model(self.model), "mesh": _complete_mesh(self.mesh)})
+        return self.model_copy(update={"model": complete_model(self.model), "mesh": complete_mesh(self.mesh)})
 
     @property
     def nccl_timeout_seconds(self) -> float:
@@ -399,103 +274,3 @@ class Config(Section):
         of = self.watchdog
         limits = (of.step_seconds, of.first_step_seconds, of.evaluate_seconds, of.save_seconds)
         return max((limit for limit in limits if limit is not None), default=0.0)
-
-
-def _check_data(data: Data) -> None:
-    """The rules over several keys of `data`."""
-    given = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
-    if len(given) > 1:
-        raise ValueError(f"data.{given[1]}: data.{given[0]} is also set; remove one of them")
-    _check_grain("data.grain", data.grain, next((f"data.{name}" for name in given), None))
-    for name, source in data.sources.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"data.sources: {name!r} is not a name; use letters, digits, - and _")
-        where = f"data.sources.{name}"
-        _check_grain(f"{where}.grain", source.grain, f"{where}.path" if source.path is not None else None)
-    if data.eval_sets and data.synthetic is not None:
-        raise ValueError("data.eval_sets: data.synthetic has no tokenizer that they could share; remove one of them")
-    for name in data.eval_sets:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in {"data", *data.sources}:
-            raise ValueError(f"data.eval_sets: {name!r} is taken, or is not of letters, digits, - and _; rename it")
-    if data.weight_changes and not data.sources:
-        raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
-    weights, step = {name: source.weight for name, source in data.sources.items()}, 0
-    for change in [None, *data.weight_changes]:
-        if change is not None:
-            if change.from_step <= step:
-                raise ValueError(
-                    f"data.weight_changes: from_step {change.from_step} must be above {step}, the one "
-                    "before it; sort them, and give each a step of its own"
-                )
-            step = change.from_step
-            if unknown := sorted(set(change.weights) - set(weights)):
-                raise ValueError(
-                    f"data.weight_changes: no source is named {unknown[0]}; {nearest(unknown[0], sorted(weights))}"
-                )
-            if any(not 0 <= weight < float("inf") for weight in change.weights.values()):
-                raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; fix them")
-            weights |= change.weights
-        if weights and not sum(weights.values()) > 0:
-            raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
-
-
-def _check_grain(where: str, grain: Grain, beside: str | None) -> None:
-    """`beside` is the other source of data that is given in the same place."""
-    if grain == Grain():
-        return
-    if beside is not None:
-        raise ValueError(f"{where}: {beside} is also set; remove one of them")
-    if grain.train is None:
-        raise ValueError(f"{where}.train: not set; give the dotted path of a grain.MapDataset, as package.module.name")
-    for name, path in (("train", grain.train), ("eval", grain.eval)):
-        if path is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
-            raise ValueError(f"{where}.{name}: {path!r} is not a dotted path such as package.module.name; correct it")
-    end, ids = grain.end_of_document, grain.vocab_size
-    if end is not None and ids is not None and end >= ids:
-        raise ValueError(
-            f"{where}.end_of_document: {end} must be below {where}.vocab_size ({ids}); correct one of them"
-        )
-
-
-def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
-    """Raises `ValueError` if the layers cannot be cut into these stages; `stages` of -1 or 1 cut nothing."""
-    if pipeline.chunks > 1 and pipeline.schedule != "interleaved":
-        raise ValueError(
-            f"pipeline.chunks: schedule {pipeline.schedule} has one chunk a stage; set 1, or schedule interleaved"
-        )
-    if stages <= 1:
-        return
-    if pipeline.schedule == "interleaved" and pipeline.chunks == 1:
-        raise ValueError("pipeline.chunks: interleaved needs at least 2 chunks a stage; set it, or schedule 1f1b")
-    pieces = stages * pipeline.chunks
-    if layers < pieces:
-        chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
-        raise ValueError(
-            f"mesh.pipeline: {stages} stages{chunks} need at least {pieces} layers, and model.num_layers is {layers}; "
-            "change one of them"
-        )
-    cut = pipeline.layers
-    if cut is not None and (len(cut) != pieces or sum(cut) != layers or min(cut) < 1):
-        raise ValueError(
-            f"pipeline.layers: {cut} does not cut {layers} layers into {pieces} pieces of at least 1; "
-            f"give {pieces} numbers whose sum is {layers}"
-        )
-
-
-def _complete_mesh(mesh: Mesh) -> Mesh:
-    """Checks axis sizes and lets `data` take the rest unless another axis does."""
-    sizes = mesh.sizes()
-    for axis, size in sizes.items():
-        if size is not None and size != -1 and size < 1:
-            raise ValueError(f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for the rest")
-        if axis not in WORKING_AXES and size != 1:
-            raise ValueError(
-                f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "
-                f"(working axes: {', '.join(WORKING_AXES)})"
-            )
-    rest = [axis for axis, size in sizes.items() if size == -1]
-    if len(rest) > 1:
-        raise ValueError(f"mesh.{rest[1]}: only one axis may be -1, and mesh.{rest[0]} is already; give a number")
-    if mesh.data is None:
-        mesh = mesh.model_copy(update={"data": 1 if rest else -1})
-    return mesh

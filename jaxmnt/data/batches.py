@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, SupportsIndex
 import grain
 import numpy as np
 
-from jaxmnt.config.schema import Config, Data
+from jaxmnt.config.data import Data
+from jaxmnt.config.schema import Config
 from jaxmnt.data.elements import GivenRows
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import BLOCK, BranchPoint, Located, Order, block_shares, check_shares
@@ -168,7 +169,7 @@ class RowSource:
     """Single rows of a run, some of each global batch, as a Grain random-access source.
 
     Item *i* is row `rows[i % R]` of the batch of step `i // R` (0 is the run's own first), R being how many rows are
-    taken, as a dict of arrays [L]: tokens, targets, weights, segments, positions. Read twice it is the same.
+    taken, as a dict of arrays [L] by the names of `fields.batch_fields`. Read twice it is the same.
     """
 
     def __init__(self, data: TrainingData, rows: Sequence[int], steps: int):
@@ -208,6 +209,11 @@ def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
 def _reader(part: Any, split: str, settings: Any) -> RowReader:
     if isinstance(part, GrainData) and part.holds_rows:
         return GivenRows(part.elements[split], settings)
+    if settings.fields:
+        raise ConfigError(
+            f"data.fields: {part.path} does not give {', '.join(sorted(settings.fields))}; only Grain datasets of rows "
+            "do (grain.elements: rows)"
+        )
     return make_reader(part.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
 
 

@@ -3,8 +3,8 @@
 Shapes: L tokens of a row, n of a document.
 
 An element is a mapping. Of a document it has `tokens` (integers [n]) and perhaps `weights` ([n], 0 where a token is no
-target); of a row `tokens` and `targets` (integers [L]) and perhaps `weights`, `segments` and `positions` ([L], see
-`rows.Rows`). Other fields are ignored. Documents that are None or empty are left out.
+target); of a row `tokens` and `targets` (integers [L]), the fields of `data.fields`, and perhaps `weights`, `segments`
+and `positions` ([L], see `fields.FIELDS`). Others are ignored. Documents that are None or empty are left out.
 """
 
 import threading
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxmnt.config.schema import Data
+from jaxmnt.config.data import Data
+from jaxmnt.data.fields import FIELDS, Field, batch_fields
 from jaxmnt.data.rows import Rows
 from jaxmnt.data.store import TokenStream
 from jaxmnt.errors import ConfigError, UnreadableError, printable, summary
@@ -35,7 +36,8 @@ CHANGED = (
     "deterministic, or choose another run.dir for another dataset"
 )
 
-_INTEGER_FIELDS = ("tokens", "targets", "segments", "positions")
+_OF_DOCUMENTS = ("tokens", "weights")
+_OPTIONAL = ("weights", "segments", "positions")
 
 Element = dict[str, np.ndarray]
 """Integers are int32, weights float32; all have one length."""
@@ -53,6 +55,8 @@ class Elements:
     kind: str
     """documents or rows."""
     vocab_size: int
+    fields: tuple[Field, ...] = FIELDS
+    """Those of a row."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -75,7 +79,8 @@ class Elements:
             return None
         if raw is None:
             raise self.refusal(number, "is None, as where a filter leaves a hole; give a dataset of rows alone")
-        needed = ("tokens", "targets") if rows else ("tokens",)
+        fields = [field for field in self.fields if rows or field.name in _OF_DOCUMENTS]
+        needed = [field.name for field in fields if field.name not in _OPTIONAL]
         if not isinstance(raw, Mapping) or any(name not in raw for name in needed):
             shown = (
                 f"the fields {sorted(map(str, raw))}"
@@ -86,8 +91,8 @@ class Elements:
                 number,
                 f"is not a mapping with {' and '.join(needed)}, but {printable(shown)}; add a map() that makes one",
             )
-        names = (*_INTEGER_FIELDS, "weights") if rows else ("tokens", "weights")
-        element = {name: self._array(number, name, raw[name]) for name in names if raw.get(name) is not None}
+        given = [field for field in fields if raw.get(field.name) is not None]
+        element = {field.name: self._array(number, field, raw[field.name]) for field in given}
         if different := [name for name in element if len(element[name]) != len(element["tokens"])]:
             raise self.refusal(
                 number,
@@ -102,8 +107,9 @@ class Elements:
     def _name(self, number: int) -> str:
         return f"{self.key}: element {number} of {self.path}"
 
-    def _array(self, number: int, name: str, value: Any) -> np.ndarray:
+    def _array(self, number: int, field: Field, value: Any) -> np.ndarray:
         """One field, checked."""
+        name = field.name
         try:
             array = np.asarray(value)
         except Exception as error:  # NumPy raises what it likes for what is no array
@@ -114,14 +120,21 @@ class Elements:
             if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
                 raise self.refusal(number, "has weights that are not a vector of 0 and 1; correct them")
             return array.astype(np.float32)
+        if field.dtype == "float32":
+            if array.ndim != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+                raise self.refusal(number, f"has {name} that are not a vector of finite numbers; correct them")
+            return array.astype(np.float32)
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
             raise self.refusal(
                 number, f"has {name} of type {array.dtype} and shape {list(array.shape)}; give a vector of integers"
             )
         limit = self.vocab_size if name in ("tokens", "targets") else 2**31
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < limit:
-            odd = array[(array < 0) | (array >= limit)][0]
-            raise self.refusal(number, f"has {odd} among its {name}, which must be from 0 to {limit - 1}; correct it")
+        least = 0 if field in FIELDS else -(2**31)
+        if array.size and not least <= int(array.min()) <= int(array.max()) < limit:
+            odd = array[(array < least) | (array >= limit)][0]
+            raise self.refusal(
+                number, f"has {odd} among its {name}, which must be from {least} to {limit - 1}; correct it"
+            )
         return array.astype(np.int32)
 
 
@@ -177,40 +190,49 @@ class GivenRows:
         self._elements, self._length, self._apart = elements, settings.sequence_length, settings.keeps_documents_apart
         self.rows = self.all_rows = len(elements)
         self._places = np.arange(self._length, dtype=np.int32)
+        self._fillers = {
+            field.name: np.full(self._length, field.filler, field.dtype) for field in batch_fields(settings)
+        }
+        # What a row holds unless the dataset says otherwise: one document, in which every token is a target.
+        ones = {name: np.ones_like(self._fillers[name]) for name in ("weights", "segments")}
+        self._defaults = ones | {"positions": self._places}
         self._row(0)  # or what does not fit would be found after compiling
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         found = [self._row(int(number)) for number in rows]
-        return {name: np.stack([row[name] for row in found]) for name in (*_INTEGER_FIELDS, "weights")}
+        return {name: np.stack([row[name] for row in found]) for name in self._fillers}
 
     def offsets(self, row: int) -> np.ndarray:
         return row * self._length + np.arange(self._length)
 
     def _row(self, number: int) -> Element:
-        zeros, ones = np.zeros(self._length, np.int32), np.ones(self._length, np.int32)
-        row = {"tokens": zeros, "targets": zeros, "segments": ones, "positions": self._places}
         if number >= self.rows:
-            return row | {"weights": zeros.astype(np.float32)}
+            return self._fillers
         given = self._elements.read(number)
         assert given is not None
-        self._check(number, given)
-        return row | {"weights": ones.astype(np.float32)} | given
+        row = self._defaults | given
+        self._check(number, row)
+        return row
 
     def _check(self, number: int, row: Element) -> None:
         if len(row["tokens"]) != self._length:
             raise self._elements.refusal(
                 number, f"has {len(row['tokens'])} tokens, and data.sequence_length is {self._length}; make them equal"
             )
-        segments = row.get("segments", self._places[:0])
-        several = segments.max(initial=0) > 1
-        if not self._apart and (several or (row.get("positions", self._places) != self._places).any()):
+        segments = row["segments"]
+        if not self._apart and (segments.max() > 1 or (row["positions"] != self._places).any()):
             raise self._elements.refusal(
                 number,
                 "keeps documents apart by segments and positions; set data.document_mask: true, or leave these out",
             )
-        if self._apart and len(segments) and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
+        if self._apart and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
             raise self._elements.refusal(
                 number, "has a segment in several places; the tokens of a document must stand together"
+            )
+        if ((segments == 0) & (row["weights"] != 0)).any():
+            raise self._elements.refusal(
+                number,
+                "has targets in segment 0, which is padding; number documents from 1, or give weights of 0 there",
             )
 
 

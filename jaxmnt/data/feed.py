@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmnt.data.rows import Rows, batch_digest, row_digests
 
@@ -34,7 +34,7 @@ def to_devices(local: Rows, rows: list[int], global_rows: int, sharding: NamedSh
         def piece(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             first, stop, _ = index[0].indices(global_rows)
-            return array[place[first] : place[first] + stop - first]
+            return array[(slice(place[first], place[first] + stop - first), *index[1:])]
 
         return jax.make_array_from_callback((global_rows, *array.shape[1:]), sharding, piece)
 
@@ -87,7 +87,8 @@ class Feed:
         """The digest of the global batch, of whose rows other processes may hold the rest."""
         digests = row_digests(tokens)
         if len(self._rows) < self._global_rows:
-            shared = to_devices({"digests": digests}, self._rows, self._global_rows, self._sharding)["digests"]
+            by_row = NamedSharding(self._sharding.mesh, PartitionSpec(self._sharding.spec[0]))
+            shared = to_devices({"digests": digests}, self._rows, self._global_rows, by_row)["digests"]
             started = time.perf_counter()
             digests = np.asarray(multihost_utils.process_allgather(shared, tiled=True))
             self.gather_seconds = time.perf_counter() - started

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxmnt.config.schema import Grain
+from jaxmnt.config.data import Grain
 from jaxmnt.data.elements import CHANGED, INDEX_COLUMNS, DocumentStream, Element, Elements, measured
+from jaxmnt.data.fields import FIELDS, Field
 from jaxmnt.data.manifest import NAMELESS, SPLITS
 from jaxmnt.data.store import Origin, TokenStream
 from jaxmnt.errors import ConfigError, PreflightError, UnreadableError, printable, summary
@@ -175,11 +176,17 @@ class _Index:
     """Whether this process has just read all documents for it."""
 
 
-def open_grain(settings: Grain, key: str, like: Any = None, run_dir: Path | None = None) -> GrainData:
+def open_grain(
+    settings: Grain,
+    key: str,
+    like: Any = None,
+    run_dir: Path | None = None,
+    fields: tuple[Field, ...] = FIELDS,
+) -> GrainData:
     """The datasets that a section `key` of the config names.
 
-    `like` is prepared data beside it, whose vocabulary it shares; `run_dir` keeps indices of documents. Raises
-    `ConfigError` for what cannot be trained on, and `UnreadableError` where reading fails.
+    `like` is prepared data beside it, whose vocabulary it shares; `run_dir` keeps indices of documents; rows have
+    `fields`. Raises `ConfigError` for what cannot be trained on, and `UnreadableError` where reading fails.
     """
     vocab_size, tokenizer = _vocabulary(settings, key, like)
     paths = {"train": settings.train, "eval": settings.eval}
@@ -188,7 +195,9 @@ def open_grain(settings: Grain, key: str, like: Any = None, run_dir: Path | None
         if (path := paths[split]) is None:
             continue
         name = f"{key}.{split}"
-        first, again = (Elements(_dataset(path, name), name, path, settings.elements, vocab_size) for _ in range(2))
+        first, again = (
+            Elements(_dataset(path, name), name, path, settings.elements, vocab_size, fields) for _ in range(2)
+        )
         elements[split] = first
         samples[split] = _sampled(first, again)
     digest = hashlib.sha256(json.dumps([settings.elements, vocab_size, tokenizer["end_of_document"]]).encode())

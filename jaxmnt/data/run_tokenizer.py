@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.config.schema import Data
+from jaxmnt.config.data import Data
 from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared

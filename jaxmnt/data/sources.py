@@ -15,7 +15,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxmnt.config.schema import Config, Data, Source
+from jaxmnt.config.data import Data, Source
+from jaxmnt.config.schema import Config
+from jaxmnt.data.fields import batch_fields
 from jaxmnt.data.grain_source import GrainData, open_grain
 from jaxmnt.data.manifest import MANIFEST
 from jaxmnt.data.order import MixturePhase
@@ -229,7 +231,7 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     }
     like, folder = next(iter(parts.values()), None), None if run_dir is None else Path(run_dir)
     for name in [name for name in keys if name not in parts]:
-        parts[name] = open_grain(named[name].grain, f"{keys[name]}.grain", like, folder)
+        parts[name] = open_grain(named[name].grain, f"{keys[name]}.grain", like, folder, batch_fields(settings))
     wanted = sorted(settings.eval_sets.items())
     sets = {name: _open(chosen.path, f"data.eval_sets.{name}.path") for name, chosen in wanted}
     sources = Sources({name: parts[name] for name in keys}, sets)

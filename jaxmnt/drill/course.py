@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import valid_checkpoints
 from jaxmnt.config.load import as_override, dump_config, parse_config
-from jaxmnt.config.schema import Checkpoint, Config, Mesh
+from jaxmnt.config.mesh import Mesh
+from jaxmnt.config.schema import Checkpoint, Config
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.models.registry import family_class

@@ -4,7 +4,8 @@ none."""
 import math
 from collections.abc import Mapping
 
-from jaxmnt.config.schema import Config, Mesh
+from jaxmnt.config.mesh import Mesh
+from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 
 BATCH_AXES = ("data", "fsdp")

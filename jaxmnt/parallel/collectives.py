@@ -19,7 +19,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxmnt.config.schema import AXES
+from jaxmnt.config.mesh import AXES
 from jaxmnt.parallel.sharding import BATCH_AXES, Axes, Placement, is_axes
 
 PROJECTED = "projected"

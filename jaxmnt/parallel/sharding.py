@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.config.schema import AXES, Config, Mesh
+from jaxmnt.config.mesh import AXES, Mesh
+from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.axes import BATCH_AXES, num_microbatches, resolve_sizes
 

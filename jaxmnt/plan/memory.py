@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmnt.config.schema import Config, Mesh, Pipeline
+from jaxmnt.config.mesh import Mesh, Pipeline
+from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan.workload import Layer, ModelShape, Scheme
 from jaxmnt.training.compile import build_spec

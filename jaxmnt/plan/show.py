@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmnt.config.schema import AXES
+from jaxmnt.config.mesh import AXES
 from jaxmnt.plan.budget import Report, counted
 from jaxmnt.plan.zero import ZeroChoice
 from jaxmnt.telemetry.progress import Rows, count, seconds_text, size, table

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmnt.config.schema import Config, Mesh
+from jaxmnt.config.mesh import Mesh
+from jaxmnt.config.schema import Config
 from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources

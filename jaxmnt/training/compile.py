@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.config.schema import Config, Mesh, Pipeline, check_pipeline
+from jaxmnt.config.mesh import Mesh, Pipeline, check_pipeline
+from jaxmnt.config.schema import Config
+from jaxmnt.data.fields import batch_fields
 from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError, nearest
@@ -39,7 +41,7 @@ from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import build_schedule, unit_slots
 from jaxmnt.training.remat import NAMES
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES, CONTROL_AXES, ControlFlags, State, StepSpec, resolve_precision
+from jaxmnt.training.spec import CONTROL_AXES, ControlFlags, State, StepSpec, resolve_precision
 from jaxmnt.training.state import (
     HOST_MEMORY,
     OneLeaf,
@@ -54,14 +56,6 @@ from jaxmnt.training.state import (
 )
 from jaxmnt.training.step import eval_step, train_step
 from jaxmnt.training.trained import trained_axes
-
-BATCH_DTYPES = {
-    "tokens": jnp.int32,
-    "targets": jnp.int32,
-    "weights": jnp.float32,
-    "segments": jnp.int32,
-    "positions": jnp.int32,
-}
 
 
 @dataclass(frozen=True)
@@ -249,6 +243,7 @@ def build_spec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
         trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, float8=float8,
         kernel=kernel, loss=load_loss(config.train.loss), data_vocab_size=min(data_vocab_size, vocab),
+        fields=batch_fields(config.data),
     )  # fmt: skip
     check_whole(abstract_state(spec)["params"], definition.axes, placement)
     _check_memory_options(config, placement)
@@ -314,14 +309,8 @@ def is_planned(placement: Placement) -> bool:
 
 def _abstract_batch(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """Of training, and of evaluation: the control flags travel with both."""
-    data, place = spec.config.data, spec.placement.sharding
-    shape = (data.global_batch_size, data.sequence_length)
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, BATCH_DTYPES[name], sharding=place(axes))
-        for name, axes in BATCH_LOGICAL_AXES.items()
-    }
-    flags = (spec.placement.mesh.size, ControlFlags.COUNT)
-    return batch | {"control": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=place(CONTROL_AXES))}
+    flags, sharding = (spec.placement.mesh.size, ControlFlags.COUNT), spec.placement.sharding(CONTROL_AXES)
+    return spec.abstract_rows() | {"control": jax.ShapeDtypeStruct(flags, jnp.int32, sharding=sharding)}
 
 
 def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) -> Any:

@@ -32,7 +32,7 @@ from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.noise import SmallBatches, small_batches, squares
 from jaxmnt.training.pipeline_schedule import PhaseTable, PipelineSchedule
 from jaxmnt.training.remat import Residuals
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, StepSpec
+from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import Layers, Rows, microbatch_rows
 from jaxmnt.training.trained import select
 
@@ -171,20 +171,18 @@ def float8_products(spec: StepSpec, params: Params, buffers: Params) -> tuple[in
 def _looked_at(spec: StepSpec, params: Params, buffers: Params, look: Callable[["_Training"], Found]) -> Found:
     """Returns what `look` finds in a step that is traced on a device and not computed."""
     found: list[Found] = []
-    shape = (spec.config.data.global_batch_size, spec.config.data.sequence_length)
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in BATCH_LOGICAL_AXES}
 
     def local(params: Params, buffers: Params, batch: Batch) -> jax.Array:
         found.append(look(_Training(spec, params, buffers, batch, lambda _: None, spec.schedule)))
         return jnp.zeros(())
 
     split = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
-    axes, definition = BATCH_LOGICAL_AXES, spec.definition
+    definition = spec.definition
     function = jax.shard_map(
         local, mesh=spec.placement.mesh, out_specs=jax.sharding.PartitionSpec(), check_vma=False,
-        in_specs=(split(definition.axes), split(definition.buffer_axes), split(axes)),
+        in_specs=(split(definition.axes), split(definition.buffer_axes), split(spec.row_axes)),
     )  # fmt: skip
-    jax.eval_shape(function, params, buffers, batch)
+    jax.eval_shape(function, params, buffers, spec.abstract_rows())
     return found[0]
 
 

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxmnt.config.schema import Config
+from jaxmnt.data.fields import Field
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Definition
 from jaxmnt.models.float8 import Float8
@@ -24,13 +25,6 @@ from jaxmnt.training.pipeline_schedule import PipelineSchedule
 State = dict[str, Any]
 Batch = dict[str, jax.Array]
 
-BATCH_LOGICAL_AXES = {
-    "tokens": ("batch", "length"),
-    "targets": ("batch", "length"),
-    "weights": ("batch", "length"),
-    "segments": ("batch", "length"),
-    "positions": ("batch", "length"),
-}
 CONTROL_AXES = ("devices", None)
 
 
@@ -56,6 +50,8 @@ class StepSpec:
     kernel: Kernel
     loss: Loss
     data_vocab_size: int
+    fields: tuple[Field, ...]
+    """Of a batch."""
 
     @property
     def params_dtype(self) -> jnp.dtype:
@@ -92,6 +88,20 @@ class StepSpec:
     def _is_copied(self, names: Axes) -> bool:
         """Over `data` alone: scales are over more axes, and small."""
         return self.placement.replicated_axes(names) == ("data",)
+
+    @property
+    def row_axes(self) -> dict[str, Axes]:
+        """The logical axes of each field of a batch."""
+        return {field.name: field.axes for field in self.fields}
+
+    def abstract_rows(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the fields of a global batch."""
+        shape = (self.config.data.global_batch_size, self.config.data.sequence_length)
+        place = lambda field: self.placement.sharding(field.axes)
+        return {
+            field.name: jax.ShapeDtypeStruct(shape, jnp.dtype(field.dtype), sharding=place(field))
+            for field in self.fields
+        }
 
     @property
     def num_microbatches(self) -> int:

@@ -2,7 +2,7 @@
 
 state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}},
 and "buffers": … if the model has state that no gradient touches.
-batch = {"tokens", "targets", "weights", "segments", "positions": [global rows, length], "control": [devices, 3]}
+batch = {field: [global rows, length] for each of `StepSpec.fields`, "control": [devices, 3]}
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training import engine, noise
 from jaxmnt.training.loss import LossSums
 from jaxmnt.training.pipeline_schedule import build_schedule
-from jaxmnt.training.spec import BATCH_LOGICAL_AXES, Batch, State, StepSpec
+from jaxmnt.training.spec import Batch, State, StepSpec
 from jaxmnt.training.trained import replaced, select
 
 Metrics = dict[str, Any]
@@ -139,12 +139,17 @@ def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch
     sharded = jax.shard_map(
         functools.partial(_local_gradients, spec),
         mesh=placement.mesh,
-        in_specs=(_specs(spec, definition.axes), _specs(spec, definition.buffer_axes), _row_specs(spec), whole),
+        in_specs=(
+            _specs(spec, definition.axes),
+            _specs(spec, definition.buffer_axes),
+            _specs(spec, spec.row_axes),
+            whole,
+        ),
         out_specs=(whole, whole, whole, _specs(spec, layer_axes), _specs(spec, spec.trained_axes), each),
         # JAX does not check what is replicated: each collective has its own transpose.
         check_vma=False,
     )
-    sums, tokens, weight, layers, gradients, squared = sharded(params, buffers, _rows(batch), step)
+    sums, tokens, weight, layers, gradients, squared = sharded(params, buffers, _rows(spec, batch), step)
     stored = {
         group.name: jax.tree.map(
             lambda one, name=group.name: spec.layout.to_checkpoint_layout(one, (name, *[None] * (one.ndim - 1))),
@@ -174,10 +179,10 @@ def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> 
     sums, tokens = jax.shard_map(
         functools.partial(_local_evaluation, spec),
         mesh=spec.placement.mesh,
-        in_specs=(_specs(spec, definition.axes), _specs(spec, definition.buffer_axes), _row_specs(spec)),
+        in_specs=(_specs(spec, definition.axes), _specs(spec, definition.buffer_axes), _specs(spec, spec.row_axes)),
         out_specs=(whole, whole),
         check_vma=False,
-    )(params, buffers, _rows(batch))
+    )(params, buffers, _rows(spec, batch))
     return {"loss_sum": sums.cross_entropy, "tokens": tokens, "stop": jnp.sum(batch["control"][:, 0])}
 
 
@@ -185,12 +190,9 @@ def _specs(spec: StepSpec, axes: Any) -> Any:
     return jax.tree.map(spec.placement.spec, axes, is_leaf=is_axes)
 
 
-def _rows(batch: Batch) -> Batch:
-    return {name: batch[name] for name in BATCH_LOGICAL_AXES}
-
-
-def _row_specs(spec: StepSpec) -> dict[str, Any]:
-    return {name: spec.placement.spec(names) for name, names in BATCH_LOGICAL_AXES.items()}
+def _rows(spec: StepSpec, batch: Batch) -> Batch:
+    """Returns a batch without its control flags."""
+    return {field.name: batch[field.name] for field in spec.fields}
 
 
 def _local_gradients(

@@ -1,0 +1,150 @@
+"""The settings of the data, and the rules over several of them."""
+
+import re
+from typing import Literal
+
+from jaxmnt.config.section import Section, key
+from jaxmnt.errors import nearest
+
+
+class Grain(Section):
+    train: str | None = key(
+        None, "Instead of path: dotted path of a grain.MapDataset, or of a function without arguments that makes it."
+    )
+    eval: str | None = key(None, "The same, of what is held out.")
+    elements: Literal["documents", "rows"] = key("documents", "What an element is.")
+    vocab_size: int | None = key(
+        None, "How many token ids there are; default as in the prepared data of other sources.", ge=2
+    )
+    end_of_document: int | None = key(
+        None, "Id that ends each document, added where it is missing; default as in the prepared data, else none.",
+        ge=0,
+    )  # fmt: skip
+
+
+class Source(Section):
+    path: str | None = key(None, "Prepared data of this source: a directory written by jaxmnt.prepare.", path=True)
+    grain: Grain = Grain()
+    weight: float = key(1.0, "Its share of the rows, relative to the others' weights.", resume="maths", ge=0, lt=1e9)
+    on_end: Literal["repeat", "stop"] | None = key(None, "As data.on_end, for this source.", resume="maths")
+
+
+class EvalSet(Section):
+    path: str = key(
+        ..., "Prepared data: its held-out documents are evaluated, or all of it if none are held out.", path=True
+    )
+
+
+class WeightChange(Section):
+    from_step: int = key(
+        ..., "Steps after which the weights change, counted as if no rows were skipped.", resume="maths", ge=1
+    )
+    weights: dict[str, float] = key(..., "New weights by source; sources left out keep theirs.", resume="maths")
+
+
+class Skip(Section):
+    from_row: int = key(
+        ...,
+        "First row to skip, by its number: steps before it times global_batch_size; a branch counts on.",
+        ge=0,
+        lt=2**53,
+    )
+    rows: int = key(..., "How many rows.", ge=1, lt=2**53)
+
+
+class Data(Section):
+    path: str | None = key(None, "Prepared data: a directory written by jaxmnt.prepare.", path=True)
+    grain: Grain = Grain()
+    sources: dict[str, Source] = key({}, "Instead of path: sources by name, each with path or grain, and weight.")
+    eval_sets: dict[str, EvalSet] = key({}, "What to evaluate besides the sources' own held-out text, by name.")
+    weight_changes: list[WeightChange] = key([], "Other weights from given steps on.", resume="maths")
+    synthetic: int | None = key(
+        None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
+    )
+    skip: list[Skip] = key([], "Rows of the run to skip; those after them move up.", resume="maths")
+    global_batch_size: int = key(64, "Rows per step, over all hosts.", resume="breaks", ge=1)
+    sequence_length: int = key(1024, "Tokens per row.", resume="breaks", ge=2)
+    rows: Literal["windows", "packed"] = key(
+        "windows", "A row is a window of the text, or holds whole documents that do not see each other.",
+        resume="breaks",
+    )  # fmt: skip
+    document_mask: bool = key(False, "Keep attention and positions inside a document, also in windows.", resume="maths")
+    fields: dict[str, Literal["float32", "int32"]] = key(
+        {}, "More fields of a row for train.loss, such as {reference: float32}: a number for each token, which Grain "
+        "datasets of rows give.", resume="maths",
+    )  # fmt: skip
+    shuffle: bool = key(True, "Read the rows of an epoch in a random order, another each epoch.", resume="breaks")
+    on_end: Literal["repeat", "stop"] = key(
+        "repeat", "After an epoch begin the next, or refuse a run that would need more.", resume="maths"
+    )
+    verify: bool = key(
+        False,
+        "At the start, compare every file with its digest, and read all of Grain datasets.",
+    )
+    stage_dir: str | None = key(
+        None, "Copy prepared data to this local folder once per host, and read it there.", path=True
+    )
+    prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
+    read_threads: int = key(2, "Threads that read ahead; 0 reads when a batch is wanted.", ge=0)
+    log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a token sees only its own document."""
+        return self.document_mask or self.rows == "packed"
+
+
+def check_data(data: Data) -> None:
+    """The rules over several keys of `data`."""
+    given = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
+    if len(given) > 1:
+        raise ValueError(f"data.{given[1]}: data.{given[0]} is also set; remove one of them")
+    _check_grain("data.grain", data.grain, next((f"data.{name}" for name in given), None))
+    for name, source in data.sources.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"data.sources: {name!r} is not a name; use letters, digits, - and _")
+        where = f"data.sources.{name}"
+        _check_grain(f"{where}.grain", source.grain, f"{where}.path" if source.path is not None else None)
+    if data.eval_sets and data.synthetic is not None:
+        raise ValueError("data.eval_sets: data.synthetic has no tokenizer that they could share; remove one of them")
+    for name in data.eval_sets:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in {"data", *data.sources}:
+            raise ValueError(f"data.eval_sets: {name!r} is taken, or is not of letters, digits, - and _; rename it")
+    if data.weight_changes and not data.sources:
+        raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
+    weights, step = {name: source.weight for name, source in data.sources.items()}, 0
+    for change in [None, *data.weight_changes]:
+        if change is not None:
+            if change.from_step <= step:
+                raise ValueError(
+                    f"data.weight_changes: from_step {change.from_step} must be above {step}, the one "
+                    "before it; sort them, and give each a step of its own"
+                )
+            step = change.from_step
+            if unknown := sorted(set(change.weights) - set(weights)):
+                raise ValueError(
+                    f"data.weight_changes: no source is named {unknown[0]}; {nearest(unknown[0], sorted(weights))}"
+                )
+            if any(not 0 <= weight < float("inf") for weight in change.weights.values()):
+                raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; fix them")
+            weights |= change.weights
+        if weights and not sum(weights.values()) > 0:
+            raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
+
+
+def _check_grain(where: str, grain: Grain, beside: str | None) -> None:
+    """`beside` is the other source of data that is given in the same place."""
+    if grain == Grain():
+        return
+    if beside is not None:
+        raise ValueError(f"{where}: {beside} is also set; remove one of them")
+    if grain.train is None:
+        raise ValueError(f"{where}.train: not set; give the dotted path of a grain.MapDataset, as package.module.name")
+    for name, path in (("train", grain.train), ("eval", grain.eval)):
+        if path is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+            raise ValueError(f"{where}.{name}: {path!r} is not a dotted path such as package.module.name; correct it")
+    end, ids = grain.end_of_document, grain.vocab_size
+    if end is not None and ids is not None and end >= ids:
+        raise ValueError(
+            f"{where}.end_of_document: {end} must be below {where}.vocab_size ({ids}); correct one of them"
+        )

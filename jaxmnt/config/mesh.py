@@ -1,0 +1,93 @@
+"""The axes of the mesh, and the settings of the mesh and of its pipeline."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from jaxmnt.config.section import Section, key
+
+AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
+"""Mesh axes, slowest network first."""
+
+WORKING_AXES = ("data", "pipeline", "fsdp", "model")
+"""Axes that this version can split over; the others must be 1."""
+
+
+class Mesh(Section):
+    data: int | None = key(None, "Replicas of the model; default -1, the rest, unless another axis is -1.")
+    pipeline: int = key(1, "Pipeline stages, each with a part of the layers.")
+    fsdp: int = key(1, "Ways to shard parameters, gradients and optimizer state.")
+    context: int = key(1, "Ways to split a sequence; must be 1 in this version.")
+    expert: int = key(1, "Ways to split experts; must be 1 in this version.")
+    model: int = key(1, "Tensor and sequence parallelism: ways to split heads, MLP, vocabulary and, between, length.")
+    zero: Literal["auto", 1, 2, 3] = key(
+        "auto", "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
+        "each microbatch (2) or once a step (1); auto is the fastest by the devices' data sheets that fits, "
+        "3 on other devices.",
+    )  # fmt: skip
+    prefetch: bool | None = key(
+        None, "Gather a layer's weights, and reduce its gradients, while another layer computes; default on GPUs, with "
+        "zero 3 and without a pipeline.",
+    )  # fmt: skip
+    allow_split_hosts: bool = key(False, "Allow the model axis to span hosts.")
+    rules: dict[str, list[str]] = key({}, "Other mesh axes for a logical axis, such as embed: [data, fsdp].")
+
+    def sizes(self) -> dict[str, int]:
+        """Axis sizes by name in mesh order, with -1 for the axis that takes the rest."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @model_validator(mode="after")
+    def _what_can_be_prefetched(self) -> Self:
+        if self.prefetch and (self.zero in (1, 2) or self.pipeline > 1):
+            raise ValueError("mesh.prefetch: only mesh.zero 3 without a pipeline gathers layer by layer; leave it out")
+        return self
+
+
+class Pipeline(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "Order of the microbatches' work.")
+    chunks: int = key(1, "Pieces of the model a stage has; more than 1 with interleaved.", ge=1)
+    layers: list[int] | None = key(None, "Layers of each piece in order of the model; default as even as possible.")
+
+
+def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
+    """Raises `ValueError` if the layers cannot be cut into these stages; `stages` of -1 or 1 cut nothing."""
+    if pipeline.chunks > 1 and pipeline.schedule != "interleaved":
+        raise ValueError(
+            f"pipeline.chunks: schedule {pipeline.schedule} has one chunk a stage; set 1, or schedule interleaved"
+        )
+    if stages <= 1:
+        return
+    if pipeline.schedule == "interleaved" and pipeline.chunks == 1:
+        raise ValueError("pipeline.chunks: interleaved needs at least 2 chunks a stage; set it, or schedule 1f1b")
+    pieces = stages * pipeline.chunks
+    if layers < pieces:
+        chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        raise ValueError(
+            f"mesh.pipeline: {stages} stages{chunks} need at least {pieces} layers, and model.num_layers is {layers}; "
+            "change one of them"
+        )
+    cut = pipeline.layers
+    if cut is not None and (len(cut) != pieces or sum(cut) != layers or min(cut) < 1):
+        raise ValueError(
+            f"pipeline.layers: {cut} does not cut {layers} layers into {pieces} pieces of at least 1; "
+            f"give {pieces} numbers whose sum is {layers}"
+        )
+
+
+def complete_mesh(mesh: Mesh) -> Mesh:
+    """Checks axis sizes and lets `data` take the rest unless another axis does."""
+    sizes = mesh.sizes()
+    for axis, size in sizes.items():
+        if size is not None and size != -1 and size < 1:
+            raise ValueError(f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for the rest")
+        if axis not in WORKING_AXES and size != 1:
+            raise ValueError(
+                f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "
+                f"(working axes: {', '.join(WORKING_AXES)})"
+            )
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"mesh.{rest[1]}: only one axis may be -1, and mesh.{rest[0]} is already; give a number")
+    if mesh.data is None:
+        mesh = mesh.model_copy(update={"data": 1 if rest else -1})
+    return mesh

@@ -1,0 +1,31 @@
+"""The fields of a batch. What reads, pads, digests, shards or compiles a batch goes by this table."""
+
+from dataclasses import dataclass
+
+from jaxmnt.config.data import Data
+
+
+@dataclass(frozen=True)
+class Field:
+    """An array [rows, length] of a batch."""
+
+    name: str
+    dtype: str = "int32"
+    filler: float = 0
+    """Its value in a row past the end of the data."""
+    axes: tuple[str, ...] = ("batch", "length")
+    """Logical axes."""
+
+
+FIELDS = (
+    Field("tokens"),
+    Field("targets"),  # the token after each one
+    Field("weights", "float32"),  # 0 where there is no target
+    Field("segments"),  # number the documents of a row from 1; 0 marks padding
+    Field("positions"),  # within a document
+)
+
+
+def batch_fields(settings: Data) -> tuple[Field, ...]:
+    """Returns the fields that every batch has, and after them those of `data.fields`."""
+    return FIELDS + tuple(Field(name, dtype) for name, dtype in sorted(settings.fields.items()))

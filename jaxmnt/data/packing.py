@@ -1,0 +1,138 @@
+"""Which documents share a row: whole documents are placed into rows by best fit, and longer ones are cut first."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WINDOW_DOCUMENTS = 2**20
+"""Documents that are planned together."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pieces of documents, in the order of their rows. A piece is a stretch of the stream's tokens."""
+
+    first_piece: np.ndarray
+    """int64 [rows + 1]: the pieces of row r are first_piece[r] … first_piece[r + 1] - 1."""
+    start: np.ndarray
+    """int64 [pieces]: offset in the stream."""
+    length: np.ndarray
+    """int32 [pieces]."""
+    opens: np.ndarray
+    """bool [pieces]: whether the document starts here."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.first_piece) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.first_piece.nbytes + self.start.nbytes + self.length.nbytes + self.opens.nbytes
+
+    def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the pieces in `rows`, and for each the index of its row in `rows`. A row past the end
+        has none."""
+        rows = np.minimum(rows, self.rows)
+        first, stop = self.first_piece[rows], self.first_piece[np.minimum(rows + 1, self.rows)]
+        index = np.repeat(np.arange(len(rows)), stop - first)
+        return expanded(first, stop - first), index
+
+    def fill(self, row_length: int) -> float:
+        """The share of places that hold a token."""
+        return float(self.length.sum()) / max(1, self.rows * row_length)
+
+
+def plan_rows(document_starts: np.ndarray, tokens: int, row_length: int, window: int = WINDOW_DOCUMENTS) -> Plan:
+    """Places all documents of a split, with their end-of-document tokens, into rows of `row_length` tokens."""
+    row: list[np.ndarray] = []
+    columns: tuple[list[np.ndarray], ...] = ([], [], [])
+    rows = 0
+    ends = np.append(document_starts[1:], tokens)
+    for first in range(0, len(document_starts), window):
+        chosen = slice(first, first + window)
+        begin, size = document_starts[chosen], ends[chosen] - document_starts[chosen]
+        cut = _cut(begin, size, row_length)
+        bins = _best_fit(cut[1], row_length)
+        row.append(bins + rows)
+        for column, values in zip(columns, cut, strict=True):
+            column.append(values)
+        rows += int(bins.max(initial=-1)) + 1
+    bins = np.concatenate(row) if row else np.zeros(0, np.int64)
+    order = np.argsort(bins, kind="stable")
+    start, length, opens = (np.concatenate(column)[order] if column else np.zeros(0, np.int64) for column in columns)
+    first_piece = np.concatenate([[0], np.cumsum(np.bincount(bins, minlength=rows))]).astype(np.int64)
+    return Plan(first_piece, start.astype(np.int64), length.astype(np.int32), opens.astype(bool))
+
+
+def _cut(begin: np.ndarray, size: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start, length and whether it opens its document, of each piece of at most a row."""
+    pieces = -(-size // row_length)
+    document = np.repeat(np.arange(len(size)), pieces)
+    number = within_groups(pieces)
+    start = begin[document] + number * row_length
+    length = np.minimum(size[document] - number * row_length, row_length)
+    return start, length, number == 0
+
+
+def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin of each length: longest first, each into the fullest bin that has room; bins numbered from 0."""
+    bins = np.empty(len(lengths), np.int64)
+    by_length = np.argsort(-lengths, kind="stable")
+    sizes, counts = np.unique(-lengths[by_length], return_counts=True)
+    bins_with_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
+    rooms = _Rooms()
+    opened = placed = 0
+    for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
+        left = count
+        while left:
+            room = rooms.smallest_from(size)
+            if room is None:
+                each = capacity // size
+                new = -(-left // each)
+                fresh = np.arange(opened, opened + new)
+                opened += new
+                taken = np.repeat(fresh, each)[:left]
+                full, last = divmod(left, each)
+                groups = [(fresh[:full], capacity - each * size), (fresh[full:], capacity - last * size)]
+            else:
+                waiting = bins_with_room[room]
+                group = waiting.pop()
+                taken = group[:left]
+                groups = [(taken, room - size), (group[left:], room)]
+                if not waiting:
+                    rooms.discard(room)
+            bins[by_length[placed : placed + len(taken)]] = taken
+            placed += len(taken)
+            left -= len(taken)
+            for group, remaining in groups:
+                if len(group) and remaining:
+                    bins_with_room[remaining].append(group)
+                    rooms.add(remaining)
+    return bins
+
+
+class _Rooms:
+    """A set of small numbers that finds its smallest member from some number on: bits of one integer."""
+
+    def __init__(self) -> None:
+        self._bits = 0
+
+    def add(self, number: int) -> None:
+        self._bits |= 1 << number
+
+    def discard(self, number: int) -> None:
+        self._bits &= ~(1 << number)
+
+    def smallest_from(self, number: int) -> int | None:
+        above = self._bits >> number
+        return number + (above & -above).bit_length() - 1 if above else None
+
+
+def within_groups(counts: np.ndarray) -> np.ndarray:
+    """Returns 0 … n - 1 for each n of `counts`, one group after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def expanded(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns start … start + length - 1 for each pair, one group after the other."""
+    return np.repeat(starts, lengths) + within_groups(lengths)
