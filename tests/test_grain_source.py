@@ -405,7 +405,7 @@ def test_rows_that_do_not_fit_the_config(asked, module, name, words):
 
 def test_prepared_data_has_no_fields_of_ones_own(prepared):
     config = parse_config({"data": {"path": str(prepared), "sequence_length": 32, "fields": {"value": "float32"}}})
-    with pytest.raises(ConfigError, match="data.fields: .* does not give value; only Grain datasets of rows do"):
+    with pytest.raises(ConfigError, match=r"data.fields: .* does not give value; only Grain datasets of rows do"):
         TrainingData(config, open_sources(config.data))
 
 

@@ -1,16 +1,60 @@
 """The axes of the mesh, and the settings of the mesh and of its pipeline."""
 
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import model_validator
 
 from jaxmnt.config.section import Section, key
 
-AXES = ("data", "pipeline", "fsdp", "context", "expert", "model")
-"""Mesh axes, slowest network first."""
+Split = Literal["rows", "length", "layers", "experts", "features"]
 
-WORKING_AXES = ("data", "pipeline", "fsdp", "model")
-"""Axes that this version can split over; the others must be 1."""
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of the mesh: what its devices divide among themselves. Sums over tokens, and gradients of what is whole
+    on an axis, cross those that split rows or length."""
+
+    name: str
+    splits: tuple[Split, ...]
+    gathers_weights: bool = False
+    """Whether its devices also divide the stored parameters, and gather them before use."""
+    inside_host: bool = False
+    """Whether it sends so much that it should not leave a host."""
+    parallelism: str = ""
+    """What training with it is called, where a plan compares meshes with and without it."""
+    is_available: bool = True
+    """Whether this version can split over it; else its size must be 1."""
+
+
+MESH_AXES = (
+    Axis("data", ("rows",)),
+    Axis("pipeline", ("layers",), parallelism="a pipeline"),
+    Axis("fsdp", ("rows",), gathers_weights=True),
+    Axis("context", ("length",), gathers_weights=True, inside_host=True, is_available=False),
+    Axis("expert", ("rows", "experts"), is_available=False),
+    Axis("model", ("features",), inside_host=True, parallelism="tensor parallelism"),
+)
+"""Slowest network first."""
+
+AXES = tuple(axis.name for axis in MESH_AXES)
+AVAILABLE = tuple(axis for axis in MESH_AXES if axis.is_available)
+
+
+def axes_that_split(*parts: Split) -> tuple[str, ...]:
+    """Returns the available axes that split one of these, in mesh order."""
+    return tuple(axis.name for axis in AVAILABLE if {*parts} & {*axis.splits})
+
+
+BATCH_AXES = axes_that_split("rows")
+"""Each of their devices has other rows of a batch."""
+TOKEN_AXES = axes_that_split("rows", "length")
+"""Each of their devices has other tokens of a batch."""
+GATHERING_AXES = tuple(axis.name for axis in AVAILABLE if axis.gathers_weights)
+"""The parameters are stored in pieces along these, and gathered before use."""
+REPLICA_AXES = tuple(name for name in BATCH_AXES if name not in GATHERING_AXES)
+"""Each of their devices has a whole replica of what the other axes split."""
+[STAGE_AXIS] = axes_that_split("layers")
 
 
 class Mesh(Section):
@@ -80,10 +124,11 @@ def complete_mesh(mesh: Mesh) -> Mesh:
     for axis, size in sizes.items():
         if size is not None and size != -1 and size < 1:
             raise ValueError(f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for the rest")
-        if axis not in WORKING_AXES and size != 1:
+        available = [known.name for known in AVAILABLE]
+        if axis not in available and size != 1:
             raise ValueError(
                 f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "
-                f"(working axes: {', '.join(WORKING_AXES)})"
+                f"(working axes: {', '.join(available)})"
             )
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:

@@ -1,5 +1,6 @@
 """The course of a drill: a config made small, and its starts in order."""
 
+import math
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import valid_checkpoints
 from jaxmnt.config.load import as_override, dump_config, parse_config
-from jaxmnt.config.mesh import Mesh
+from jaxmnt.config.mesh import BATCH_AXES, STAGE_AXIS, Mesh
 from jaxmnt.config.schema import Checkpoint, Config
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ConfigError, ExitCode, UserError
@@ -33,9 +34,9 @@ def shrunk(config: Config, devices: int, steps: int, cache: Path | None = None) 
     """
     mesh = _mesh(config.mesh, devices)
     sizes = mesh.sizes()
-    pieces = (sizes["pipeline"] or 1) * config.pipeline.chunks
+    pieces = sizes[STAGE_AXIS] * config.pipeline.chunks
     model, data = config.model, config.data
-    shards = devices // ((sizes["pipeline"] or 1) * (sizes["model"] or 1))
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
     small = config.model_dump()
     grains = [data.grain, *(source.grain for source in data.sources.values())]
     rows_are_given = any(grain.elements == "rows" for grain in grains)

@@ -4,12 +4,9 @@ none."""
 import math
 from collections.abc import Mapping
 
-from jaxmnt.config.mesh import Mesh
+from jaxmnt.config.mesh import BATCH_AXES, GATHERING_AXES, STAGE_AXIS, Mesh
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
-
-BATCH_AXES = ("data", "fsdp")
-"""Mesh axes that split the rows of a batch."""
 
 
 def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
@@ -54,3 +51,10 @@ def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
         )
     local = rows // shards
     return local // (config.train.microbatch_size or local)
+
+
+def without_stages(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    """A mesh on the same devices on which a model can be called: what split layers splits weights instead."""
+    into = GATHERING_AXES[0]
+    changed = {**sizes, into: sizes[into] * sizes[STAGE_AXIS], STAGE_AXIS: 1}
+    return Mesh(allow_split_hosts=mesh.allow_split_hosts).model_copy(update=changed)

@@ -19,8 +19,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxmnt.config.mesh import AXES
-from jaxmnt.parallel.sharding import BATCH_AXES, Axes, Placement, is_axes
+from jaxmnt.config.mesh import AXES, BATCH_AXES, STAGE_AXIS, TOKEN_AXES
+from jaxmnt.parallel.sharding import Axes, Placement, is_axes
 
 PROJECTED = "projected"
 """Checkpoint name of products with pieces of the length, put together."""
@@ -110,14 +110,14 @@ def reduce_gradients(
     return jax.tree.unflatten(structure, leaves)
 
 
-def sum_over_batch(tree: Any, placement: Placement) -> Any:
-    """Sums each leaf over all batch shards."""
-    return _psum(tree, BATCH_AXES, placement)
+def sum_over_tokens(tree: Any, placement: Placement) -> Any:
+    """Sums each leaf over the devices that have different tokens."""
+    return _psum(tree, TOKEN_AXES, placement)
 
 
 def sum_over_stage(tree: Any, placement: Placement) -> Any:
     """Sums each leaf over all devices of a stage."""
-    return _psum(tree, tuple(axis for axis in AXES if axis != "pipeline"), placement)
+    return _psum(tree, tuple(axis for axis in AXES if axis != STAGE_AXIS), placement)
 
 
 _BUCKET_BYTES = 25 * 2**20
@@ -154,37 +154,43 @@ def index_along(axis: str, placement: Placement) -> jax.Array:
     return jax.lax.axis_index(over) if over else jnp.int32(0)
 
 
-def gather_sequence(x_BSD: jax.Array, placement: Placement) -> jax.Array:
-    """[B, L, D] from the pieces of the length: split to replicated, the way into attention and MLP."""
-    over = placement.mesh_axes("sequence")
+def stage_index() -> jax.Array:
+    """This device's stage of the pipeline."""
+    return jax.lax.axis_index(STAGE_AXIS)
+
+
+def gather_sequence(x_BSD: jax.Array, placement: Placement, axis: str = "sequence") -> jax.Array:
+    """[B, L, D] from the pieces of the length, by the logical axis that splits it: split to replicated, the way into
+    attention and MLP."""
+    over = placement.mesh_axes(axis)
     if not over:
         return x_BSD
     gather = _with_transpose(functools.partial(_gather, over), functools.partial(_sum_and_scatter, over))
     return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
 
 
-def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str) -> jax.Array:
+def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str, axis: str = "sequence") -> jax.Array:
     """[B, S, D]: the way out. Partial to split where `split`, the logical axis that was summed over, is split; else
     replicated to split. Where the length stays whole (`whole_length`), partial to replicated."""
-    over = placement.mesh_axes("sequence")
+    over = placement.mesh_axes(axis)
     if not over:
         # What the stages of a pipeline share of the vocabulary, they sum themselves (`sum_over_stages`).
-        return _sum(x_BLD, tuple(axis for axis in placement.mesh_axes(split) if axis != "pipeline"))
+        return _sum(x_BLD, tuple(name for name in placement.mesh_axes(split) if name != STAGE_AXIS))
     if not placement.mesh_axes(split):
-        return local_shard(x_BLD, placement)
+        return local_shard(x_BLD, placement, axis)
     scatter = _with_transpose(functools.partial(_sum_and_scatter, over), functools.partial(_gather, over))
     return checkpoint_name(scatter(x_BLD), SCATTERED)
 
 
 def gather_piece_by_piece(
-    x_BSD: jax.Array, placement: Placement, work: Callable[[jax.Array], Any]
+    x_BSD: jax.Array, placement: Placement, work: Callable[[jax.Array], Any], axis: str = "sequence"
 ) -> tuple[Any, jax.Array]:
     """`work` of each piece of the length, put together along the length, and [B, L, D] itself.
 
     Each device hands the piece that it has on to the device before it, while it works on it. So nothing waits for the
     whole (Wang et al. 2023, 10.1145/3567955.3567959). Not differentiable: `models.projections` has the transposes.
     """
-    [over] = placement.mesh_axes("sequence")
+    [over] = placement.mesh_axes(axis)
     size, own = placement.sizes[over], jax.lax.axis_index(over)
     found, piece = [], x_BSD
     for step in range(size):
@@ -206,13 +212,15 @@ def gather_piece_by_piece(
     return whole
 
 
-def scatter_piece_by_piece(part: Callable[[jax.Array], jax.Array], placement: Placement) -> jax.Array:
+def scatter_piece_by_piece(
+    part: Callable[[jax.Array], jax.Array], placement: Placement, axis: str = "sequence"
+) -> jax.Array:
     """[B, S, D]: this device's piece of the length, summed over devices. `part(number)` is what one has of a piece.
 
     A sum goes from device to device until it is with whom it is for. While it is under way, each computes what it
     will add. Added up in float32, sent in the dtype of the parts. It is not differentiable.
     """
-    [over] = placement.mesh_axes("sequence")
+    [over] = placement.mesh_axes(axis)
     size, own = placement.sizes[over], jax.lax.axis_index(over)
     total = part((own + size - 1) % size)
     for step in range(1, size):
@@ -231,14 +239,14 @@ def _sum_and_scatter(over: tuple[str, ...], x_BLD: jax.Array) -> jax.Array:
     return jax.lax.psum_scatter(x_BLD, over, scatter_dimension=1, tiled=True)
 
 
-def local_shard(x_BLD: jax.Array, placement: Placement) -> jax.Array:
+def local_shard(x_BLD: jax.Array, placement: Placement, axis: str = "sequence") -> jax.Array:
     """This device's piece of the length of something that all devices have whole: replicated to split."""
-    return piece_of_length(x_BLD, index_along("sequence", placement), placement)
+    return piece_of_length(x_BLD, index_along(axis, placement), placement, axis)
 
 
-def piece_of_length(x_BLD: jax.Array, number: jax.Array, placement: Placement) -> jax.Array:
+def piece_of_length(x_BLD: jax.Array, number: jax.Array, placement: Placement, axis: str = "sequence") -> jax.Array:
     """[B, S, …]: this piece of the length, of what is at hand whole."""
-    size = x_BLD.shape[1] // placement.num_shards("sequence")
+    size = x_BLD.shape[1] // placement.num_shards(axis)
     return jax.lax.dynamic_slice_in_dim(x_BLD, number * size, size, axis=1)
 
 
@@ -263,7 +271,7 @@ def max_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
 
 def sum_over_stages(x: jax.Array, placement: Placement) -> jax.Array:
     """The sum over the pipeline's stages: partial to replicated, and so is its transpose."""
-    return _sum(x, ("pipeline",) if placement.stages > 1 else ())
+    return _sum(x, (STAGE_AXIS,) if placement.stages > 1 else ())
 
 
 def _sum(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
@@ -277,7 +285,7 @@ def only_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
     """What `stage` has, as a sum over the stages: zeros on the others."""
     if placement.stages == 1:
         return x
-    mine = jax.lax.axis_index("pipeline") == stage
+    mine = stage_index() == stage
     return jnp.where(mine, x, jnp.zeros_like(x))
 
 
@@ -292,7 +300,7 @@ def shift_stage(x: jax.Array, placement: Placement, *, forward: bool, circular: 
     stages = placement.stages
     pairs = [(stage, (stage + 1) % stages) for stage in range(stages if circular else stages - 1)]
     ahead, back = (pairs, [(b, a) for a, b in pairs])[:: 1 if forward else -1]
-    hand = lambda pairs: lambda x: jax.lax.ppermute(x, "pipeline", pairs)
+    hand = lambda pairs: lambda x: jax.lax.ppermute(x, STAGE_AXIS, pairs)
     return _with_transpose(hand(ahead), hand(back))(x)
 
 

@@ -10,10 +10,19 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.config.mesh import AXES, Mesh
+from jaxmnt.config.mesh import (
+    AXES,
+    BATCH_AXES,
+    GATHERING_AXES,
+    MESH_AXES,
+    REPLICA_AXES,
+    STAGE_AXIS,
+    Mesh,
+    axes_that_split,
+)
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.axes import BATCH_AXES, num_microbatches, resolve_sizes
+from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 
 Hosts = Callable[[jax.Device], str]
 """The name of the machine that a device is in."""
@@ -30,7 +39,7 @@ def build_mesh(
     """A mesh with all six axes over `devices` (default: all), in order of slice, host, process and device id.
 
     The last axes vary fastest, so `model` neighbours share a machine and `data` and `pipeline` span machines.
-    Axis types are Auto. Raises `ConfigError` if `model` or `context` would span machines.
+    Axis types are Auto. Raises `ConfigError` if an axis that should stay inside a machine would span several.
     """
     chosen = list(devices or jax.devices())
     host = hosts or (host_of_process if len({device.process_index for device in chosen}) > 1 else lambda _: "")
@@ -41,9 +50,9 @@ def build_mesh(
     chosen.sort(key=lambda device: (getattr(device, "slice_index", None) or 0, first[host(device)], place(device)))
     sizes = resolve_sizes(mesh, len(chosen))
     grid = np.array(chosen, dtype=object).reshape([sizes[axis] for axis in AXES])
-    for axis in ("context", "model"):
-        if sizes[axis] > 1 and not mesh.allow_split_hosts:
-            _check_inside_hosts(grid, axis, sizes[axis], host)
+    for axis in MESH_AXES:
+        if axis.inside_host and sizes[axis.name] > 1 and not mesh.allow_split_hosts:
+            _check_inside_hosts(grid, axis.name, sizes[axis.name], host)
     return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -60,17 +69,17 @@ def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host: Hosts) -> 
 RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "devices": AXES,
-    "length": (),
-    "sequence": ("model",),  # the length between layers, where norms and residuals are
-    "layers": ("pipeline",),
-    "embed": ("fsdp",),
-    "kv_embed": ("fsdp",),
-    "vocab": ("pipeline", "model"),
-    "positions": ("pipeline", "model"),  # of a learned table
-    "heads": ("model",),
-    "kv_heads": ("model",),
+    "length": axes_that_split("length"),
+    "sequence": axes_that_split("features"),  # the length between layers, where norms and residuals are
+    "layers": axes_that_split("layers"),
+    "embed": GATHERING_AXES,
+    "kv_embed": GATHERING_AXES,
+    "vocab": axes_that_split("layers", "features"),
+    "positions": axes_that_split("layers", "features"),  # of a learned table
+    "heads": axes_that_split("features"),
+    "kv_heads": axes_that_split("features"),
     "head_dim": (),
-    "mlp": ("model",),
+    "mlp": axes_that_split("features"),
     "norm": (),  # of scales: whole, and float32 where they are used
     "bias": (),
     "buffer": (),
@@ -82,12 +91,7 @@ GATHERED = ("embed", "kv_embed")
 SCALES_AND_BIASES = {"norm", "bias"}
 """Logical axes of parameters that are a small share of all, and that do not decay."""
 
-OVERRIDES: dict[str, tuple[str, ...]] = {
-    "embed": ("data", "fsdp"),
-    "heads": ("model",),
-    "kv_heads": ("model",),
-    "mlp": ("model",),
-}
+OVERRIDES = {"embed": BATCH_AXES} | {axis: RULES[axis] for axis in ("heads", "kv_heads", "mlp")}
 """What `mesh.rules` may map to which mesh axes: what the code that talks along them can do."""
 
 WHOLE_SHARE = 0.02
@@ -131,12 +135,16 @@ class Placement:
     @property
     def stages(self) -> int:
         """Pipeline stages."""
-        return self.sizes["pipeline"]
+        return self.sizes[STAGE_AXIS]
 
     @property
     def axes_of_layers(self) -> int:
         """Along how many mesh axes a layer communicates, or hands on."""
-        return sum(size > 1 for axis, size in self.sizes.items() if axis != "data")
+        return sum(size > 1 for axis, size in self.sizes.items() if axis not in REPLICA_AXES)
+
+    def local_length(self, length: int) -> int:
+        """How many tokens of a row a device has between layers."""
+        return length // self.num_shards("length") // self.num_shards("sequence")
 
     @property
     def batch_shards(self) -> int:
@@ -174,15 +182,13 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     rules["kv_embed"] = rules["embed"]
     kv_heads = config.model.num_kv_heads
     assert kv_heads
-    num_shards = mesh.shape["model"]
+    num_shards = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
     if kv_heads % num_shards or not rules["kv_heads"] or not rules["heads"]:
         # Each device needs other heads than its share: stored once over all, whole where they are used.
         rules["kv_heads"] = ()
-        if (
-            rules["heads"]
-            and config.model.hidden_size % math.prod(mesh.shape[a] for a in (*rules["embed"], "model")) == 0
-        ):
-            rules["kv_embed"] = (*rules["embed"], "model")
+        over = (*rules["embed"], *RULES["kv_heads"])
+        if rules["heads"] and config.model.hidden_size % math.prod(mesh.shape[axis] for axis in over) == 0:
+            rules["kv_embed"] = over
     placement = Placement(mesh, rules)
     _check_divides(config, placement)
     return replace(placement, overlap=_choose_overlap(config, placement))
@@ -282,7 +288,7 @@ def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
     leaves = jax.tree.leaves_with_path(abstract)
     named = jax.tree.leaves(axes, is_leaf=is_axes)
     total = sum(leaf.size for _, leaf in leaves)
-    for mesh_axis in ("fsdp", "model", "pipeline"):
+    for mesh_axis in (*GATHERING_AXES, *axes_that_split("features", "layers")):
         if placement.sizes[mesh_axis] == 1:
             continue
         whole = [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxmnt.config.mesh import AVAILABLE, STAGE_AXIS
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Guess, Plan, Search, describe
@@ -143,7 +144,7 @@ def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
 def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
     """What tensor and pipeline parallelism cost or save here."""
     found, fit = [], [guess for guess in answer.guesses if search.may_fit(guess)]
-    for axis, name in (("model", "tensor parallelism"), ("pipeline", "a pipeline")):
+    for axis, name in ((axis.name, axis.parallelism) for axis in reversed(AVAILABLE) if axis.parallelism):
         size = lambda guess, axis=axis: getattr(guess.candidate, axis)
         if getattr(best.candidate, axis) > 1:
             without = [guess for guess in fit if size(guess) == 1]
@@ -163,7 +164,7 @@ def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
             if axis in one.estimate.links
             else ""
         )
-        idle = f", and is idle for {one.estimate.bubble:.2g} s" if axis == "pipeline" else ""
+        idle = f", and is idle for {one.estimate.bubble:.2g} s" if axis == STAGE_AXIS else ""
         found.append(f"with {name} the best is {describe(one.candidate)}: {_estimated(one, best)}{waits}{idle}")
     return found
 

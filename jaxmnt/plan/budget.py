@@ -14,20 +14,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmnt.config.mesh import REPLICA_AXES, STAGE_AXIS
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
-from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, is_axes, parameter_name
+from jaxmnt.parallel.sharding import RULES, SCALES_AND_BIASES, Axes, is_axes, parameter_name
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predicted
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.timeline import Round, Timeline, play
-from jaxmnt.plan.workload import SEQUENCE_COLLECTIVES
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
 from jaxmnt.training.compile import build_spec, compile_step, measure
 from jaxmnt.training.compiler_options import GpuMemory
 from jaxmnt.training.levers import find_levers
 from jaxmnt.training.noise import small_batches
+from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes
 from jaxmnt.training.trained import names_of
@@ -55,27 +56,28 @@ def least(spec: StepSpec) -> Least:
             gathers, scatters = microbatches * uses if zero == 3 else 1, 1 if zero == 1 else microbatches
             found["all-gather", over] += gathers * stored * (num_shards - 1) * (1 if name in in_float8 else compute)
             found["reduce-scatter", over] += (name in training) * scatters * stored * (num_shards - 1) * reduce
-        if name in training and "data" in placement.replicated_axes(names):
-            found["all-reduce", "data"] += 2 * stored * reduce * (1 - 1 / shares["data"])
+        for axis in {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in training else ():
+            found["all-reduce", axis] += 2 * stored * reduce * (1 - 1 / shares[axis])
 
     rows, length, width = spec.microbatch_rows, config.data.sequence_length, config.model.hidden_size
     whole = rows * length * width * compute
-    if shares["model"] > 1:
-        part = 1 - 1 / shares["model"]
-        gathers, scatters = SEQUENCE_COLLECTIVES.get(config.train.remat, SEQUENCE_COLLECTIVES["full"])
+    over, pieces = "×".join(placement.mesh_axes("sequence")), placement.num_shards("sequence")
+    if pieces > 1:
+        part = 1 - 1 / pieces
+        gathers, scatters = layer_collectives(config.train.remat)
         widths = {group.name: len(group.pattern) for group in spec.definition.groups}
         depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
         if placement.overlap == "ring":  # the same, from device to device
-            found["collective-permute", "model"] += work * depth * (gathers + scatters) * whole * part
+            found["collective-permute", over] += work * depth * (gathers + scatters) * whole * part
             gathers = scatters = 0
         # Of the ends: the embedding's sum and its gradient, the head's input and its gradient.
-        found["all-gather", "model"] += (work * depth * gathers + 2 * microbatches) * whole * part
-        found["reduce-scatter", "model"] += (work * depth * scatters + 2 * microbatches) * whole * part
+        found["all-gather", over] += (work * depth * gathers + 2 * microbatches) * whole * part
+        found["reduce-scatter", over] += (work * depth * scatters + 2 * microbatches) * whole * part
     if stages > 1:
-        boundary = whole / shares["model"]
-        found["collective-permute", "pipeline"] += 2 * spec.schedule.ticks * boundary
+        boundary = whole / pieces
+        found["collective-permute", STAGE_AXIS] += 2 * spec.schedule.ticks * boundary
         # The ends are split over all stages: embedding, its gradient, the head's input, its gradient.
-        found["all-reduce", "pipeline"] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
+        found["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
     return dict(found)
 
 
@@ -104,10 +106,10 @@ def small(spec: StepSpec) -> float:
 
 
 def ideal_state_bytes(spec: StepSpec) -> float:
-    """Bytes of parameters and optimizer state on a device if all were split over every axis; over `data` if the rules
+    """Bytes of parameters and optimizer state on a device if all were split over every axis; over replicas if the rules
     say so."""
     state, placement = abstract_state(spec), spec.placement
-    replicas = 1 if "data" in placement.mesh_axes("embed") else placement.sizes["data"]
+    replicas = math.prod(placement.sizes[axis] for axis in REPLICA_AXES if axis not in placement.mesh_axes("embed"))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state["params"], state["optimizer"])))
     return total / (placement.mesh.size / replicas)
 
@@ -136,9 +138,10 @@ def notes(spec: StepSpec) -> list[str]:
             num_shards = placement.num_shards(axis)
             found.append(f"{key}: {extent} is padded with zeros to {placed}, which divides among {num_shards} devices")
     assert model.num_kv_heads
-    if model.num_kv_heads % placement.sizes["model"]:
+    [axis] = RULES["kv_heads"]
+    if model.num_kv_heads % placement.sizes[axis]:
         found.append(
-            f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.model {placement.sizes['model']}: "
+            f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.{axis} {placement.sizes[axis]}: "
             "their weights are stored once, and each device computes the heads that its queries need"
         )
     if spec.float8:

@@ -1,10 +1,12 @@
 """The ways in which a run can be spread over a number of GPUs, and the rule by which some are left out unseen."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmnt.config.mesh import AVAILABLE, BATCH_AXES, GATHERING_AXES, REPLICA_AXES, STAGE_AXIS, Axis
 from jaxmnt.config.schema import Config
 from jaxmnt.plan.networks import Network
 
@@ -35,11 +37,11 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        return self.data * self.pipeline * self.fsdp * self.model
+        return math.prod(self.mesh.values())
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {"data": self.data, "pipeline": self.pipeline, "fsdp": self.fsdp, "model": self.model}
+        return {axis.name: getattr(self, axis.name) for axis in AVAILABLE}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -74,34 +76,54 @@ def candidates(
     config: Config, gpus: int, network: Network, *, precisions: Sequence[str | None] = (None,), pruned: bool = True
 ) -> Iterator[Candidate]:
     """All that divide, in a fixed order. `pruned` leaves out what the rule below says cannot be best."""
-    for data, pipeline, fsdp, model in _meshes(config, gpus, network):
-        rows_of_shard, uneven = divmod(config.data.global_batch_size, data * fsdp)
+    for mesh in _meshes(config, gpus, network):
+        rows_of_shard, uneven = divmod(config.data.global_batch_size, math.prod(mesh[axis] for axis in BATCH_AXES))
         if uneven:
             continue
-        stages = (3, 2, 1) if fsdp > 1 else (3,)
-        several = CHUNKS if pipeline > 1 else (1,)
-        for rows, zero, chunks, remat, precision in itertools.product(ROWS, stages, several, REMATS, precisions):
-            if not rows_of_shard or rows_of_shard % rows or pipeline * chunks > config.model.num_layers:
+        zeros = (3, 2, 1) if any(mesh[axis] > 1 for axis in GATHERING_AXES) else (3,)
+        stages = mesh[STAGE_AXIS]
+        several = CHUNKS if stages > 1 else (1,)
+        for rows, zero, chunks, remat, precision in itertools.product(ROWS, zeros, several, REMATS, precisions):
+            if not rows_of_shard or rows_of_shard % rows or stages * chunks > config.model.num_layers:
                 continue
-            splits_hosts = model > network.devices_per_host
+            splits_hosts = any(axis.inside_host and mesh[axis.name] > network.devices_per_host for axis in AVAILABLE)
             found = Candidate(
-                data, pipeline, fsdp, model, rows, rows_of_shard // rows, chunks, remat, zero, splits_hosts, precision
-            )
+                **mesh, rows=rows, microbatches=rows_of_shard // rows, chunks=chunks, remat=remat, zero=zero,
+                splits_hosts=splits_hosts, precision=precision,
+            )  # fmt: skip
             if not (pruned and _is_hopeless(found)):
                 yield found
 
 
-def _meshes(config: Config, gpus: int, network: Network) -> Iterator[tuple[int, int, int, int]]:
-    """(data, pipeline, fsdp, model)"""
-    for model in _divisors(gpus):
-        if model > network.domain or config.model.num_heads % model or config.data.sequence_length % model:
-            continue
-        for pipeline in _divisors(gpus // model):
-            if pipeline > min(config.model.num_layers, _MOST_STAGES):
-                continue
-            for fsdp in _divisors(gpus // (model * pipeline)):
-                if config.model.hidden_size % fsdp == 0:
-                    yield gpus // (model * pipeline * fsdp), pipeline, fsdp, model
+def _meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, int]]:
+    """Sizes by axis. The axes inside a host come first, and replicas are what is left."""
+    by_kind = lambda axis: (not axis.inside_host, axis.gathers_weights)
+    searched = sorted((axis for axis in AVAILABLE if axis.name not in REPLICA_AXES), key=by_kind)
+    yield from _splits(config, network, searched, gpus, {})
+
+
+def _splits(
+    config: Config, network: Network, axes: Sequence[Axis], left: int, sizes: dict[str, int]
+) -> Iterator[dict[str, int]]:
+    """`sizes` with every size of each of `axes` that divides `left` and fits."""
+    if not axes:
+        yield {REPLICA_AXES[0]: left} | sizes
+        return
+    for size in _divisors(left):
+        if _may_split(config, network, axes[0], size):
+            yield from _splits(config, network, axes[1:], left // size, sizes | {axes[0].name: size})
+
+
+def _may_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
+    """Whether what an axis splits divides into so many parts."""
+    model = config.model
+    if axis.inside_host and size > network.domain:
+        return False
+    if axis.gathers_weights and model.hidden_size % size:
+        return False
+    if "features" in axis.splits and (model.num_heads % size or config.data.sequence_length % size):
+        return False
+    return "layers" not in axis.splits or size <= min(model.num_layers, _MOST_STAGES)
 
 
 def _is_hopeless(one: Candidate) -> bool:

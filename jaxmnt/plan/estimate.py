@@ -17,7 +17,6 @@ from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.workload import (
     AGAIN,
     PLAIN,
-    SEQUENCE_COLLECTIVES,
     Again,
     Layer,
     ModelShape,
@@ -25,6 +24,7 @@ from jaxmnt.plan.workload import (
     Scheme,
     Software,
 )
+from jaxmnt.training.remat import layer_collectives
 
 CONTENTION = 0.10
 """For a second of communication beside work, seconds by which the work takes longer: both need memory and
@@ -265,7 +265,7 @@ class _Step:
         scheme, found = self.scheme, {}
         if scheme.model > 1:
             whole = scheme.item * self.tokens * self.model.hidden
-            gathers, scatters = SEQUENCE_COLLECTIVES.get(scheme.remat, SEQUENCE_COLLECTIVES["full"])
+            gathers, scatters = layer_collectives(scheme.remat)
             if self.software.sequence_parallel:
                 seconds = gathers * self._ring("all-gather", whole, "model")
                 seconds += scatters * self._ring("reduce-scatter", whole, "model")

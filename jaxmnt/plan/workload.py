@@ -143,11 +143,6 @@ AGAIN = {
 }
 """By policy. The last two are torchtitan's selective ones: of operations, and of layers."""
 
-SEQUENCE_COLLECTIVES = {"none": (4, 4), "attention": (4, 4), "dots": (6, 4), "full": (6, 5)}
-"""Gathers and scatters of the activations over `model`, for a layer, by remat policy: two of each forward, the others
-of each backward; with dots the two gathers again; with full also the scatter between attention and MLP, and with names
-at most as much."""
-
 
 @dataclass(frozen=True)
 class Software:

@@ -18,6 +18,7 @@ not on free memory, measured rates or an instance's network. So a run and its dr
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from jaxmnt.config.mesh import GATHERING_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.plan.budget import least
@@ -124,7 +125,7 @@ def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
         return None
     mesh = spec.config.mesh
     is_auto = mesh.zero == "auto"
-    if chip is None or over != ("fsdp",):
+    if chip is None or not {*over} <= {*GATHERING_AXES}:
         kind = spec.placement.mesh.devices.flat[0].device_kind
         because = "mesh.rules for embed are not estimated" if chip else f"no data sheet of {kind} devices is known"
         counted = tuple(Stage(zero, _sent(spec, zero), None, None) for zero in STAGES)

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmnt.config.mesh import Mesh
 from jaxmnt.config.schema import Config
 from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.run_tokenizer import of_data
@@ -14,6 +13,7 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, shortened
+from jaxmnt.parallel.axes import without_stages
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES
 from jaxmnt.training.compile import Program, inference_spec
@@ -47,11 +47,7 @@ class Sampler:
         if self._place is not None or not self.wanted:
             return
         program, mesh = self._program, self._config.mesh
-        sizes = program.spec.placement.sizes
-        called_on = Mesh(
-            data=sizes["data"], fsdp=sizes["fsdp"] * sizes["pipeline"], model=sizes["model"],
-            allow_split_hosts=mesh.allow_split_hosts,
-        )  # fmt: skip
+        called_on = without_stages(mesh, program.spec.placement.sizes)
         devices = list(program.spec.placement.mesh.devices.flat)
         spec = inference_spec(self._config, self._data.vocab_size, called_on, devices)
         self._generator = Generator(spec)

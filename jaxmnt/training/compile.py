@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.config.mesh import Mesh, Pipeline, check_pipeline
+from jaxmnt.config.mesh import BATCH_AXES, STAGE_AXIS, Mesh, Pipeline, check_pipeline
 from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import batch_fields
 from jaxmnt.distributed.container import host_memory_bytes
@@ -21,9 +21,10 @@ from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.models.contract import Definition, define
 from jaxmnt.models.registry import build_family
-from jaxmnt.parallel.axes import BATCH_AXES, num_microbatches, resolve_sizes
+from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 from jaxmnt.parallel.layout import EMPTY, Dimension, Layout, padded
 from jaxmnt.parallel.sharding import (
+    RULES,
     Axes,
     Hosts,
     Placement,
@@ -181,15 +182,16 @@ def inference_spec(
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
     mesh, devices = mesh or Mesh(data=1), devices or jax.local_devices()[:1]
-    if mesh.pipeline != 1:
+    if mesh.sizes()[STAGE_AXIS] != 1:
         raise ConfigError("mesh.pipeline: a model is called without a pipeline; use fsdp and model instead")
     sizes = resolve_sizes(mesh, len(devices))
-    rows = math.prod(sizes[axis] for axis in BATCH_AXES)  # any that the mesh takes
+    # Any that the mesh takes.
+    rows, length = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, RULES["sequence"]))
     one = config.model_copy(
         update={
             "mesh": mesh,
             "pipeline": Pipeline(),
-            "data": config.data.model_copy(update={"global_batch_size": rows, "sequence_length": sizes["model"]}),
+            "data": config.data.model_copy(update={"global_batch_size": rows, "sequence_length": length}),
             "train": config.train.model_copy(update={"microbatch_size": None, "loss": None}),
             "model": config.model.model_copy(update={"attention": "xla", "overlap": "off"}),
             "optimizer": config.optimizer.model_copy(update={"offload": False}),

@@ -206,7 +206,7 @@ class _Run:
     ):
         self.spec, self.schedule, self.table = spec, schedule, Table.of(schedule)
         self.alone = schedule.stages == 1
-        self.stage = 0 if self.alone else jax.lax.axis_index("pipeline")
+        self.stage = 0 if self.alone else collectives.stage_index()
         self._row_keys = row_keys
         fold = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
         self._fields = {name: fold(field) for name, field in batch.items()}
@@ -249,7 +249,7 @@ class _Run:
     def nothing(self) -> jax.Array:
         """Zeros [B, S, D] like what stages hand to each other."""
         spec = self.spec
-        length = spec.config.data.sequence_length // spec.placement.num_shards("sequence")
+        length = spec.placement.local_length(spec.config.data.sequence_length)
         return jnp.zeros((spec.microbatch_rows, length, spec.config.model.hidden_size), spec.dtype)
 
     def entering(self, row: TickPlan, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:

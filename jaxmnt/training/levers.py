@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxmnt.config.mesh import GATHERING_AXES, REPLICA_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.sharding import is_axes
@@ -87,10 +88,12 @@ def _of_zero(spec: StepSpec) -> Iterator[tuple[str, int]]:
 def _of_meshes(spec: StepSpec) -> Iterator[tuple[str, Config]]:
     """(setting, the config with it)."""
     config, sizes = spec.config, spec.placement.sizes
-    if sizes["data"] % 2 == 0 and spec.zero == 3:
-        data, fsdp = sizes["data"] // 2, sizes["fsdp"] * 2
-        mesh = config.mesh.model_copy(update={"data": data, "fsdp": fsdp})
-        yield f"mesh.data={data} mesh.fsdp={fsdp}", config.model_copy(update={"mesh": mesh})
+    replicas, gathering = REPLICA_AXES[0], GATHERING_AXES[0]
+    if sizes[replicas] % 2 == 0 and spec.zero == 3:
+        changed = {replicas: sizes[replicas] // 2, gathering: sizes[gathering] * 2}
+        mesh = config.mesh.model_copy(update=changed)
+        setting = " ".join(f"mesh.{axis}={size}" for axis, size in changed.items())
+        yield setting, config.model_copy(update={"mesh": mesh})
 
 
 def _state_bytes(spec: StepSpec) -> int:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmnt.config.mesh import TOKEN_AXES
 from jaxmnt.models.contract import Params
-from jaxmnt.parallel.axes import BATCH_AXES
 from jaxmnt.parallel.sharding import Axes, is_axes
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.trained import select
@@ -68,12 +68,12 @@ def _apart(spec: StepSpec, names: Axes) -> frozenset[str] | None:
     """The axes of the batch along which devices have gradients of different rows, until all microbatches are done; None
     where they have parts of sums, too."""
     placement = spec.placement
-    if not set(placement.replicated_axes(names)) <= set(BATCH_AXES):
+    if not set(placement.replicated_axes(names)) <= set(TOKEN_AXES):
         return None
-    batch = frozenset(axis for axis in BATCH_AXES if placement.sizes[axis] > 1)
+    batch = frozenset(axis for axis in TOKEN_AXES if placement.sizes[axis] > 1)
     gathered = placement.gathered_axes(names)
     if gathered is None:
         return batch
     if spec.zero == 1:  # which sums over all that are gathered at the end of the step
-        return batch if set(gathered[1]) <= set(BATCH_AXES) else None
+        return batch if set(gathered[1]) <= set(TOKEN_AXES) else None
     return batch - set(gathered[1])

@@ -4,7 +4,7 @@ Shapes: B batch, L length, D model.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,29 @@ activations of a layer: layer_input [B, L / model, D], which is kept under every
 [B, L, heads, head_dim] (with its softmax statistics, so that backward does not attend again), mlp_gate and mlp_up
 [B, L, mlp], split over `model`; the outputs [B, L / model, D]; whole_sequence, the gathered inputs of attention and MLP
 [B, L, D]."""
+
+
+class LayerHalf(NamedTuple):
+    """A half of a layer: forward gathers its input over the length and scatters its output, and backward does the
+    transposes."""
+
+    output_is_used_inside: bool
+    """Whether the layer itself goes on from the output, so that a layer that is computed again scatters it again."""
+
+    def collectives(self, remat: str) -> tuple[int, int]:
+        """Returns how often a microbatch gathers and scatters here under a policy; `names` does at most so much."""
+        again = remat not in ("none", "attention")
+        return 2 + again, 2 + (again and remat != "dots" and self.output_is_used_inside)
+
+
+HALVES = {"attention": LayerHalf(True), "mlp": LayerHalf(False)}
+"""Of a layer."""
+
+
+def layer_collectives(remat: str) -> tuple[int, int]:
+    """Returns how often a microbatch gathers and scatters the activations of a layer over the length."""
+    gathers, scatters = zip(*(half.collectives(remat) for half in HALVES.values()), strict=True)
+    return sum(gathers), sum(scatters)
 
 
 def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]:

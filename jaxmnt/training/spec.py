@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from jaxmnt.config.mesh import REPLICA_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import Field
 from jaxmnt.errors import ConfigError
@@ -81,13 +82,13 @@ class StepSpec:
         return wanted and any(placement.gathered_axes(names) or self._is_copied(names) for names in each)
 
     def is_reduced_early(self, names: Axes) -> bool:
-        """Whether the gradient of a parameter with these axes is summed over `data` in the backward of the last
+        """Whether the gradient of a parameter with these axes is summed over replicas in the backward of the last
         microbatch, layer by layer, and not after it: with `prefetch` those of layers."""
         return self.prefetch and bool(names) and names[0] in self.slots and self._is_copied(names)
 
     def _is_copied(self, names: Axes) -> bool:
-        """Over `data` alone: scales are over more axes, and small."""
-        return self.placement.replicated_axes(names) == ("data",)
+        """Over replicas alone: scales are over more axes, and small."""
+        return self.placement.replicated_axes(names) == REPLICA_AXES
 
     @property
     def row_axes(self) -> dict[str, Axes]:

@@ -204,7 +204,7 @@ def _local_gradients(
     found = engine.loss_and_gradients(spec, params, buffers, batch, row_keys)
     weights = batch["weights"]
     counts = (found.sums, _targets_of(weights), jnp.sum(weights))
-    sums, tokens, weight = collectives.sum_over_batch(counts, spec.placement)
+    sums, tokens, weight = collectives.sum_over_tokens(counts, spec.placement)
     layers = collectives.sum_over_stage(found.layers, spec.placement)
     late = lambda names: not spec.is_reduced_early(names)
     gradients = collectives.reduce_gradients(
@@ -219,7 +219,7 @@ def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Ba
     schedule = build_schedule("forward", training.stages, training.microbatches, training.chunks)
     sums = engine.loss(spec, params, buffers, batch, schedule)
     tokens = _targets_of(batch["weights"])
-    return collectives.sum_over_batch((sums, tokens), spec.placement)
+    return collectives.sum_over_tokens((sums, tokens), spec.placement)
 
 
 def _targets_of(weights: jax.Array) -> jax.Array:
