@@ -31,6 +31,7 @@ from jaxmnt.training.compile import compile_program, inference_spec
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.stage import Layers, always, microbatch_rows
 from jaxmnt.training.state import abstract_state
+from jaxmnt.training.weights import LayerWeights, Weights
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +201,9 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
 
     @jax.jit
     def logits(fields):
-        embed_head, (group,) = EmbedAndHead(spec, params, whole=False), spec.definition.groups
-        layers = Layers(spec, group, params["layers"], {}, jax.numpy.arange(group.units), group.units, whole=False)
+        weights, (group,) = Weights(spec, params), spec.definition.groups
+        embed_head, order = EmbedAndHead(spec, weights), jax.numpy.arange(group.units)
+        layers = Layers(spec, group, LayerWeights(spec, group, weights), {}, order, group.units)
         return embed_head.logits(
             layers.evaluate(embed_head.embed(fields), 0, microbatch_rows(spec, fields, None), always)
         )[0]

@@ -14,13 +14,14 @@ from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
 from jaxmnt.training.loss import HeadWeights, LossChunks, LossSums, chunk_count, chunked_loss
 from jaxmnt.training.spec import Batch, StepSpec
+from jaxmnt.training.weights import Weights
 
 
 class EmbedAndHead:
-    """The ends of the model with this device's `params`, gathered when they are used unless `whole` already."""
+    """The ends of the model on this device."""
 
-    def __init__(self, spec: StepSpec, params: Params, *, whole: bool):
-        self._spec, self._params, self._whole = spec, params, whole
+    def __init__(self, spec: StepSpec, weights: Weights):
+        self._spec, self._weights = spec, weights
         self._family = spec.definition.family
 
     def embed(self, rows: Batch) -> jax.Array:
@@ -83,8 +84,4 @@ class EmbedAndHead:
     def _use(self, names: tuple[str, ...]) -> Params:
         """Float32 to autodiff, so that gradients are. The compute dtype is what crosses devices, and is multiplied:
         XLA takes the two casts for none."""
-        params, spec = {name: self._params[name] for name in names}, self._spec
-        if not self._whole:
-            axes = {name: spec.definition.axes[name] for name in names}
-            params = collectives.unshard(params, axes, spec.placement, spec.dtype)
-        return jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
+        return jax.tree.map(lambda weight: weight.astype(jnp.float32), self._weights.ends(names))

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmnt.models.contract import Params
+from jaxmnt.models.cache import Cache
+from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.parallel.collectives import index_along, max_over
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import Logits, chunk_count
 from jaxmnt.training.spec import Batch, StepSpec
-from jaxmnt.training.stage import Caching, Layers, always, microbatch_rows
+from jaxmnt.training.stage import Layers, always, microbatch_rows
+from jaxmnt.training.weights import LayerWeights, Weights
 
 _LEAST = 16
 """Lengths are rounded up to a power of two from here on, so that few programs are compiled."""
@@ -36,7 +38,7 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
     """
 
     def logits(params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
-        return EmbedAndHead(spec, params, whole=False).logits(_last_layer(spec, params, buffers, tokens_BL))
+        return EmbedAndHead(spec, Weights(spec, params)).logits(_last_layer(spec, params, buffers, tokens_BL))
 
     axes = (spec.definition.axes, spec.definition.buffer_axes)
     placed = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
@@ -58,7 +60,7 @@ def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
 
     def scores(params: Params, buffers: Params, tokens_BL: jax.Array, targets_BL: jax.Array) -> Scores:
         y_BLD = _last_layer(spec, params, buffers, tokens_BL)
-        ends = EmbedAndHead(spec, params, whole=False)
+        ends = EmbedAndHead(spec, Weights(spec, params))
         limit = spec.config.train.loss_chunk_mib
         chunks = chunk_count(targets_BL.size, spec.definition.vocab_size, spec.placement, limit)
         size = -(-targets_BL.size // chunks)
@@ -150,6 +152,13 @@ class Generator:
                 token_B, caches = following
 
 
+class Caching(NamedTuple):
+    """How keys and values are kept: in so many places, of tokens at these positions."""
+
+    places: int
+    positions_BQ: jax.Array
+
+
 class Draws(NamedTuple):
     """What random numbers depend on besides a token's position."""
 
@@ -174,7 +183,7 @@ def _begin(
         positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
         y_BLD, caches = _cached(spec, params, buffers, tokens_BL, Caching(places, positions_BL), None)
         y_B1D = jnp.take_along_axis(y_BLD, (lengths_B - 1)[:, None, None], axis=1)
-        return EmbedAndHead(spec, params, whole=False).logits(y_B1D)[:, 0], caches
+        return EmbedAndHead(spec, Weights(spec, params)).logits(y_B1D)[:, 0], caches
 
     logits_BV, caches = _generating(spec, run)(params, buffers, tokens_BL, lengths_B)
     return _sampled(spec, sampling, logits_BV, lengths_B, draws), caches
@@ -196,7 +205,7 @@ def _step(
     def run(params: Params, buffers: Params, token_B: jax.Array, positions_B: jax.Array, caches: Any) -> Any:
         caching = Caching(places, positions_B[:, None])
         y_B1D, kept = _cached(spec, params, buffers, token_B[:, None], caching, caches)
-        return EmbedAndHead(spec, params, whole=False).logits(y_B1D)[:, 0], kept
+        return EmbedAndHead(spec, Weights(spec, params)).logits(y_B1D)[:, 0], kept
 
     logits_BV, caches = _generating(spec, run)(params, buffers, token_B, positions_B, caches)
     return _sampled(spec, sampling, logits_BV, positions_B + 1, draws), caches
@@ -282,30 +291,42 @@ def _rows(tokens_BL: jax.Array, positions_BL: jax.Array) -> Batch:
 def _last_layer(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
     """The output of the last layer for rows of one document each."""
     rows = _rows(tokens_BL, jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape))
-    x_BLD = EmbedAndHead(spec, params, whole=False).embed(rows)
-    seen = microbatch_rows(spec, rows, None)
+    weights, seen = Weights(spec, params), microbatch_rows(spec, rows, None)
+    x_BLD = EmbedAndHead(spec, weights).embed(rows)
     for group in spec.definition.groups:
-        order = jnp.arange(group.units)
-        own = (params[group.name], buffers.get(group.name, {}))
-        x_BLD = Layers(spec, group, *own, order, group.units, whole=False).evaluate(x_BLD, jnp.int32(0), seen, always)
+        x_BLD = _layers(spec, group, weights, buffers).evaluate(x_BLD, jnp.int32(0), seen, always)
     return x_BLD
+
+
+def _layers(spec: StepSpec, group: LayerGroup, weights: Weights, buffers: Params) -> Layers:
+    """All units of a group, on one stage."""
+    order = jnp.arange(group.units)
+    return Layers(spec, group, LayerWeights(spec, group, weights), buffers.get(group.name, {}), order, group.units)
 
 
 def _cached(
     spec: StepSpec, params: Params, buffers: Params, tokens_BQ: jax.Array, caching: Caching, before: Any
 ) -> tuple[jax.Array, Any]:
     """The output of the last layer for new tokens, and the caches, by group."""
-    rows = _rows(tokens_BQ, caching.positions_BQ)
-    x_BQD = EmbedAndHead(spec, params, whole=False).embed(rows)
+    rows, weights = _rows(tokens_BQ, caching.positions_BQ), Weights(spec, params)
+    x_BQD = EmbedAndHead(spec, weights).embed(rows)
     family = spec.definition.family
     seen = microbatch_rows(spec, rows, None)._replace(
         positions=caching.positions_BQ, segments=None, rotary=family.rotary(caching.positions_BQ)
     )
     kept = {}
     for group in spec.definition.groups:
-        own = (params[group.name], buffers.get(group.name, {}))
-        layers = Layers(spec, group, *own, jnp.arange(group.units), group.units, whole=False)
-        x_BQD, kept[group.name] = layers.cached(x_BQD, seen, caching, None if before is None else before[group.name])
+        layers = _layers(spec, group, weights, buffers)
+        units = (jnp.arange(group.units), None if before is None else before[group.name])
+
+        def unit(x_BQD: jax.Array, scanned: tuple[jax.Array, Any], layers: Layers = layers) -> tuple[jax.Array, Any]:
+            number, kept_before = scanned
+            caches = [Cache(*caching, each) for each in kept_before or [None] * layers.places]
+            for place, cache in enumerate(caches):
+                x_BQD = layers.call(number, place, seen, x_BQD, cache).x_BSD
+            return x_BQD, [cache.kept for cache in caches]
+
+        x_BQD, kept[group.name] = jax.lax.scan(unit, x_BQD, units)
     return x_BQD, kept
 
 

@@ -14,14 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
-from jaxmnt.models.float8 import FORWARD, Noted, float8_products, noting_products, packed, power_of_two_scale, unpacked
+from jaxmnt.models.float8 import Noted, float8_products, noting_products
 from jaxmnt.models.rotary import Angles
-from jaxmnt.parallel import collectives
-from jaxmnt.parallel.collectives import unshard, unshard_as_it_is
-from jaxmnt.parallel.sharding import Axes, is_axes, unstacked
+from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.remat import Backward, Residuals, placed, rematerialise, taken
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.trained import select
+from jaxmnt.training.weights import LayerWeights, PackedLayerWeights, Weights
 
 When = Callable[[jax.Array | None, Callable[[], Any], Callable[[], Any]], Any]
 """`when(also, go, idle)` is `go()` if this tick has a microbatch and `also` is true (None is), else `idle()`."""
@@ -50,78 +49,53 @@ def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -
     return Rows(positions, rows["segments"] if apart else None, rotary, row_keys_B)
 
 
-class Caching(NamedTuple):
-    """How keys and values are kept: in so many places, of tokens at these positions."""
-
-    places: int
-    positions_BQ: jax.Array
-
-
 class Layers:
     """The layers of one group in one chunk of a stage, forward and backward.
 
-    `params`, `buffers` and `gradients` hold all of this device's units of the group, `order` says which unit of the
-    group lies in each slot (none: -1), and the chunk has `depth` slots. Weights are gathered layer by layer unless
-    they are `whole` already; with `ahead` while the layer before computes, and its gradients are reduced while the next
-    one computes: a round of the loop has communication that nothing in it waits for.
+    `buffers` and `gradients` hold all of this device's units of the group, as `weights` do; `order` says which unit of
+    the group lies in each slot (none: -1), and the chunk has `depth` slots.
     """
 
     def __init__(
         self,
         spec: StepSpec,
         group: LayerGroup,
-        params: Params,
+        weights: LayerWeights,
         buffers: Params,
         order: jax.Array,
         depth: int,
         *,
         full: bool = True,
-        whole: bool,
-        ahead: bool = False,
     ):
-        """`full` says that no slot of any stage is empty. What is gathered `ahead` is so under no condition."""
-        assert full or not ahead
-        self._spec, self._group, self._order, self._depth, self._whole = spec, group, order, depth, whole
-        self._params, self._buffers, self._full, self._ahead = params, buffers, full, ahead
-        self._axes = unstacked(spec.definition.axes[group.name])
+        """`full` says that no slot of any stage is empty."""
+        self._spec, self._group, self._order, self._depth = spec, group, order, depth
+        self._weights, self._buffers, self._full = weights, buffers, full
         self._trained_axes = unstacked(spec.trained_axes[group.name])
         groups = spec.definition.groups
         self._number = sum(other.num_layers for other in groups[: groups.index(group)])
         self._remat = lambda layer: rematerialise(layer, spec.config.train)
-        self._scales: dict[int, list[jax.Array | None]] = {}
-        """By place in the pattern, of each weight that is gathered in float8 the scale, [units]."""
         self._backwards: dict[int, Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
 
-    def with_params(self, params: Params) -> "Layers":
-        """The same with other weights, such as a copy of its own."""
+    def from_(self, weights: Weights) -> "Layers":
+        """Returns the same layers, taken from other weights."""
         other = copy.copy(self)
-        other._params = params
+        other._weights = self._weights.from_(weights)
         return other
 
     def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:
         """From now on, weights that layers multiply in float8 alone, and that are gathered."""
-        for place in range(len(self._group.pattern)):
-            stacked, axes = self._group.at(self._params, place), self._group.at(self._axes, place)
-            named = jax.tree.leaves(axes, is_leaf=is_axes)
-            wanted = [
-                multiplied and self._spec.placement.gathered_axes(names) is not None
-                for multiplied, names in zip(self._multiplied_in_float8(place, x_BSD, rows), named, strict=True)
-            ]
-            chosen = lambda each, wanted=wanted: [one for one, yes in zip(each, wanted, strict=True) if yes]
-            weights = [one.astype(self._spec.dtype) for one in chosen(jax.tree.leaves(stacked))]
-            largest = collectives.largest_of_weights(weights, chosen(named), self._spec.placement)
-            scales = iter([power_of_two_scale(one, FORWARD) for one in largest])
-            self._scales[place] = [next(scales) if yes else None for yes in wanted]
+        multiplied = {place: self._multiplied_in_float8(place, x_BSD, rows) for place in range(self.places)}
+        self._weights = PackedLayerWeights(self._weights, multiplied)
 
     @property
     def gathered_in_float8(self) -> dict[int, list[bool]]:
         """By place in the pattern, which of its parameters."""
-        return {place: [one is not None for one in scales] for place, scales in self._scales.items()}
+        return self._weights.packed if isinstance(self._weights, PackedLayerWeights) else {}
 
     def products(self, x_BSD: jax.Array, rows: Rows) -> tuple[int, int]:
         """Returns how many products of all layers are in float8, and how many there are."""
-        noted = [one for place in range(len(self._group.pattern)) for one in self._noted(place, x_BSD, rows)[1]]
+        noted = [one for place in range(self.places) for one in self._noted(place, x_BSD, rows)[1]]
         return self._group.units * sum(one.in_float8 for one in noted), self._group.units * len(noted)
 
     def _multiplied_in_float8(self, place: int, x_BSD: jax.Array, rows: Rows) -> list[bool]:
@@ -141,13 +115,13 @@ class Layers:
             products.extend(noted)
             return output.x_BSD
 
-        jax.eval_shape(look, jax.eval_shape(lambda: self._weights(jnp.int32(0), place)), x_BSD)
+        jax.eval_shape(look, jax.eval_shape(lambda: self._weights.take(jnp.int32(0), place)), x_BSD)
         return leaves, products
 
     def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
         """A place for what the forwards of `slots` microbatches leave for their backwards, [slots, depth, …], and for
         the sums of this device's layers, [units, …], stacked like its parameters."""
-        forward = lambda x: self._unit_forward(x, jnp.int32(0), rows, None)[1:3]
+        forward = lambda x: self._unit_forward(x, jnp.int32(0), rows, self._first(always))[1:3]
         jaxpr, (kept, sums) = jax.make_jaxpr(forward, return_shape=True)(x_BSD)
         units = self._order.shape[0]
         spaces = [one.memory_space for one in jaxpr.out_avals[: len(kept)]]
@@ -181,9 +155,7 @@ class Layers:
             residuals = placed(residuals, kept, slot, offset)
             return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new), ready), None
 
-        first = lambda: self._weights(jnp.int32(0), 0)
-        ready = when(None, first, first) if self._ahead else None
-        x_BSD, residuals, sums, _ = self._scan(body, (x_BSD, residuals, sums, ready))
+        x_BSD, residuals, sums, _ = self._scan(body, (x_BSD, residuals, sums, self._first(when)))
         return x_BSD, residuals, sums
 
     def backward(
@@ -194,87 +166,27 @@ class Layers:
         residuals: Residuals,
         slot: jax.Array,
         gradients: Params,
-        reduce: Callable[[Params, Params], Params],
         when: When,
         *,
         last: bool = False,
     ) -> tuple[jax.Array, Params]:
-        """The gradient of the chunk's input, and `gradients` with those of its weights, through `reduce`, added. After
-        the `last` microbatch some are summed over replicas at once (`StepSpec.is_reduced_early`).
+        """The gradient of the chunk's input, and `gradients` with those of its weights added. `last`: after this
+        microbatch no other comes.
 
         Weights are gathered again: kept from forward to backward they would be whole for all layers at once. The sum is
         outside of the condition, through which XLA would carry a copy of all of it.
         """
-        if self._ahead:
-            ahead = lambda: self._backward_ahead(x_gradient_BSD, rows, residuals, slot, gradients, reduce, last)
-            found: tuple[jax.Array, Params] = when(None, ahead, ahead)
-            return found
 
         def body(carry: tuple[jax.Array, Params], offset: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
             x_gradient_BSD, gradients = carry
             unit = chunk * self._depth + offset
-            go = lambda: self._unit_backward(x_gradient_BSD, unit, rows, taken(residuals, slot, offset), reduce)
+            go = lambda: self._unit_backward(x_gradient_BSD, unit, rows, taken(residuals, slot, offset))
             nothing = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
             x_gradient_BSD, new = when(self._filled(unit), go, nothing)
             return (x_gradient_BSD, jax.tree.map(lambda total, one: total.at[unit].add(one), gradients, new)), None
 
         end: tuple[jax.Array, Params] = self._scan(body, (x_gradient_BSD, gradients), reverse=True)
         return end
-
-    def _backward_ahead(
-        self,
-        x_gradient_BSD: jax.Array,
-        rows: Rows,
-        residuals: Residuals,
-        slot: jax.Array,
-        gradients: Params,
-        reduce: Callable[[Params, Params], Params],
-        last_microbatch: bool,
-    ) -> tuple[jax.Array, Params]:
-        """`backward`, in which a layer's gradients wait, whole, for the next round to reduce them. Those that wait for
-        the first round are zeros, of a layer that there is not: they are dropped."""
-        last = len(self._group.pattern) - 1
-
-        def add(total: Params, place: int, unit: jax.Array, waiting: Params) -> Params:
-            """With the gradients that have waited."""
-            axes = self._group.at(self._trained_axes, place)
-            if not axes:
-                return total
-            own = self._group.at(total, place)
-            new = jax.tree.map(lambda one, new: one[unit] + collectives.row_major(new), own, reduce(waiting, axes))
-            if last_microbatch:
-                new = self._summed_over_replicas(new, place)
-            added = jax.tree.map(lambda one, new: one.at[unit].set(new, mode="drop"), own, new)
-            return added if last == 0 else total | {str(place): added}
-
-        def body(carry: Any, unit: jax.Array) -> tuple[Any, None]:
-            x_gradient_BSD, gradients, ready, waiting = carry
-            kept = taken(residuals, slot, unit)
-            for place in range(last, -1, -1):
-                before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), last)
-                weights, ready = ready, self._weights(*before)
-                after = (place + 1, unit) if place < last else (0, unit + 1)
-                gradients = add(gradients, *after, waiting)
-                own, kept = self._split(kept, place)
-                found, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
-                waiting = select(found, self._group.at(self._trained_axes, place))
-            return (x_gradient_BSD, gradients, ready, waiting), None
-
-        ready = self._weights(jnp.int32(self._depth - 1), last)
-        shapes = jax.eval_shape(lambda: self._weights(jnp.int32(0), 0))
-        waiting = jax.tree.map(
-            lambda one: jnp.zeros(one.shape, one.dtype), select(shapes, self._group.at(self._trained_axes, 0))
-        )
-        start = (x_gradient_BSD, gradients, ready, waiting)
-        x_gradient_BSD, gradients, _, waiting = self._scan(body, start, reverse=True)
-        return x_gradient_BSD, add(gradients, 0, jnp.int32(0), waiting)
-
-    def _summed_over_replicas(self, gradients: Params, place: int) -> Params:
-        spec = self._spec
-        stacked = self._group.at(spec.trained_axes[self._group.name], place)
-        return collectives.reduce_gradients(
-            gradients, stacked, spec.placement, spec.reduce_dtype, spec.is_reduced_early
-        )
 
     def evaluate(self, x_BSD: jax.Array, chunk: jax.Array, rows: Rows, when: When) -> jax.Array:
         """The chunk's output alone."""
@@ -284,8 +196,8 @@ class Layers:
 
             def go() -> jax.Array:
                 x_out_BSD = x_BSD
-                for place in range(len(self._group.pattern)):
-                    arguments = self._arguments(unit, place, rows, self._weights(unit, place))
+                for place in range(self.places):
+                    arguments = self._arguments(unit, place, rows, self._weights.take(unit, place))
                     x_out_BSD = self._apply(place)(*arguments, x_out_BSD)[0][0]
                 return x_out_BSD
 
@@ -294,36 +206,23 @@ class Layers:
         end: jax.Array = self._scan(body, x_BSD)
         return end
 
-    def cached(self, x_BSD: jax.Array, rows: Rows, caching: Caching, before: Any) -> tuple[jax.Array, Any]:
-        """The output of all units for new tokens, and what their layers keep for the tokens after these: by place in
-        the pattern, [units, …]. `before` is what they kept last; None for prompts."""
+    def call(self, unit: jax.Array, place: int, rows: Rows, x_BSD: jax.Array, cache: Cache) -> LayerOutput:
+        """One layer's output for new tokens, with the keys and values of those before in `cache`."""
+        return self._call(place, *self._arguments(unit, place, rows, self._weights.take(unit, place)), x_BSD, cache)
 
-        def body(x_BSD: jax.Array, scanned: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            unit, kept_before = scanned
-            kept: list[Any] = []
-            for place in range(len(self._group.pattern)):
-                cache = Cache(*caching, None if kept_before is None else kept_before[place])
-                arguments = self._arguments(unit, place, rows, self._weights(unit, place))
-                output = self._call(place, *arguments, x_BSD, cache=cache)
-                x_BSD, kept = output.x_BSD, [*kept, cache.kept]
-            return x_BSD, kept
-
-        return jax.lax.scan(body, x_BSD, (jnp.arange(self._depth), before))
+    @property
+    def places(self) -> int:
+        """How many layers a unit has."""
+        return len(self._group.pattern)
 
     def _unit_forward(
         self, x_BSD: jax.Array, unit: jax.Array, rows: Rows, ready: Params | None
     ) -> tuple[jax.Array, Residuals, Any, Params | None]:
-        """`ready` are the weights of the unit's first layer, and of the next unit's at the end; None if they are
-        gathered when they are used."""
+        """`ready`: see `_first`."""
         kept: Residuals = []
         sums = {}
-        last = len(self._group.pattern) - 1
-        for place in range(last + 1):
-            if ready is None:
-                weights = self._weights(unit, place)
-            else:
-                after = (unit, place + 1) if place < last else (jnp.minimum(unit + 1, self._depth - 1), 0)
-                weights, ready = ready, self._weights(*after)
+        for place in range(self.places):
+            weights, ready = self._next(ready, unit, place)
             arguments = self._arguments(unit, place, rows, weights)
             (x_BSD, loss), backward, sums_of_layer = jax.vjp(
                 self._remat(self._apply(place)), *arguments, x_BSD, has_aux=True
@@ -335,21 +234,24 @@ class Layers:
             sums[str(place)] = sums_of_layer | ({} if loss is None else {"loss": jax.lax.stop_gradient(loss)})
         return x_BSD, kept, self._joined(sums), ready
 
+    def _first(self, when: When) -> Params | None:
+        """Returns the weights that are there before the first unit: none, where each comes when it is used."""
+        return None
+
+    def _next(self, ready: Params | None, unit: jax.Array, place: int) -> tuple[Params, Params | None]:
+        """Returns the weights of a layer, and those that are there before the next one."""
+        return self._weights.take(unit, place), None
+
     def _unit_backward(
-        self,
-        x_gradient_BSD: jax.Array,
-        unit: jax.Array,
-        rows: Rows,
-        kept: Residuals,
-        reduce: Callable[[Params, Params], Params],
+        self, x_gradient_BSD: jax.Array, unit: jax.Array, rows: Rows, kept: Residuals
     ) -> tuple[jax.Array, Params]:
         found = {}
-        for place in reversed(range(len(self._group.pattern))):
+        for place in reversed(range(self.places)):
             own, kept = self._split(kept, place)
-            weights = self._weights(unit, place)
+            weights = self._weights.take(unit, place)
             new, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
             if axes := self._group.at(self._trained_axes, place):
-                found[str(place)] = reduce(select(new, axes), axes)
+                found[str(place)] = self._weights.reduced(select(new, axes), axes)
         return x_gradient_BSD, self._joined(found)
 
     def _split(self, kept: Residuals, place: int) -> tuple[Residuals, Residuals]:
@@ -414,38 +316,18 @@ class Layers:
         with float8_products(spec.float8):
             return _checked(layer(x_BSD, context), x_BSD)
 
-    def _weights(self, unit: jax.Array, place: int) -> Params:
-        """A layer's, ready for use."""
-        pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
-        weights = jax.tree.map(pick, self._group.at(self._params, place))
-        if self._whole:
-            return weights
-        axes, placement, dtype = self._group.at(self._axes, place), self._spec.placement, self._spec.dtype
-        if place not in self._scales:
-            return unshard(weights, axes, placement, dtype)
-        leaves, structure = jax.tree.flatten(weights)
-
-        def whole(weight: jax.Array, scales: jax.Array | None, names: Axes) -> Any:
-            if scales is None:
-                return unshard(weight, names, placement, dtype)
-            scale = scales[unit]
-            return unpacked(unshard_as_it_is(packed(weight.astype(dtype), scale), names, placement), scale, dtype)
-
-        named = jax.tree.leaves(axes, is_leaf=is_axes)
-        return jax.tree.unflatten(structure, map(whole, leaves, self._scales[place], named))
-
     def _arguments(
         self, unit: jax.Array, place: int, rows: Rows, weights: Params
     ) -> tuple[Params, Params, jax.Array, Rows]:
         """What a layer is applied to besides x."""
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
         buffers = jax.tree.map(pick, self._group.at(self._buffers, place)) if self._buffers else {}
-        number = self._number + len(self._group.pattern) * jnp.maximum(pick(self._order), 0) + place
+        number = self._number + self.places * jnp.maximum(pick(self._order), 0) + place
         return weights, buffers, number, rows
 
     def _joined(self, by_place: dict[str, Any]) -> Any:
         """A group's tree of what there is for each place of its pattern."""
-        return by_place if len(self._group.pattern) > 1 else by_place["0"]
+        return by_place if self.places > 1 else by_place["0"]
 
     def _filled(self, unit: jax.Array) -> jax.Array | None:
         return None if self._full else self._order[unit] >= 0
