@@ -68,7 +68,7 @@ def read_jaxmnt(folder: Path) -> Any:
     from jaxmnt.distributed.identity import Identity
     from jaxmnt.huggingface.config import read_config
     from jaxmnt.huggingface.load import load_parameters
-    from jaxmnt.training.compile import inference_spec
+    from jaxmnt.training.build import inference_spec
     from jaxmnt.training.state import abstract_state
 
     tree = json.loads((folder / "config.json").read_text())

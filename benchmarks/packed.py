@@ -30,7 +30,8 @@ def temporary_bytes(length: int, target: str | None) -> int:
 
     import jax
 
-    from jaxmnt.training.compile import build_spec, compile_step
+    from jaxmnt.training.build import build_spec
+    from jaxmnt.training.compile import compile_step
     from jaxmnt.training.state import abstract_state
 
     spec = build_spec(config, 512, devices or jax.devices()[:1])

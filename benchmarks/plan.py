@@ -47,7 +47,7 @@ def planned(recipe: str, mesh: dict[str, int], rows: int, chip_name: str = "h100
     devices = gpu_devices(chip, HOSTS, DEVICES_PER_HOST)
 
     from jaxmnt.plan.budget import make_report
-    from jaxmnt.training.compile import build_spec
+    from jaxmnt.training.build import build_spec
 
     spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
     return spec, make_report(spec, lambda device: device.process_index, chip)

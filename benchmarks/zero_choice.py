@@ -56,7 +56,7 @@ def _case(
     devices = list(gpu_devices(chip, gpus // PER_HOST, PER_HOST))
     from jaxmnt.plan.budget import make_report
     from jaxmnt.plan.zero import choose_zero
-    from jaxmnt.training.compile import build_spec
+    from jaxmnt.training.build import build_spec
 
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings)
     assert config.model.vocab_size is not None

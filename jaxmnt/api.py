@@ -25,7 +25,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.run.branch import branch_points
 from jaxmnt.run.rundir import branches_of
-from jaxmnt.training.compile import inference_spec
+from jaxmnt.training.build import inference_spec
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, canonical_abstract, model_state

@@ -99,7 +99,7 @@ class Named:
 
         from jaxmnt.checkpoint.restore import restore
         from jaxmnt.distributed.identity import Identity
-        from jaxmnt.training.compile import inference_spec
+        from jaxmnt.training.build import inference_spec
         from jaxmnt.training.inference import Generator
         from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 

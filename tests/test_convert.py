@@ -31,7 +31,7 @@ from jaxmnt.models.computation import different_settings
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.train import train
-from jaxmnt.training.compile import inference_spec
+from jaxmnt.training.build import inference_spec
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.state import abstract_state
 

@@ -12,7 +12,7 @@ from jaxmnt.drill.__main__ import _may_cut, main
 from jaxmnt.drill.course import shrunk
 from jaxmnt.drill.faults import FAULTS, WITH_MORE, chosen, starts
 from jaxmnt.errors import ConfigError
-from jaxmnt.training.compile import build_spec
+from jaxmnt.training.build import build_spec
 
 
 def drill(config, tmp_path, *arguments, timeout):

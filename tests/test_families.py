@@ -23,7 +23,8 @@ from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.plan.budget import parameters
 from jaxmnt.plan.show import parameter_table
 from jaxmnt.train import train
-from jaxmnt.training.compile import build_spec, compile_program
+from jaxmnt.training.build import build_spec
+from jaxmnt.training.compile import compile_program
 from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import _updated_buffers, mean_gradients

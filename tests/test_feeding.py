@@ -27,7 +27,8 @@ from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.run.replay import replay
 from jaxmnt.run.session import Session
 from jaxmnt.train import train
-from jaxmnt.training.compile import compile_program, inference_spec
+from jaxmnt.training.build import inference_spec
+from jaxmnt.training.compile import compile_program
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.stage import Layers, always, microbatch_rows
 from jaxmnt.training.state import abstract_state

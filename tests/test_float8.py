@@ -24,7 +24,8 @@ from jaxmnt.telemetry.events import read_lines
 from jaxmnt.train import train
 from jaxmnt.training import compile as compile_module
 from jaxmnt.training import engine
-from jaxmnt.training.compile import build_spec, compile_step
+from jaxmnt.training.build import build_spec
+from jaxmnt.training.compile import compile_step
 from jaxmnt.training.state import abstract_state
 
 HOW = Float8(least=16, native=False)

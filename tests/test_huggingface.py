@@ -24,7 +24,7 @@ from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.huggingface.tensors import parts_of
 from jaxmnt.parallel.layout import map_with_axes
-from jaxmnt.training.compile import build_spec, inference_spec
+from jaxmnt.training.build import build_spec, inference_spec
 from jaxmnt.training.inference import Generator, Sampling, row_logits, row_scores
 from jaxmnt.training.loss import cross_entropy
 from jaxmnt.training.state import abstract_state, canonical_abstract

@@ -30,7 +30,7 @@ from jaxmnt.huggingface import export as exports
 from jaxmnt.huggingface.companions import fitting
 from jaxmnt.huggingface.config import read_config, write_config
 from jaxmnt.huggingface.load import load_parameters
-from jaxmnt.training.compile import inference_spec
+from jaxmnt.training.build import inference_spec
 from jaxmnt.training.inference import row_scores
 from jaxmnt.training.state import abstract_state
 

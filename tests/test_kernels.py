@@ -11,7 +11,7 @@ from jaxmnt.data.fields import FIELDS
 from jaxmnt.errors import ConfigError
 from jaxmnt.models import cudnn, kernels
 from jaxmnt.models.kernels import attend, choose_kernel
-from jaxmnt.training.compile import build_spec
+from jaxmnt.training.build import build_spec
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients
 

@@ -27,7 +27,8 @@ from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.plan.budget import notes
 from jaxmnt.training import engine
-from jaxmnt.training.compile import build_spec, compile_program, compile_step, inference_spec
+from jaxmnt.training.build import build_spec, inference_spec
+from jaxmnt.training.compile import compile_program, compile_step
 from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients

@@ -23,7 +23,8 @@ from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.show import _round
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.timeline import play
-from jaxmnt.training.compile import build_spec, compile_step
+from jaxmnt.training.build import build_spec
+from jaxmnt.training.compile import compile_step
 from jaxmnt.training.levers import find_levers, told
 from jaxmnt.training.state import abstract_state
 

@@ -32,7 +32,7 @@ from jaxmnt.plan.search import Plan, Search
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import AGAIN, Scheme, decoder
 from jaxmnt.plan.zero import choose_zero, resolve_zero
-from jaxmnt.training.compile import build_spec
+from jaxmnt.training.build import build_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = decoder(32, 4096, 32, 8, 14336, 128256)

@@ -17,7 +17,7 @@ AXES = {*mesh.AXES} - {"data", "model"}
 """Names of mesh axes that mean nothing else anywhere."""
 NAMING_AXES = {
     "config/mesh.py": "the table of axes, and the settings of the mesh",
-    "training/compile.py": "the section pipeline of the config",
+    "training/build.py": "the section pipeline of the config",
     "plan/estimate.py": "time by axis",
     "plan/shapes.py": "a mesh as numbers",
     "plan/memory.py": "the section pipeline of the config",

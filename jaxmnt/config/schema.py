@@ -209,7 +209,7 @@ class Cluster(Section):
 
 class Config(Section):
     """The whole config. Cross-key rules that need no device are checked here; the rest in
-    `training.compile.build_spec`."""
+    `training.build.build_spec`."""
 
     seed: int = key(0, "Seed of initialisation, data order and dropout.", resume="breaks", ge=0, lt=2**31)
     run: Run = Run()

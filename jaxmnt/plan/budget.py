@@ -24,7 +24,8 @@ from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.timeline import Round, Timeline, play
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
-from jaxmnt.training.compile import build_spec, compile_step, measure
+from jaxmnt.training.build import build_spec
+from jaxmnt.training.compile import compile_step, measure
 from jaxmnt.training.compiler_options import GpuMemory
 from jaxmnt.training.levers import find_levers
 from jaxmnt.training.noise import small_batches

@@ -62,7 +62,7 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
     from jaxmnt.plan.rates import rates_of
     from jaxmnt.plan.show import show
     from jaxmnt.plan.zero import resolve_zero
-    from jaxmnt.training.compile import build_spec
+    from jaxmnt.training.build import build_spec
 
     rates = None if chip is None else rates_of(chip, network)
     if calibration is not None:

@@ -16,7 +16,7 @@ from jaxmnt.config.mesh import Mesh, Pipeline
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan.workload import Layer, ModelShape, Scheme
-from jaxmnt.training.compile import build_spec
+from jaxmnt.training.build import build_spec
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state

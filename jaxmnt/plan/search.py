@@ -27,7 +27,7 @@ from jaxmnt.plan.shapes import model_shape, software_of
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme
 from jaxmnt.telemetry.progress import size
-from jaxmnt.training.compile import build_spec
+from jaxmnt.training.build import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule
 
 ROOM = 1.06

@@ -19,7 +19,7 @@ from jaxmnt.preflight.table import Row, failed, good, warning
 from jaxmnt.run.rundir import run_directories
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import size
-from jaxmnt.training.compile import build_spec
+from jaxmnt.training.build import build_spec
 from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
 
 _APPEARS_SECONDS = 5.0

@@ -16,7 +16,8 @@ from jaxmnt.errors import ConfigError, shortened
 from jaxmnt.parallel.axes import without_stages
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES
-from jaxmnt.training.compile import Program, inference_spec
+from jaxmnt.training.build import inference_spec
+from jaxmnt.training.compile import Program
 from jaxmnt.training.inference import Generator, Sampling
 from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 

@@ -46,7 +46,8 @@ from jaxmnt.telemetry.notify import Notifier
 from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
 from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, wanted_sinks
 from jaxmnt.telemetry.status_server import StatusServer
-from jaxmnt.training.compile import Program, build_spec, compile_program
+from jaxmnt.training.build import build_spec
+from jaxmnt.training.compile import Program, compile_program
 from jaxmnt.training.spec import ControlFlags, StepSpec
 
 _A_DAY_SECONDS = 86400.0

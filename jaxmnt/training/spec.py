@@ -24,6 +24,7 @@ from jaxmnt.training.loss import Loss
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
 State = dict[str, Any]
+Slots = dict[str, list[list[int | None]]]
 Batch = dict[str, jax.Array]
 
 CONTROL_AXES = ("devices", None)
@@ -38,7 +39,7 @@ class StepSpec:
     placement: Placement
     layout: Layout
     schedule: PipelineSchedule
-    slots: dict[str, list[list[int | None]]]
+    slots: Slots
     """For each group of layers, which of its units lies in each slot of each stage."""
     trained_axes: Any
     """The tree of logical axes without the parameters that do not train."""

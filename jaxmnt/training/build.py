@@ -1,0 +1,180 @@
+"""Everything about a step that is decided before anything is compiled."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+
+from jaxmnt.config.mesh import BATCH_AXES, STAGE_AXIS, Mesh, Pipeline, check_pipeline
+from jaxmnt.config.schema import Config
+from jaxmnt.data.fields import batch_fields
+from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.models.contract import Definition, define
+from jaxmnt.models.registry import build_family
+from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
+from jaxmnt.parallel.layout import EMPTY, Dimension, Layout, padded
+from jaxmnt.parallel.sharding import (
+    RULES,
+    Hosts,
+    Placement,
+    build_mesh,
+    build_placement,
+    check_whole,
+    is_axes,
+    parameter_name,
+    whole_length,
+)
+from jaxmnt.training.loss import load_loss
+from jaxmnt.training.optimizer import build_optimizer
+from jaxmnt.training.pipeline_schedule import PipelineSchedule, build_schedule, unit_slots
+from jaxmnt.training.remat import NAMES
+from jaxmnt.training.spec import Slots, StepSpec, resolve_precision
+from jaxmnt.training.state import (
+    HOST_MEMORY,
+    abstract_state,
+)
+from jaxmnt.training.trained import trained_axes
+
+
+def inference_spec(
+    config: Config, data_vocab_size: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
+) -> StepSpec:
+    """What calling a trained model takes, on one device by default. The mesh has no pipeline, and rows are whole.
+
+    Raises `ConfigError` for sizes that do not fit the mesh.
+    """
+    mesh, devices = mesh or Mesh(data=1), devices or jax.local_devices()[:1]
+    if mesh.sizes()[STAGE_AXIS] != 1:
+        raise ConfigError("mesh.pipeline: a model is called without a pipeline; use fsdp and model instead")
+    sizes = resolve_sizes(mesh, len(devices))
+    # Any that the mesh takes.
+    rows, length = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, RULES["sequence"]))
+    one = config.model_copy(
+        update={
+            "mesh": mesh,
+            "pipeline": Pipeline(),
+            "data": config.data.model_copy(update={"global_batch_size": rows, "sequence_length": length}),
+            "train": config.train.model_copy(update={"microbatch_size": None, "loss": None}),
+            "model": config.model.model_copy(update={"attention": "xla", "overlap": "off"}),
+            "optimizer": config.optimizer.model_copy(update={"offload": False}),
+        }
+    )
+    spec = build_spec(one, data_vocab_size, devices)
+    placement = whole_length(spec.placement)
+    return replace(spec, placement=placement, layout=replace(spec.layout, placement=placement))
+
+
+def build_spec(
+    config: Config, data_vocab_size: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+) -> StepSpec:
+    """Everything that is decided before anything is compiled.
+
+    Raises `ConfigError` for sizes that do not fit the mesh.
+    """
+    model, vocab = config.model, config.model.vocab_size
+    assert vocab is not None, "resolve the vocabulary first"
+    if model.max_positions is not None and config.data.sequence_length > model.max_positions:
+        raise ConfigError(
+            f"data.sequence_length: {config.data.sequence_length} must be at most model.max_positions "
+            f"({model.max_positions}), the positions that the model has learned; lower it"
+        )
+    definition = define(build_family(model, vocab))
+    stacks = [group.name for group in definition.groups]
+    placement = build_placement(config, build_mesh(config.mesh, devices, hosts), stacks)
+    schedule, slots = _plan_schedule(config, definition, placement)
+    layout = _plan_layout(config, slots, placement)
+    _check_sizes(definition, layout)
+    trained = trained_axes(definition.axes, config.optimizer.frozen)
+    optimizer, learning_rate = build_optimizer(config, trained, stacks)
+    dtype, float8, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
+    spec = StepSpec(
+        config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
+        trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, float8=float8,
+        kernel=kernel, loss=load_loss(config.train.loss), data_vocab_size=min(data_vocab_size, vocab),
+        fields=batch_fields(config.data),
+    )  # fmt: skip
+    check_whole(abstract_state(spec)["params"], definition.axes, placement)
+    _check_memory_options(config, placement)
+    if kernel == "cudnn" and (model.head_dim or 0) > 128 and is_planned(placement):
+        raise ConfigError(
+            f"model.attention: JAX compiles cuDNN's attention with heads of {model.head_dim} only where there is a "
+            "GPU; set model.attention=xla for the plan"
+        )
+    return spec
+
+
+def _plan_schedule(config: Config, definition: Definition, placement: Placement) -> tuple[PipelineSchedule, Slots]:
+    """Returns which stage computes which microbatch when, and which unit of each group lies where."""
+    stages, pipeline = placement.stages, config.pipeline
+    # One stage has nothing to schedule: a microbatch's backward follows its forward.
+    name, chunks = (pipeline.schedule, pipeline.chunks) if stages > 1 else ("1f1b", 1)
+    try:
+        check_pipeline(pipeline, stages, config.model.num_layers)
+        slots = unit_slots(definition.groups, stages, chunks, pipeline.layers if stages > 1 else None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return build_schedule(name, stages, num_microbatches(config, placement.sizes), chunks), slots
+
+
+def _plan_layout(config: Config, slots: Slots, placement: Placement) -> Layout:
+    """Returns how parameters lie on the mesh, where that differs from how they are stored."""
+    model = config.model
+    sizes = {"vocab": model.vocab_size, "mlp": model.intermediate_size, "positions": model.max_positions}
+    dimensions = {axis: padded(size or 0, placement.num_shards(axis)) for axis, size in sizes.items()}
+    for stack, stages in slots.items():
+        units = tuple(EMPTY if unit is None else unit for stage in stages for unit in stage)
+        dimensions[stack] = Dimension(units) if units != tuple(range(len(units))) else None
+    return Layout(placement, {axis: found for axis, found in dimensions.items() if found is not None})
+
+
+def _check_sizes(definition: Definition, layout: Layout) -> None:
+    """Raises `ConfigError` for the first parameter or buffer that cannot be split as its axes say."""
+    placement = layout.placement
+    arrays = (definition.abstract, definition.axes), (definition.abstract_buffers, definition.buffer_axes)
+    leaves = [
+        (parameter_name(path), leaf.shape, names)
+        for abstract, axes in arrays
+        for (path, leaf), names in zip(
+            jax.tree.leaves_with_path(abstract), jax.tree.leaves(axes, is_leaf=is_axes), strict=True
+        )
+    ]
+    for name, shape, names in leaves:
+        for size, axis in zip(shape, names, strict=True):
+            if axis in layout.dimensions:
+                expected = len(layout.dimensions[axis].canonical_slots)
+                if size != expected:
+                    raise ConfigError(
+                        f"model.family: {name} has {size} along {axis}, which is padded for this mesh and therefore "
+                        f"must be {expected}; choose sizes that divide, or another mesh"
+                    )
+            elif size % placement.num_shards(axis):
+                split = " × ".join(f"mesh.{one} {placement.sizes[one]}" for one in placement.mesh_axes(axis))
+                raise ConfigError(f"model.family: {name} has {size} along {axis}, which {split} does not divide")
+
+
+def _check_memory_options(config: Config, placement: Placement) -> None:
+    """Raises `ConfigError` for memory levers that these devices or this version do not have."""
+    train = config.train
+    for key, names in (("remat_save", train.remat_save), ("remat_offload", train.remat_offload)):
+        unknown = sorted(set(names) - set(NAMES))
+        if unknown:
+            raise ConfigError(f"train.{key}: no value is named {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
+    if train.remat == "names" and not (train.remat_save or train.remat_offload):
+        raise ConfigError(f"train.remat_save: remat names keeps what is named here; name some of {', '.join(NAMES)}")
+    if train.remat_offload and train.remat in ("none", "attention"):
+        raise ConfigError("train.remat_offload: what is kept by name needs train.remat dots, names or full; set one")
+    if train.remat_offload and placement.stages > 1:
+        raise ConfigError("train.remat_offload: a pipeline's stages keep activations on devices; leave it out")
+    if config.optimizer.offload and not (has_host_memory(placement) or is_planned(placement)):
+        raise ConfigError("optimizer.offload: these devices are not known to reach host memory; set it to false")
+
+
+def has_host_memory(placement: Placement) -> bool:
+    """Whether arrays can be kept in the memory of the devices' hosts."""
+    return placement.sharding(()).with_memory_kind(HOST_MEMORY).memory_kind == HOST_MEMORY
+
+
+def is_planned(placement: Placement) -> bool:
+    """Whether these devices are only compiled for: they have no memory at all."""
+    return not any(device.addressable_memories() for device in placement.mesh.devices.flat)
