@@ -99,8 +99,6 @@ def _left_out(summary: "Summary") -> Iterator[str]:
         yield f"left out {what}"
     for remark in summary.remarks[:5]:
         yield f"  {remark}"
-    if summary.broken:
-        yield f"beginnings kept of records left out: {summary.broken} (an error was found only while they were split)"
     if summary.split:
         yield f"split {counted(summary.split, 'document that is', 'documents that are')} too long"
     if summary.replaced:
@@ -196,7 +194,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--token-dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin token arrays (uint16)")
     add("--eval-fraction", type=float, metavar="F", help="share of documents held out (0.02, or 0 with --eval-input)")
     add("--max-document-mib", type=int, default=64, metavar="N", help="largest record, line or cell, in MiB (64)")
-    add("--long-documents", choices=("error", "split", "skip"), default="error", help="larger ones (error)")
+    add(
+        "--long-documents",
+        choices=("error", "split", "skip"),
+        default="error",
+        help="larger ones (error); JSON is not split",
+    )
     add("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
     add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8; they are then not an error")
     add("--workers", type=int, default=cores(), help="processes (one a core)")

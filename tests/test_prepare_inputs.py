@@ -16,9 +16,8 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data import tokenizer as tokenizers
 from jaxmnt.data.batches import EvaluationData, TrainingData
 from jaxmnt.data.preparation import Selection, Settings, build
-from jaxmnt.data.preparation.documents import BadRecordError, Reading
+from jaxmnt.data.preparation.documents import Reading
 from jaxmnt.data.preparation.json_lines import Lines
-from jaxmnt.data.preparation.long_text import text_in_pieces
 from jaxmnt.data.preparation.parquet_columns import columns_of
 from jaxmnt.data.preparation.part import read_array
 from jaxmnt.data.rows import make_reader
@@ -130,13 +129,19 @@ def test_a_long_document_is_an_error_or_left_out_or_split(tmp_path, kind):
     summary = prepare(path, tmp_path / "skip", reading=Reading(**reading, long_documents="skip"))
     assert summary.long == 1 and texts_of(tmp_path / "skip") == [("first", 1), ("last", 3)]
     assert open_prepared(tmp_path / "skip").manifest["left_out"]["long"] == 1
-    summary = prepare(path, tmp_path / "split", reading=Reading(**reading, long_documents="split"))
+    assert prepare(path, tmp_path / "more").documents["train"] == 3  # it is below the default
+    split = Reading(**reading, long_documents="split")
+    if kind != "parquet":
+        advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
+        with pytest.raises(ConfigError, match=rf"{where}: .* 0\.25 MiB, and a JSON record cannot be split; {advice}"):
+            prepare(path, tmp_path / "split", reading=split)
+        return
+    summary = prepare(path, tmp_path / "split", reading=split)
     found = texts_of(tmp_path / "split")
     assert summary.split == 1 and found[0] == ("first", 1) and found[-1] == ("last", 3)
     assert {record for _, record in found[1:-1]} == {2} and len(found) > 4
     assert "".join(piece for piece, _ in found[1:-1]) == text.decode()
     assert all(len(piece.encode()) <= MIB // 4 for piece, _ in found)
-    assert prepare(path, tmp_path / "more").documents["train"] == 3  # it is below the default
 
 
 def test_a_bomb_takes_no_memory(tmp_path):
@@ -227,7 +232,7 @@ def test_a_tokenizer_trained_without_long_records_is_trained_again_when_they_are
     records = [{"text": "words and words " * 400}, *({"text": f"other {number}"} for number in range(50))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in reversed(records)))
-    split = Reading(max_document=5000, long_documents="split")
+    larger = Reading(max_document=10**4)
     for name, parts_done in (("a", False), ("b", True)):
         out, given = tmp_path / name, {"train_tokenizer": 300, "part_bytes": 200}
         with pytest.raises(ConfigError, match="the record is longer"):
@@ -235,10 +240,10 @@ def test_a_tokenizer_trained_without_long_records_is_trained_again_when_they_are
         assert (out / "tokenizer.json").exists() and bool(list((out / "work").glob("part-*"))) == parts_done
         if parts_done:
             with pytest.raises(ConfigError, match="unfinished preparation with other long_documents"):
-                prepare(tmp_path / f"{name}.jsonl", out, **given, reading=split)
+                prepare(tmp_path / f"{name}.jsonl", out, **given, reading=larger)
             continue
-        prepare(tmp_path / f"{name}.jsonl", out, **given, reading=split)
-        prepare(tmp_path / f"{name}.jsonl", tmp_path / "at once", **given, reading=split)
+        prepare(tmp_path / f"{name}.jsonl", out, **given, reading=larger)
+        prepare(tmp_path / f"{name}.jsonl", tmp_path / "at once", **given, reading=larger)
         assert files_digest(out) == files_digest(tmp_path / "at once")
 
 
@@ -246,72 +251,14 @@ def files_digest(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("piece", [1, 5, 1000])
-@pytest.mark.parametrize("size", [12, 60, 10**6])
-def test_text_in_pieces_is_the_text(piece, size):
-    text = 'a "quoted" \\ back\n' + "\u00e4\u6f22\U0001f600\x7f\t" * 9 + "\\" * 7 + "\ud7ff\ue000"
-    before = {"n": [1.5e3, True, None, {"text": "no", "\\": "]}"}], "s": '\\"}{', "e": {}}
-    for ascii_only in (True, False):
-        line = json.dumps(before | {"text": text, "after": [[], 0]}, ensure_ascii=ascii_only).encode() + b"\r\n"
-        pieces = iter([line[first : first + piece] for first in range(0, len(line), piece)])
-        found = list(text_in_pieces(pieces, "text", size))
-        assert "".join(found) == text
-        assert len(found) == 1 if size == 10**6 else all(len(one.encode()) <= max(size, piece) for one in found)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"body": "x"}', "has no field text"),
-        (b'{"text": 5}', 'field "text" is a number; it must be a string'),
-        (b'["text"]', "it lacks '{' where"),
-        (b'{"text": "cut', "not valid JSON or UTF-8"),
-        (b'{"text": "\xff\xff"}', "not valid JSON or UTF-8"),
-        (b'{"text": "half \\ud800 of it, and more"}', "half of a character"),
-        (b'{"text": "x\x01y"}', "not valid JSON: Invalid control character"),
-        (b'{"text": "x"', "it lacks '}'"),
-        (b'{"text": "x"} {', "there is more behind"),
-        (b'{"text": "x", "a": 1, "text": "y"}', 'field "text" is given twice'),
-        (b'{"a": [1, [2, "text": "x"', "ends within a value"),
-        (b'{"a": ]', "ends within a value, or lacks one"),
-        (b'{"' + b"k" * 9000 + b'": 1, "text": "x"}', "name of a field is too long"),
-        (b'{"a": ' + b"[" * 10**6, "ends within a value"),
-    ],
-)
-def test_a_long_record_that_cannot_be_used(line, message):
-    for piece in (7, 10**7):
-        pieces = iter([line[first : first + piece] for first in range(0, len(line), piece)])
-        with pytest.raises(BadRecordError, match=message):
-            list(text_in_pieces(pieces, "text", 100))
-
-
-@pytest.mark.parametrize("piece", [1, 5, 1000])
-def test_what_is_odd_in_a_long_text_is_replaced_as_in_a_short_one(piece):
-    odd = [
-        b"\xff", b"\xe4\xbd", b"\xed\xa0\x80", b"\xf0\x9f\x98", b"\xc0\xaf", b"\xf4\x90\x80\x80", b"\x80", b"\xc3",
-        b"\\ud83d", b"\\ude00", b"\\ud83d\\ud83d\\ude00", b"\\uDFFF\\u0041", b"\\ud83d\\n", b"\\ud83dx",
-    ]  # fmt: skip
-    rng = np.random.default_rng(0)
-    for one in [*odd, *(b"".join(odd[n] for n in rng.integers(len(odd), size=6)) for _ in range(200))]:
-        line = b'{"a\xff": "\\ud800", "text": "ab ' + one + b"\xc3\xa4 x" + one + b'"}'
-        whole = json.loads(line.decode(errors="replace"))["text"]
-        whole = whole.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
-        counted = Counter()
-        pieces = iter([line[first : first + piece] for first in range(0, len(line), piece)])
-        found = text_in_pieces(pieces, "text", 20, lambda counted=counted: counted.update("x"))
-        assert "".join(found) == whole and counted["x"], line
-    for bad in (b'{"text": "\\x \xff and some more"}', b'{"text": "cut \xff', b'{"text": "x\x01y and some more"}'):
-        with pytest.raises(BadRecordError, match="not valid JSON"):
-            list(text_in_pieces(iter([bad]), "text", 20, lambda: None))
-
-
-def test_a_record_that_breaks_while_it_is_split_is_told_as_begun(tmp_path, capsys):
-    (tmp_path / "t.jsonl").write_bytes(b'{"text": "' + b"a" * 3 * MIB + b'\xff b"}\n{"text": "last"}\n')
-    given = ["--input", tmp_path / "t.jsonl", "--max-document-mib", 1, "--long-documents", "split", "--output"]
+def test_a_long_cell_that_is_not_utf8_is_left_out_whole_or_its_bytes_are_replaced(tmp_path, capsys):
+    write_cells(tmp_path / "t.parquet", [b"a" * 3 * MIB + b"\xff b", b"last"])
+    given = ["--input", tmp_path / "t.parquet", "--max-document-mib", 1, "--long-documents", "split", "--output"]
     assert command(*given, tmp_path / "out", "--on-error", "skip", "--eval-fraction", 0) == 0
     said = capsys.readouterr().out
-    assert "left out 1 record that cannot be used\n" in said and "beginnings kept of records left out: 1 " in said
-    assert {record for _, record in texts_of(tmp_path / "out")} == {1, 2}
+    assert "left out 1 record that cannot be used\n" in said
+    assert f"t.parquet: row 1: not valid UTF-8 at byte {3 * MIB} of text" in said
+    assert texts_of(tmp_path / "out") == [("last", 2)]
     assert command(*given, tmp_path / "replaced", "--replace-invalid", "--eval-fraction", 0) == 0
     said = capsys.readouterr().out
     assert "1 document is not valid UTF-8; the odd bytes were replaced" in said and "left out" not in said
@@ -320,10 +267,9 @@ def test_a_record_that_breaks_while_it_is_split_is_told_as_begun(tmp_path, capsy
 
 
 def test_pieces_of_a_document_are_held_out_together(tmp_path):
-    lines = [json.dumps({"text": f"{number} " * 2000}) for number in range(40)]
-    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    path = write_cells(tmp_path / "t.parquet", [f"{number} ".encode() * 2000 for number in range(40)])
     reading = Reading(max_document=2000, long_documents="split")
-    prepare(tmp_path / "t.jsonl", tmp_path / "out", reading=reading, eval_fraction=0.3)
+    prepare(path, tmp_path / "out", reading=reading, eval_fraction=0.3)
     splits = [{record for _, record in texts_of(tmp_path / "out", split)} for split in ("train", "eval")]
     assert all(splits) and not splits[0] & splits[1]
 
@@ -660,8 +606,6 @@ def test_values_of_another_kind_are_told_as_what_they_are(tmp_path):
     (tmp_path / "twice.jsonl").write_text('{"text": "a", "b": 1, "b": 1}\n{"text": "a", "text": "b"}\n')
     with pytest.raises(ConfigError, match=r'twice\.jsonl:2: field "text" is given twice with different values'):
         prepare(tmp_path / "twice.jsonl", tmp_path / "out")
-    long = iter([b'{"text": null, "more": "' + b"x" * 100 + b'"}'])
-    assert list(text_in_pieces(long, "text", 10)) == []  # as a short record, it is empty
 
 
 # -- names
@@ -807,6 +751,12 @@ def test_an_odd_header_of_an_array_is_told_in_a_line(tmp_path, header):
     with pytest.raises(ConfigError, match=r"t\.npy cannot be read as a token array: ") as caught:
         prepare(tmp_path / "t.npy", tmp_path / "out", tokenizer=None, vocab_size=10)
     assert str(caught.value).isprintable()
+
+
+def write_cells(path: Path, cells: list[bytes]) -> Path:
+    import pyarrow
+
+    return write_column(path, pyarrow.array(cells))
 
 
 def write_column(path: Path, column, name: str = "text") -> Path:

@@ -7,8 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxmnt.errors import printable
-
 
 class Segment(NamedTuple):
     """A stretch of a document."""
@@ -28,16 +26,6 @@ class BadRecordError(Exception):
         super().__init__(text)
         self.advice = advice
         """What there is to do about it besides leaving such records out."""
-
-
-def not_text(field: str, kind: str) -> BadRecordError:
-    """Returns what is said of a field that must hold text and holds something else."""
-    return BadRecordError(f'field "{printable(field)}" is {kind}; it must be a string')
-
-
-def given_twice(field: str) -> BadRecordError:
-    """Returns what is said of a field that has two values, of which a reader would take one."""
-    return BadRecordError(f'field "{printable(field[:40])}" is given twice with different values; keep one')
 
 
 def kind_of(value: Any) -> str:
@@ -107,8 +95,6 @@ class Report:
     """Documents left out because they are too long."""
     split: int = 0
     """Documents that were split because they are too long."""
-    broken: int = 0
-    """Bad records that were found out while they were split, when their beginning was given already."""
     lengths: Counter[int] = field(default_factory=Counter)
     """How many documents of token arrays have so many tokens."""
     binary: list[str] = field(default_factory=list)

@@ -6,13 +6,11 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, BinaryIO
 
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, given_twice
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
-from jaxmnt.data.preparation.long_text import text_in_pieces
-from jaxmnt.data.preparation.records import documents_of, documents_of_pieces, leave_out_long, replacing
+from jaxmnt.data.preparation.records import documents_of, leave_out_long
 from jaxmnt.errors import ConfigError, printable
 
 _BLOCK = 2**20
@@ -92,9 +90,9 @@ _NOT_BLANK = re.compile(rb"\S")
 
 
 class Lines:
-    """The lines that hold more than white space, in order; in place of one of more than `limit` bytes, its pieces.
+    """The lines that hold more than white space, in order; None in place of one of more than `limit` bytes.
 
-    What is not taken of such pieces is passed over. White space of earlier blocks that a line begins with is left out.
+    White space of earlier blocks that a line begins with is left out.
     """
 
     def __init__(self, blocks: Iterator[bytes], limit: int):
@@ -104,13 +102,13 @@ class Lines:
         """Lines so far, the present one and blank ones included."""
         self.blank = 0
 
-    def __iter__(self) -> Iterator[bytes | Iterator[bytes]]:
+    def __iter__(self) -> Iterator[bytes | None]:
         while self._find_line():
-            line = self._line()
-            yield line
-            if not isinstance(line, bytes):
-                for _ in line:
-                    pass
+            rest = self._rest_of_line()
+            yield self._joined(rest)
+            # A long line is read to its end only now: the caller may have stopped at it.
+            for _ in rest:
+                pass
 
     def _find_line(self) -> bool:
         """Goes on to where the next line begins that is not blank."""
@@ -132,14 +130,14 @@ class Lines:
                 self.blank += begun
                 return False
 
-    def _line(self) -> bytes | Iterator[bytes]:
-        pieces, size, rest = [], 0, self._rest_of_line()
-        for piece in rest:
-            pieces.append(piece)
+    def _joined(self, pieces: Iterator[bytes]) -> bytes | None:
+        line, size = [], 0
+        for piece in pieces:
+            line.append(piece)
             size += len(piece)
             if size > self._limit:
-                return chain(pieces, rest)
-        return b"".join(pieces)
+                return None
+        return b"".join(line)
 
     def _rest_of_line(self) -> Iterator[bytes]:
         while True:
@@ -183,15 +181,11 @@ def _documents(
 ) -> Iterator[Document]:
     for line in lines:
         number = lines.number
-        if isinstance(line, bytes):
-            line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 and piece.start == 0 else line
-            yield from _line(line, number, piece.file, name, reading, report)
-        elif reading.long_documents == "split" and not reading.chat:
-            odd = replacing(reading, report)
-            pieces = text_in_pieces(line, reading.text_field, reading.max_document, odd)
-            yield from documents_of_pieces(pieces, number, piece.file, name, report)
-        else:
-            leave_out_long(name(number), reading, report)
+        if line is None:
+            leave_out_long(name(number), reading, report, can_split=False)
+            continue
+        line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 and piece.start == 0 else line
+        yield from _line(line, number, piece.file, name, reading, report)
     report.records[piece.file] = lines.number
     report.empty += lines.blank
 
@@ -235,7 +229,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         for name, value in pairs:
             if repr(fields[name]) != repr(value):
-                raise given_twice(name)
+                raise BadRecordError(f'field "{printable(name[:40])}" is given twice with different values; keep one')
     return fields
 
 

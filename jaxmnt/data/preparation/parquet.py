@@ -4,17 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Piece, damaged_parquet, open_parquet
 from jaxmnt.data.preparation.parquet_columns import Column, columns_of
-from jaxmnt.data.preparation.records import (
-    documents_of,
-    documents_of_pieces,
-    leave_out_long,
-    names_of,
-    replacing,
-    what_it_holds,
-)
+from jaxmnt.data.preparation.records import documents_of, key_of, leave_out_long, names_of, what_it_holds
 from jaxmnt.data.preparation.text import whole_characters
 from jaxmnt.errors import ConfigError, printable
 
@@ -122,10 +115,10 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
                 elif size <= reading.max_document:
                     yield from documents_of(record, number, piece.file, name, reading, report)
                 elif reading.long_documents == "split" and not reading.chat:
-                    pieces = _pieces(record[reading.text_field], reading, replacing(reading, report))
-                    yield from documents_of_pieces(pieces, number, piece.file, name, report)
+                    text = record[reading.text_field]
+                    yield from _split(text, number, piece.file, name, reading, report)
                 else:
-                    leave_out_long(name(number), reading, report)
+                    leave_out_long(name(number), reading, report, can_split=not reading.chat)
     except ArrowException as error:
         raise damaged_parquet(file, error) from error
     report.records[piece.file] = rows
@@ -179,21 +172,38 @@ def _large_page(file: Input, metadata: Any, group: int, size: int) -> ConfigErro
     )
 
 
-def _pieces(text: bytes, reading: Reading, on_odd: Callable[[], None] | None) -> Iterator[str]:
-    """A long text in pieces that can be held, each of whole characters."""
+def _split(
+    text: bytes, number: int, file: int, name: Callable[[int], str], reading: Reading, report: Report
+) -> Iterator[Document]:
+    """The documents of a text that is too long, all of them held out or none."""
+    start = 0
+    try:
+        for piece in _pieces(text, reading.max_document):
+            piece.decode()
+            start += len(piece)
+    except UnicodeDecodeError as error:
+        if not reading.replace_invalid:
+            where = f"at byte {start + error.start} of {printable(reading.text_field)}"
+            report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8 {where}"))
+            return
+        report.replaced += 1
+    report.split += 1
+    key = b""
+    for piece in _pieces(text, reading.max_document):
+        segments = [Segment(piece.decode(errors="replace"))]
+        key = key or key_of(segments)
+        yield Document(file, number, key, segments)
+
+
+def _pieces(text: bytes, size: int) -> Iterator[bytes]:
+    """Cuts a text into pieces of at most this size, each of whole characters."""
     start = 0
     while start < len(text):
-        piece = text[start : start + reading.max_document]
-        piece = piece[: whole_characters(piece) or None] if start + len(piece) < len(text) else piece
+        piece = text[start : start + size]
+        if start + len(piece) < len(text):
+            piece = piece[: whole_characters(piece) or None]
         start += len(piece)
-        try:
-            decoded = piece.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if on_odd is None:
-                raise BadRecordError(f"not valid UTF-8 near byte {start} of {printable(reading.text_field)}") from error
-            on_odd()
-            decoded = piece.decode("utf-8", errors="replace")
-        yield decoded
+        yield piece
 
 
 def _records_of(batch: Any, reading: Reading) -> Iterator[tuple[Any, int]]:

@@ -307,7 +307,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
             "splits": splits, "records": {str(file): number for file, number in report.records.items()},
             "skipped": skipped, "remarks": remarks,
             "empty": report.empty, "without_targets": report.without_targets, "replaced": report.replaced,
-            "long": report.long, "split": report.split, "broken": report.broken,
+            "long": report.long, "split": report.split,
             "lengths": {str(length): number for length, number in report.lengths.items()},
             "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
         }  # fmt: skip

@@ -215,8 +215,6 @@ class Summary:
     replaced: int = 0
     long: int = 0
     split: int = 0
-    broken: int = 0
-    """Of those skipped, the ones whose beginning is in the data."""
     remarks: list[str] = field(default_factory=list)
     """What was wrong with the first records that were skipped."""
     binary_names: list[str] = field(default_factory=list)
@@ -342,7 +340,7 @@ def _summary(records: list[dict[str, Any]], splits: dict[str, Any]) -> Summary:
         {split: entry["tokens"] for split, entry in splits.items()},
     )
     for record in records:
-        for name in ("skipped", "empty", "without_targets", "binary", "replaced", "long", "split", "broken"):
+        for name in ("skipped", "empty", "without_targets", "binary", "replaced", "long", "split"):
             setattr(summary, name, getattr(summary, name) + record.get(name, 0))
         summary.remarks += record["remarks"]
         summary.binary_names += record["binary_names"]

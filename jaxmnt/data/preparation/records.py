@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.data.preparation.chat import conversation_of
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment, kind_of, not_text
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment, kind_of
 from jaxmnt.errors import printable
 
 
@@ -42,60 +42,31 @@ def documents_of(
         report.without_targets += 1
         return
     try:
-        key = _key(segments)
+        key = key_of(segments)
     except UnicodeEncodeError:  # JSON can spell halves of characters
         if not reading.replace_invalid:
             report.on_bad(BadRecordError(f"{name(number)}: holds half of a character (a lone surrogate)"))
             return
         report.replaced += 1
         segments = [segment._replace(content=_without_surrogates(segment.content)) for segment in segments]
-        key = _key(segments)
+        key = key_of(segments)
     yield Document(file, number, key, segments, end_is_target=end_is_target)
 
 
-def documents_of_pieces(
-    pieces: Iterator[str], number: int, file: int, name: Callable[[int], str], report: Report
-) -> Iterator[Document]:
-    """A record that is too long, as several documents, all of them held out or none.
-
-    What is found to be bad in its middle has given its beginning by then: to hold it back, all would have to be held.
-    """
-    key = b""
-    try:
-        for text in pieces:
-            segments = [Segment(text)]
-            report.split += not key
-            key = key or _key(segments)
-            yield Document(file, number, key, segments)
-        report.empty += not key
-    except BadRecordError as error:
-        report.on_bad(BadRecordError(f"{name(number)}: {error}"))
-        report.broken += bool(key)
-
-
-def replacing(reading: Reading, report: Report) -> Callable[[], None] | None:
-    """What a record that is split calls for every odd character that it replaces. None: they are not replaced."""
-    counted = False
-
-    def count() -> None:
-        nonlocal counted
-        report.replaced += not counted
-        counted = True
-
-    return count if reading.replace_invalid else None
-
-
-def leave_out_long(where: str, reading: Reading, report: Report) -> None:
-    """What becomes of a record that is too long and is not split."""
+def leave_out_long(where: str, reading: Reading, report: Report, can_split: bool) -> None:
+    """Counts or reports a record that is too long and is not split; `can_split` says whether its format allows that."""
     if reading.long_documents == "skip":
         report.long += 1
         return
     what = f"{where}: the record is longer than {reading.max_document / 2**20:g} MiB"
-    if reading.long_documents == "split":
+    if reading.long_documents == "error":
+        ways = "split or skip" if can_split else "skip"
+        report.on_bad(BadRecordError(what, f"to allow for it: --max-document-mib, or --long-documents {ways}"))
+    elif reading.chat:
         report.on_bad(BadRecordError(f"{what}, and a conversation cannot be split"))
     else:
-        advice = "to allow for it: --max-document-mib, or --long-documents split or skip"
-        report.on_bad(BadRecordError(what, advice))
+        advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
+        report.on_bad(BadRecordError(f"{what}, and a JSON record cannot be split", advice))
 
 
 def names_of(fields: Iterable[Any]) -> str:
@@ -104,7 +75,8 @@ def names_of(fields: Iterable[Any]) -> str:
     return ", ".join(names[:_NAMED_FIELDS]) + (" …" if len(names) > _NAMED_FIELDS else "")
 
 
-def _key(segments: list[Segment]) -> bytes:
+def key_of(segments: list[Segment]) -> bytes:
+    """Returns the digest that decides whether a document is held out."""
     digest = hashlib.sha256()
     for segment in segments:
         assert isinstance(segment.content, str)
@@ -136,5 +108,5 @@ def _text_of(record: Any, reading: Reading, report: Report) -> str:
             report.replaced += 1
             return text.decode("utf-8", errors="replace")
     if not isinstance(text, str):
-        raise not_text(field, kind_of(text))
+        raise BadRecordError(f'field "{printable(field)}" is {kind_of(text)}; it must be a string')
     return text
