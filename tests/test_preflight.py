@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import jax
+import pynvml
 import pytest
 from conftest import command
 from hypothesis import given
 from hypothesis import strategies as st
+from pretend_nvml import PretendNvml
 
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, PreflightError
@@ -40,7 +42,7 @@ def card(name, megabits, address="10.0.0.1", default=False):
 
 
 def gpu(**changed):
-    return vars(gpus.Gpu("0", "H100", "GPU-1", 81559, 0, 40, 0, [], "gen5 x16")) | changed
+    return vars(gpus.Gpu("0", 40, 0, [])) | changed
 
 
 def port(**changed):
@@ -73,16 +75,6 @@ def test_errors_of_hardware_in_the_kernels_log():
     assert gpus.parse_xids(text) == ["0000:3b:00: Xid 79"], "13 is a program's"
 
 
-def test_nvlinks_are_counted():
-    text = (
-        "GPU 0: H100 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: H100\n\t Link 0: 26.5 GB/s\n"
-    )
-    assert gpus.parse_links(text) == {"GPU 0": 1, "GPU 1": 1}
-    assert gpus.parse_links("GPU 0: L4\nNVML: Unable to retrieve NVLink information as all links are inActive\n") == {
-        "GPU 0": 0
-    }
-
-
 @pytest.mark.parametrize(
     ("check", "odd", "verdict", "words"),
     [
@@ -113,7 +105,7 @@ def test_nvlinks_are_counted():
         ("GPUs in use", {"strangers": ["77 python"]}, "failed", "by 77 python"),
         ("GPU errors", {"xids": ["0000:3b:00: Xid 79"]}, "warning", "since the driver was started"),
         ("NVLink", {"links": {"GPU 0": 17, "GPU 1": 18}}, "failed", "17 links are active, elsewhere 18"),
-        ("GPUs", {"gpus": []}, "warning", "nvidia-smi tells nothing there"),
+        ("GPUs", {"gpus": []}, "warning", "NVML tells nothing there"),
     ],
 )
 def test_the_host_that_is_not_like_the_others_is_named(check, odd, verdict, words):
@@ -167,17 +159,36 @@ def test_cards_and_ports_are_read_from_sys(tmp_path):
     assert network.fabric_ports(tmp_path / "infiniband") == [expected]
 
 
-def test_lines_of_nvidia_smi():
-    text = (
-        "0, NVIDIA H100 80GB HBM3, GPU-1, 81559, 5, 41, 0, Not Active, Not Active, Not Active, 5, 16\n"
-        "1, NVIDIA H100 80GB HBM3, GPU-2, 81559, 5, 88, 3, Active, Active, Not Active, 4, 8\n"
-        "2, NVIDIA L4, GPU-3, 23034, 5, 50, [N/A], Not Active, Not Active, Not Active, 4, 8\n"
-        "something else\n"
+def test_what_nvml_tells_of_a_host(monkeypatch):
+    nvml = PretendNvml(4)
+    one, two, _, four = nvml.gpus
+    two.celsius, two.ecc = 88, 5
+    two.reasons = (
+        pynvml.nvmlClocksEventReasonHwSlowdown
+        | pynvml.nvmlClocksEventReasonHwThermalSlowdown
+        | pynvml.nvmlClocksEventReasonSwThermalSlowdown
     )
-    one, two, three = gpus.parse_gpus(text)
-    assert (one.uncorrected_errors, one.throttled, one.pcie) == (0, [], "gen5 x16")
-    assert (two.celsius, two.uncorrected_errors, two.throttled) == (88, 3, ["slowdown", "heat"])
-    assert three.uncorrected_errors == 0
+    one.links = two.links = [1, 1, 0]
+    one.processes = {os.getpid(): "python", 10**8: "/usr/bin/nvidia-cuda-mps-server"}
+    two.processes, four.processes = {10**8 + 1: "other"}, {10**8 + 2: "elsewhere"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-1,GPU-2")
+    told = gpus.gpu_facts(nvml)
+    assert told["gpus"][:2] == [gpu(index="0", celsius=61, uncorrected_errors=3), gpu(
+        index="1", celsius=88, uncorrected_errors=5, throttled=["slowdown", "heat"]
+    )]  # fmt: skip
+    assert [one["index"] for one in told["gpus"]] == ["0", "1", "2"]
+    assert told["strangers"] == [f"{10**8 + 1} other", f"{os.getpid()} python"]
+    assert told["links"] == {"GPU 0": 2, "GPU 1": 2}
+    nvml.supported = False
+    assert {one["uncorrected_errors"] for one in gpus.gpu_facts(nvml)["gpus"]} == {0}
+    monkeypatch.setattr(gpus, "_ours", lambda pid: pid == os.getpid())
+    assert gpus.gpu_facts(nvml)["strangers"] == [f"{10**8 + 1} other"]
+
+
+def test_a_host_without_nvml_has_no_gpus():
+    nvml = PretendNvml(1)
+    nvml.nvmlInit = lambda: nvml.nvmlDeviceGetHandleByIndex(1)  # raises NVMLError
+    assert gpus.gpu_facts(nvml) == {"gpus": [], "strangers": [], "links": {}}
 
 
 def test_what_nccl_says_it_uses(tmp_path):

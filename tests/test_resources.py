@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pynvml
@@ -14,6 +13,7 @@ import pytest
 from conftest import until
 from hypothesis import given
 from hypothesis import strategies as st
+from pretend_nvml import PretendNvml
 
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.distributed import container
@@ -25,72 +25,6 @@ from jaxmnt.telemetry.nvml import BAD_REASONS, GpuReader, NvmlError
 from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler
 from jaxmnt.telemetry.slow_devices import IN_A_ROW, SlowDeviceDetector
 from jaxmnt.train import train
-
-
-class PretendNvml:
-    """As `pynvml`, with GPUs whose state tests set."""
-
-    NVMLError = pynvml.NVMLError
-
-    def __init__(self, gpus: int):
-        self.gpus = [
-            SimpleNamespace(clock=1980, load=97, milliwatts=650_000, celsius=61, reasons=0, ecc=3, uuid=f"GPU-{n}")
-            for n in range(gpus)
-        ]
-        self.xids: list[tuple[int, int]] = []
-        self.supported = True
-        self.readings = 0
-
-    def __getattr__(self, name: str):
-        return getattr(pynvml, name)  # constants; the real functions would need a driver
-
-    def nvmlInit(self): ...
-
-    def nvmlShutdown(self): ...
-
-    def nvmlDeviceGetHandleByIndex(self, number):
-        if number >= len(self.gpus):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return self.gpus[number]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        return next(gpu for gpu in self.gpus if gpu.uuid == uuid)
-
-    def nvmlDeviceGetUUID(self, gpu):
-        return gpu.uuid
-
-    def nvmlDeviceGetClockInfo(self, gpu, which):
-        self.readings += 1
-        assert which == pynvml.NVML_CLOCK_SM
-        return gpu.clock
-
-    def nvmlDeviceGetUtilizationRates(self, gpu):
-        return SimpleNamespace(gpu=gpu.load)
-
-    def nvmlDeviceGetPowerUsage(self, gpu):
-        return gpu.milliwatts
-
-    def nvmlDeviceGetTemperature(self, gpu, sensor):
-        return gpu.celsius
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu):
-        return gpu.reasons
-
-    def nvmlDeviceGetTotalEccErrors(self, gpu, kind, counter):
-        if not self.supported:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.ecc
-
-    def nvmlEventSetCreate(self):
-        return object()
-
-    def nvmlDeviceRegisterEvents(self, gpu, kinds, events): ...
-
-    def nvmlEventSetWait_v2(self, events, milliseconds):
-        if not self.xids:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-        place, xid = self.xids.pop(0)
-        return SimpleNamespace(device=self.gpus[place], eventData=xid)
 
 
 def test_the_pretend_nvml_is_like_the_real_one():

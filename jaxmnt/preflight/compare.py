@@ -212,7 +212,9 @@ def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
                 found = f"{links} links are active, elsewhere {most}"
                 rows.append(failed("NVLink", f"{host} {gpu}", found, "drain the host and have it looked at"))
         if facts["platform"] == "gpu" and not facts["gpus"]:
-            rows.append(warning("GPUs", host, "nvidia-smi tells nothing there", "see why"))
+            rows.append(
+                warning("GPUs", host, "NVML tells nothing there", "look at nvidia-smi, and install nvidia-ml-py")
+            )
     if not rows and not any(facts["gpus"] for facts in all_facts):
         return []
     return rows or [good("GPUs", everywhere(all_facts), "no memory errors, no throttling, nobody else's processes")]

@@ -78,11 +78,8 @@ def thorough() -> Facts:
         "nics": [vars(card) for card in network.cards()],
         "fabric": [vars(port) for port in network.fabric_ports()],
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
-        "gpus": [vars(gpu) for gpu in gpus.gpus()],
-        "strangers": gpus.strangers(),
         "xids": gpus.xids(),
-        "links": gpus.active_links(),
-    }
+    } | gpus.gpu_facts()
 
 
 def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
