@@ -20,7 +20,7 @@ from jaxmnt.launch.inside import Ledger, after
 from jaxmnt.run.arguments import replay_range
 from jaxmnt.run.replay import replay
 from jaxmnt.run.session import Session
-from jaxmnt.telemetry import writer
+from jaxmnt.telemetry import background, writer
 from jaxmnt.telemetry.events import Events, history, last_commit, parse, read_lines, repair
 from jaxmnt.telemetry.writer import LineWriter
 from jaxmnt.train import train
@@ -34,7 +34,7 @@ def kinds(path: Path) -> list[str]:
 def hasty(monkeypatch):
     """Waits of seconds are tenths."""
     monkeypatch.setattr(writer, "AWAITED_SECONDS", 0.5)
-    monkeypatch.setattr(writer, "_LATE_SECONDS", 0.1)
+    monkeypatch.setattr(background, "_LATE_SECONDS", 0.1)
     monkeypatch.setattr(writer, "_RETRY_SECONDS", 0.05)
 
 
@@ -78,7 +78,7 @@ def test_decisive_lines_go_first_and_are_waited_for(hasty, tmp_path):
 
 
 def test_the_queue_is_bounded_and_what_is_missing_is_counted(hasty, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(writer, "MOST_WAITING", 10)
+    monkeypatch.setattr(background, "MOST_WAITING", 10)
     path = tmp_path / "lines"
     os.mkfifo(path)
     lines = LineWriter(path, process=3)
@@ -170,7 +170,7 @@ class FillingDisk:
 
 @pytest.mark.parametrize("may_truncate", [True, False])
 def test_when_there_is_room_again_it_goes_on_with_whole_lines(hasty, tmp_path, monkeypatch, capfd, may_truncate):
-    monkeypatch.setattr(writer, "MOST_WAITING", 20)
+    monkeypatch.setattr(background, "MOST_WAITING", 20)
     if not may_truncate:
         monkeypatch.setattr(writer.os, "ftruncate", lambda *_: os.fstat(-1))
     disk, path = FillingDisk(monkeypatch, 333), tmp_path / "lines.jsonl"

@@ -8,18 +8,15 @@ left out, one that blocks loses lines when its queue is full.
 import importlib
 import importlib.util
 import re
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from jaxmnt.errors import ConfigError, nearest, remark, summary
+from jaxmnt.telemetry.background import BackgroundQueue
 
-_MOST_WAITING = 10_000
-"""Lines for one sink. Of more, the newest are dropped, and said."""
 _GATHER_SECONDS = 1.0
 """For which lines are gathered before a sink gets them."""
 _CLOSE_SECONDS = 15.0
@@ -134,81 +131,44 @@ class Sinks:
         deadline = time.monotonic() + (_CLOSE_SECONDS if patient else 1.0)
         for worker in self._workers:
             worker.end()
-        for worker in self._workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-        return not any(worker.alive for worker in self._workers)
+        ended = [worker.join(max(0.0, deadline - time.monotonic())) for worker in self._workers]
+        return all(ended)
 
 
 class _Worker:
     def __init__(self, name: str, run: SinkRun):
         self._name, self._run = name, run
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._dropped = 0
-        self._ending = self._failed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
-        self._thread.start()
+        self._records = BackgroundQueue(f"sink {name}", self._work, gather_seconds=_GATHER_SECONDS)
+        self._records.start()
+        self.put, self.end = self._records.put, self._records.end
 
-    def put(self, record: dict[str, Any]) -> None:
-        with self._changed:
-            if self._failed:
-                return
-            if len(self._waiting) < _MOST_WAITING:
-                self._waiting.append(record)
-            else:
-                self._dropped += 1
-            if len(self._waiting) == 1:
-                self._changed.notify()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
-        with self._changed:
-            left = len(self._waiting) + self._dropped
-            if self._thread.is_alive() or self._dropped:
-                remark(f"note: {self._name} lacks up to {left} lines: it took too long to write them")
+    def join(self, seconds: float) -> bool:
+        """Returns whether the sink has ended, after so many seconds at most; says what it lacks."""
+        ended = self._records.join(seconds)
+        waiting, dropped = self._records.missing()
+        if not ended or dropped:
+            remark(f"note: {self._name} lacks up to {waiting + dropped} lines: it took too long to write them")
+        return ended
 
     # In the thread.
 
-    def _work(self) -> None:
+    def _work(self, records: Iterator[dict[str, Any]]) -> None:
         sink: Sink | None = None
         try:
             sink = self._make()(self._run)
-            while (record := self._next()) is not None:
+            for record in records:
                 sink.write(record["step"], record["time"], scalars(record))
-                self._written()
             sink.close()
         except Exception as error:  # whatever a library raises, the run goes on
-            with self._changed:
-                self._failed = True
-                self._waiting.clear()
             remark(f"WARNING {self._name} gets no more of this run: {summary(error)}")
             with suppress(Exception):  # it has failed already
                 if sink is not None:
                     sink.close()
+            for _ in records:  # nobody wants the others
+                pass
 
     def _make(self) -> Callable[[SinkRun], Sink]:
         return _import(f"{_OURS}.{_CLASSES[self._name]}" if self._name in _CLASSES else self._name)
-
-    def _next(self) -> dict[str, Any] | None:
-        with self._changed:
-            if not self._waiting and not self._ending:
-                self._changed.wait_for(lambda: self._waiting or self._ending)
-                # More at a time cost the run less than each by itself.
-                self._changed.wait_for(lambda: self._ending, _GATHER_SECONDS)
-            return self._waiting[0] if self._waiting else None
-
-    def _written(self) -> None:
-        with self._changed:
-            self._waiting.popleft()
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
