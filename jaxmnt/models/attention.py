@@ -4,6 +4,7 @@ Shapes: B batch, L length, S a device's piece of the length, D model, H query he
 and G are a device's own where the `model` axis splits them.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.contract import LayerContext
-from jaxmnt.models.layers import weight
+from jaxmnt.models.layers import RMSNorm, weight
 from jaxmnt.models.projections import project_gathered, project_scattered
 from jaxmnt.models.rotary import Angles, rotate
 from jaxmnt.parallel.collectives import index_along
@@ -23,6 +24,9 @@ from jaxmnt.parallel.sharding import Placement
 
 class Attention(nnx.Module):
     """Queries, keys and values from x, causal softmax attention, and the output projection."""
+
+    query_norm: Any
+    key_norm: Any
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
         hidden, heads, kv_heads, width = (
@@ -34,6 +38,9 @@ class Attention(nnx.Module):
         self.key = weight(rngs, (hidden, kv_heads, width), ("kv_embed", "kv_heads", "head_dim"))
         self.value = weight(rngs, (hidden, kv_heads, width), ("kv_embed", "kv_heads", "head_dim"))
         self.output = weight(rngs, (heads, width, hidden), ("heads", "head_dim", "embed"), output_std)
+        if self.head_norm_offset is not None:
+            norm = functools.partial(RMSNorm, width, config.norm_epsilon, offset=self.head_norm_offset)
+            self.query_norm, self.key_norm = norm(), norm()
 
     def __call__(self, x_BSD: jax.Array, context: LayerContext) -> jax.Array:
         placement = context.placement
@@ -53,6 +60,8 @@ class Attention(nnx.Module):
 
     # What families vary.
 
+    head_norm_offset: float | None = None
+    """That of an RMSNorm on each head's query and key, whose scales all heads share; None: there is none."""
     all_keys = False
     """Whether `adjusted` is given the keys of all heads whose weights are at hand."""
 
@@ -60,7 +69,9 @@ class Attention(nnx.Module):
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: "KVHeads"
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this device's heads, before they are rotated, from the projections of x."""
-        return q_BLHK, k_BLGK, v_BLGK
+        if self.head_norm_offset is None:
+            return q_BLHK, k_BLGK, v_BLGK
+        return self.query_norm(q_BLHK), self.key_norm(k_BLGK), v_BLGK
 
     def angles(self, context: LayerContext) -> Angles | None:
         """The rotary tables for queries and keys; None: they are not rotated."""

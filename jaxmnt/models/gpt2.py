@@ -19,9 +19,8 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Family, LayerContext
 from jaxmnt.models.huggingface import HuggingFace, Setting, Tensor
 from jaxmnt.models.layers import Embedding, LayerNorm, output_std, weight
-from jaxmnt.models.llama import PreNormBlock
+from jaxmnt.models.llama import BiasedAttention, Block
 from jaxmnt.models.projections import project_gathered, project_scattered
-from jaxmnt.models.qwen2 import BiasedAttention
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel.sharding import Placement
 
@@ -103,7 +102,7 @@ def _gelu(up_BLF: jax.Array) -> jax.Array:
     return jax.nn.gelu(up_BLF, approximate=True)
 
 
-class Block(PreNormBlock):
+class GPT2Block(Block):
     """One of GPT-2's."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
@@ -159,7 +158,7 @@ class GPT2(Family):
         self.max_positions = config.max_positions
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return Block(self.config, rngs)
+        return GPT2Block(self.config, rngs)
 
     def before(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         positions = Embedding(self.max_positions, self.config.hidden_size, rngs, axis="positions")

@@ -1,55 +1,78 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971): pre-norm layers of grouped-query attention and a SwiGLU MLP.
+"""Llama (Touvron et al. 2023, arXiv:2302.13971) and the families whose layers differ from its in their attention.
 
-Shapes: B batch, S a device's piece of the length, D model.
+Mistral (Jiang et al. 2023, arXiv:2310.06825) has a window or none (`model.sliding_window`); Qwen 2 and 2.5 (Qwen Team
+2024, arXiv:2412.15115) have biases on queries, keys and values; Qwen 3 (Qwen Team 2025, arXiv:2505.09388) has an
+RMSNorm on each head's query and key, and heads whose width need not be hidden_size / num_heads.
+
+Shapes: B batch, L length, S a device's piece of the length, D model, H query heads, G key/value heads, K head width.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxmnt.config.model import Model
-from jaxmnt.models.attention import Attention
-from jaxmnt.models.contract import Family, LayerContext, LayerOutput
-from jaxmnt.models.huggingface import ENDS, LLAMA, SILU, UNBIASED, HuggingFace, common_settings
-from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
+from jaxmnt.models.attention import Attention, KVHeads
+from jaxmnt.models.contract import AttentionShape, Family, LayerContext, LayerOutput
+from jaxmnt.models.huggingface import (
+    ENDS,
+    LLAMA,
+    NORMED_HEADS,
+    SILU,
+    UNBIASED,
+    HuggingFace,
+    Setting,
+    Tensor,
+    common_settings,
+)
+from jaxmnt.models.layers import Activation, GatedMLP, RMSNorm, dropout, output_std
 
 
-class PreNormBlock(nnx.Module):
-    """A layer with a norm before its attention, and one before its MLP."""
+def _unchanged(x_BSD: jax.Array) -> jax.Array:
+    return x_BSD
 
-    attention_norm: Any
+
+class Block(nnx.Module):
+    """A layer that adds what attention makes of its input, then what a gated MLP makes of that sum."""
+
+    norms: Sequence[str] = ("attention_norm", "mlp_norm")
+    """Which of the four norms this layer has; the others change nothing."""
+    norm_offset = 0.0
+    activation: Activation = staticmethod(jax.nn.silu)
+    attention_norm: Any = staticmethod(_unchanged)
+    after_attention_norm: Any = staticmethod(_unchanged)
+    mlp_norm: Any = staticmethod(_unchanged)
+    after_mlp_norm: Any = staticmethod(_unchanged)
     attention: Any
-    mlp_norm: Any
     mlp: Any
     dropout: float
+
+    def __init__(self, config: Model, attention: Callable[[Model, float, nnx.Rngs], Attention], rngs: nnx.Rngs):
+        assert config.intermediate_size
+        std = output_std(config.num_layers)
+        for name in self.norms:
+            setattr(self, name, RMSNorm(config.hidden_size, config.norm_epsilon, offset=self.norm_offset))
+        self.attention = attention(config, std, rngs)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, std, rngs, self.activation)
+        self.dropout = config.dropout
 
     def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
         attention_keys, mlp_keys = context.keys(2)
         placement = context.placement
-        a_BSD = self.attention(self.attention_norm(x_BSD), context)
+        a_BSD = self.after_attention_norm(self.attention(self.attention_norm(x_BSD), context))
         x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, placement)
-        m_BSD = self.mlp(self.mlp_norm(x_BSD), placement)
+        m_BSD = self.after_mlp_norm(self.mlp(self.mlp_norm(x_BSD), placement))
         return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, placement))
-
-
-class Block(PreNormBlock):
-    """One of Llama's, with RMSNorm and SwiGLU."""
-
-    def __init__(self, config: Model, attention: type[Attention], rngs: nnx.Rngs):
-        assert config.intermediate_size
-        std = output_std(config.num_layers)
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.attention = attention(config, std, rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, std, rngs)
-        self.dropout = config.dropout
 
 
 class Llama(Family):
     """All layers are alike."""
 
-    attention = Attention
+    block: type[Block] = Block
+    attention: type[Attention] = Attention
     hugging_face = HuggingFace(
         "llama",
         "LlamaForCausalLM",
@@ -63,4 +86,101 @@ class Llama(Family):
     )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return Block(self.config, self.attention, rngs)
+        return self.block(self.config, self.attention, rngs)
+
+
+class WindowedAttention(Attention):
+    """Attention to the newest tokens alone."""
+
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
+        super().__init__(config, output_std, rngs)
+        self.window = config.sliding_window
+
+    def options(self) -> dict[str, Any]:
+        return {"window": self.window}
+
+
+class Mistral(Llama):
+    """All layers are alike."""
+
+    settings = ("sliding_window",)
+    attention = WindowedAttention
+    hugging_face = HuggingFace(
+        "mistral",
+        "MistralForCausalLM",
+        LLAMA,
+        ENDS,
+        common_settings(sliding_window=Setting("sliding_window")),
+        only=SILU,
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 8, "sliding_window": 4096},
+    )
+
+    def attention_shape(self, kind: str) -> AttentionShape:
+        return super().attention_shape(kind)._replace(window=self.config.sliding_window)
+
+
+BIASES = {
+    "attention.query_bias": Tensor("model.layers.{}.self_attn.q_proj.bias"),
+    "attention.key_bias": Tensor("model.layers.{}.self_attn.k_proj.bias"),
+    "attention.value_bias": Tensor("model.layers.{}.self_attn.v_proj.bias"),
+}
+
+WINDOWLESS = {"use_sliding_window": (False,)}
+UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+"""What Qwen's configs say of windows although `use_sliding_window` is false."""
+
+
+class BiasedAttention(Attention):
+    """Attention whose three projections add a bias."""
+
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
+        super().__init__(config, output_std, rngs)
+        assert config.num_kv_heads and config.head_dim
+        zeros = lambda heads, axis: nnx.Param(jnp.zeros((heads, config.head_dim), jnp.float32), axes=(axis, "bias"))
+        self.query_bias = zeros(config.num_heads, "heads")
+        self.key_bias = zeros(config.num_kv_heads, "kv_heads")
+        self.value_bias = zeros(config.num_kv_heads, "kv_heads")
+
+    def adjusted(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: KVHeads
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        key_bias_GK, value_bias_GK = (shared.own(one[...], axis=0) for one in (self.key_bias, self.value_bias))
+        return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
+
+
+class Qwen2(Llama):
+    """All layers are alike."""
+
+    attention = BiasedAttention
+    hugging_face = HuggingFace(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        LLAMA | BIASES,
+        ENDS,
+        common_settings(),
+        only=SILU | WINDOWLESS,
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32},
+        meaningless=UNUSED_WINDOW,
+    )
+
+
+class NormedAttention(Attention):
+    """Attention that normalises each head's query and key."""
+
+    head_norm_offset = 0.0
+
+
+class Qwen3(Llama):
+    """All layers are alike."""
+
+    attention = NormedAttention
+    hugging_face = HuggingFace(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        LLAMA | NORMED_HEADS,
+        ENDS,
+        common_settings(),
+        only=SILU | UNBIASED | WINDOWLESS,
+        assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128, "num_key_value_heads": 32},
+        meaningless=UNUSED_WINDOW,
+    )

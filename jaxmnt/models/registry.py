@@ -8,15 +8,15 @@ from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.contract import Family
 
 FAMILIES = {
-    "gemma2": "jaxmnt.models.gemma2.Gemma2",
-    "gemma3": "jaxmnt.models.gemma3.Gemma3",
+    "gemma2": "jaxmnt.models.gemma.Gemma2",
+    "gemma3": "jaxmnt.models.gemma.Gemma3",
     "gpt2": "jaxmnt.models.gpt2.GPT2",
     "llama": "jaxmnt.models.llama.Llama",
-    "mistral": "jaxmnt.models.mistral.Mistral",
-    "olmo2": "jaxmnt.models.olmo2.Olmo2",
-    "olmo3": "jaxmnt.models.olmo3.Olmo3",
-    "qwen2": "jaxmnt.models.qwen2.Qwen2",
-    "qwen3": "jaxmnt.models.qwen3.Qwen3",
+    "mistral": "jaxmnt.models.llama.Mistral",
+    "olmo2": "jaxmnt.models.olmo.Olmo2",
+    "olmo3": "jaxmnt.models.olmo.Olmo3",
+    "qwen2": "jaxmnt.models.llama.Qwen2",
+    "qwen3": "jaxmnt.models.llama.Qwen3",
 }
 
 OPTIONAL = (

@@ -1,10 +1,13 @@
-"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118): layers with a window and layers without alternate.
+"""Gemma 2 and the text model of Gemma 3.
 
-Each layer has a norm before and after its attention and its MLP; norms multiply by 1 + w. Embeddings are multiplied by
-the root of the width, and attention's scores and the logits are bent by soft caps. It has tied embeddings
-(`model.tie_embeddings`).
+Gemma 2 (Gemma Team 2024, arXiv:2408.00118): layers with a window and layers without alternate. Each layer has a norm
+before and after its attention and its MLP; norms multiply by 1 + w. Embeddings are multiplied by the root of the width,
+and attention's scores and the logits are bent by soft caps. It has tied embeddings (`model.tie_embeddings`).
 
-Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary, C tokens.
+Gemma 3 (Gemma Team 2025, arXiv:2503.19786): the same with an RMSNorm on each head's query and key and without soft
+caps; five layers with a window to one without, whose rotary positions have a larger base.
+
+Shapes: B batch, L length, D model, V a device's part of the vocabulary, C tokens.
 """
 
 import functools
@@ -17,10 +20,22 @@ from flax import nnx
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention
-from jaxmnt.models.contract import LayerContext, LayerOutput
-from jaxmnt.models.huggingface import ATTENTION, ENDS, MLP, UNBIASED, HuggingFace, Setting, Tensor, common_settings
-from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
-from jaxmnt.models.windows import Alternating, window
+from jaxmnt.models.contract import LayerContext
+from jaxmnt.models.huggingface import (
+    ATTENTION,
+    ENDS,
+    MLP,
+    NORMED_HEADS,
+    UNBIASED,
+    HuggingFace,
+    Setting,
+    Tensor,
+    common_settings,
+)
+from jaxmnt.models.layers import RMSNorm
+from jaxmnt.models.llama import Block
+from jaxmnt.models.rotary import Angles
+from jaxmnt.models.windows import Alternating, two_rotaries, window
 from jaxmnt.parallel.sharding import Placement
 
 NORMS = {
@@ -54,13 +69,11 @@ ASSUMED = {
     "sliding_window": 4096,
 }  # fmt: skip
 
-gelu = functools.partial(jax.nn.gelu, approximate=True)
-
 
 class GemmaAttention(Attention):
     """Attention with a soft cap, a scale of its own, and in local layers a window."""
 
-    def __init__(self, config: Model, kind: str, output_std: float, rngs: nnx.Rngs):
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
         super().__init__(config, output_std, rngs)
         self.kind, self.window = kind, window(config, kind)
         self.soft_cap, self.scale = config.attention_soft_cap, config.attention_scale
@@ -69,25 +82,12 @@ class GemmaAttention(Attention):
         return {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
 
 
-class Block(nnx.Module):
+class GemmaBlock(Block):
     """One layer with norms on both sides."""
 
-    def __init__(self, config: Model, kind: str, attention: type[GemmaAttention], rngs: nnx.Rngs):
-        assert config.intermediate_size
-        std = output_std(config.num_layers)
-        norm = functools.partial(RMSNorm, config.hidden_size, config.norm_epsilon, offset=1.0)
-        self.attention_norm, self.after_attention_norm = norm(), norm()
-        self.attention = attention(config, kind, std, rngs)
-        self.mlp_norm, self.after_mlp_norm = norm(), norm()
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, std, rngs, gelu)
-        self.dropout = config.dropout
-
-    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
-        attention_keys, mlp_keys = context.keys(2)
-        a_BSD = self.after_attention_norm(self.attention(self.attention_norm(x_BSD), context))
-        x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, context.placement)
-        m_BSD = self.after_mlp_norm(self.mlp(self.mlp_norm(x_BSD), context.placement))
-        return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, context.placement))
+    norms = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm")
+    norm_offset = 1.0
+    activation = staticmethod(functools.partial(jax.nn.gelu, approximate=True))
 
 
 class Gemma2(Alternating):
@@ -108,7 +108,7 @@ class Gemma2(Alternating):
     )
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return Block(self.config, kind, self.attention, rngs)
+        return GemmaBlock(self.config, functools.partial(self.attention, kind=kind), rngs)
 
     def after(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         return super().after(rngs) | {"norm": RMSNorm(self.config.hidden_size, self.config.norm_epsilon, offset=1.0)}
@@ -127,3 +127,43 @@ class Gemma2(Alternating):
     def finish_logits(self, ends: dict[str, Any], logits_CV: jax.Array) -> jax.Array:
         cap = self.config.logit_soft_cap
         return logits_CV if cap is None else cap * jnp.tanh(logits_CV / cap)
+
+
+class Gemma3Attention(GemmaAttention):
+    """Gemma 2's with a norm on each head's query and key, and rotary positions of its kind."""
+
+    head_norm_offset = 1.0
+
+    def angles(self, context: LayerContext) -> Angles:
+        return context.rotary[self.kind]
+
+
+class Gemma3(Gemma2):
+    """Five layers with a window, then one without; what is left of six at the end has windows."""
+
+    settings: Sequence[str] = (*Gemma2.settings, "local_rope_theta")
+    pattern_length = 6
+    attention = Gemma3Attention
+    hugging_face = HuggingFace(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        ATTENTION | NORMED_HEADS | MLP | NORMS,
+        ENDS,
+        {key: setting for key, setting in SETTINGS.items() if key != "attn_logit_softcapping"},
+        # transformers 5.23 keeps this key and computes without it.
+        only=ONLY | {"attn_logit_softcapping": (None,)},
+        assumed=ASSUMED
+        | {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
+        | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
+        renamed={
+            "language_model.model.": "model.",
+            "model.language_model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+        },
+        left_out=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+        reads_pattern=True,
+        nested=("gemma3", "text_config"),
+    )
+
+    def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
+        return two_rotaries(self.config, positions_BL)

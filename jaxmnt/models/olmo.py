@@ -1,10 +1,15 @@
-"""OLMo 2 (OLMo Team 2024, arXiv:2501.00656): norms after attention and MLP, and an RMSNorm over all heads of the
-queries, and over all of the keys.
+"""OLMo 2 and 3.
 
-Shapes: B batch, L length, S a device's piece of the length, D model, H query heads, G key/value heads, K head width.
+OLMo 2 (OLMo Team 2024, arXiv:2501.00656): norms after attention and MLP, and an RMSNorm over all heads of the queries,
+and over all of the keys. OLMo 3 (OLMo Team 2025): the same layers, three with a window to one without, whose rotary
+positions alone are stretched.
+
+Shapes: B batch, L length, H query heads, G key/value heads, K head width.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +17,7 @@ from flax import nnx
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention, KVHeads
-from jaxmnt.models.contract import LayerContext, LayerOutput
+from jaxmnt.models.contract import LayerContext
 from jaxmnt.models.huggingface import (
     ATTENTION,
     ENDS,
@@ -21,11 +26,13 @@ from jaxmnt.models.huggingface import (
     SILU,
     UNBIASED,
     HuggingFace,
+    Setting,
     Tensor,
     common_settings,
 )
-from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
-from jaxmnt.models.llama import Llama
+from jaxmnt.models.llama import Block, Llama
+from jaxmnt.models.rotary import Angles
+from jaxmnt.models.windows import Alternating, two_rotaries, window
 from jaxmnt.parallel.collectives import sum_over
 from jaxmnt.parallel.sharding import Placement
 
@@ -105,28 +112,17 @@ class OlmoAttention(Attention):
         return q_BLHK, shared.own(self.key_norm(k_BLGK, shared.placement), axis=2), v_BLGK
 
 
-class Block(nnx.Module):
+class OlmoBlock(Block):
     """One layer, with norms after attention and MLP and none before."""
 
-    def __init__(self, config: Model, attention: Attention, output_std: float, rngs: nnx.Rngs):
-        assert config.intermediate_size
-        self.attention = attention
-        self.after_attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, output_std, rngs)
-        self.after_mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.dropout = config.dropout
-
-    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
-        attention_keys, mlp_keys = context.keys(2)
-        a_BSD = self.after_attention_norm(self.attention(x_BSD, context))
-        x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, context.placement)
-        m_BSD = self.after_mlp_norm(self.mlp(x_BSD, context.placement))
-        return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, context.placement))
+    norms = ("after_attention_norm", "after_mlp_norm")
 
 
 class Olmo2(Llama):
     """All layers are alike."""
 
+    block = OlmoBlock
+    attention = OlmoAttention
     hugging_face = HuggingFace(
         "olmo2",
         "Olmo2ForCausalLM",
@@ -137,6 +133,38 @@ class Olmo2(Llama):
         assumed={"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     )
 
+
+class WindowedAttention(OlmoAttention):
+    """OLMo 2's attention, in local layers with a window."""
+
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
+        super().__init__(config, output_std, rngs)
+        self.kind, self.window = kind, window(config, kind)
+
+    def angles(self, context: LayerContext) -> Angles:
+        return context.rotary[self.kind]
+
+    def options(self) -> dict[str, Any]:
+        return {"window": self.window}
+
+
+class Olmo3(Alternating):
+    """Three layers with a window, then one without."""
+
+    settings: Sequence[str] = (*Alternating.settings, "local_rope_theta")
+    pattern_length = 4
+    hugging_face = HuggingFace(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        LAYER,
+        ENDS,
+        common_settings(sliding_window=Setting("sliding_window")),
+        only=SILU | UNBIASED,
+        assumed={"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": 4096, "rope_theta": 500000.0},
+    )
+
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        std = output_std(self.config.num_layers)
-        return Block(self.config, OlmoAttention(self.config, std, rngs), std, rngs)
+        return OlmoBlock(self.config, functools.partial(WindowedAttention, kind=kind), rngs)
+
+    def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
+        return two_rotaries(self.config, positions_BL)
