@@ -153,15 +153,17 @@ def test_a_setting_by_another_name_gets_the_right_one(tmp_path, typed, meant):
 
 def test_the_table_of_names_is_sound():
     from jaxmnt.config.explain import field_of, section_fields
-    from jaxmnt.config.synonyms import _NAMES, SECTIONS
+    from jaxmnt.config.synonyms import table
 
-    names = [name for text in _NAMES.values() for name in text.split()]
-    assert len(names) == len(set(names))
-    for meant, text in _NAMES.items():
-        assert field_of(meant.key) is not None, meant
-        own = section_fields([meant.key.partition(".")[0]]) or {}
-        assert not own.keys() & set(text.split()), meant
-    assert all(section_fields([section]) for section in SECTIONS.values())
+    settings, sections = table()["settings"], table()["sections"]
+    for entries in (settings, [{"names": text} for text in sections.values()]):
+        names = [name for entry in entries for name in entry["names"].split()]
+        assert len(names) == len(set(names))
+    for entry in settings:
+        assert set(entry) - {"note"} == {"key", "names"} and field_of(entry["key"]) is not None, entry
+        own = section_fields([entry["key"].partition(".")[0]]) or {}
+        assert not own.keys() & set(entry["names"].split()), entry
+    assert all(section_fields([section]) for section in sections)
 
 
 @pytest.mark.parametrize("text", ["train: {steps: 1e3}", "train: {steps: 1.0e+3}", "train: {steps: 1000.0}"])

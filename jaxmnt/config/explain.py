@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxmnt.config.schema import Config
-from jaxmnt.config.synonyms import SECTIONS, setting_for
+from jaxmnt.config.synonyms import section_for, setting_for
 from jaxmnt.errors import nearest, printable, shortened
 
 
@@ -223,7 +223,7 @@ def _suggestion(dotted: str, value: Any) -> str:
 def _section_suggestion(name: str, inner: str, known: list[str]) -> str:
     """Of a section that is none, whose first key is `inner`."""
     hint = nearest(name, known)
-    section = hint.removeprefix("did you mean ").rstrip("?") if hint.startswith("did you mean") else SECTIONS.get(name)
+    section = hint.removeprefix("did you mean ").rstrip("?") if hint.startswith("did you mean") else section_for(name)
     if section and inner in (section_fields([section]) or {}):
         return f"did you mean {section}.{inner}?"
     if meant := setting_for(inner, section or ""):
