@@ -143,20 +143,20 @@ def test_the_interface_that_nccl_takes(wanted, name):
 
 
 def test_cards_and_ports_are_read_from_sys(tmp_path):
-    eth = tmp_path / "net" / "eth9"
+    eth = tmp_path / "class" / "net" / "eth9"
     eth.mkdir(parents=True)
     (eth / "operstate").write_text("up\n")
     (eth / "speed").write_text("25000\n")
-    (tmp_path / "net" / "eth8").mkdir()
-    assert network.cards(tmp_path / "net") == [Card("eth9", 25000, "")]
-    adapter = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    (tmp_path / "class" / "net" / "eth8").mkdir()
+    assert network.cards(tmp_path) == [Card("eth9", 25000, "")]
+    adapter = tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1"
     (adapter / "counters").mkdir(parents=True)
     for name, text in {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}.items():
         (adapter / name).write_text(text + "\n")
     (adapter / "counters" / "link_downed").write_text("2\n")
     (adapter / "counters" / "symbol_error").write_text("0\n")
     expected = network.Port("mlx5_0/1", "ACTIVE", 400.0, "InfiniBand", {"link_downed": 2})
-    assert network.fabric_ports(tmp_path / "infiniband") == [expected]
+    assert network.fabric_ports(tmp_path) == [expected]
 
 
 def test_what_nvml_tells_of_a_host(monkeypatch):

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmnt.distributed.container import available_bytes, cores, host_memory_bytes
+from jaxmnt.distributed.container import cores, host_memory_bytes
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import environment_digest, machine_id
@@ -16,6 +16,7 @@ from jaxmnt.distributed.termination import is_connection_error
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import gpus, network
 from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry.kernel_counters import host_memory
 
 if TYPE_CHECKING:
     import jax
@@ -24,7 +25,6 @@ Facts = dict[str, Any]
 """Plain data that can be sent as JSON; the keys are those of `quick` and `thorough`."""
 
 _SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
-_MEMINFO = Path("/proc/meminfo")
 _GPUS = ("cuda", "gpu", "rocm")
 
 
@@ -68,11 +68,12 @@ def _no_devices(host: str, trouble: str) -> PreflightError:
 
 def thorough() -> Facts:
     """What only the command looks at."""
+    free = host_memory().get("host_available_bytes")
     return {
         "python": platform.python_version(),
         "environment": environment_digest(),
         "cores": cores(),
-        "memory": memory_bytes(),
+        "memory": {"all": 0 if free is None else host_memory_bytes(), "free": free or 0},
         "shm": _free(_SHM),
         "image": os.environ.get("JAXMNT_IMAGE", ""),
         "nics": [vars(card) for card in network.cards()],
@@ -94,17 +95,6 @@ def _told_apart(all_facts: list[Facts]) -> list[Facts]:
         if first.setdefault(facts["host"], facts["boot"]) != facts["boot"]:
             facts["host"] += f" (of process {process})"
     return all_facts
-
-
-def memory_bytes() -> dict[str, int]:
-    """Returns the bytes of host memory that this process may have: all, and what is available."""
-    found = {}
-    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []:
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            found[name] = int(rest.split()[0]) * 1024
-    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
-    return {"all": min(total, host_memory_bytes()), "free": available_bytes(free)}
 
 
 def _free(folder: Path) -> int:

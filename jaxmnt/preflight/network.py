@@ -5,17 +5,12 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_NET, _FABRIC, _ROUTES = Path("/sys/class/net"), Path("/sys/class/infiniband"), Path("/proc/net/route")
+from jaxmnt.telemetry.kernel_counters import infiniband, infiniband_ports, listed, text
+
+_ROUTES = Path("/proc/net/route")
 _ADDRESSES6 = Path("/proc/net/if_inet6")
 _NOT_FOR_RUNS = ("lo", "docker", "virbr", "cni", "flannel", "cali", "kube", "tunl", "dummy", "podman")
 """How loopback interfaces and those of containers and virtual machines are called."""
-_ERROR_COUNTERS = (
-    "symbol_error",
-    "link_error_recovery",
-    "link_downed",
-    "port_rcv_errors",
-    "local_link_integrity_errors",
-)
 
 
 @dataclass(frozen=True)
@@ -47,20 +42,20 @@ class Port:
     """Error counters that are not 0."""
 
 
-def cards(root: Path = _NET) -> list[Card]:
+def cards(root: Path = Path("/sys")) -> list[Card]:
     """All interfaces that are up, in the kernel's order, in which NCCL looks at them."""
     default = _default_interfaces()
     found = []
-    for path in sorted(root.iterdir(), key=_index) if root.exists() else []:
-        if _text(path / "operstate") in ("up", "unknown"):
-            speed = _text(path / "speed")
+    for path in sorted(listed(root / "class" / "net"), key=_index):
+        if text(path / "operstate") in ("up", "unknown"):
+            speed = text(path / "speed")
             megabits = int(speed) if speed.isdecimal() else 0
             found.append(Card(path.name, megabits, _address(path.name), path.name in default))
     return found
 
 
 def _index(path: Path) -> tuple[int, str]:
-    number = _text(path / "ifindex")
+    number = text(path / "ifindex")
     return int(number) if number.isdecimal() else 0, path.name
 
 
@@ -87,28 +82,20 @@ def chosen_by_nccl(found: list[Card], wanted: str) -> Card | None:
     return None
 
 
-def fabric_ports(root: Path = _FABRIC) -> list[Port]:
+def fabric_ports(root: Path = Path("/sys")) -> list[Port]:
     """All ports of adapters that there are, by name."""
-    found = []
-    for path in sorted(root.glob("*/ports/*")):
-        counters = {name: _text(path / "counters" / name) for name in _ERROR_COUNTERS}
-        errors = {name: int(text) for name, text in counters.items() if text.isdecimal() and int(text)}
-        rate = _text(path / "rate").split(" ")[0]
+    found, counted = [], infiniband(root).errors
+    for name, path in infiniband_ports(root).items():
+        rate = text(path / "rate").split(" ")[0]
         gigabits = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
-        state = _text(path / "state").partition(": ")[2]
-        found.append(Port(f"{path.parts[-3]}/{path.name}", state, gigabits, _text(path / "link_layer"), errors))
+        state = text(path / "state").partition(": ")[2]
+        errors = {counter: errors for counter, errors in counted.get(name, {}).items() if errors}
+        found.append(Port(name, state, gigabits, text(path / "link_layer"), errors))
     return found
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # an interface that is down has no speed
-        return ""
-
-
 def _default_interfaces() -> set[str]:
-    lines = _text(_ROUTES).splitlines()[1:]
+    lines = text(_ROUTES).splitlines()[1:]
     return {line.split()[0] for line in lines if line.split()[1:2] == ["00000000"]}
 
 
@@ -126,7 +113,7 @@ def _address(interface: str) -> str:
 
 def _address6(interface: str) -> str:
     """The first IPv6 address that other networks can reach."""
-    for line in _text(_ADDRESSES6).splitlines():
+    for line in text(_ADDRESSES6).splitlines():
         fields = line.split()
         if fields[-1] == interface and fields[3] == "00":  # global scope
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))

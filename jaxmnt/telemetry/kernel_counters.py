@@ -33,7 +33,7 @@ class Traffic:
 def ethernet(root: Path = Path("/sys")) -> Traffic:
     """Of the interfaces that are devices; in a container, which sees none of these, of all but the loopback."""
     found = Traffic()
-    interfaces = [path for path in _listed(root / "class" / "net") if path.name != "lo"]
+    interfaces = [path for path in listed(root / "class" / "net") if path.name != "lo"]
     devices = [path for path in interfaces if (path / "device").exists()]
     for path in devices or interfaces:
         _read_counters(found, path.name, path / "statistics", _ETHERNET, _ETHERNET_ERRORS, 1)
@@ -43,11 +43,15 @@ def ethernet(root: Path = Path("/sys")) -> Traffic:
 def infiniband(root: Path = Path("/sys")) -> Traffic:
     """Of all ports, which of RoCE are Ethernet's."""
     found = Traffic()
-    for device in _listed(root / "class" / "infiniband"):
-        for port in _listed(device / "ports"):
-            name = f"{device.name}/{port.name}"
-            _read_counters(found, name, port / "counters", _INFINIBAND, _INFINIBAND_ERRORS, _WORD)
+    for name, port in infiniband_ports(root).items():
+        _read_counters(found, name, port / "counters", _INFINIBAND, _INFINIBAND_ERRORS, _WORD)
     return found
+
+
+def infiniband_ports(root: Path = Path("/sys")) -> dict[str, Path]:
+    """Returns the folder of each port, by the names of its adapter and its own."""
+    adapters = listed(root / "class" / "infiniband")
+    return {f"{adapter.name}/{port.name}": port for adapter in adapters for port in listed(adapter / "ports")}
 
 
 def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
@@ -78,13 +82,20 @@ def _read_counters(
 
 def _count(path: Path) -> int | None:
     """None where there is no such counter: devices differ."""
+    value = text(path)
+    return int(value) if value.isdecimal() else None
+
+
+def text(path: Path) -> str:
+    """Returns what a file of the kernel holds; nothing where it is not there, or cannot be read now."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):  # an interface that is down has no speed
+        return ""
 
 
-def _listed(folder: Path) -> list[Path]:
+def listed(folder: Path) -> list[Path]:
+    """Returns what is in a folder of the kernel, by name."""
     try:
         return sorted(folder.iterdir())
     except OSError:  # there is no such class of devices
