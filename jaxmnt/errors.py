@@ -89,6 +89,11 @@ def counted(number: int, singular: str, plural: str) -> str:
     return f"{number:,} {singular if number == 1 else plural}"
 
 
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """Returns the first items with commas between them, and how many more there are."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
 def shortened(text: str) -> str:
     """A text from outside, fit to be shown."""
     shown = printable(text[:_LONGEST_SHOWN])
@@ -112,9 +117,9 @@ def error_of(code: int, text: str) -> UserError:
     return kinds.get(ExitCode(code), UserError)(printable_lines(text))
 
 
-def code_of(error: BaseException) -> int:
+def code_of(error: BaseException) -> ExitCode:
     """The exit code of a process that ends with `error`."""
-    return int(error.exit_code if isinstance(error, UserError) else ExitCode.FAILURE)
+    return error.exit_code if isinstance(error, UserError) else ExitCode.FAILURE
 
 
 def summary(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmnt.distributed import authentication
 from jaxmnt.distributed.json_socket import JsonSocket
-from jaxmnt.errors import remark
+from jaxmnt.errors import listed, remark
 
 _PROOF_SECONDS = 10.0
 _STRANGERS_AT_MOST = 64
@@ -103,13 +103,8 @@ class Listener:
         """Who came without the key, in words; empty if nobody did."""
         if not self.refused:
             return ""
-        addresses = list(self.refused)[:_ADDRESSES_TOLD]
-        more = f" and {len(self.refused) - len(addresses)} more" if len(self.refused) > len(addresses) else ""
-        count = self.refused.total()
-        return (
-            f"{', '.join(addresses)}{more} connected without the run's key ({count} "
-            f"connection{'s' if count > 1 else ''})"
-        )
+        addresses, count = listed(list(self.refused), _ADDRESSES_TOLD), self.refused.total()
+        return f"{addresses} connected without the run's key ({count} connection{'s' if count > 1 else ''})"
 
     def _accept(self) -> None:
         try:

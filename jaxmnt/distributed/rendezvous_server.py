@@ -12,7 +12,17 @@ from jaxmnt.distributed.identity import Identity, is_loopback
 from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.listener import Listener
 from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, remark, shortened
+from jaxmnt.errors import (
+    ConfigError,
+    ExitCode,
+    PeerError,
+    PreflightError,
+    UserError,
+    error_of,
+    listed,
+    remark,
+    shortened,
+)
 
 LONGEST_TROUBLE = 1000
 LOOK_SECONDS = 0.2
@@ -206,9 +216,8 @@ class RendezvousServer:
 
     def _missing(self, verb: str) -> str:
         processes = self._identity.processes
-        missing = [str(process) for process in range(processes) if process not in self._hello]
-        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-        return f"process{'es' if len(missing) > 1 else ''} {shown} of {processes} {verb}"
+        missing = [process for process in range(processes) if process not in self._hello]
+        return f"process{'es' if len(missing) > 1 else ''} {listed(missing, 20)} of {processes} {verb}"
 
     def _present(self) -> str:
         hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hello.items())[:8])
