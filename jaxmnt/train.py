@@ -73,7 +73,9 @@ def meet_and_train(
         if options.replay is not None:
             notes.run_opened()  # the events are those of the run, not of who takes its steps again
         stop = held.enter_context(
-            stop_request(config, identity, early_exit.fail_now, early_exit.now, beside=options.replay is not None)
+            stop_request(
+                config, identity, lambda why: early_exit.fail(why), early_exit.now, beside=options.replay is not None
+            )
         )
         import_module("jaxmnt.run.loop")  # with all it needs, so that it is not part of meeting the others
         clock.lap("import")

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import selectors
 import socket
 import threading
 import time
@@ -172,11 +171,11 @@ def told(name: str, process: int) -> Callable[[Path], Any]:
             heartbeat = Heartbeat(
                 Identity(process, 3, "n1:1"), {other: Peer("n2", JsonSocket(here))}, Noted(), 30.0, 60.0
             )
-            heartbeat._selector.register(heartbeat._connections[other], selectors.EVENT_READ, other)
+            link = heartbeat._link
             try:
-                while other in heartbeat._connections and heartbeat._selector.select(1):
-                    heartbeat._hear(other)
-                str(heartbeat._positions[other])
+                while other in link.connections:
+                    heartbeat._receive(1)
+                str(heartbeat._detector._positions[other])
                 return "heard"
             except EndedError as ended:
                 exit_reason = ended.args[0]
@@ -188,8 +187,8 @@ def told(name: str, process: int) -> Callable[[Path], Any]:
                     "host": exit_reason.host,
                 }
             finally:
-                heartbeat._selector.close()
-                heartbeat._wakeup_read.close(), heartbeat._wakeup_write.close()
+                link._selector.close()
+                link._wakeup_read.close(), link._wakeup_write.close()
 
     return read
 

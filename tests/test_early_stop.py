@@ -281,7 +281,7 @@ def test_leaving_gives_the_rendezvous_time_to_tell_the_others(monkeypatch):
         thread = threading.Thread(target=lambda early_exit=early_exit: ignoring(early_exit.now, "SIGTERM"), daemon=True)
         with contextlib.suppress(PeerError), early_exit.during_rendezvous():
             thread.start()
-            until(early_exit.stop_reason)
+            until(lambda early_exit=early_exit: early_exit.reason)
             assert not exit_handler.exit_reasons
             if raises:
                 raise PeerError("")

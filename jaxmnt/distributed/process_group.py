@@ -51,7 +51,7 @@ def joined(
 
             jax.config.update("jax_cuda_visible_devices", ",".join(map(str, identity.local_devices)))
         heartbeat = Heartbeat(identity, {}, exit_handler, silence, patience)
-        early_exit.fail = heartbeat.fail_now
+        early_exit.fail = heartbeat.end
         with telling(heartbeat):
             yield heartbeat
         return
@@ -67,10 +67,10 @@ def joined(
     with _native_output_to(log):
         with early_exit.during_rendezvous():
             facts, limit = _facts(config, digest), cluster.start_timeout_seconds
-            peers = rendezvous.join(identity, facts, limit, key, trouble, early_exit.stop_reason)
+            peers = rendezvous.join(identity, facts, limit, key, trouble, lambda: early_exit.reason)
             # Within, so that there is no moment in which a request to stop is told to nobody.
             heartbeat = Heartbeat(identity, peers, exit_handler, silence, patience)
-            early_exit.tell, early_exit.fail = heartbeat.stop_early, heartbeat.fail_now
+            early_exit.tell, early_exit.fail = heartbeat.announce, heartbeat.end
             heartbeat.start()
         with telling(heartbeat):
             _initialize(identity, config)

@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+from pydantic import AfterValidator, NonNegativeInt
 
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError
+from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError, printable_lines
 
 _HOOKS_SECONDS = 5.0
+PrintableText = Annotated[str, AfterValidator(printable_lines)]
+"""A text that holds nothing a terminal would obey where Pydantic has read it, as from another process."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,9 @@ class ExitReason:
 
     kind: str
     """failed (by itself), peer_lost (another process failed or is missing), hang, or interrupted."""
-    why: str
-    code: int
-    process: int | None = None
+    why: PrintableText
+    code: ExitCode
+    process: NonNegativeInt | None = None
     """The process at fault, if one is known."""
     host: str | None = None
     by_itself: bool = False
@@ -61,7 +65,6 @@ class ExitHandler:
 
     def exit_now(self, exit_reason: ExitReason) -> NoReturn:
         """Ends the process. Its exit code is the reason's."""
-        self._begin()
         self._exit(exit_reason, exit_reason.code, told=False)
 
     def finish(self, code: int, *, at_once: bool) -> int:
@@ -72,15 +75,12 @@ class ExitHandler:
         """
         if not at_once and not self.hurried and code in (ExitCode.FINISHED, ExitCode.STOPPED):
             return code
-        self._begin()
         self._exit(self.exit_reason, code, told=True)
-
-    def _begin(self) -> None:
-        if not self._begun.acquire(blocking=False):
-            threading.Event().wait()
 
     def _exit(self, exit_reason: ExitReason | None, code: int, *, told: bool) -> NoReturn:
         """Whatever may hang, a file system or somebody who does not read what we print, has its time and no more."""
+        if not self._begun.acquire(blocking=False):
+            threading.Event().wait()
         try:
             acting = threading.Thread(target=self._run_hooks, args=(exit_reason, told), daemon=True)
             acting.start()
@@ -89,10 +89,10 @@ class ExitHandler:
             os._exit(int(code))
 
     def _run_hooks(self, exit_reason: ExitReason | None, told: bool) -> None:
-        acting = []
-        for act in self._hooks if exit_reason is not None else []:
-            acting.append(threading.Thread(target=self._try, args=(act, exit_reason), daemon=True))
-            acting[-1].start()
+        hooks = self._hooks if exit_reason is not None else []
+        acting = [threading.Thread(target=self._try, args=(hook, exit_reason), daemon=True) for hook in hooks]
+        for thread in acting:
+            thread.start()
         if exit_reason is not None and not told:
             self._say(exit_reason.why if exit_reason.code == ExitCode.STOPPED else f"error: {exit_reason.why}")
         for stream in (sys.stderr, sys.stdout):
@@ -101,10 +101,9 @@ class ExitHandler:
         for thread in acting:
             thread.join()
 
-    def _try(self, act: ExitHook, exit_reason: ExitReason | None) -> None:
-        assert exit_reason is not None
+    def _try(self, hook: ExitHook, exit_reason: ExitReason) -> None:
         try:
-            act(exit_reason)
+            hook(exit_reason)
         except Exception as error:  # the end comes anyway
             self._say(f"note: {type(error).__name__}: {error}")
 
@@ -113,9 +112,9 @@ class ExitHandler:
             print(f"{self._prefix}{text}", file=sys.stderr, flush=True)
 
 
-def code_for_peers(code: int) -> ExitCode:
+def code_for_peers(code: ExitCode) -> ExitCode:
     """What the others end with when a process ends with `code`: a wrong config is wrong for all, and so is a host."""
-    return ExitCode(code) if code in (ExitCode.CONFIG, ExitCode.PREFLIGHT) else ExitCode.PEER
+    return code if code in (ExitCode.CONFIG, ExitCode.PREFLIGHT) else ExitCode.PEER
 
 
 ABANDONED = "start_abandoned"
@@ -173,11 +172,14 @@ class EarlyExit:
 
     def __init__(self, identity: Identity, exit_handler: ExitHandler):
         self._identity, self._exit_handler = identity, exit_handler
-        self.tell: Callable[[AbandonedStart], None] | None = None
+        self.tell: Callable[[AbandonedStart], object] = lambda exit_reason: None
         """Tells the other processes, once they are connected."""
-        self.fail: Callable[[str], NoReturn] | None = None
-        """Tells them of a failure, and ends the process."""
-        self._reason: str | None = None
+        self.fail: Callable[[str], object] = lambda why: exit_handler.exit_now(
+            ExitReason("failed", why, ExitCode.FAILURE, identity.process_id)
+        )
+        """Ends the process at once, because it was asked a second time, and tells them of a failure."""
+        self.reason: str | None = None
+        """What has asked this process to stop, if anything has."""
         self._rendezvous_is_over = threading.Event()
         self._rendezvous_is_over.set()
         self._failed = False
@@ -194,28 +196,17 @@ class EarlyExit:
         finally:
             self._rendezvous_is_over.set()
 
-    def stop_reason(self) -> str | None:
-        """What has asked this process to stop, if anything has."""
-        return self._reason
-
-    def fail_now(self, reason: str) -> NoReturn:
-        """Because of this: it was asked a second time. From any thread."""
-        if self.fail is not None:
-            self.fail(reason)
-        self._exit_handler.exit_now(ExitReason("failed", reason, ExitCode.FAILURE, self._identity.process_id))
-
     def now(self, reason: str) -> None:
         """Because of this. Called in a thread, while the main thread may be in anything.
 
         Does not return, unless the main thread ends the process itself, as it does after a rendezvous that failed.
         """
-        self._reason = reason
+        self.reason = reason
         self._rendezvous_is_over.wait(_TELLING_SECONDS)
         if self._failed:
             return
         exit_reason = exit_reason_of(stopped(reason, self._identity))
-        if self.tell is not None:
-            self.tell(exit_reason)
+        self.tell(exit_reason)
         self._exit_handler.exit_now(exit_reason)
 
 

@@ -82,7 +82,7 @@ class Monitoring:
             repair(run_dir / name, last_step=step)
         self._phases = PhaseLog(run_dir, identity.processes)
         self._resources = ResourceLog(run_dir, identity.processes)
-        heartbeat.hear_reports(self._hear)
+        heartbeat.take_report = self._hear
 
     def status(self) -> dict[str, Any]:
         """What is known at this moment, in process 0. From any thread."""

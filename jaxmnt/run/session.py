@@ -114,7 +114,7 @@ class Session:
 
     def __enter__(self) -> Self:
         self.stop = self._given_stop or self._held.enter_context(
-            stop_request(self.config, self.identity, self.heartbeat.fail_now)
+            stop_request(self.config, self.identity, self.heartbeat.end)
         )
         self._held.enter_context(self.watchdog)
         self.status: StatusLine = self._held.enter_context(status_line(quiet=not self.writes))

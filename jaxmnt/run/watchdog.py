@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmnt.config.monitoring import Watchdog as Settings
-from jaxmnt.distributed.heartbeat import Heartbeat, Position
+from jaxmnt.distributed.heartbeat import Heartbeat
+from jaxmnt.distributed.messages import Position
 from jaxmnt.errors import remark
 from jaxmnt.telemetry.stacks import write_stacks
 
