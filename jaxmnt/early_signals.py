@@ -6,20 +6,33 @@ launcher of a failure; and process 1 of a container has no default for them: the
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = 75  # ExitCode.STOPPED, which is not imported yet
 
-_before: dict[int, signal.Handlers | object] = {}
+_before: dict[int, Any] = {}
 _remembered: list[int] = []
+
+
+def handle(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
+    """Installs a handler for the signals that ask a program to stop; those ignored (as by nohup) stay so. Returns the
+    handlers that it replaces."""
+    heard = [number for number in HEARD if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def restore(handlers: dict[int, Any]) -> None:
+    """Installs again what `handle` has returned."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def remember() -> None:
     """From now on. The first thing that a command does; a second signal ends the process at once."""
-    for number in HEARD:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            _before[number] = signal.signal(number, _hear)
+    _before.update(handle(_hear))
 
 
 def taken() -> list[int]:
@@ -31,9 +44,8 @@ def taken() -> list[int]:
 
 def release() -> None:
     """Signals do again what they did before, also those that have come meanwhile."""
-    while _before:
-        number, handler = _before.popitem()
-        signal.signal(number, handler)  # type: ignore[arg-type]
+    restore(_before)
+    _before.clear()
     for number in taken():
         signal.raise_signal(number)
 

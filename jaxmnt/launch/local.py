@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
@@ -29,7 +28,6 @@ from jaxmnt.launch.ledger import event_marks, events_besides, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
 from jaxmnt.run.arguments import parse_arguments
-from jaxmnt.run.preemption import Handler
 from jaxmnt.telemetry.events import last_commit
 
 _GRACE_SECONDS = 10.0
@@ -89,7 +87,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
     """
     outlive_output()
     log_dir = _log_dir(local)
-    with _LocalProcesses(local, log_dir) as crew, _heard_to_the_end(crew.hear):
+    with _LocalProcesses(local, log_dir) as crew:
         while True:
             earlier = event_marks(local.run_dir)
             outcome = crew.run(processes)
@@ -106,20 +104,6 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
             if _asked_within(verdict.wait_seconds, crew.asked):
                 return ExitCode.STOPPED  # nothing runs, and nothing is lost
             processes = verdict.processes
-
-
-@contextmanager
-def _heard_to_the_end(handler: Handler) -> Iterator[None]:
-    """As `on_stop_signals`, but afterwards they are ignored. Python brings back the defaults when it ends, and one more
-    signal would then take the exit code's place; what is ignored stays so."""
-    heard = [number for number in early_signals.HEARD if signal.getsignal(number) != signal.SIG_IGN]
-    for number in heard:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number in heard:
-            signal.signal(number, signal.SIG_IGN)
 
 
 def _asked_within(seconds: float, asked: list[int]) -> bool:
@@ -142,9 +126,13 @@ class _LocalProcesses:
     def __enter__(self) -> "_LocalProcesses":
         # Only we have the writing end: when we are gone, however that comes, our children read its end.
         self._pipe, self._life = os.pipe()
+        early_signals.handle(self.hear)
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Python restores the defaults when it ends, with which one more signal would replace the exit code. It leaves
+        # alone what is ignored.
+        early_signals.ignore()
         os.close(self._pipe)
         os.close(self._life)
 

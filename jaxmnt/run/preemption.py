@@ -11,10 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from jaxmnt import early_signals
@@ -22,8 +20,6 @@ from jaxmnt.config.schema import Config
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.launchers import number_of
 from jaxmnt.errors import remark
-
-Handler = Callable[[int, FrameType | None], Any]
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WARNING = signal.SIGUSR1
@@ -35,18 +31,6 @@ _LATEST = 2**40
 _LOOK_SECONDS = 2.0
 _SAME_SECONDS = 1.0
 """What comes so soon after a first signal is the same request once more, handed on by a launcher."""
-
-
-@contextmanager
-def on_stop_signals(handler: Handler) -> Iterator[None]:
-    """While entered, `handler` gets the signals that ask a program to stop; those ignored (as by nohup) stay so."""
-    heard = [number for number in early_signals.HEARD if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 class StopRequest:
@@ -85,8 +69,20 @@ class StopRequest:
         return self.reason is not None
 
     def ask(self, reason: str) -> None:
-        """From within the run."""
-        self._want(reason)
+        """Asks the run to stop, unless something has before."""
+        if self.reason is not None:
+            return
+        with self._leaving:
+            self.reason = reason
+            early = self._early
+            what = "nothing to save before the first step: stopping"
+            if early is None:
+                what = "saving a checkpoint after this step, then stopping (a second signal stops at once)"
+            with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us from saving
+                print(f"\n{reason}: {what}", file=sys.stderr, flush=True)
+            if early is not None:
+                self.obeyed()
+                early(reason)
 
     def steps_begin(self) -> None:
         """From now on there may be something to save. Does not return if the process is leaving already."""
@@ -112,7 +108,7 @@ class StopRequest:
         # First, so that there is no moment in which a signal is neither remembered nor heard.
         before = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         self._scope.callback(signal.set_wakeup_fd, before)
-        self._scope.enter_context(on_stop_signals(lambda *_: None))
+        self._scope.callback(early_signals.restore, early_signals.handle(lambda *_: None))
         bell.send(bytes(early_signals.taken()))
         self._thread.start()
         return self
@@ -140,7 +136,7 @@ class StopRequest:
         if self._over:
             return
         if number == WARNING:
-            self._want(signal.Signals(number).name)
+            self.ask(signal.Signals(number).name)
         elif number in ASKING:
             name = signal.Signals(number).name
             now = time.monotonic()
@@ -148,29 +144,14 @@ class StopRequest:
                 self._asked = now
             elif now - self._asked > _SAME_SECONDS:
                 self._at_once(f"stopped at once by a second signal, {name}")
-            self._want(name)
+            self.ask(name)
 
     def _look(self) -> None:
         """For what asks without a signal."""
         if self._file is not None and self._file.exists():
-            self._want(STOP_FILE)
+            self.ask(STOP_FILE)
         elif self._ends_at is not None and time.monotonic() >= self._ends_at:
-            self._want("the allocation ends")
-
-    def _want(self, reason: str) -> None:
-        if self.reason is not None:
-            return
-        with self._leaving:
-            self.reason = reason
-            early = self._early
-            what = "nothing to save before the first step: stopping"
-            if early is None:
-                what = "saving a checkpoint after this step, then stopping (a second signal stops at once)"
-            with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us from saving
-                print(f"\n{reason}: {what}", file=sys.stderr, flush=True)
-            if early is not None:
-                self.obeyed()
-                early(reason)
+            self.ask("the allocation ends")
 
 
 def stop_request(
