@@ -172,6 +172,54 @@ def launch(config: Path, *overrides: str, processes: int, devices: int) -> subpr
     )  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def two_processes(tmp_path_factory, prepared) -> Path:
+    """The directory of a run of 20 steps in two processes of one device each. Not to be changed."""
+    folder = tmp_path_factory.mktemp("two")
+    tree = {name: dict(section) for name, section in TINY.items()}
+    tree["data"]["path"] = str(prepared)
+    (folder / "tiny.yaml").write_text(json.dumps(tree))
+    result = launch(folder / "tiny.yaml", f"run.dir={folder / 'run'}", processes=2, devices=1)
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+LAUNCH = """
+import sys
+from jaxmnt.launch.local import launch, local_run
+from jaxmnt.launch.restarts import Restarts
+processes, restarts, *counts = map(int, sys.argv[1].split(","))
+sys.exit(launch(local_run(sys.argv[2:], 1, ("sabotage",)), processes, Restarts(restarts, counts)))
+"""
+
+
+@pytest.fixture
+def sabotaged(tiny_file, tmp_path):
+    """Starts processes with parts slowed down; whatever still runs at the end is ended."""
+    started = []
+
+    def start(how: str, *overrides: str, **told) -> subprocess.Popen:
+        marks = tmp_path / "marks"
+        marks.mkdir(exist_ok=True)
+        for mark in marks.iterdir():
+            mark.unlink()
+        environment = {"SABOTAGE": json.dumps(told | {"marks": str(marks)})}
+        path = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, how, "--config", str(tiny_file), *overrides],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=dict(os.environ, PYTHONPATH=path, **environment),
+        )  # fmt: skip
+        started.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in started:
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait(30)
+
+
 def child_of(launcher: subprocess.Popen, number: int) -> int:
     """The id of the launcher's process with this number, by its environment."""
     for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():

@@ -1,6 +1,5 @@
 """Runs that are asked to stop, in whatever they are, and runs that are started again."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,43 +16,6 @@ from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.run import preemption
 from jaxmnt.run.preemption import StopRequest, seconds_left
 from jaxmnt.train import train
-
-HERE = str(Path(__file__).parent)
-
-LAUNCH = """
-import sys
-from jaxmnt.launch.local import launch, local_run
-from jaxmnt.launch.restarts import Restarts
-processes, restarts, *counts = map(int, sys.argv[1].split(","))
-sys.exit(launch(local_run(sys.argv[2:], 1, ("sabotage",)), processes, Restarts(restarts, counts)))
-"""
-
-
-@pytest.fixture
-def sabotaged(tiny_file, tmp_path):
-    """Starts processes with parts slowed down; whatever still runs at the end is ended."""
-    started = []
-
-    def start(how: str, *overrides: str, **told) -> subprocess.Popen:
-        marks = tmp_path / "marks"
-        marks.mkdir(exist_ok=True)
-        for mark in marks.iterdir():
-            mark.unlink()
-        environment = {"SABOTAGE": json.dumps(told | {"marks": str(marks)})}
-        path = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
-        launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, how, "--config", str(tiny_file), *overrides],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=dict(os.environ, PYTHONPATH=path, **environment),
-        )  # fmt: skip
-        started.append(launcher)
-        return launcher
-
-    yield start
-    for launcher in started:
-        if launcher.poll() is None:
-            launcher.terminate()
-            launcher.wait(30)
 
 
 def wait_for(condition, launcher, seconds=120):
@@ -263,7 +225,7 @@ def test_a_second_signal_ends_a_process_that_does_not_listen(tmp_path):
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    time.sleep(3)
+    time.sleep(1.5)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     try:
