@@ -226,7 +226,8 @@ class ScriptedChild:
 
 @pytest.mark.parametrize("moment", range(4))
 @pytest.mark.parametrize("consequence", [4, -signal.SIGABRT])
-def test_the_process_at_fault_is_found_at_whatever_moment_it_is_seen_to_end(moment, consequence):
+def test_the_process_at_fault_is_found_at_whatever_moment_it_is_seen_to_end(moment, consequence, monkeypatch):
+    monkeypatch.setattr(local, "_POLL_SECONDS", 0.001)
     killed = ScriptedChild(*[None] * moment, -signal.SIGKILL)
     for others in (
         ScriptedChild(consequence),
@@ -354,7 +355,7 @@ def test_another_software_is_a_matter_of_the_host(address):
 def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous_server, "_FIRST_NEWS_SECONDS", 0.2)
     monkeypatch.setattr(rendezvous_server, "_NEWS_SECONDS", 0.2)
-    roll(address, [0, 2], processes=4, timeout=2.0)
+    roll(address, [0, 2], processes=4, timeout=1.0)
     assert "jaxmnt: processes 1, 3 of 4 not connected yet (connected: 0 on" in capfd.readouterr().err
 
 
