@@ -67,7 +67,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     from jaxmnt.config import load_config
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.sources import fit_to_data, open_sources
-    from jaxmnt.run.session import training_feed
+    from jaxmnt.run.input import training_feed
     from jaxmnt.train import train
     from jaxmnt.training.compile import compile_program
     from jaxmnt.training.spec import ControlFlags

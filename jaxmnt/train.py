@@ -11,9 +11,8 @@ if __name__ == "__main__":
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from jaxmnt.commands import run_command
 from jaxmnt.config import Config, load_config
 from jaxmnt.distributed.gpu_settings import check_flags, prepare
 from jaxmnt.distributed.identity import Identity, identify
-from jaxmnt.errors import ExitCode, report
+from jaxmnt.errors import report
 from jaxmnt.output import outlive_output
 from jaxmnt.plan.dry_run import dry_run
 from jaxmnt.run.arguments import parse_arguments
@@ -30,9 +29,7 @@ from jaxmnt.telemetry.progress import StartClock
 if TYPE_CHECKING:
     import jax
 
-    from jaxmnt.distributed.heartbeat import Heartbeat
     from jaxmnt.distributed.termination import ExitHandler
-    from jaxmnt.run.preemption import StopRequest
 
 
 def main(arguments: list[str]) -> int:
@@ -77,7 +74,12 @@ def meet_and_train(
                 config, identity, lambda why: early_exit.fail(why), early_exit.now, beside=options.replay is not None
             )
         )
-        import_module("jaxmnt.run.loop")  # with all it needs, so that it is not part of meeting the others
+        # All that training needs is imported here, so that it is not part of meeting the others.
+        from jaxmnt.run.replay import replay
+        from jaxmnt.run.resume import Consent
+        from jaxmnt.run.values import run_process
+        from jaxmnt.run.whole import train_in
+
         clock.lap("import")
         heartbeat = held.enter_context(
             joined(identity, config, exit_handler, lambda: digest_of_data(config), early_exit)
@@ -86,63 +88,26 @@ def meet_and_train(
         clock.lap("rendezvous")
         check_hosts(config, identity, heartbeat.clock)
         clock.lap("preflight")
+        process = held.enter_context(run_process(config, identity, heartbeat, clock, stop))
         if options.replay is not None:
-            return train_again(config, identity, heartbeat, stop, *options.replay)
-        return train(
-            config, identity, heartbeat=heartbeat, clock=clock, stop=stop, opened=notes.run_opened,
-            accept_changes=options.accept_changes, fresh=options.fresh,
-        )  # fmt: skip
+            return replay(process, *options.replay)
+        return train_in(process, Consent(options.accept_changes, options.fresh), notes.run_opened)
 
 
 def train(
-    config: Config,
-    identity: Identity | None = None,
-    devices: "Sequence[jax.Device] | None" = None,
-    heartbeat: "Heartbeat | None" = None,
-    clock: StartClock | None = None,
-    stop: "StopRequest | None" = None,
-    opened: Callable[[], None] = lambda: None,
-    *,
-    accept_changes: bool = False,
-    fresh: bool = False,
+    config: Config, devices: "Sequence[jax.Device] | None" = None, *, accept_changes: bool = False, fresh: bool = False
 ) -> int:
-    """Trains as `config` says on `devices` (default: all of all processes) and returns an exit code.
+    """Trains as `config` says in this process, on `devices` (default: all), and returns an exit code.
 
     `accept_changes` lets a run go on although its config now gives other numbers; `fresh` sets the run that is there
     aside and begins a new one.
-    `opened` is called when the run is about to have events of its own.
     """
-    from jaxmnt.distributed.process_group import telling
-    from jaxmnt.run.changes import unreadable_is_retryable
-    from jaxmnt.run.loop import conclude, train_steps
     from jaxmnt.run.resume import Consent
-    from jaxmnt.run.session import Session
+    from jaxmnt.run.values import run_process
+    from jaxmnt.run.whole import train_in
 
-    with (
-        Session(config, identity, devices, heartbeat, clock, stop) as run,
-        telling(run.heartbeat),
-        unreadable_is_retryable(config),
-    ):
-        run.open(Consent(accept_changes, fresh), opened)
-        if run.finished:
-            return ExitCode.FINISHED
-        run.compile()
-        run.restore()
-        run.feed()
-        train_steps(run)
-        conclude(run)
-        return ExitCode.FINISHED if run.finished else ExitCode.STOPPED
-
-
-def train_again(
-    config: Config, identity: Identity, heartbeat: "Heartbeat", stop: "StopRequest", first: int, last: int
-) -> int:
-    """`--replay`: see `run/replay.py`."""
-    from jaxmnt.run.replay import replay
-    from jaxmnt.run.session import Session
-
-    with Session(config, identity, heartbeat=heartbeat, stop=stop) as run:
-        return replay(run, first, last)
+    with run_process(config, devices=devices) as process:
+        return train_in(process, Consent(accept_changes, fresh))
 
 
 class _Callable(ModuleType):

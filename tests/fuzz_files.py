@@ -31,13 +31,13 @@ def start_run(folder: Path) -> Any:
     """As far as a run comes before it takes devices."""
     from jaxmnt.data.sources import open_sources
     from jaxmnt.run.lock import RunLock
-    from jaxmnt.run.resume import open_run
+    from jaxmnt.run.resume import resume_point
     from jaxmnt.run.rundir import run_directories
 
     config = config_of(folder)
     with contextlib.ExitStack() as held:
         locks = [held.enter_context(RunLock(where)) for where in run_directories(config)]
-        start = open_run(config, open_sources(config.data), Identity(), locks)
+        start = resume_point(config, open_sources(config.data), Identity(), locks)
         for lock in locks:
             lock.confirm()
     return {"run": start.run, "step": start.step, "kind": start.kind, "lineage": start.lineage}

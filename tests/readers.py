@@ -277,8 +277,8 @@ def _are_steps(found: Any, undamaged: Any) -> str | None:
 def _evaluated(folder: Path) -> Any:
     from jaxmnt.run.loop import was_not_evaluated
 
-    start, directory = SimpleNamespace(kind="own"), folder / "run"
-    return was_not_evaluated(SimpleNamespace(start=start, directory=directory, identity=Identity(), step=10))
+    start, directory = SimpleNamespace(kind="own", step=10), folder / "run"
+    return was_not_evaluated(SimpleNamespace(start=start, directory=directory, identity=Identity()))
 
 
 def _inside(*arguments: str) -> Callable[[Path], Any]:

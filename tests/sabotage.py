@@ -14,8 +14,8 @@ from jaxmnt import train
 from jaxmnt.commands import run_command
 
 PARTS = {
-    "compile": ("jaxmnt.run.session", "compile_program"),
-    "restore": ("jaxmnt.run.resume", "restore"),
+    "compile": ("jaxmnt.run.compiling", "compile_program"),
+    "restore": ("jaxmnt.run.starting_state", "restore"),
     "evaluate": ("jaxmnt.run.evaluate", "to_devices"),
     "save": ("jaxmnt.checkpoint.saver", "_written"),
     "step": ("jaxmnt.run.loop", "_due"),

@@ -27,9 +27,9 @@ from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.plan.hlo import Program
 from jaxmnt.plan.timeline import play
 from jaxmnt.report.contents import report_of
+from jaxmnt.run.bad_steps import BadStepMonitor
 from jaxmnt.run.replay import replay
-from jaxmnt.run.report import BadStepMonitor
-from jaxmnt.run.session import Session
+from jaxmnt.run.values import run_process
 from jaxmnt.telemetry.metrics import Rates, TrainLog
 from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine
@@ -223,7 +223,7 @@ def test_a_run_with_steps_without_targets(tiny, masked, capsys):
     assert "step 1: its rows (0 to 0) have no targets" in output and output.count("its rows (") == 1
     assert f"{40 - len(known)} steps of this start had no targets and changed nothing" in output
     assert re.search(r"step 1/40  no targets  0 tokens/s", output)
-    with Session(config, devices=jax.devices()[:1]) as run:
+    with run_process(config, devices=jax.devices()[:1]) as run:
         assert replay(run, 20, 40) == ExitCode.FINISHED
     output = capsys.readouterr().out
     assert output.count("no targets: the same") == sum(line["loss"] is None for line in lines[20:])

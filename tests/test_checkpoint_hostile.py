@@ -28,8 +28,9 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.run import lock
-from jaxmnt.run.resume import Consent, ResumePoint, open_run
+from jaxmnt.run.resume import Consent, resume_point
 from jaxmnt.run.rundir import run_directories
+from jaxmnt.run.start import ResumePoint
 from jaxmnt.storage import json_digest
 from jaxmnt.train import main as train_command
 from jaxmnt.train import train
@@ -470,7 +471,7 @@ def opened(config, **consent) -> ResumePoint:
     data = open_sources(config.data)
     with ExitStack() as held:
         locks = [held.enter_context(lock.RunLock(where)) for where in run_directories(config)]
-        return open_run(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
+        return resume_point(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
 
 
 def test_a_wrong_digit_in_the_id_moves_nothing(tiny, whole_run):

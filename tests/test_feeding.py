@@ -25,7 +25,7 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run.branch import branch_point, branch_points
 from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.run.replay import replay
-from jaxmnt.run.session import Session
+from jaxmnt.run.values import run_process
 from jaxmnt.train import train
 from jaxmnt.training.build import inference_spec
 from jaxmnt.training.compile import compile_program
@@ -369,7 +369,7 @@ def test_a_branch_with_another_batch_size_trains_on_the_next_rows_of_its_origin(
         assert line["batch_digest"] == batch_digest(row_digests(rows))
         assert line["epochs"] == {"data": (168 + 8 * number) / data.readers["data"].rows}
     assert [line["step"] for line in lines] == [11, 12, 13]
-    with Session(config, devices=jax.devices()[:1]) as run:
+    with run_process(config, devices=jax.devices()[:1]) as run:
         assert replay(run, 12, 13) == ExitCode.FINISHED
     digests = [line["batch_digest"] for line in lines]
     assert digests == [digest_of(jaxmnt.load_run(config.run.dir).batch(step)) for step in (11, 12, 13)]

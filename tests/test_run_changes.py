@@ -22,12 +22,13 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.run import fresh
+from jaxmnt.run import fresh, whole
 from jaxmnt.run.changes import to_be_accepted, with_choices_of
 from jaxmnt.run.learning_rate import rate_change, steps_make_jump
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.resume import Consent, ResumePoint, open_run
+from jaxmnt.run.resume import Consent, resume_point
 from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_config
+from jaxmnt.run.start import ResumePoint
 from jaxmnt.train import train
 
 
@@ -40,7 +41,7 @@ def opened(config, **consent) -> ResumePoint:
     data = open_sources(config.data)
     with ExitStack() as held:
         locks = [held.enter_context(RunLock(where)) for where in run_directories(config)]
-        return open_run(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
+        return resume_point(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
 
 
 @pytest.fixture
@@ -278,8 +279,8 @@ def test_starting_over_sets_the_run_aside(tiny, whole_run, capsys):
 
 
 def test_starting_over_where_there_is_nothing(tiny):
-    start = opened(tiny(), fresh=True)
-    assert start.step == 0 and not list(Path(start.directory).glob("aside*"))
+    config = tiny()
+    assert opened(config, fresh=True).step == 0 and not list(Path(config.run.dir).glob("aside*"))
 
 
 def test_links_lead_where_they_led_after_starting_over(tiny, whole_run, tmp_path):
@@ -392,11 +393,10 @@ def test_a_run_that_is_in_use_is_not_set_aside(going_on, monkeypatch):
 
 def test_the_command_has_flags_for_both(tiny_file, monkeypatch):
     said = []
-    monkeypatch.setattr(train_module, "train", lambda *_, **named: said.append(named) or ExitCode.FINISHED)
+    monkeypatch.setattr(whole, "train_in", lambda process, consent, opened: said.append(consent) or ExitCode.FINISHED)
     for flags in ([], ["--accept-changes"], ["--fresh"]):
         assert train_module.main(["--config", str(tiny_file), *flags]) == ExitCode.FINISHED
-    flags = [(one["accept_changes"], one["fresh"]) for one in said]
-    assert flags == [(False, False), (True, False), (False, True)]
+    assert said == [Consent(), Consent(accept_changes=True), Consent(fresh=True)]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.launch.inside import Ledger, after
 from jaxmnt.run.arguments import replay_range
 from jaxmnt.run.replay import replay
-from jaxmnt.run.session import Session
+from jaxmnt.run.values import run_process
 from jaxmnt.telemetry import background, writer
 from jaxmnt.telemetry.events import Events, history, last_commit, parse, read_lines, repair
 from jaxmnt.telemetry.writer import LineWriter
@@ -354,7 +354,7 @@ def test_a_run_goes_on_over_damaged_telemetry(tiny, tmp_path):
     ],
 )
 def test_a_replay_of_what_there_is_no_record_of(whole_run, first, last, words):
-    with pytest.raises(ConfigError, match=words), Session(whole_run, devices=jax.devices()[:1]) as run:
+    with pytest.raises(ConfigError, match=words), run_process(whole_run, devices=jax.devices()[:1]) as run:
         replay(run, first, last)
 
 

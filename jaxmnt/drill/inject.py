@@ -69,7 +69,7 @@ class FaultInjector:
         from jaxmnt.checkpoint import saver
         from jaxmnt.data.batches import TrainingData
         from jaxmnt.data.feed import Feed
-        from jaxmnt.run import resume, session
+        from jaxmnt.run import compiling, input, starting_state
 
         act = lambda *_: self._act(fault)
         soon = lambda *_: threading.Timer(0.02, act).start()
@@ -80,16 +80,16 @@ class FaultInjector:
         elif fault.moment == "mid-step":  # the devices are busy with a step when the next batch is staged
             _before(Feed, "stage", _nth(fault.offset + 1, act))
         elif fault.moment == "batch":
-            _before(session, "training_feed", self._note_first_step)
+            _before(input, "training_feed", self._note_first_step)
             _after(Feed, "stage", lambda feed: self._poison(fault, feed))
         elif fault.moment == "idle":
             _before(Feed, "take", _nth(fault.offset, lambda *_: threading.Timer(_IDLE_SECONDS / 2, act).start()))
         elif fault.moment == "save":
             _before(saver, "_written", _nth(fault.offset, act))
         elif fault.moment == "restore":
-            _before(resume, "restore", soon)
+            _before(starting_state, "restore", soon)
         elif fault.moment == "compile":
-            _before(session, "compile_program", soon)
+            _before(compiling, "compile_program", soon)
         elif fault.moment == "prefetch":
             _before(TrainingData, "batch", _nth(fault.offset, act))
         else:

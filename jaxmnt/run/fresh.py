@@ -10,7 +10,7 @@ from jaxmnt.checkpoint.commit import step_of
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, RunFile
 from jaxmnt.data.grain_source import INDEX_FOLDER
 from jaxmnt.distributed.authentication import RUN_KEY
-from jaxmnt.run.changes import ACCEPTED
+from jaxmnt.run.rundir import ACCEPTED
 from jaxmnt.storage import StoragePath
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES
 

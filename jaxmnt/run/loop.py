@@ -5,42 +5,47 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.distributed.coordination import barrier, broadcast, waited_seconds
-from jaxmnt.errors import shortened
-from jaxmnt.run import report
+from jaxmnt.errors import ExitCode, shortened
 from jaxmnt.run.profiling import PROFILE_SECONDS
-from jaxmnt.run.session import Session
+from jaxmnt.run.rundir import checkpoint_root
+from jaxmnt.run.running import Running
 from jaxmnt.telemetry.events import METRICS, peak_host_bytes, records
+from jaxmnt.telemetry.progress import count, duration
 
 
-def train_steps(run: Session) -> None:
-    """Steps, evaluations and saves until the last step, or until somebody wants the run to stop."""
-    settings, log, saves, feed = run.config.train, run.log, run.saves, run.batches
+def train_steps(run: Running) -> ExitCode:
+    """Steps, evaluations and saves until the last step, or until somebody wants the run to stop.
+
+    Returns when the last checkpoint is committed and all processes know.
+    """
+    settings, log, saves, feed, progress = run.config.train, run.log, run.saves, run.feed, run.progress
     last = min(settings.stop_after or settings.steps, settings.steps)
     feed.stage()
-    if _due(run.step, settings.eval_every) and was_not_evaluated(run):
+    if _due(progress.step, settings.eval_every) and was_not_evaluated(run):
         _evaluate(run)
     log.restart_clock()
     run.monitoring.timer.restart()
     run.stop.steps_begin()
-    run.watchdog.steps_begin(run.step + 1)
-    while run.step < last and not run.preempted:
-        run.watchdog.begins(run.step + 1)
+    run.watchdog.steps_begin(progress.step + 1)
+    while progress.step < last and not progress.preempted:
+        run.watchdog.begins(progress.step + 1)
         batch, digest = feed.take()
-        wishes = {"save": saves.wished(), "profile": run.profiler.wished(run.step + 1)}
-        run.state, metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **wishes)})
-        run.step, run.loss = run.step + 1, None
-        if run.step < last:
+        wishes = {"save": saves.wished(), "profile": run.profiler.wished(progress.step + 1)}
+        metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **wishes)})
+        step = progress.step
+        if step < last:
             _stage(run)  # while the devices are busy
-        log.push(run.step, metrics, feed.wait_seconds, digest)  # reads the metrics of the step before
+        log.push(step, metrics, feed.wait_seconds, digest)  # reads the metrics of the step before
         with run.monitoring.timer.during("device"):
             run.replicas.check()
-        run.preempted = log.stop_seen  # on all processes after the same step: the metrics add up everyone's flags
-        if _due(run.step, settings.eval_every) or run.step == settings.steps:
-            run.loss = _evaluate(run)
+        progress.preempted = log.stop_seen  # on all processes after the same step: the metrics add up everyone's flags
+        if _due(step, settings.eval_every) or step == settings.steps:
+            progress.loss = _evaluate(run)
         profile = run.profiler.due(log.profile_seen)
-        saved = saves.due(run.step, log.save_seen) or run.step == last or run.preempted or profile
-        run.replicas.begin(run.step, run.state, saved=saved)
+        saved = saves.due(step, log.save_seen) or step == last or progress.preempted or profile
+        run.replicas.begin(step, progress.state, saved=saved)
         if saved:
             _save(run)
         saves.poll()
@@ -48,54 +53,79 @@ def train_steps(run: Session) -> None:
             _arm_profiler(run)
         for lock in run.locks:
             lock.check()
-        log.pause(run.monitoring.probe(run.step, log.flush))
-        run.monitoring.end_step(run.step, run.stop)
+        log.pause(run.monitoring.probe(step, log.flush))
+        run.monitoring.end_step(step, run.stop)
     log.flush()
+    return _conclude(run)
 
 
-def conclude(run: Session) -> None:
-    """Returns when the last checkpoint is committed and all processes know."""
+def _conclude(run: Running) -> ExitCode:
+    step = run.progress.step
+    finished = step == run.config.train.steps
     with run.watchdog.during("waiting for the last checkpoint", run.config.watchdog.save_seconds):
-        run.saves.finish(run.step, run.state, run.log.tokens, run.loss)
+        run.saves.finish(step, run.progress.state, run.log.tokens, run.progress.loss)
         barrier("the last checkpoint is committed", run.identity)
-        run.monitoring.end(run.step)
+        run.monitoring.end(step)
     run.stop.obeyed()
-    if run.preempted:
-        run.events.write("preempted", step=run.step, asked_by=run.stop.reason)
-    run.events.write("end", step=run.step, finished=run.finished, peak_host_bytes=peak_host_bytes())
-    report.end(run.status, run.config, run.start, run.log, run.saves, run.step, run.seconds)
+    if run.progress.preempted:
+        run.events.write("preempted", step=step, asked_by=run.stop.reason)
+    run.events.write("end", step=step, finished=finished, peak_host_bytes=peak_host_bytes())
+    _report_end(run, step)
+    return ExitCode.FINISHED if finished else ExitCode.STOPPED
+
+
+def _report_end(run: Running, step: int) -> None:
+    """Where everything is, and what to do next."""
+    settings, say, directory = run.config.train, run.status.line, run.directory
+    done = "finished" if step == settings.steps else f"stopped after step {step} of {settings.steps}"
+    say(f"{done} in {duration(time.perf_counter() - run.began)}, {count(run.log.tokens)} tokens in all")
+    say(
+        f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, "
+        f"checkpoints {checkpoint_root(run.config) / CHECKPOINTS}"
+    )
+    saved = f"{run.saves.count} checkpoint{'' if run.saves.count == 1 else 's'}"
+    say(f"saved   {saved}, for which training waited {run.saves.blocked_seconds:.1f} s")
+    if without := run.log.without_targets:
+        say(f"note    {without} step{'' if without == 1 else 's'} of this start had no targets and changed nothing")
+    if step == settings.stop_after and step < settings.steps:
+        say("to go on, raise train.stop_after or leave it out")
+    elif step < settings.steps:
+        say(f"run the same command again{' without --fresh' if run.start.fresh else ''} to go on")
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _arm_profiler(run: Session) -> None:
+def _arm_profiler(run: Running) -> None:
     """Once the checkpoint counts: the profiler may end the run."""
     with run.watchdog.during("saving", run.config.watchdog.save_seconds), _during(run, "save"):
         started = time.perf_counter()
         run.saves.poll(wait=True)
         run.log.pause(time.perf_counter() - started)
-    run.profiler.arm(run.saves.succeeded, run.step)
+    run.profiler.arm(run.saves.succeeded, run.progress.step)
 
 
-def _take_step(run: Session, batch: dict[str, Any]) -> Any:
-    """The state after a step, and its metrics. They are there later, unless the step is profiled."""
-    take = lambda: run.program.step(run.state, batch)
+def _take_step(run: Running, batch: dict[str, Any]) -> Any:
+    """Takes a step. Returns its metrics, which are there later, unless the step is profiled."""
+    progress = run.progress
+    take = lambda: run.program.step(progress.state, batch)
     if not run.profiler.armed:
         with run.monitoring.timer.during("dispatch"):
-            return take()
-    run.log.flush()
-    with run.watchdog.during("profiling", PROFILE_SECONDS), run.monitoring.timer.during("device"):
-        started = time.perf_counter()
-        taken = run.profiler.step(run.step + 1, take)
-        run.log.pause(time.perf_counter() - started - run.profiler.step_seconds)
-        return taken
+            progress.state, metrics = take()
+    else:
+        run.log.flush()
+        with run.watchdog.during("profiling", PROFILE_SECONDS), run.monitoring.timer.during("device"):
+            started = time.perf_counter()
+            progress.state, metrics = run.profiler.step(progress.step + 1, take)
+            run.log.pause(time.perf_counter() - started - run.profiler.step_seconds)
+    progress.step, progress.loss = progress.step + 1, None
+    return metrics
 
 
-def _stage(run: Session) -> None:
+def _stage(run: Running) -> None:
     """Reads and copies the next batch."""
-    timer, feed = run.monitoring.timer, run.batches
+    timer, feed = run.monitoring.timer, run.feed
     with timer.during("host_to_device"):
         feed.stage()
     timer.move(feed.wait_seconds, "host_to_device", "data")
@@ -103,7 +133,7 @@ def _stage(run: Session) -> None:
 
 
 @contextmanager
-def _during(run: Session, phase: str) -> Iterator[None]:
+def _during(run: Running, phase: str) -> Iterator[None]:
     """Time in which the others are waited for is of another phase."""
     waited = lambda: waited_seconds() + run.saves.waited_seconds
     before = waited()
@@ -112,49 +142,50 @@ def _during(run: Session, phase: str) -> Iterator[None]:
     run.monitoring.timer.move(waited() - before, phase, "peers")
 
 
-def _save(run: Session) -> None:
+def _save(run: Running) -> None:
     run.log.flush()
-    with run.monitoring.timer.during("device"):
+    timer, saves, progress = run.monitoring.timer, run.saves, run.progress
+    with timer.during("device"):
         run.replicas.check()
-    timer, prepared = run.monitoring.timer, run.saves.prepared_seconds
+    prepared = saves.prepared_seconds
     with run.watchdog.during("saving", run.config.watchdog.save_seconds):
         with timer.during("writing"):
             run.log.settle()
         with _during(run, "save"):
-            run.log.pause(run.saves.save(run.step, run.state, run.log.tokens, run.loss))
-    timer.move(run.saves.prepared_seconds - prepared, "save", "writing")
+            run.log.pause(saves.save(progress.step, progress.state, run.log.tokens, progress.loss))
+    timer.move(saves.prepared_seconds - prepared, "save", "writing")
 
 
-def _evaluate(run: Session) -> float | None:
+def _evaluate(run: Running) -> float | None:
     """The mean held-out loss, if anything is held out. The last one is not cut short: no start would make up for it."""
     run.log.flush()
-    started = time.perf_counter()
-    stop = lambda: run.stop.wanted and not run.finished
-    limits = run.config.watchdog
+    started, limits, progress = time.perf_counter(), run.config.watchdog, run.progress
+    stop = lambda: run.stop.wanted and progress.step < run.config.train.steps
     with run.watchdog.during("compiling", limits.compile_seconds), _during(run, "evaluation"):
         run.evaluator.compile()
         run.sampler.compile()
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _during(run, "evaluation"):
-        results = run.evaluator(run.state, stop, run.watchdog.got_further)
+        results = run.evaluator(progress.state, stop, run.watchdog.got_further)
         if run.sampler.wanted and results is not None:
-            samples = run.sampler(run.state, run.step, run.watchdog.got_further)
+            samples = run.sampler(progress.state, progress.step, run.watchdog.got_further)
             if run.writes:
-                run.events.write("samples", step=run.step, samples=samples)
-            for one in samples:
-                run.status.line(f"sample  {shortened(one['prompt'] + one['text'])}")
+                run.events.write("samples", step=progress.step, samples=samples)
+            for sample in samples:
+                run.status.line(f"sample  {shortened(sample['prompt'] + sample['text'])}")
     seconds = time.perf_counter() - started
     run.log.pause(seconds)
     if results is None:
-        run.preempted = True
-    return run.log.write_eval(run.step, results, seconds, run.config.data.eval_sets) if results else None
+        progress.preempted = True
+    return run.log.write_eval(progress.step, results, seconds, run.config.data.eval_sets) if results else None
 
 
-def was_not_evaluated(run: Session) -> bool:
+def was_not_evaluated(run: Running) -> bool:
     """Whether this run stopped in the middle of the evaluation after the step that it goes on from."""
-    if run.start.kind != "own" or run.step == 0:
+    step = run.start.step
+    if run.start.kind != "own" or step == 0:
         return False
     told = None
     if run.identity.process_id == 0:
         lines = records(run.directory / METRICS)
-        told = str(not any(line["kind"] == "eval" and line["step"] == run.step for line in lines))
+        told = str(not any(line["kind"] == "eval" and line["step"] == step for line in lines))
     return broadcast("an evaluation to make up for", told, run.identity) == str(True)

@@ -4,26 +4,19 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from jaxmnt.config.monitoring import Telemetry
 from jaxmnt.distributed.coordination import gather
-from jaxmnt.distributed.heartbeat import Heartbeat
-from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, remark, summary
 from jaxmnt.run.preemption import StopRequest
 from jaxmnt.run.probe import DeviceProbe
-from jaxmnt.run.spending import Spending
+from jaxmnt.run.values import CompiledRun
 from jaxmnt.strict_json import json_text
-from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, Events, repair
+from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, repair
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.phase_log import PhaseLog
 from jaxmnt.telemetry.phases import DOING, StepTimer
-from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler, reader_of_gpus
 from jaxmnt.telemetry.slow_devices import SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.stragglers import Straggler
@@ -41,24 +34,12 @@ class Monitoring:
     """In every process the times of its steps, and what it takes of its host; process 0 hears of all, and
     says what is to be said."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        identity: Identity,
-        hosts: dict[int, str],
-        heartbeat: Heartbeat,
-        events: Events,
-        status: StatusLine,
-        spending: Spending | None,
-        settings: Telemetry,
-        devices: Sequence[jax.Device],
-        *,
-        step: int,
-    ):
-        """The run goes on after `step`. Process 0 has the `spending`. The `devices` are this process's."""
+    def __init__(self, run: CompiledRun):
+        settings, identity, step = run.config.telemetry, run.identity, run.start.step
+        devices = run.program.placement.mesh.local_devices
         self.timer = StepTimer()
-        self._spending = spending
-        self._identity, self._hosts, self._events, self._status = identity, hosts, events, status
+        self._spending = run.spending
+        self._identity, self._hosts, self._events, self._status = identity, run.hosts, run.events, run.status
         self._settings = settings
         self._probe = DeviceProbe(settings.probe_every, devices)
         self._probed: list[float] = []
@@ -74,15 +55,15 @@ class Monitoring:
         if settings.resources_every_seconds is not None:
             self._sampler = ResourceSampler(devices, settings.resources_every_seconds, reader_of_gpus(devices))
             self._sampler.start()
-        if identity.process_id != 0:
-            heartbeat.report = self._report
+        if not run.writes:
+            run.heartbeat.report = self._report
             return
-        self._note_steps_again(repair(run_dir / METRICS, last_step=step))
+        self._note_steps_again(repair(run.directory / METRICS, last_step=step))
         for name in (PHASE_LINES, RESOURCES):
-            repair(run_dir / name, last_step=step)
-        self._phases = PhaseLog(run_dir, identity.processes)
-        self._resources = ResourceLog(run_dir, identity.processes)
-        heartbeat.take_report = self._hear
+            repair(run.directory / name, last_step=step)
+        self._phases = PhaseLog(run.directory, identity.processes)
+        self._resources = ResourceLog(run.directory, identity.processes)
+        run.heartbeat.take_report = self._hear
 
     def status(self) -> dict[str, Any]:
         """What is known at this moment, in process 0. From any thread."""

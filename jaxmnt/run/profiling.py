@@ -19,13 +19,11 @@ from typing import Any, TypeVar
 import jax
 
 from jaxmnt.distributed.coordination import barrier, broadcast
-from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import printable, summary
+from jaxmnt.run.values import CompiledRun
 from jaxmnt.storage import publish
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.device_profile import DeviceProfile, read_profile
-from jaxmnt.telemetry.events import Events
-from jaxmnt.telemetry.progress import StatusLine
 
 PROFILE_FILE = "PROFILE"
 """Holds the number of the process that is to make the profile, or nothing for process 0."""
@@ -44,10 +42,11 @@ Result = TypeVar("Result")
 class Profiler:
     """All processes have one, and call `step` for each step: what one of them wishes, all learn through the metrics."""
 
-    def __init__(self, run_dir: Path, at: int | None, identity: Identity, events: Events, status: StatusLine):
-        """With `at`, a profile is made of the first step from then on, once in a run."""
-        self._run_dir, self._at, self._identity = run_dir, at, identity
-        self._events, self._status = events, status
+    def __init__(self, run: CompiledRun):
+        """With `telemetry.profile_at`, a profile is made of the first step from then on, once in a run."""
+        at = run.config.telemetry.profile_at
+        self._run_dir, self._at, self._identity = run.directory, at, run.identity
+        self._events, self._status = run.events, run.status
         self._signalled = self._armed = False
         if at is not None and self._done_before(at):
             self._at = None

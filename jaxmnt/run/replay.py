@@ -1,6 +1,8 @@
 """Steps of a run taken again from a checkpoint, beside it, and compared with what they were."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,31 +13,33 @@ from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS, locate
 from jaxmnt.checkpoint.restore import differing, restore
 from jaxmnt.config.describe import changes
-from jaxmnt.config.load import parse_config
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.run.branch import branch_points
+from jaxmnt.run.branch import branch_points, config_of
 from jaxmnt.run.changes import with_choices_of
 from jaxmnt.run.compile_cache import use_compile_cache
-from jaxmnt.run.resume import completed, wanted_of
+from jaxmnt.run.compiling import compile_steps
+from jaxmnt.run.input import begin_feed, plan_rows, read_data
 from jaxmnt.run.rundir import checkpoint_root
-from jaxmnt.run.session import Session
+from jaxmnt.run.starting_state import completed, wanted_of
+from jaxmnt.run.values import RunProcess
 from jaxmnt.strict_json import finite, json_text
 from jaxmnt.telemetry.events import METRICS, records
 from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.training.spec import ControlFlags
 
 _COMPARED = ("loss", "grad_norm", "tokens")
 
 
-def replay(run: Session, first: int, last: int) -> int:
+def replay(process: RunProcess, first: int, last: int) -> int:
     """Takes the steps after the checkpoint of step `first` up to `last`, and writes nothing.
 
     Returns 0 if loss, gradient norm and tokens of each are those in metrics.jsonl, and the state that of the checkpoint
     of step `last` if there is one; else 1. Steps whose line is lost are not compared. Raises `ConfigError` for a config
     that cannot lead to the same, and for steps that the run has not taken.
     """
-    run.open_data()
-    run.plan_rows()
+    run = read_data(process)
+    training_data = plan_rows(run, keeps=False)
     path = locate(f"{checkpoint_root(run.config)}@{first}", "--replay")
     assert path is not None
     expected = _steps_of(run, first, last)
@@ -43,27 +47,26 @@ def replay(run: Session, first: int, last: int) -> int:
         checkpoint = open_checkpoint(path)
     except DamagedError as damage:
         raise ConfigError(f"--replay: checkpoint {path} is not whole: {damage}; begin at another") from damage
-    before = parse_config(checkpoint.manifest.config, f"the config in {path}")
-    run.config = with_choices_of(run.config, before)
+    before = config_of(checkpoint)
+    run = replace(run, config=with_choices_of(run.config, before))
     different = changes(before, run.config)
     other_maths = [change.key for change in different if change.resume != "harmless"]
     if other_maths:
         raise ConfigError(f"--replay: {other_maths[0]} is not what it was when these steps were taken; undo the change")
-    run.training_data.branch_at(branch_points(checkpoint.manifest.lineage))
+    training_data.branch_at(branch_points(checkpoint.manifest.lineage))
     use_compile_cache(run.config.run.compile_cache, run.directory)
-    run.build_program()
-    program = run.program
+    program = compile_steps(run)
     restored = restore(checkpoint, wanted_of(program, checkpoint), run.identity, verify=True)
-    run.state = completed(program, program.from_canonical(restored.state))
-    run.feed_from(first)
+    state = completed(program, program.from_canonical(restored.state))
+    feed, control = begin_feed(run, training_data, program, first), ControlFlags(program.control_sharding)
     same, tokens = True, checkpoint.manifest.tokens
     for step in range(first + 1, last + 1):
-        batch, _ = run.batches.take()
-        run.state, metrics = program.step(run.state, batch | {"control": run.control.array()})
+        batch, _ = feed.take()
+        state, metrics = program.step(state, batch | {"control": control.array()})
         found = {name: jax.device_get(metrics[name]).item() for name in _COMPARED}
         tokens += (targets := found["tokens"])
         same &= _compare(run.status, step, found | {"tokens": tokens, "targets": targets}, expected.get(step))
-    same &= _compare_state(run, last)
+    same &= _compare_state(run, last, lambda: program.to_canonical(state))
     if not same:
         changed = f"; changed since are {', '.join(change.key for change in different)}" if different else ""
         run.status.line(
@@ -74,7 +77,7 @@ def replay(run: Session, first: int, last: int) -> int:
     return ExitCode.FINISHED if same else ExitCode.FAILURE
 
 
-def _steps_of(run: Session, first: int, last: int) -> dict[int, dict[str, Any]]:
+def _steps_of(run: RunProcess, first: int, last: int) -> dict[int, dict[str, Any]]:
     """The lines of metrics.jsonl after step `first` up to `last`, by step, the same in all processes.
 
     Raises `ConfigError` if the last of these steps was not taken yet.
@@ -109,7 +112,7 @@ def _compare(status: StatusLine, step: int, found: dict[str, float], expected: d
     return not wrong
 
 
-def _compare_state(run: Session, last: int) -> bool:
+def _compare_state(run: RunProcess, last: int, state: Callable[[], Any]) -> bool:
     """With the checkpoint of the last step, if it is there. Whether it is the same, or not there."""
     path = checkpoint_root(run.config) / CHECKPOINTS / str(last)
     try:
@@ -117,7 +120,7 @@ def _compare_state(run: Session, last: int) -> bool:
     except (DamagedError, OSError):
         run.status.line(f"There is no whole checkpoint of step {last} to compare the state with.")
         return True
-    wrong = differing(f"replay to {last}", manifest, named(run.program.to_canonical(run.state)), run.identity)
+    wrong = differing(f"replay to {last}", manifest, named(state()), run.identity)
     listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     run.status.line(f"state of step {last}: {f'DIFFERENT in {listed}' if wrong else 'the same, bit for bit'}")
     return not wrong

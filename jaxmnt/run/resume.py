@@ -1,4 +1,4 @@
-"""Where a run goes on from, whether this config may, and the state that it then begins with."""
+"""Where a run goes on from, and whether it may: process 0 reads its directory, decides, and carries it out."""
 
 import errno
 import json
@@ -6,67 +6,38 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.checkpoint.commit import Committed, clear_up, newest_valid, quarantine
+from jaxmnt.checkpoint.commit import Committed, clear_up, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
-from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, RunFile, find
-from jaxmnt.checkpoint.restore import restore
+from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
-from jaxmnt.data.order import BranchPoint
-from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of
-from jaxmnt.huggingface.fits import (
-    SCHEME,
-    Origin,
-    folder_origin,
-    refuse_other_arrays,
-    refuse_what_does_not_fit,
-    run_origin,
-)
-from jaxmnt.huggingface.folder import Folder
-from jaxmnt.huggingface.load import load_parameters
+from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
 from jaxmnt.run import fresh
-from jaxmnt.run.branch import branch_point, branch_points, branch_remark, config_of
-from jaxmnt.run.changes import (
-    data_refusal,
-    different_data,
-    has_trained,
-    not_accepted,
-    note_accepted,
-    numbering,
-    read_accepted,
-    refusal,
-    skip_refusal,
-    stop_refusal,
-    to_be_accepted,
-    unreadable_is_retryable,
-)
+from jaxmnt.run.branch import config_of
+from jaxmnt.run.changes import not_accepted, refuse_changes, to_be_accepted
 from jaxmnt.run.learning_rate import rate_remarks
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.rundir import (
+    RunDirectory,
     check_checkpoints_reachable,
-    check_earlier_checkpoint_dir,
-    check_no_newer_link,
-    check_nothing_committed,
-    check_run_id,
-    checkpoint_root,
+    has_trained,
     is_same_place,
     known_run,
+    note_accepted,
+    read_directory,
     run_directories,
+    unreadable_is_retryable,
 )
+from jaxmnt.run.start import ResumePoint, begin
 from jaxmnt.storage import publish, storage_path
 from jaxmnt.strict_json import json_text
-from jaxmnt.telemetry.events import Events
-from jaxmnt.telemetry.progress import StatusLine
-from jaxmnt.training.compile import Program
-from jaxmnt.training.state import model_state
 
 _SECONDS = 1800.0
 """How long processes wait for what process 0 finds: it may look at many files, and at another job's signs of life."""
@@ -83,43 +54,119 @@ class Consent:
 
 
 @dataclass(frozen=True)
-class ResumePoint:
-    """Where a run stands before it goes on."""
+class Decision:
+    """What to do in a run's directory. What was cut off or damaged is cleared up first, whatever follows."""
 
-    directory: Path
-    run: str
-    """The run's id."""
-    lineage: list[dict[str, Any]]
-    """The runs and steps that this one was forked from, newest first."""
-    checkpoint: Committed | None
-    """What to restore; None begins anew."""
-    kind: str = "own"
-    """Whose checkpoint it is: own, fork (another run's, all of it) or init (another run's, its parameters)."""
-    changes: list[Change] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    """Lines for people: what was taken over or set aside."""
-    damaged: list[str] = field(default_factory=list)
-    """Of these, what tells of checkpoints that are not used."""
-    fresh: bool = False
-    """Whether --fresh was said: the same command would begin anew once more."""
-    weights: Path | None = None
-    """Instead of a checkpoint: the folder of Hugging Face whose weights to begin with."""
-
-    @property
-    def step(self) -> int:
-        return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.step
-
-    @property
-    def branches(self) -> list[BranchPoint]:
-        """Where the run branched off, in its data, the newest first."""
-        return branch_points(self.lineage)
-
-    @property
-    def tokens(self) -> int:
-        return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.manifest.tokens
+    resume: ResumePoint | None = None
+    """Where the run goes on from. If that is None, and nothing is refused, the run begins."""
+    accepted: list[Change] | None = None
+    """Changes to be noted as accepted; None leaves the notes as they are."""
+    refusal: UserError | None = None
+    """Why the start ends instead."""
+    only_damaged: bool = False
+    """Whether it ends because no whole checkpoint is left, which is said once it is known where they were kept."""
 
 
-def open_run(
+def decide(found: RunDirectory, config: Config, digests: dict[str, str], consent: Consent = Consent()) -> Decision:
+    """Decides what becomes of a run's directory, given the `digests` of the data. Changes nothing. Of files it reads
+    only how many updates a checkpoint has, if the schedule of the learning rate is another.
+
+    Raises `UserError` where not even what is cut off or damaged may be touched.
+    """
+    _refuse_to_touch(found)
+    if found.checkpoint is not None:
+        try:
+            return _go_on(found, found.checkpoint, config, digests, consent)
+        except UserError as error:
+            return Decision(refusal=error)
+    if found.damaged:
+        return Decision(only_damaged=True)
+    if found.committed:  # who begins at step 0 then, loses what has been trained
+        return Decision(
+            refusal=UserError(
+                f"run.dir: {found.root} has no checkpoint, although this run committed one of step {found.committed} "
+                "there; check that it is mounted and try again; to begin at step 0, pass --fresh, which sets the whole "
+                "run aside"
+            )
+        )
+    return Decision()
+
+
+def _refuse_to_touch(found: RunDirectory) -> None:
+    """Raises `ConfigError` if the checkpoints may be another run's, or there is a later one elsewhere, and `UserError`
+    if a later one cannot be reached now."""
+    if found.of_others is not None:
+        theirs = printable(found.of_others.manifest.run)
+        raise ConfigError(
+            f"run.dir: {RUN_FILE} says that this is run {printable(found.run or '')}, but no whole checkpoint in "
+            f"{found.root} belongs to it: the newest, of step {found.of_others.step}, belongs to run {theirs}; nothing "
+            f"was moved; if the checkpoints are right, write {theirs} into {RUN_FILE}; otherwise move them elsewhere, "
+            "or choose another run.dir"
+        )
+    if found.earlier is not None and found.earlier.step > found.step:
+        raise ConfigError(
+            f"checkpoint.dir: {found.earlier.path.parent.parent} has the checkpoint of step {found.earlier.step} of "
+            f"{found.directory}, and the newest in {found.root.parent} is of step {found.step}; undo the change, move "
+            "the checkpoints, or choose another run.dir"
+        )
+    away = [path for step, path in found.out_of_reach if step > found.step]
+    if away:
+        raise UserError(
+            f"run.dir: checkpoint {away[-1]} is a broken link; mount or restore its target, or remove the link to "
+            f"continue from step {found.step}"
+        )
+
+
+def _go_on(
+    found: RunDirectory, checkpoint: Committed, config: Config, digests: dict[str, str], consent: Consent
+) -> Decision:
+    """A run that goes on from a checkpoint of its own. Raises `ConfigError` if this config cannot, or has to ask."""
+    manifest, accepted, remarks = checkpoint.manifest, None, []
+    different = changes(config_of(checkpoint), config)
+    refuse_changes(config, digests, checkpoint, different)
+    asked = to_be_accepted(config, checkpoint, different, found.accepted)
+    if asked and not consent.accept_changes:
+        raise ConfigError(not_accepted(config, checkpoint, asked))
+    if checkpoint.step < config.train.steps:
+        # The rate may jump at an earlier checkpoint, which a restart may need, although it does not jump at this one.
+        accepted = [*asked, *(change for change in different if change.key == "train.steps")]
+        remarks += rate_remarks(checkpoint, config)
+    if found.known is not None and found.known.parents != manifest.lineage:
+        remarks.append(
+            f"{RUN_FILE} and checkpoint {checkpoint.step} name different parent runs; those of the checkpoint count"
+        )
+    return Decision(ResumePoint(manifest.run, manifest.lineage, checkpoint, "own", different, remarks), accepted)
+
+
+def carry_out(
+    decision: Decision, found: RunDirectory, config: Config, data: Sources, remarks: list[str], consent: Consent
+) -> ResumePoint:
+    """Does in the directory what was decided, and names the run there. Returns where it stands, with `remarks` first.
+
+    Raises what the decision refuses, and `ConfigError` if the run cannot begin with what its config names.
+    """
+    cleared, damaged = clear_up(found.root, found.run)
+    remarks = remarks + cleared + damaged
+    if decision.only_damaged:
+        raise ConfigError(
+            f"run.dir: no whole checkpoint is left in {found.root}, only damaged ones "
+            f"({'; '.join(remarks) or 'set aside before'}); to train again from step 0, pass --fresh, which sets "
+            "the whole run aside, or choose other directories"
+        )
+    if decision.refusal is not None:
+        raise decision.refusal
+    if decision.accepted is not None:
+        note_accepted(config, found.accepted, decision.accepted)
+    start = decision.resume or begin(config, data, found.run or secrets.token_hex(6))
+    for where in run_directories(config):
+        if not (where / RUN_FILE).exists():
+            about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
+            begun_by = {"begun_by": fresh.marks(os.environ)} if consent.fresh else {}
+            publish(where / RUN_FILE, json_text(about | begun_by, indent=1) + "\n")
+    return replace(start, remarks=remarks + start.remarks, damaged=damaged)
+
+
+def resume_point(
     config: Config,
     data: Sources,
     identity: Identity,
@@ -129,28 +176,26 @@ def open_run(
 ) -> ResumePoint:
     """Takes the run's locks, finds the checkpoint to go on from, and compares the config with that one's.
 
-    Process 0 looks and decides; the others are told. Raises `ConfigError` when another job is in the directory, when
-    something has changed that the checkpoint cannot be continued with, or should not without being accepted, or when
-    there is nothing left to do before `train.stop_after`.
+    Raises `ConfigError` when another job is in the directory, when something has changed that the checkpoint cannot be
+    continued with, or should not without being accepted, or when there is nothing left to do before `train.stop_after`.
     """
-    assert config.run.dir is not None
-    directory = Path(config.run.dir)
 
-    def decide() -> ResumePoint:
-        begin_anew = consent.fresh and not fresh.done_before(known_run(config), os.environ)
-        if not begin_anew:
-            check_checkpoints_reachable(config, directory)
-        for where in run_directories(config):
+    def at_this_start() -> ResumePoint:
+        begins_anew = consent.fresh and not fresh.done_before(known_run(config), os.environ)
+        places = run_directories(config)
+        if not begins_anew:
+            check_checkpoints_reachable(config)
+        for where in places:
             where.mkdir(parents=True, exist_ok=True)
         remarks = [remark for lock in locks if (remark := lock.acquire(tell))]
-        if begin_anew:
-            _check_source_stays(config, _begin(config, data, directory, None))
-            remarks += fresh.set_aside(run_directories(config))
+        if begins_anew:
+            _check_source_stays(config, begin(config, data, ""))
+            remarks += fresh.set_aside(places)
         elif consent.fresh:
             remarks.append("--fresh was done at an earlier start of this job, which goes on now")
-        return _decide(config, data, directory, remarks, replace(consent, fresh=begin_anew))
+        return _read_and_decide(config, data, remarks, consent)
 
-    return replace(_decided("start", decide, config, identity), fresh=consent.fresh)
+    return replace(_by_process_0("start", at_this_start, config, identity), fresh=consent.fresh)
 
 
 def fall_back(
@@ -163,17 +208,37 @@ def fall_back(
     checkpoint = start.checkpoint
     assert checkpoint is not None
 
-    def decide() -> ResumePoint:
+    def from_an_earlier_one() -> ResumePoint:
         if start.kind != "own":
             raise ConfigError(f"run.{start.kind}_from: checkpoint {checkpoint.path} is damaged: {damage}; name another")
         aside = quarantine(checkpoint.path)
         remark = f"checkpoint {checkpoint.step} is damaged: {damage}; kept as {aside}"
-        return _decide(config, data, start.directory, [remark], Consent())
+        return _read_and_decide(config, data, [remark], Consent())
 
-    return _decided("fall back", decide, config, identity)
+    return _by_process_0("fall back", from_an_earlier_one, config, identity)
 
 
-def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, identity: Identity) -> ResumePoint:
+def _read_and_decide(config: Config, data: Sources, remarks: list[str], consent: Consent) -> ResumePoint:
+    found = read_directory(config)
+    return carry_out(decide(found, config, data.digests, consent), found, config, data, remarks, consent)
+
+
+def _check_source_stays(config: Config, begun: ResumePoint) -> None:
+    """Raises `ConfigError` if the run that --fresh would begin starts from a checkpoint that it would set aside."""
+    source = begun.checkpoint
+    if source is not None and any(
+        is_same_place(source.path.parent, where / CHECKPOINTS) for where in run_directories(config)
+    ):
+        raise ConfigError(
+            f"run.{begun.kind}_from: {source.path} is of the run that --fresh sets aside; give another run.dir "
+            "instead of --fresh"
+        )
+
+
+# -- what process 0 decides, in all processes
+
+
+def _by_process_0(name: str, decide: Callable[[], ResumePoint], config: Config, identity: Identity) -> ResumePoint:
     """What process 0 decides, in all processes. Its error, too."""
     told = None
     if identity.process_id == 0:
@@ -186,25 +251,18 @@ def _decided(name: str, decide: Callable[[], ResumePoint], config: Config, ident
     answer = json.loads(broadcast(name, told, identity, _SECONDS))
     if "error" in answer:
         raise error_of(answer["code"], answer["error"])
-    plain = answer["start"]
-    if plain["weights"] is not None and not Path(plain["weights"]).is_dir():
-        raise ConfigError(
-            f"run.init_from: process 0 sees {plain['weights']}, {identity.label} does not; "
-            "put it on a file system that all hosts share"
+    start = _from_plain(answer["start"])
+    checkpoint = None if start.checkpoint is None else start.checkpoint.path
+    here = start.weights or checkpoint
+    if not isinstance(here, Path) or here.is_dir():
+        return start
+    missing = f"process 0 sees {here}, {identity.label} does not; put"
+    places = [where for where in run_directories(config) if isinstance(where, Path)]
+    if start.weights is None and any(here.is_relative_to(where) for where in places):
+        raise PreflightError(f"run.dir: {missing} the run directory on a file system that all hosts share").blaming(
+            processes=[identity.process_id]
         )
-    checkpoint = None if plain["checkpoint"] is None else storage_path(plain["checkpoint"])
-    if isinstance(checkpoint, Path) and not checkpoint.is_dir():
-        its_own = any(isinstance(where, Path) and checkpoint.is_relative_to(where) for where in run_directories(config))
-        if not its_own:
-            raise ConfigError(
-                f"run.{plain['kind']}_from: process 0 sees {checkpoint}, {identity.label} does not; "
-                "put it on a file system that all hosts share"
-            )
-        raise PreflightError(
-            f"run.dir: process 0 sees {checkpoint}, {identity.label} does not; "
-            "put the run directory on a file system that all hosts share"
-        ).blaming(processes=[identity.process_id])
-    return _from_plain(plain)
+    raise ConfigError(f"run.{start.kind}_from: {missing} it on a file system that all hosts share")
 
 
 _TRANSIENT = (
@@ -227,226 +285,21 @@ def _in_words(error: OSError, config: Config) -> UserError:
     return kind(f"{where or 'a file'} cannot be used: {error.strerror or error}; fix that and try again")
 
 
-def _decide(config: Config, data: Sources, directory: Path, remarks: list[str], consent: Consent) -> ResumePoint:
-    root = checkpoint_root(config) / CHECKPOINTS
-    known = known_run(config)
-    checkpoint = newest_valid(root, None if known is None else known.run)
-    if known is not None:
-        if checkpoint is None:
-            check_run_id(root, known)
-        check_earlier_checkpoint_dir(config, directory, known.run, 0 if checkpoint is None else checkpoint.step)
-    check_no_newer_link(root, 0 if checkpoint is None else checkpoint.step)
-    told, damaged = clear_up(root, None if known is None else known.run)
-    remarks = remarks + told + damaged
-    if checkpoint is not None:
-        start = _resume(config, data, directory, known, checkpoint, consent)
-    elif root.is_dir() and any(".damaged" in path.name for path in root.iterdir()):
-        raise ConfigError(
-            f"run.dir: no whole checkpoint is left in {root}, only damaged ones "
-            f"({'; '.join(remarks) or 'set aside before'}); to train again from step 0, pass --fresh, which sets "
-            "the whole run aside, or choose other directories"
-        )
-    else:
-        if known is not None:
-            check_nothing_committed(root, directory)
-        start = _begin(config, data, directory, known)
-    for where in run_directories(config):
-        if not (where / RUN_FILE).exists():
-            about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
-            begun_by = {"begun_by": fresh.marks(os.environ)} if consent.fresh else {}
-            publish(where / RUN_FILE, json_text(about | begun_by, indent=1) + "\n")
-    return replace(start, remarks=remarks + start.remarks, damaged=damaged)
-
-
-def _begin(config: Config, data: Sources, directory: Path, known: RunFile | None) -> ResumePoint:
-    """A run that has no checkpoint of its own yet."""
-    run = secrets.token_hex(6) if known is None else known.run
-    source = config.run.fork_from or config.run.init_from
-    if source is None:
-        return ResumePoint(directory, run, [], None)
-    key = "run.fork_from" if config.run.fork_from else "run.init_from"
-    if config.run.init_from and source.startswith(SCHEME):
-        folder = Folder(Path(source.removeprefix(SCHEME)), key)
-        remarks = _check_origin(config, data, folder_origin(folder, key))
-        return ResumePoint(directory, run, [], None, "init", remarks=remarks, weights=folder.path)
-    checkpoint = find(source, key)
-    origin = run_origin(source, checkpoint, key)
-    remarks = _check_origin(config, data, origin)
-    refuse_other_arrays(origin, checkpoint, config.model)
-    if config.run.init_from:
-        return ResumePoint(directory, run, [], checkpoint, "init", remarks=remarks)
-    manifest = checkpoint.manifest
-    if manifest.step >= config.train.steps:
-        raise ConfigError(
-            f"train.steps: {config.train.steps} leaves nothing to do after step {manifest.step} of {key}; raise it"
-        )
-    if words := stop_refusal(config, checkpoint, key):
-        raise ConfigError(words)
-    earlier, other_data = config_of(checkpoint), different_data(manifest.data, data.digests)
-    if not other_data and numbering(earlier) == numbering(config) and (words := skip_refusal(config, checkpoint)):
-        raise ConfigError(words)
-    point = branch_point(checkpoint, config)
-    remark = branch_remark(checkpoint, config, point, other_data)
-    parent = {"run": manifest.run, "path": str(checkpoint.path.absolute()), **point._asdict()}
-    remarks += [*([] if remark is None else [remark]), *rate_remarks(checkpoint, config)]
-    lineage = [parent, *manifest.lineage]
-    return ResumePoint(directory, run, lineage, checkpoint, "fork", changes(earlier, config), remarks)
-
-
-def _check_origin(config: Config, data: Sources, origin: Origin) -> list[str]:
-    """Compares what a run begins with with its config and data. Returns remarks for people."""
-    tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder)
-    return refuse_what_does_not_fit(origin, config.model, tokenizer, config.run.init_from_changes)
-
-
-def _check_source_stays(config: Config, begun: ResumePoint) -> None:
-    """Raises `ConfigError` if the run that --fresh would begin starts from a checkpoint that it would set aside."""
-    source = begun.checkpoint
-    if source is None:
-        return
-    for where in run_directories(config):
-        if is_same_place(source.path.parent, where / CHECKPOINTS):
-            raise ConfigError(
-                f"run.{begun.kind}_from: {source.path} is of the run that --fresh sets aside; give another run.dir "
-                "instead of --fresh"
-            )
-
-
-def _resume(
-    config: Config, data: Sources, directory: Path, known: RunFile | None, checkpoint: Committed, consent: Consent
-) -> ResumePoint:
-    """A run that goes on from a checkpoint of its own."""
-    manifest, remarks = checkpoint.manifest, []
-    different = changes(config_of(checkpoint), config)
-    if words := refusal(config, data, checkpoint, different):
-        raise ConfigError(words)
-    asked = to_be_accepted(config, checkpoint, different, read_accepted(run_directories(config)))
-    if asked and not consent.accept_changes:
-        raise ConfigError(not_accepted(config, checkpoint, asked))
-    if checkpoint.step < config.train.steps:
-        # The rate may jump at an earlier checkpoint, which a restart may need, although it does not jump at this one.
-        noted = [*asked, *(change for change in different if change.key == "train.steps")]
-        note_accepted(run_directories(config), config, noted)
-        remarks += rate_remarks(checkpoint, config)
-    if known is not None and known.parents != manifest.lineage:
-        remarks.append(
-            f"{RUN_FILE} and checkpoint {checkpoint.step} name different parent runs; those of the checkpoint count"
-        )
-    return ResumePoint(directory, manifest.run, manifest.lineage, checkpoint, "own", different, remarks)
-
-
 def _to_plain(start: ResumePoint) -> dict[str, Any]:
     checkpoint = start.checkpoint
-    return {
-        "directory": str(start.directory),
-        "run": start.run,
-        "lineage": start.lineage,
-        "checkpoint": None if checkpoint is None else str(checkpoint.path),
-        "manifest": None if checkpoint is None else to_plain(checkpoint.manifest),
-        "kind": start.kind,
-        "weights": None if start.weights is None else str(start.weights),
-        "changes": start.changes,
-        "remarks": start.remarks,
-        "damaged": start.damaged,
+    return vars(start) | {
+        "checkpoint": checkpoint and (str(checkpoint.path), to_plain(checkpoint.manifest)),
+        "weights": start.weights and str(start.weights),
     }
 
 
 def _from_plain(plain: dict[str, Any]) -> ResumePoint:
-    checkpoint = None
-    if plain["checkpoint"] is not None:
-        checkpoint = Committed(storage_path(plain["checkpoint"]), from_plain(plain["manifest"]))
+    checkpoint, weights = plain["checkpoint"], plain["weights"]
     return ResumePoint(
-        Path(plain["directory"]),
-        plain["run"],
-        plain["lineage"],
-        checkpoint,
-        plain["kind"],
-        [Change(*change) for change in plain["changes"]],
-        plain["remarks"],
-        plain["damaged"],
-        weights=None if plain["weights"] is None else Path(plain["weights"]),
+        **plain
+        | {
+            "checkpoint": checkpoint and Committed(storage_path(checkpoint[0]), from_plain(checkpoint[1])),
+            "changes": [Change(*change) for change in plain["changes"]],
+            "weights": weights and Path(weights),
+        }
     )
-
-
-def refuse_other_data(config: Config, data: Sources, start: ResumePoint) -> None:
-    """Raises `ConfigError` if data, of which more is known now, is not what the run's own checkpoint was trained on."""
-    if start.checkpoint is not None and start.kind == "own" and (words := data_refusal(config, data, start.checkpoint)):
-        raise ConfigError(words)
-
-
-# -- the state
-
-REQUIRED_PARTS = ("params", "optimizer", "counters")
-"""Every checkpoint has these parts of the state; others may have been added since it was written."""
-
-
-def starting_state(
-    config: Config,
-    data: Sources,
-    program: Program,
-    start: ResumePoint,
-    identity: Identity,
-    events: Events,
-    status: StatusLine,
-) -> tuple[ResumePoint, Any]:
-    """The state to go on from, and where that is: earlier than `start` if its checkpoint turns out to be damaged."""
-    while (checkpoint := start.checkpoint) is not None:
-        wanted = wanted_of(program, checkpoint, parameters_only=start.kind == "init")
-        spread = _spreads(config, program, identity)
-        try:
-            restored = restore(checkpoint, wanted, identity, verify=config.checkpoint.verify, spread=spread)
-        except DamagedError as damage:
-            events.write("checkpoint_damaged", step=checkpoint.step, why=str(damage))
-            start = fall_back(start, damage, config, data, identity)
-            for remark in start.remarks:
-                status.line(f"WARNING {remark}")
-            found = "from the start" if start.checkpoint is None else f"from step {start.step}"
-            status.line(f"WARNING going on {found} instead")
-            continue
-        events.write(
-            "restore",
-            step=checkpoint.step,
-            source=start.kind,
-            bytes=restored.bytes,
-            read_seconds=restored.read_seconds,
-            verify_seconds=restored.verify_seconds,
-        )
-        return start, completed(program, program.from_canonical(restored.state))
-    if start.weights is not None:
-        return start, _begun_with_weights(program, start.weights, identity, events)
-    return start, program.init()
-
-
-def _begun_with_weights(program: Program, path: Path, identity: Identity, events: Events) -> dict[str, Any]:
-    """The state at the start of a run, with the parameters of a folder of Hugging Face."""
-    abstract = program.canonical_abstract_state["params"]
-    loaded = load_parameters(path, program.spec.definition, abstract, identity)
-    events.write("restore", step=0, source="hf", bytes=loaded.bytes, read_seconds=loaded.seconds, verify_seconds=0.0)
-    return completed(program, program.from_canonical({"params": loaded.params}))
-
-
-def wanted_of(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:
-    """The abstract state of what is taken from the checkpoint, by part."""
-    abstract = program.canonical_abstract_state
-    stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
-    if parameters_only:
-        return {part: tree for part, tree in model_state(abstract).items() if part == "params" or part in stored}
-    if missing := sorted(set(REQUIRED_PARTS) - stored):
-        raise ConfigError(f"checkpoint {checkpoint.path} lacks {missing[0]}; it was not written by a training run")
-    return {part: tree for part, tree in abstract.items() if part in stored}
-
-
-def completed(program: Program, state: dict[str, Any]) -> dict[str, Any]:
-    """The state with the parts that the checkpoint does not have, as at the start of a run."""
-    missing = [part for part in program.abstract_state if part not in state]
-    if not missing:
-        return state
-    fresh = program.init()
-    return {part: state.get(part, fresh[part]) for part in program.abstract_state}
-
-
-def _spreads(config: Config, program: Program, identity: Identity) -> bool:
-    """Whether replicas share the reading. On CPU, and inside a host, the file cache is quicker than the exchange."""
-    if config.checkpoint.read != "auto":
-        return config.checkpoint.read == "spread"
-    return not identity.alone and program.placement.mesh.devices.flat[0].platform != "cpu"

@@ -1,21 +1,26 @@
-"""A run's directory, and where its checkpoints are: whose they are, and what must not be lost or mixed up there."""
+"""A run's directory, and where its checkpoints are: whose they are, and what is there."""
 
 import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jaxmnt.checkpoint.commit import newest_valid, out_of_reach
-from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, YAML_ERRORS, RunFile, find, read_run
+from jaxmnt.checkpoint.commit import Committed, newest_valid, out_of_reach, step_directories, unfinished
+from jaxmnt.checkpoint.refs import CHECKPOINTS, YAML_ERRORS, RunFile, find, read_run
+from jaxmnt.config.describe import Change, maths
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.data.order import BranchPoint
-from jaxmnt.errors import ConfigError, UserError, printable, remark
+from jaxmnt.errors import ConfigError, UnreadableError, UserError, printable, remark
 from jaxmnt.run.branch import branch_point, branch_points
-from jaxmnt.run.changes import has_trained
 from jaxmnt.storage import StoragePath, is_link, publish, read, storage_path
-from jaxmnt.telemetry.events import last_commit
+from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry.events import event_file, last_commit, records
 
 
 def checkpoint_root(config: Config) -> StoragePath:
@@ -36,6 +41,31 @@ def is_same_place(one: StoragePath, other: StoragePath) -> bool:
     if isinstance(one, Path) and isinstance(other, Path):
         return one.resolve() == other.resolve()
     return one == other
+
+
+def has_trained(config: Config) -> bool:
+    """Whether the run has a checkpoint, or an event that tells of a step, as far as these can be read."""
+    directory = Path(config.run.dir or "")
+    for where in (directory, checkpoint_root(config)):
+        with suppress(OSError):
+            if step_directories(where / CHECKPOINTS):
+                return True
+    with suppress(OSError):
+        return any(event["kind"] == "started" for event in records(event_file(directory, 0)))
+    return False
+
+
+@contextmanager
+def unreadable_is_retryable(config: Config) -> Iterator[None]:
+    """Inside, what cannot be read ends a run that has trained with exit code 1, which is tried again, instead of 2."""
+    try:
+        yield
+    except ConfigError as error:
+        unreadable = isinstance(error, UnreadableError) or isinstance(error.__cause__, OSError)
+        if not unreadable or not has_trained(config):
+            raise
+        text = f"{error} (this run has read it before; once it is available again, start the run again)"
+        raise UserError(text).blaming(hosts=error.hosts, processes=error.processes) from error
 
 
 class DamagedConfigError(ConfigError):
@@ -110,8 +140,9 @@ def branches_of(config: Config) -> list[BranchPoint]:
     return [branch_point(origin, config), *branch_points(origin.manifest.lineage)]
 
 
-def check_checkpoints_reachable(config: Config, directory: Path) -> None:
+def check_checkpoints_reachable(config: Config) -> None:
     """Raises `UserError` if the run's checkpoints lie where nothing is now, as where a mount is away."""
+    directory = Path(config.run.dir or "")
     root, elsewhere = checkpoint_root(config) / CHECKPOINTS, run_directories(config)[1:]
     if is_link(root) and not root.is_dir():
         kind = UserError if has_trained(config) else ConfigError
@@ -133,50 +164,104 @@ def check_checkpoints_reachable(config: Config, directory: Path) -> None:
         )
 
 
-def check_run_id(root: StoragePath, known: RunFile) -> None:
-    """Raises `ConfigError` if there are whole checkpoints, and all of another run than run.json says: one is wrong."""
-    other = newest_valid(root)
-    if other is not None:
-        theirs = printable(other.manifest.run)
-        raise ConfigError(
-            f"run.dir: {RUN_FILE} says that this is run {printable(known.run)}, but no whole checkpoint in {root} "
-            f"belongs to it: the newest, of step {other.step}, belongs to run {theirs}; nothing was moved; if the "
-            f"checkpoints are right, write {theirs} into {RUN_FILE}; otherwise move them elsewhere, or choose "
-            "another run.dir"
-        )
+ACCEPTED = "accepted.json"
+"""In a run's directory: the values of keys of the maths that somebody has accepted, beside the id of the run."""
 
 
-def check_no_newer_link(root: StoragePath, step: int) -> None:
-    """Raises `UserError` if a later checkpoint than that of `step` is a link to where nothing is now."""
-    away = [path for later, path in out_of_reach(root) if later > step]
-    if away:
-        raise UserError(
-            f"run.dir: checkpoint {away[-1]} is a broken link; mount or restore its target, or remove the link to "
-            f"continue from step {step}"
-        )
+@dataclass(frozen=True)
+class RunDirectory:
+    """What is in a run's directory and where its checkpoints are, read once by the job that has the locks."""
+
+    directory: Path
+    root: StoragePath
+    """The folder of the checkpoints."""
+    known: RunFile | None = None
+    """What run.json says; None if this is a new run."""
+    checkpoint: Committed | None = None
+    """The newest whole checkpoint of the run; without a run.json, of any run."""
+    of_others: Committed | None = None
+    """If that is None: the newest whole checkpoint of any other run."""
+    earlier: Committed | None = None
+    """The run's newest whole checkpoint where its checkpoints were at the start before, if that was elsewhere."""
+    out_of_reach: list[tuple[int, StoragePath]] = field(default_factory=list)
+    """Steps that are links to where nothing is now, oldest first."""
+    damaged: bool = False
+    """Without a checkpoint: whether one was set aside as damaged, or will be when the folder is cleared up."""
+    committed: int = 0
+    """Without a checkpoint: the step of the one that the run wrote last by its events; 0 if it wrote none."""
+    accepted: dict[str, Any] = field(default_factory=dict)
+    """With a checkpoint: what was accepted at earlier starts, by key."""
+
+    @property
+    def run(self) -> str | None:
+        return None if self.known is None else self.known.run
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def check_nothing_committed(root: StoragePath, directory: Path) -> None:
-    """Raises `UserError` if checkpoints were there once: whoever begins at step 0 then, loses what has been trained."""
-    step = last_commit(directory)
-    if step:
-        raise UserError(
-            f"run.dir: {root} has no checkpoint, although this run committed one of step {step} there; check that "
-            "it is mounted and try again; to begin at step 0, pass --fresh, which sets the whole run aside"
-        )
+def read_directory(config: Config) -> RunDirectory:
+    """Raises `ConfigError` for files that are damaged, and `OtherFormatError` for a newer checkpoint's format."""
+    directory, root = Path(config.run.dir or ""), checkpoint_root(config) / CHECKPOINTS
+    known = known_run(config)
+    checkpoint = newest_valid(root, None if known is None else known.run)
+    of_others = earlier = None
+    if known is not None:
+        of_others = newest_valid(root) if checkpoint is None else None
+        earlier = _checkpoint_elsewhere(config, directory, known.run)
+    return RunDirectory(
+        directory,
+        root,
+        known,
+        checkpoint,
+        of_others,
+        earlier,
+        out_of_reach(root),
+        damaged=checkpoint is None and _has_damaged(root),
+        committed=last_commit(directory) if checkpoint is None and known is not None else 0,
+        accepted={} if checkpoint is None else _read_accepted(run_directories(config)),
+    )
 
 
-def check_earlier_checkpoint_dir(config: Config, directory: Path, run: str, step: int) -> None:
-    """Raises `ConfigError` if the run has come further than `step` where its checkpoints were the last time."""
-    earlier, now = earlier_config(directory), checkpoint_root(config)
+def _checkpoint_elsewhere(config: Config, directory: Path, run: str) -> Committed | None:
+    earlier = earlier_config(directory)
     if earlier is None:
-        return
+        return None
     before = checkpoint_root(earlier) if earlier.checkpoint.dir else directory
-    if is_same_place(before, now):
-        return
-    newest = newest_valid(before / CHECKPOINTS, run)
-    if newest is not None and newest.step > step:
-        raise ConfigError(
-            f"checkpoint.dir: {before} has the checkpoint of step {newest.step} of {directory}, and the newest in "
-            f"{now} is of step {step}; undo the change, move the checkpoints, or choose another run.dir"
-        )
+    return None if is_same_place(before, checkpoint_root(config)) else newest_valid(before / CHECKPOINTS, run)
+
+
+def _has_damaged(root: StoragePath) -> bool:
+    """Whether a step is set aside, or is damaged and not just cut off, of which a note tells that is not for links."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    steps = [path for _, path in step_directories(root)]
+    return any(".damaged" in name for name in names) or any(is_link(path) or not unfinished(path) for path in steps)
+
+
+def _read_accepted(places: list[StoragePath]) -> dict[str, Any]:
+    """What a damaged file says was not accepted, which is said."""
+    accepted: dict[str, Any] = {}
+    for where in places:
+        with suppress(FileNotFoundError):
+            try:
+                content = json.loads(read(where / ACCEPTED).decode())
+            except (ValueError, RecursionError):
+                content = None
+            if isinstance(content, dict):
+                accepted |= content
+            else:
+                remark(f"note: {where / ACCEPTED} is damaged: what was accepted at earlier starts is not known from it")
+    return accepted
+
+
+def note_accepted(config: Config, before: dict[str, Any], accepted: list[Change]) -> None:
+    """Writes down that this config goes on with what was `accepted`, also when this start comes to nothing.
+
+    What was accepted `before` stays noted as long as the config says the same: an earlier checkpoint may be needed.
+    """
+    values = maths(config)
+    now = {key: value for key, value in before.items() if key in values and values[key] == value}
+    now |= {change.key: change.now for change in accepted}
+    for where in run_directories(config) if now != before else []:
+        publish(where / ACCEPTED, json_text(now, indent=1) + "\n")

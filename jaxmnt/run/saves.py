@@ -14,19 +14,14 @@ from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.checkpoint.retention import SaveTimer, need, shortage
 from jaxmnt.checkpoint.saver import Saver, SaveResult
-from jaxmnt.config.schema import Config
-from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
-from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import UserError
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.rundir import checkpoint_root, plain_config
+from jaxmnt.run.values import CompiledRun
 from jaxmnt.storage import is_link
-from jaxmnt.telemetry.events import Events, history
-from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.events import event_file, history
 from jaxmnt.telemetry.reliability import seconds_between_failures
-from jaxmnt.training.compile import Program
 from jaxmnt.training.state import stored_bytes
 
 _RETRY_SECONDS = (0.0, 30.0, 120.0)
@@ -36,39 +31,30 @@ _RETRY_SECONDS = (0.0, 30.0, 120.0)
 class CheckpointManager:
     """The checkpoints of a run under way. All processes call the same methods after the same steps."""
 
-    def __init__(
-        self,
-        config: Config,
-        start: ResumePoint,
-        program: Program,
-        data: Sources,
-        identity: Identity,
-        events: Events,
-        status: StatusLine,
-        locks: Sequence[RunLock],
-    ):
+    def __init__(self, run: CompiledRun):
+        config, program = run.config, run.program
         self._settings = config.checkpoint
         self._program = program
-        self._events = events
-        self._status = status
-        self._identity = identity
+        self._events = run.events
+        self._status = run.status
+        self._identity = run.identity
         self._root = checkpoint_root(config) / CHECKPOINTS
-        needed = need(stored_bytes(program.canonical_abstract_state), 3, identity.processes)
+        needed = need(stored_bytes(program.canonical_abstract_state), 3, run.identity.processes)
         self._needed = needed
-        self._saver = Saver(self._root, config.checkpoint, needed, identity, lambda: _confirm(locks))
+        self._saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
         self._manifest = Manifest(
-            run=start.run,
+            run=run.start.run,
             step=0,
             arrays={},
             config=plain_config(config),
             tokens=0,
-            data=data.digests,
+            data=run.data.digests,
             loss=None,
-            lineage=start.lineage,
+            lineage=run.start.lineage,
             libraries={name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")},
         )
-        self._clock = self._make_timer(start, program.placement.mesh.size)
-        self._saved_step = start.step
+        self._clock = self._make_timer(run.directory, program.placement.mesh.size)
+        self._saved_step = run.start.step
         self._failed_in_a_row = 0
         self._last_failure = ""
         self._retry_at: float | None = None
@@ -197,8 +183,8 @@ class CheckpointManager:
                 "check space and permissions, then run again from the last checkpoint"
             )
 
-    def _make_timer(self, start: ResumePoint, devices: int) -> SaveTimer:
-        failures, running = history(start.directory / "events" / "0.jsonl")
+    def _make_timer(self, run_dir: Path, devices: int) -> SaveTimer:
+        failures, running = history(event_file(run_dir, 0))
         stated = self._settings.hours_between_failures
         mean, how = seconds_between_failures(stated, failures, running, devices)
         if self._settings.every_minutes == "auto" and self._identity.process_id == 0:

@@ -1,0 +1,131 @@
+"""What takes the steps of a run, and what records and watches them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmnt.data.feed import Feed
+from jaxmnt.run import report
+from jaxmnt.run.bad_steps import BadStepMonitor
+from jaxmnt.run.evaluate import Evaluator
+from jaxmnt.run.input import begin_feed
+from jaxmnt.run.monitoring import Monitoring
+from jaxmnt.run.profiling import Profiler
+from jaxmnt.run.ready import ReadyRun
+from jaxmnt.run.rundir import plain_config
+from jaxmnt.run.samples import Sampler
+from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
+from jaxmnt.telemetry.metrics import Rates, TrainLog
+from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, wanted_sinks
+from jaxmnt.telemetry.status_server import StatusServer
+from jaxmnt.training.compile import Program
+from jaxmnt.training.spec import ControlFlags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running(ReadyRun):
+    """A run that is ready to take steps."""
+
+    feed: Feed
+    control: ControlFlags
+    log: TrainLog
+    monitoring: Monitoring
+    profiler: Profiler
+    evaluator: Evaluator
+    sampler: Sampler
+
+
+def start_running(run: ReadyRun) -> Running:
+    """Opens the log and begins to read rows."""
+    monitoring = Monitoring(run)
+    run.held.callback(monitoring.close)
+    log = _open_log(run, monitoring)
+    run.held.callback(log.close)
+    profiler = Profiler(run)
+    run.held.enter_context(profiler.listening())
+    _serve_status(run, log, monitoring)
+    feed = begin_feed(run, run.training_data, run.program, run.start.step)
+    run.events.write("data", digest=run.data.digest, **report.input_memory(run, feed.local_rows))
+    return Running(
+        **vars(run),
+        feed=feed,
+        control=ControlFlags(run.program.control_sharding),
+        log=log,
+        monitoring=monitoring,
+        profiler=profiler,
+        evaluator=Evaluator(run.program, run.data),
+        sampler=Sampler(run.program, run.data),
+    )
+
+
+def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
+    bad_steps = BadStepMonitor(run.config, run.training_data, run.events, run.status, writer=run.writes)
+
+    def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
+        run.watchdog.finished_step(seconds)
+        bad_steps.see(step, values)
+        monitoring.finished(step, values["loss"])
+        if step == run.start.step + 1:
+            run.clock.lap("first_step")
+            run.events.write("started", step=step, seconds=run.clock.seconds, compile_cache=run.clock.compile_cache)
+
+    return TrainLog(
+        run.directory,
+        writer=run.writes,
+        status=run.status,
+        steps=run.config.train.steps,
+        tokens=run.start.tokens,
+        rates=_rates(run.program),
+        epochs=run.training_data.order.epochs,
+        timer=monitoring.timer,
+        attempt=run.events.attempt,
+        log_every=run.config.train.log_every,
+        cost=None if run.spending is None else run.spending.outlook,
+        finished=finished,
+        written=_open_sinks(run).put,
+    )
+
+
+def _rates(program: Program) -> Rates:
+    """What the rates of a program's steps are measured by, in the convention of `telemetry.flops`."""
+    spec, mesh = program.spec, program.placement.mesh
+    config, data = spec.config, spec.config.data
+    flops = token_flops(spec.definition, data.sequence_length)
+    again = flops.recomputed(config.train.remat)
+    peak = peak_flops(mesh.devices.flat[0].device_kind, spec.dtype)
+    return Rates(
+        flops_per_token=CONVENTIONS[config.telemetry.flops](flops),
+        hardware_flops_per_token=None if again is None else CONVENTIONS["causal"](flops) + again,
+        peak_flops=None if peak is None else peak * mesh.size,
+        padded_tokens=data.global_batch_size * data.sequence_length,
+    )
+
+
+def _open_sinks(run: ReadyRun) -> Sinks:
+    """In process 0. A run that fails does not wait for them."""
+    names = wanted_sinks(run.config.telemetry.sinks) if run.writes else []
+    sinks = Sinks(
+        names,
+        SinkRun(
+            run.start.run, run.directory, plain_config(run.config), run.config.telemetry.project, run.start.step,
+            run.events.attempt,
+        ),
+    )  # fmt: skip
+    run.heartbeat.may_fail = packages_of(names)
+
+    def close(error: type[BaseException] | None, *_: object) -> None:
+        if not sinks.close(patient=error is None):
+            run.heartbeat.exit_handler.hurried = True  # a library's own thread may keep a process for ever
+
+    run.held.push(close)
+    return sinks
+
+
+def _serve_status(run: ReadyRun, log: TrainLog, monitoring: Monitoring) -> None:
+    settings = run.config.telemetry
+    if settings.port is None or not run.writes:
+        return
+    about = {"run": run.start.run, "steps": run.config.train.steps, "processes": run.identity.processes}
+    status = lambda: {**log.latest, **monitoring.status(), **about, "now": str(run.watchdog.position())}
+    server = run.held.enter_context(StatusServer(settings.host, settings.port, status))
+    if server.address is not None:
+        run.status.line(f"status  {server.url}/status, /metrics, /healthz, /stacks")

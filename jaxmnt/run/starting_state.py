@@ -1,0 +1,86 @@
+"""The state that a run begins with: restored, made of another model's parameters, or new."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.restore import restore
+from jaxmnt.errors import ConfigError
+from jaxmnt.huggingface.load import load_parameters
+from jaxmnt.run.resume import fall_back
+from jaxmnt.run.start import ResumePoint
+from jaxmnt.run.values import CompiledRun
+from jaxmnt.training.compile import Program
+from jaxmnt.training.state import model_state
+
+REQUIRED_PARTS = ("params", "optimizer", "counters")
+"""Every checkpoint has these parts of the state; others may have been added since it was written."""
+
+
+def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any]:
+    """The state to go on from, and where that is: before `run.start` if the checkpoint of that is damaged."""
+    start, program = run.start, run.program
+    while (checkpoint := start.checkpoint) is not None:
+        wanted = wanted_of(program, checkpoint, parameters_only=start.kind == "init")
+        try:
+            restored = restore(
+                checkpoint, wanted, run.identity, verify=run.config.checkpoint.verify, spread=_spreads(run)
+            )
+        except DamagedError as damage:
+            run.events.write("checkpoint_damaged", step=checkpoint.step, why=str(damage))
+            start = fall_back(start, damage, run.config, run.data, run.identity)
+            for remark in start.remarks:
+                run.status.line(f"WARNING {remark}")
+            found = "from the start" if start.checkpoint is None else f"from step {start.step}"
+            run.status.line(f"WARNING going on {found} instead")
+            continue
+        run.events.write(
+            "restore",
+            step=checkpoint.step,
+            source=start.kind,
+            bytes=restored.bytes,
+            read_seconds=restored.read_seconds,
+            verify_seconds=restored.verify_seconds,
+        )
+        return start, completed(program, program.from_canonical(restored.state))
+    if start.weights is not None:
+        return start, _begun_with_weights(run, start.weights)
+    return start, program.init()
+
+
+def _begun_with_weights(run: CompiledRun, path: Path) -> dict[str, Any]:
+    """The state at the start of a run, with the parameters of a folder of Hugging Face."""
+    program, abstract = run.program, run.program.canonical_abstract_state["params"]
+    loaded = load_parameters(path, program.spec.definition, abstract, run.identity)
+    run.events.write(
+        "restore", step=0, source="hf", bytes=loaded.bytes, read_seconds=loaded.seconds, verify_seconds=0.0
+    )
+    return completed(program, program.from_canonical({"params": loaded.params}))
+
+
+def wanted_of(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:
+    """The abstract state of what is taken from the checkpoint, by part."""
+    abstract = program.canonical_abstract_state
+    stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
+    if parameters_only:
+        return {part: tree for part, tree in model_state(abstract).items() if part == "params" or part in stored}
+    if missing := sorted(set(REQUIRED_PARTS) - stored):
+        raise ConfigError(f"checkpoint {checkpoint.path} lacks {missing[0]}; it was not written by a training run")
+    return {part: tree for part, tree in abstract.items() if part in stored}
+
+
+def completed(program: Program, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the parts that the checkpoint does not have, as at the start of a run."""
+    missing = [part for part in program.abstract_state if part not in state]
+    if not missing:
+        return state
+    fresh = program.init()
+    return {part: state.get(part, fresh[part]) for part in program.abstract_state}
+
+
+def _spreads(run: CompiledRun) -> bool:
+    """Whether replicas share the reading. On CPU, and inside a host, the file cache is quicker than the exchange."""
+    if run.config.checkpoint.read != "auto":
+        return run.config.checkpoint.read == "spread"
+    return not run.identity.alone and run.program.placement.mesh.devices.flat[0].platform != "cpu"
