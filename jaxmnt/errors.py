@@ -51,7 +51,7 @@ class ConfigError(UserError):
 
 
 class UnreadableError(ConfigError):
-    """What the config names cannot be read. With a run that has read it before this may pass: `run/changes.py`."""
+    """What the config names cannot be read. With a run that has read it before this may pass: `run/rundir.py`."""
 
 
 class PreflightError(UserError):

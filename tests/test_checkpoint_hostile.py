@@ -172,20 +172,6 @@ def test_a_link_that_leads_nowhere_makes_room(root):
     assert (root / "20.damaged").is_symlink() and (root / "20.unfinished").exists()
 
 
-def test_an_archive_that_is_away_does_not_send_the_run_back(tiny, whole_run):
-    config = tiny("train.steps=22")
-    shutil.copytree(whole_run.run.dir, config.run.dir)
-    root = Path(config.run.dir) / "checkpoints"
-    there = archived(root, 20)
-    there.rename(there.with_name("away"))
-    before = snapshot(Path(config.run.dir))
-    with pytest.raises(UserError, match=r"checkpoints/20 is a broken link; mount or restore its target") as caught:
-        opened(config)
-    assert caught.value.exit_code == ExitCode.FAILURE and snapshot(Path(config.run.dir)) == before
-    there.with_name("away").rename(there)
-    assert opened(config).step == 20
-
-
 def test_a_scratch_disk_that_is_away_does_not_send_the_run_back(tiny, whole_run, tmp_path):
     config = tiny("train.steps=22")
     shutil.copytree(whole_run.run.dir, config.run.dir)
@@ -194,22 +180,6 @@ def test_a_scratch_disk_that_is_away_does_not_send_the_run_back(tiny, whole_run,
     with pytest.raises(UserError, match=r"checkpoints is a link to a folder that does not exist") as caught:
         opened(config)
     assert caught.value.exit_code == ExitCode.FAILURE and not scratch.exists()
-
-
-@pytest.mark.parametrize("how", ["an empty mount", "removed"])
-def test_checkpoints_that_are_gone_do_not_send_the_run_back(tiny, whole_run, how):
-    config = tiny("train.steps=22")
-    run = Path(config.run.dir)
-    shutil.copytree(whole_run.run.dir, run)
-    (run / "checkpoints").rename(run.parent / "away")
-    if how == "an empty mount":
-        (run / "checkpoints").mkdir()
-    with pytest.raises(
-        UserError, match=r"checkpoints has no checkpoint, although .* committed one of step 20"
-    ) as caught:
-        opened(config)
-    assert caught.value.exit_code == ExitCode.FAILURE and len(losses(run)) == 20
-    assert opened(config, fresh=True).step == 0 and len(losses(run / "aside-1")) == 20
 
 
 def test_a_server_of_files_that_fails_is_no_damage(whole_run, tmp_path):
@@ -463,7 +433,7 @@ def test_a_config_file_of_another_shape(root, text, capsys):
     assert ran(capsys, "list", str(root.parent))[0] == ExitCode.FINISHED
 
 
-# -- ids
+# -- a run as its start finds it
 
 
 def opened(config, **consent) -> ResumePoint:
@@ -472,26 +442,6 @@ def opened(config, **consent) -> ResumePoint:
     with ExitStack() as held:
         locks = [held.enter_context(lock.RunLock(where)) for where in run_directories(config)]
         return resume_point(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
-
-
-def test_a_wrong_digit_in_the_id_moves_nothing(tiny, whole_run):
-    config = tiny("train.steps=22")
-    shutil.copytree(whole_run.run.dir, config.run.dir)
-    path = Path(config.run.dir) / "run.json"
-    known = json.loads(path.read_text())
-    wrong = known["run"][:-1] + ("0" if known["run"][-1] != "0" else "1")
-    path.write_text(json.dumps(known | {"run": wrong}))
-    before = snapshot(Path(config.run.dir))
-    with pytest.raises(ConfigError) as caught:
-        opened(config)
-    assert f"says that this is run {wrong}" in str(caught.value) and f"belongs to run {known['run']}" in str(
-        caught.value
-    )
-    assert "nothing was moved" in str(caught.value) and snapshot(Path(config.run.dir)) == before
-    path.write_text(json.dumps(known | {"lineage": [{"run": "x", "step": 3, "path": "y"}]}))
-    start = opened(config)
-    assert start.step == 20 and start.lineage == []
-    assert any("and checkpoint 20 name different parent runs" in remark for remark in start.remarks)
 
 
 # -- locks

@@ -99,10 +99,10 @@ def _due(step: int, every: int) -> bool:
 
 def _arm_profiler(run: Running) -> None:
     """Once the checkpoint counts: the profiler may end the run."""
+    started = time.perf_counter()
     with run.watchdog.during("saving", run.config.watchdog.save_seconds), _during(run, "save"):
-        started = time.perf_counter()
         run.saves.poll(wait=True)
-        run.log.pause(time.perf_counter() - started)
+    run.log.pause(time.perf_counter() - started)
     run.profiler.arm(run.saves.succeeded, run.progress.step)
 
 

@@ -188,44 +188,29 @@ class Monitoring:
 
     def _tell_of(self, found: Straggler, step: int) -> None:
         """Who holds the others up, or does no longer."""
-        host = self._hosts[found.process]
-        self._events.write(
-            "straggler" if found.began else "straggler_over",
-            step=step,
-            at_fault=found.process,
-            at_fault_host=host,
-            phase=found.phase,
-            slower_seconds=found.seconds,
-            step_seconds=found.step_seconds,
-        )
-        who, doing = f"process {found.process} of {self._identity.processes} on {host}", DOING[found.phase]
+        host, doing = self._hosts[found.process], DOING[found.phase]
+        who = f"process {found.process} of {self._identity.processes} on {host}"
         if found.began:
             share = found.seconds / found.step_seconds
-            self._status.line(
+            line = (
                 f"WARNING step {step}: {who} holds the others up: for {doing} it takes {1e3 * found.seconds:.0f} ms "
                 f"more than they do ({share:.0%} of a step)"
             )
         else:
-            self._status.line(f"note    step {step}: {who} no longer takes more time than the others for {doing}")
+            line = f"note    step {step}: {who} no longer takes more time than the others for {doing}"
+        seconds = {"slower_seconds": found.seconds, "step_seconds": found.step_seconds}
+        self._blame("straggler", found.began, step, found.process, line, phase=found.phase, **seconds)
 
-    def _tell_of_device(self, one: SlowDevice, found_by: str, step: int) -> None:
-        process, device = one.device
-        host = self._hosts[process]
-        self._events.write(
-            "slow_device" if one.began else "slow_device_over",
-            step=step,
-            at_fault=process,
-            at_fault_host=host,
-            device=device,
-            found_by=found_by,
-            slower=one.slower,
-            **({"why": one.why} if one.began else {}),
-        )
-        who = f"device {device} of process {process} on {host}"
-        if one.began:
-            self._status.line(f"WARNING step {step}: {who} is slow, and all wait for it: {one.why}")
+    def _tell_of_device(self, slow: SlowDevice, found_by: str, step: int) -> None:
+        process, device = slow.device
+        who = f"device {device} of process {process} on {self._hosts[process]}"
+        if slow.began:
+            line, why = f"WARNING step {step}: {who} is slow, and all wait for it: {slow.why}", {"why": slow.why}
         else:
-            self._status.line(f"note    step {step}: {who} is as quick as the others again (by its {found_by})")
+            line, why = f"note    step {step}: {who} is as quick as the others again (by its {found_by})", {}
+        self._blame(
+            "slow_device", slow.began, step, process, line, device=device, found_by=found_by, slower=slow.slower, **why
+        )
 
     def _tell_of_fault(self, process: int, what: str, step: int) -> None:
         """Once an hour of the same: a bad cable counts errors all day, and all processes of its host see them."""
@@ -234,8 +219,14 @@ class Monitoring:
         if time.monotonic() < self._told_faults.get(same, -_AGAIN_SECONDS) + _AGAIN_SECONDS:
             return
         self._told_faults[same] = time.monotonic()
-        self._events.write("host_fault", step=step, at_fault=process, at_fault_host=host, why=what)
-        self._status.line(f"WARNING step {step}: process {process} on {host}: {what}")
+        line = f"WARNING step {step}: process {process} on {host}: {what}"
+        self._blame("host_fault", True, step, process, line, why=what)
+
+    def _blame(self, kind: str, began: bool, step: int, process: int, line: str, **details: Any) -> None:
+        """Writes an event about a process, or about its end if it has not begun, and shows a line."""
+        kind = kind if began else f"{kind}_over"
+        self._events.write(kind, step=step, at_fault=process, at_fault_host=self._hosts[process], **details)
+        self._status.line(line)
 
     def _note_steps_again(self, later: list[dict[str, Any]]) -> None:
         """Lines of steps after the checkpoint that the run goes on from, which are taken again."""

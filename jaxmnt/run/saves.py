@@ -1,7 +1,6 @@
 """When a run saves, and what becomes of a save: reported, tried again, or too often failed."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import step_directories
 from jaxmnt.checkpoint.device_digest import start_digests
-from jaxmnt.checkpoint.manifest import Array, Manifest
+from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.checkpoint.retention import SaveTimer, need, shortage
@@ -122,7 +121,10 @@ class CheckpointManager:
         self._events.write("checkpoint_begin", step=step)
         self._clock.began(time.monotonic())
         self._saved_step, self._retry_at = step, None
-        self._saver.save(step, self._program.to_canonical(state), self._describe(step, tokens, loss))
+        describe = lambda arrays: replace(
+            self._manifest, step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time()
+        )
+        self._saver.save(step, self._program.to_canonical(state), describe)
         self._blocked = time.perf_counter() - started
         self.blocked_seconds += self._blocked
         return self._blocked
@@ -159,12 +161,6 @@ class CheckpointManager:
             self.save(step, state, tokens, loss)
             self.poll(wait=True)
 
-    def _describe(self, step: int, tokens: int, loss: float | None) -> Any:
-        def describe(arrays: dict[str, Array]) -> Manifest:
-            return replace(self._manifest, step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time())
-
-        return describe
-
     def _report_failure(self, saved: SaveResult, why: str) -> None:
         self._failed_in_a_row += 1
         delay = _RETRY_SECONDS[min(self._failed_in_a_row, len(_RETRY_SECONDS)) - 1]
@@ -192,6 +188,6 @@ class CheckpointManager:
         return SaveTimer(self._settings.every_minutes, mean, time.monotonic())
 
 
-def _confirm(locks: Sequence[RunLock]) -> None:
+def _confirm(locks: list[RunLock]) -> None:
     for lock in locks:
         lock.confirm()

@@ -28,7 +28,7 @@ from jaxmnt.telemetry.progress import StartClock, StatusLine, status_line
 from jaxmnt.training.compile import Program
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunProcess:
     """A process of a run, and the config as far as it is known: values built from this one have a fuller config."""
 
@@ -75,15 +75,24 @@ def run_process(
     directory, identity = Path(config.run.dir), identity or Identity()
     heartbeat = heartbeat or heartbeat_alone(identity)
     watchdog = Watchdog(config.watchdog, directory, identity.process_id, heartbeat)
-    clock = clock or StartClock()
     with ExitStack() as held:
         stop = stop or held.enter_context(stop_request(config, identity, heartbeat.end))
         held.enter_context(watchdog)
         status = held.enter_context(status_line(quiet=identity.process_id != 0))
+        zero_is_open = config.mesh.zero == "auto"
         yield RunProcess(
-            config=config, directory=directory, identity=identity, heartbeat=heartbeat, clock=clock, stop=stop,
-            status=status, watchdog=watchdog, held=held, zero_is_open=config.mesh.zero == "auto", given_devices=devices,
-        )  # fmt: skip
+            config,
+            directory,
+            identity,
+            heartbeat,
+            clock or StartClock(),
+            stop,
+            status,
+            watchdog,
+            held,
+            zero_is_open,
+            devices,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
