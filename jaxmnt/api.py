@@ -12,7 +12,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxmnt.checkpoint.refs import find, folders_started_in, tokenizer_of
+from jaxmnt.checkpoint.refs import config_of, find, folders_started_in, tokenizer_of
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
@@ -143,7 +143,7 @@ def load_run(
     """
     text = str(directory) if step is None else f"{directory}@{step}"
     checkpoint = find(text, "load_run")
-    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    config = config_of(checkpoint)
     tokenizer = tokenizer_of(text, checkpoint)
     sizes = parse_config({"mesh": {"data": 1} | dict(mesh or {})}, "load_run").mesh
     available = list(devices or jax.local_devices())

@@ -149,13 +149,12 @@ def find_model(run: str, tokenizer: str | None) -> Named:
     from jaxmnt.distributed.local_gpus import keep_to_the_cpu
 
     keep_to_the_cpu(os.environ)  # before what imports JAX
-    from jaxmnt.checkpoint.refs import find, roots_of
-    from jaxmnt.config.load import parse_config
+    from jaxmnt.checkpoint.refs import config_of, find, roots_of
     from jaxmnt.huggingface import companions
 
     checkpoint = find(run, "--run")
     files = companions.kept(roots_of(run, checkpoint))
-    config = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
+    config = config_of(checkpoint)
     return Named(checkpoint, config, files, _vocabulary(run, tokenizer, checkpoint, config, files))
 
 

@@ -16,8 +16,8 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed, open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.describe import Change, changes
-from jaxmnt.config.load import parse_config
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, printable
@@ -64,7 +64,7 @@ def compare(one: Committed, other: Committed) -> Difference:
     both = sorted(a.keys() & b.keys())
     kind = lambda array: (array.shape, array.dtype)
     alike = [name for name in both if kind(a[name]) == kind(b[name])]
-    configs = [parse_config(found.manifest.config, f"the config in {found.path}") for found in (one, other)]
+    configs = [config_of(found) for found in (one, other)]
     return Difference(
         changes(*configs),
         sorted(a.keys() - b.keys()),

@@ -24,7 +24,7 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.reader import Reader
-from jaxmnt.config.load import parse_config
+from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
@@ -94,7 +94,7 @@ def plan_export(
     Raises `ConfigError` for a family that Hugging Face does not know.
     """
     manifest = checkpoint.manifest
-    config = parse_config(manifest.config, f"the config in {checkpoint.path}")
+    config = config_of(checkpoint)
     if tokenizer is not None:
         companions = fitting(companions, tokenizer)
         if manifest.tokens > 0 and tokenizer.name != "synthetic":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import named
-from jaxmnt.checkpoint.refs import tokenizer_of
+from jaxmnt.checkpoint.refs import config_of, tokenizer_of
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
@@ -56,7 +56,7 @@ def folder_origin(folder: Folder, key: str) -> Origin:
 
 def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:
     """Describes the run of a checkpoint, which `source` names."""
-    model = parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}").model
+    model = config_of(checkpoint).model
     root = checkpoint.path.parent.parent
     try:
         tokenizer = tokenizer_of(source, checkpoint)

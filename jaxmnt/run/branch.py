@@ -4,15 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.config.load import parse_config
+from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import order_of
 from jaxmnt.data.order import BranchPoint, Order
 from jaxmnt.data.sources import ONLY
-
-
-def config_of(checkpoint: Committed) -> Config:
-    return parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
 
 
 def branch_points(lineage: Sequence[dict[str, Any]]) -> list[BranchPoint]:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.describe import PLANNED, Change
 from jaxmnt.config.load import as_typed
 from jaxmnt.config.schema import Config
@@ -12,7 +13,7 @@ from jaxmnt.data.batches import skipped_ranges
 from jaxmnt.data.order import Skipped
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError
-from jaxmnt.run.branch import config_of, order_at
+from jaxmnt.run.branch import order_at
 from jaxmnt.run.learning_rate import RATE_KEYS, advice, rate_change, steps_make_jump
 from jaxmnt.run.rundir import unreadable_is_retryable
 

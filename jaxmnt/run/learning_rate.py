@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.load import as_typed
 from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
-from jaxmnt.run.branch import config_of
 
 LARGEST_FACTOR = 1.5
 """A learning rate that changes by more, up or down, without anybody's having named it, has to be accepted."""

@@ -1,8 +1,8 @@
 """How a run is opened: its data, its locks, and where it goes on."""
 
+from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.run import report
-from jaxmnt.run.branch import config_of
 from jaxmnt.run.changes import refuse_other_data, with_choices_of
 from jaxmnt.run.input import plan_rows, read_data
 from jaxmnt.run.lock import RunLock

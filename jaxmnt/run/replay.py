@@ -10,12 +10,12 @@ import jax
 from jaxmnt.checkpoint.commit import open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.names import named
-from jaxmnt.checkpoint.refs import CHECKPOINTS, locate
+from jaxmnt.checkpoint.refs import CHECKPOINTS, config_of, locate
 from jaxmnt.checkpoint.restore import differing, restore
 from jaxmnt.config.describe import changes
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.run.branch import branch_points, config_of
+from jaxmnt.run.branch import branch_points
 from jaxmnt.run.changes import with_choices_of
 from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.compiling import compile_steps

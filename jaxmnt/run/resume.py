@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed, clear_up, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
-from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
+from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, config_of
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
@@ -20,7 +20,6 @@ from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
 from jaxmnt.run import fresh
-from jaxmnt.run.branch import config_of
 from jaxmnt.run.changes import not_accepted, refuse_changes, to_be_accepted
 from jaxmnt.run.learning_rate import rate_remarks
 from jaxmnt.run.lock import RunLock

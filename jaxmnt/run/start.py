@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.refs import find
+from jaxmnt.checkpoint.refs import config_of, find
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
 from jaxmnt.data.order import BranchPoint
@@ -20,7 +20,7 @@ from jaxmnt.huggingface.fits import (
     run_origin,
 )
 from jaxmnt.huggingface.folder import Folder
-from jaxmnt.run.branch import branch_point, branch_points, branch_remark, config_of
+from jaxmnt.run.branch import branch_point, branch_points, branch_remark
 from jaxmnt.run.changes import different_data, numbering, refuse_skips, refuse_stop
 from jaxmnt.run.learning_rate import rate_remarks
 
