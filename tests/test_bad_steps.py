@@ -1,11 +1,11 @@
 """Steps that are not finite or have no targets change nothing, and rows can be passed over."""
 
 import functools
-import io
 import itertools
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -179,8 +179,8 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_a_diagnosis(tiny, monkeypa
 
 def test_bad_steps_with_steps_without_targets_between_them_are_in_a_row(tiny):
     config = tiny("train.max_bad_steps=2")
-    data, status = TrainingData(config, open_sources(config.data)), StatusLine(io.StringIO())
-    monitor = BadStepMonitor(config, data, None, status, writer=False)
+    data = TrainingData(config, open_sources(config.data))
+    monitor = BadStepMonitor(SimpleNamespace(config=config, training_data=data, events=None, status=None, writes=False))
     bad, empty = {"loss": np.nan, "tokens": 9}, {"loss": None, "tokens": 0}
     steps = [{"loss": 1.0, "tokens": 9, "bad_in_a_row": 0}, bad | {"bad_in_a_row": 1}, empty | {"bad_in_a_row": 1},
              empty | {"bad_in_a_row": 1}, bad | {"bad_in_a_row": 2}]  # fmt: skip

@@ -3,21 +3,19 @@
 import math
 from typing import Any
 
-from jaxmnt.config.schema import Config
-from jaxmnt.data.batches import TrainingData
 from jaxmnt.errors import UserError
-from jaxmnt.telemetry.events import METRICS, Events
-from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.run.values import CompiledRun
+from jaxmnt.telemetry.events import METRICS
 
 
 class BadStepMonitor:
     """Sees the metrics of every finished step, in all processes; one of them, the writer, reports."""
 
-    def __init__(self, config: Config, data: TrainingData, events: Events, status: StatusLine, *, writer: bool):
-        self._most = config.train.max_bad_steps
-        self._rows = config.data.global_batch_size
-        self._order = data.order
-        self._events, self._status, self._writer = events, status, writer
+    def __init__(self, run: CompiledRun):
+        self._most = run.config.train.max_bad_steps
+        self._rows = run.config.data.global_batch_size
+        self._order = run.training_data.order
+        self._events, self._status, self._writer = run.events, run.status, run.writes
         self._good: tuple[int, float] | None = None
         """The last good step and its loss."""
         self._between: set[int] = set()

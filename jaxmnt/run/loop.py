@@ -135,7 +135,7 @@ def _stage(run: Running) -> None:
 @contextmanager
 def _during(run: Running, phase: str) -> Iterator[None]:
     """Time in which the others are waited for is of another phase."""
-    waited = lambda: waited_seconds() + run.saves.waited_seconds
+    waited = lambda: waited_seconds() + run.saves.saver.waited_seconds
     before = waited()
     with run.monitoring.timer.during(phase):
         yield
@@ -147,13 +147,13 @@ def _save(run: Running) -> None:
     timer, saves, progress = run.monitoring.timer, run.saves, run.progress
     with timer.during("device"):
         run.replicas.check()
-    prepared = saves.prepared_seconds
+    prepared = saves.saver.prepared_seconds
     with run.watchdog.during("saving", run.config.watchdog.save_seconds):
         with timer.during("writing"):
             run.log.settle()
         with _during(run, "save"):
             run.log.pause(saves.save(progress.step, progress.state, run.log.tokens, progress.loss))
-    timer.move(saves.prepared_seconds - prepared, "save", "writing")
+    timer.move(saves.saver.prepared_seconds - prepared, "save", "writing")
 
 
 def _evaluate(run: Running) -> float | None:

@@ -3,6 +3,7 @@
 from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.run import report
+from jaxmnt.run.branch import branch_points
 from jaxmnt.run.changes import refuse_other_data, with_choices_of
 from jaxmnt.run.input import plan_rows, read_data
 from jaxmnt.run.lock import RunLock
@@ -41,7 +42,7 @@ def open_run(process: RunProcess, consent: Consent) -> OpenedRun:
     if start.kind == "own" and start.checkpoint is not None:
         refuse_other_data(config, run.data.digests, start.checkpoint)  # of datasets more is known now
         config = with_choices_of(config, config_of(start.checkpoint))
-    training_data.branch_at(start.branches)
+    training_data.branch_at(branch_points(start.lineage))
     opened = OpenedRun(
         **vars(run) | {"config": config}, training_data=training_data, notifier=notifier, locks=locks, start=start
     )

@@ -47,7 +47,8 @@ class Profiler:
         at = run.config.telemetry.profile_at
         self._run_dir, self._at, self._identity = run.directory, at, run.identity
         self._events, self._status = run.events, run.status
-        self._signalled = self._armed = False
+        self._signalled = self.armed = False
+        """Whether a signal has come; whether the next step is profiled."""
         if at is not None and self._done_before(at):
             self._at = None
         self.step_seconds = 0.0
@@ -92,7 +93,7 @@ class Profiler:
 
     def arm(self, saved: bool, step: int) -> None:
         """After that save: the next step is profiled if it succeeded."""
-        self._armed, self._handled = saved, step
+        self.armed, self._handled = saved, step
         if not saved:
             # Or it would ask for saves until the run is given up.
             self._at = None
@@ -100,15 +101,10 @@ class Profiler:
             self._signalled = False
             self._status.line(f"WARNING step {step}: no profile is made, because the checkpoint before it failed")
 
-    @property
-    def armed(self) -> bool:
-        """Whether the next step is profiled."""
-        return self._armed
-
     def step(self, step: int, take: Callable[[], Result]) -> Result:
         """Takes a step, in one process under a profile, and returns when that is written and all know. All processes
         call this together."""
-        self._armed = False
+        self.armed = False
         self._handled = step  # its own flags still have the wish
         process = int(broadcast("who makes the profile", self._chosen(), self._identity))
         folder = self._run_dir / PROFILES / str(step)

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from jaxmnt.checkpoint.commit import Committed, clear_up, quarantine
-from jaxmnt.checkpoint.manifest import DamagedError, from_plain, to_plain
+from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, config_of
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
@@ -35,7 +36,7 @@ from jaxmnt.run.rundir import (
     unreadable_is_retryable,
 )
 from jaxmnt.run.start import ResumePoint, begin
-from jaxmnt.storage import publish, storage_path
+from jaxmnt.storage import publish
 from jaxmnt.strict_json import json_text
 
 _SECONDS = 1800.0
@@ -237,20 +238,23 @@ def _check_source_stays(config: Config, begun: ResumePoint) -> None:
 # -- what process 0 decides, in all processes
 
 
+_POINT = TypeAdapter(ResumePoint)
+
+
 def _by_process_0(name: str, decide: Callable[[], ResumePoint], config: Config, identity: Identity) -> ResumePoint:
     """What process 0 decides, in all processes. Its error, too."""
     told = None
     if identity.process_id == 0:
         try:
             with unreadable_is_retryable(config):
-                told = json_text({"start": _to_plain(decide())})
+                told = json_text({"start": _POINT.dump_python(decide(), mode="json")})
         except (UserError, OSError) as error:
             trouble = _in_words(error, config) if isinstance(error, OSError) else error
             told = json_text({"error": str(trouble), "code": trouble.exit_code})
     answer = json.loads(broadcast(name, told, identity, _SECONDS))
     if "error" in answer:
         raise error_of(answer["code"], answer["error"])
-    start = _from_plain(answer["start"])
+    start = _POINT.validate_python(answer["start"])
     checkpoint = None if start.checkpoint is None else start.checkpoint.path
     here = start.weights or checkpoint
     if not isinstance(here, Path) or here.is_dir():
@@ -282,23 +286,3 @@ def _in_words(error: OSError, config: Config) -> UserError:
                 f"fix that, or choose another {key}"
             )
     return kind(f"{where or 'a file'} cannot be used: {error.strerror or error}; fix that and try again")
-
-
-def _to_plain(start: ResumePoint) -> dict[str, Any]:
-    checkpoint = start.checkpoint
-    return vars(start) | {
-        "checkpoint": checkpoint and (str(checkpoint.path), to_plain(checkpoint.manifest)),
-        "weights": start.weights and str(start.weights),
-    }
-
-
-def _from_plain(plain: dict[str, Any]) -> ResumePoint:
-    checkpoint, weights = plain["checkpoint"], plain["weights"]
-    return ResumePoint(
-        **plain
-        | {
-            "checkpoint": checkpoint and Committed(storage_path(checkpoint[0]), from_plain(checkpoint[1])),
-            "changes": [Change(*change) for change in plain["changes"]],
-            "weights": weights and Path(weights),
-        }
-    )

@@ -58,7 +58,7 @@ def start_running(run: ReadyRun) -> Running:
 
 
 def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
-    bad_steps = BadStepMonitor(run.config, run.training_data, run.events, run.status, writer=run.writes)
+    bad_steps = BadStepMonitor(run)
 
     def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
         run.watchdog.finished_step(seconds)

@@ -40,7 +40,7 @@ class CheckpointManager:
         self._root = checkpoint_root(config) / CHECKPOINTS
         needed = need(stored_bytes(program.canonical_abstract_state), 3, run.identity.processes)
         self._needed = needed
-        self._saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
+        self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
         self._manifest = Manifest(
             run=run.start.run,
             step=0,
@@ -68,16 +68,6 @@ class CheckpointManager:
         start_digests(named(self._program.to_canonical(state))).wait()
 
     @property
-    def waited_seconds(self) -> float:
-        """How long saves have waited for other processes so far, besides in `coordination`."""
-        return self._saver.waited_seconds
-
-    @property
-    def prepared_seconds(self) -> float:
-        """How long process 0 has prepared saves for all so far."""
-        return self._saver.prepared_seconds
-
-    @property
     def succeeded(self) -> bool:
         """Whether the last save did."""
         return not self._failed_in_a_row
@@ -100,7 +90,7 @@ class CheckpointManager:
 
     def wished(self) -> bool:
         """Whether this process wants a save soon: by the clock, or because the last one failed. Process 0 decides."""
-        if self._identity.process_id != 0 or self._saver.busy:
+        if self._identity.process_id != 0 or self.saver.busy:
             return False
         now = time.monotonic()
         return self._clock.due(now) or (self._retry_at is not None and now >= self._retry_at)
@@ -124,14 +114,14 @@ class CheckpointManager:
         describe = lambda arrays: replace(
             self._manifest, step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time()
         )
-        self._saver.save(step, self._program.to_canonical(state), describe)
+        self.saver.save(step, self._program.to_canonical(state), describe)
         self._blocked = time.perf_counter() - started
         self.blocked_seconds += self._blocked
         return self._blocked
 
     def poll(self, *, wait: bool = False) -> None:
         """Reports how a save went, as soon as that is known."""
-        saved = self._saver.result(wait=wait)
+        saved = self.saver.result(wait=wait)
         if saved is None:
             return
         if saved.failure is not None:

@@ -8,7 +8,6 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.refs import config_of, find
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
-from jaxmnt.data.order import BranchPoint
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.errors import ConfigError
@@ -20,7 +19,7 @@ from jaxmnt.huggingface.fits import (
     run_origin,
 )
 from jaxmnt.huggingface.folder import Folder
-from jaxmnt.run.branch import branch_point, branch_points, branch_remark
+from jaxmnt.run.branch import branch_point, branch_remark
 from jaxmnt.run.changes import different_data, numbering, refuse_skips, refuse_stop
 from jaxmnt.run.learning_rate import rate_remarks
 
@@ -50,11 +49,6 @@ class ResumePoint:
     @property
     def step(self) -> int:
         return 0 if self.checkpoint is None or self.kind == "init" else self.checkpoint.step
-
-    @property
-    def branches(self) -> list[BranchPoint]:
-        """Where the run branched off, in its data, the newest first."""
-        return branch_points(self.lineage)
 
     @property
     def tokens(self) -> int:
