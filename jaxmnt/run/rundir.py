@@ -152,16 +152,18 @@ def check_checkpoints_reachable(config: Config) -> None:
     known = read_run(directory) if elsewhere else None
     if known is None or any(read_run(where) for where in elsewhere) or not has_trained(config):
         return
-    earlier = earlier_config(directory)
-    if (
-        earlier is not None
-        and earlier.checkpoint.dir
-        and is_same_place(storage_path(earlier.checkpoint.dir), elsewhere[0])
-    ):
+    before = _place_before(directory)
+    if before is not None and is_same_place(before, elsewhere[0]):
         raise UserError(
             f"checkpoint.dir: {elsewhere[0]} has no files of run {printable(known.run)}, which has used it before; "
             "check that it is mounted and try again; to begin at step 0, pass --fresh"
         )
+
+
+def _place_before(directory: Path) -> StoragePath | None:
+    """Where the run's checkpoints were at the start before; None if that is not known."""
+    earlier = earlier_config(directory)
+    return None if earlier is None else checkpoint_root(earlier) if earlier.checkpoint.dir else directory
 
 
 ACCEPTED = "accepted.json"
@@ -225,11 +227,10 @@ def read_directory(config: Config) -> RunDirectory:
 
 
 def _checkpoint_elsewhere(config: Config, directory: Path, run: str) -> Committed | None:
-    earlier = earlier_config(directory)
-    if earlier is None:
+    before = _place_before(directory)
+    if before is None or is_same_place(before, checkpoint_root(config)):
         return None
-    before = checkpoint_root(earlier) if earlier.checkpoint.dir else directory
-    return None if is_same_place(before, checkpoint_root(config)) else newest_valid(before / CHECKPOINTS, run)
+    return newest_valid(before / CHECKPOINTS, run)
 
 
 def _has_damaged(root: StoragePath) -> bool:
