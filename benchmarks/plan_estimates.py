@@ -20,8 +20,9 @@ from typing import Any
 
 from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.contract import AttentionShape, LayerCosts, Product
 from jaxmnt.plan.candidates import CHUNKS, REMATS, Candidate
-from jaxmnt.plan.memory import MULTIPLES, Multiples, estimate_memory, kind_of
+from jaxmnt.plan.memory import KINDS, MULTIPLES, Multiples, estimate_memory, kind_of, multiples_of
 from jaxmnt.plan.networks import find_target
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.targets import gpu_devices
@@ -35,7 +36,7 @@ MODELS = (
 )  # fmt: skip
 TARGETS = ("h100", "h200")
 _LARGE = ("qwen3-32b", "llama3.1-70b")
-_MEASURES = ("kept_of_row", "kept_at_most", "slots")
+_MEASURES = ("kept_of_row", "kept_at_most")
 """What `estimate_memory` is given besides shape and scheme, in its order."""
 
 
@@ -75,7 +76,7 @@ def compiled(count: int, seed: int) -> Iterator[dict[str, Any]]:
 def again(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The same plans, by the program as it is now. Those that no longer are of 4 GiB, or fit, are left out."""
     for record in records:
-        scheme = Scheme(**record["scheme"])
+        scheme = scheme_of(record)
         one = Candidate(
             scheme.data, scheme.pipeline, scheme.fsdp, scheme.model, scheme.rows, scheme.microbatches, scheme.chunks,
             scheme.remat, scheme.zero,
@@ -100,36 +101,45 @@ def _compiled(name: str, target: str, length: int, one: Candidate) -> dict[str, 
         plan = search.compiled(guess)
     except ConfigError:  # what only the whole config shows
         return None
-    shape = search.shape
+    shape, kv_heads = search.shape, config.model.num_kv_heads
+    layers = [
+        (count, (layer.products, layer.attention.heads, kv_heads, layer.attention.head_dim, layer.attention.window))
+        for count, layer in shape.layers
+    ]
     return {
         "model": name, "target": target, "scheme": vars(guess.scheme),
-        "shape": [shape.layers, shape.hidden, shape.vocab, shape.tied, shape.others],
+        "shape": [layers, shape.hidden, shape.vocab, shape.tied, shape.others],
         **{name: getattr(guess, name) for name in _MEASURES}, "peak": plan.peak,
         "estimated_peak": round(guess.memory.peak), "seconds": plan.seconds, "estimated_seconds": guess.seconds,
     }  # fmt: skip
 
 
 def shape_of(record: dict[str, Any]) -> ModelShape:
-    from jaxmnt.plan.workload import Layer, Product
-
     layers, hidden, vocab, tied, others = record["shape"]
     kinds = tuple(
-        (count, Layer(tuple(Product(*product) for product in products), *rest)) for count, (products, *rest) in layers
+        (count, LayerCosts(tuple(Product(*product) for product in products), AttentionShape(heads, head_dim, window)))
+        for count, (products, heads, _, head_dim, window) in layers
     )
     return ModelShape(kinds, hidden, vocab, tied, others)
+
+
+def scheme_of(record: dict[str, Any]) -> Scheme:
+    """Older records have the slots beside the scheme, and `context`, which is always 1."""
+    known = {key: value for key, value in record["scheme"].items() if key != "context"}
+    return Scheme(**({"slots": record["slots"]} if "slots" in record else {}) | known)
 
 
 def peak_of(record: dict[str, Any], multiples: Multiples | None = None) -> float:
     """Estimated, in bytes."""
     memory = estimate_memory(
-        shape_of(record), Scheme(**record["scheme"]), *map(record.__getitem__, _MEASURES), multiples=multiples
+        shape_of(record), scheme_of(record), *map(record.__getitem__, _MEASURES), multiples=multiples
     )
     return memory.peak
 
 
 def fitted(records: Sequence[dict[str, Any]], start: Multiples) -> Multiples:
     """Of least mean error of the peak, one multiple at a time, from several starts."""
-    known = [(record, shape_of(record), Scheme(**record["scheme"])) for record in records]
+    known = [(record, shape_of(record), scheme_of(record)) for record in records]
 
     def loss(tried: Multiples) -> float:
         errors = (
@@ -145,26 +155,26 @@ def fitted(records: Sequence[dict[str, Any]], start: Multiples) -> Multiples:
             moved = True
             while moved:
                 moved = False
-                for name, sign in ((name, sign) for name in best._fields for sign in (-1, 1)):
-                    value = getattr(best, name)
-                    tried = best._replace(**{name: max(0.0, value + sign * step * max(value, 0.3))})
+                for name, sign in ((name, sign) for name in best for sign in (-1, 1)):
+                    value = best[name]
+                    tried = {**best, name: max(0.0, value + sign * step * max(value, 0.3))}
                     if (new := loss(tried)) < least - 1e-6:
                         best, least, moved = tried, new, True
-        for name in best._fields:  # what nothing depends on
-            if loss(tried := best._replace(**{name: 0.0})) <= least:
+        for name in best:  # what nothing depends on
+            if loss(tried := {**best, name: 0.0}) <= least:
                 best = tried
         return least, best
 
     rng = random.Random(0)
     starts = [
         start,
-        *(Multiples(*(value * rng.uniform(0, 2) + rng.uniform(0, 0.5) for value in start)) for _ in range(60)),
+        *({name: value * rng.uniform(0, 2) + rng.uniform(0, 0.5) for name, value in start.items()} for _ in range(60)),
     ]
-    return min(map(descended, starts))[1]
+    return min(map(descended, starts), key=lambda found: (found[0], *found[1].values()))[1]
 
 
 def told(record: dict[str, Any]) -> str:
-    scheme = Scheme(**record["scheme"])
+    scheme = scheme_of(record)
     mesh = " ".join(
         f"{axis} {getattr(scheme, axis)}" for axis in ("data", "pipeline", "fsdp", "model") if getattr(scheme, axis) > 1
     )
@@ -225,12 +235,14 @@ def main() -> None:
         return
     by_kind = defaultdict(list)
     for record in records:
-        by_kind[kind_of(Scheme(**record["scheme"]))].append(record)
-    for kind, own in sorted(by_kind.items()):
-        best = fitted(own, MULTIPLES[kind])
-        errors = [abs(peak_of(record, best) / record["peak"] - 1) for record in own]
-        values = ", ".join(f"{value:.2f}" for value in best)
-        print(f'"{kind}": Multiples({values}),  # {len(own)}: {statistics.fmean(errors):.4f}, {max(errors):.3f}')
+        by_kind[kind_of(scheme_of(record))].append(record)
+    best = {}
+    for kind in KINDS:
+        best[kind] = fitted(by_kind[kind], multiples_of(kind))
+        errors = [abs(peak_of(record, best[kind]) / record["peak"] - 1) for record in by_kind[kind]]
+        print(f"{kind}: {len(errors)} plans, error {statistics.fmean(errors):.4f}, at most {max(errors):.3f}")
+    for name in MULTIPLES:
+        print(f'"{name}": ({", ".join(f"{best[kind][name]:.2f}" for kind in KINDS)}),')
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxmnt.models.attention import Attention
 from jaxmnt.models.contract import Buffer, LayerGroup, LayerOutput
-from jaxmnt.models.layers import RMSNorm, weight
+from jaxmnt.models.layers import GatedMLP, RMSNorm, weight
 from jaxmnt.models.llama import Block, Llama
 
 CHOICES, PULL, RATE = 4, 0.05, 0.01
@@ -105,6 +105,33 @@ class NamedFirstAndLast(Pretend):
 
     def groups(self):
         return [LayerGroup("first", ("llama",), 1), LayerGroup("last", ("llama",), self.config.num_layers - 1)]
+
+
+class TwoMLPs(Block):
+    """A Llama layer with a second MLP for the tokens at even positions."""
+
+    def __init__(self, config, rngs):
+        super().__init__(config, Attention, rngs)
+        self.second = GatedMLP(config.hidden_size, config.intermediate_size, 0.02, rngs)
+
+    def __call__(self, x_BSD, context):
+        even_BS1 = (context.positions_BL % 2 == 0)[..., None]  # on a mesh that does not split the length
+        second_BSD = self.second(self.mlp_norm(x_BSD), context.placement)
+        return LayerOutput(super().__call__(x_BSD, context).x_BSD + jnp.where(even_BS1, second_BSD, 0))
+
+
+class AllUsed(Llama):
+    """Counts the second MLP as used by all tokens: `costs` is the contract's own."""
+
+    def layer(self, kind, rngs):
+        return TwoMLPs(self.config, rngs)
+
+
+class HalfUsed(AllUsed):
+    def costs(self, kind):
+        costs = super().costs(kind)
+        products = (one._replace(share=0.5) if one.name.startswith("second.") else one for one in costs.products)
+        return costs._replace(products=tuple(products))
 
 
 # What the contract does not allow.

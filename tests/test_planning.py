@@ -30,12 +30,12 @@ from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.search import Plan, Search
 from jaxmnt.plan.targets import gpu_devices
-from jaxmnt.plan.workload import AGAIN, Scheme, decoder
+from jaxmnt.plan.workload import Scheme
 from jaxmnt.plan.zero import choose_zero, resolve_zero
+from jaxmnt.telemetry.flops import AGAIN
 from jaxmnt.training.build import build_spec
 
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA_8B = decoder(32, 4096, 32, 8, 14336, 128256)
 H100 = rates_of(CHIPS["h100"])
 
 
@@ -46,6 +46,9 @@ def benchmark(name):
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+LLAMA_8B = benchmark("published").decoder(32, 4096, 32, 8, 14336, 128256)
 
 
 def test_published_runs_are_met():
@@ -69,7 +72,8 @@ def test_compiled_plans_are_met():
 
 
 def scheme(**changes):
-    return Scheme(**{"length": 8192, "rows": 1, "microbatches": 8, "fsdp": 8} | changes)
+    one = Scheme(**{"length": 8192, "rows": 1, "microbatches": 8, "fsdp": 8} | changes)
+    return replace(one, idle=(one.pipeline - 1) / one.microbatches, ticks=one.microbatches)
 
 
 def test_the_parts_of_an_estimate_are_the_step():
@@ -93,9 +97,10 @@ def test_an_estimate_multiplies_what_the_model_does():
     st.sampled_from([1, 2, 3]), st.sampled_from([1, 4]),
 )  # fmt: skip
 def test_what_makes_a_step_longer(remat, model, pipeline, zero, data):
-    of = scheme(remat=remat, model=model, pipeline=pipeline, zero=zero, data=data)
+    spread = {"remat": remat, "model": model, "pipeline": pipeline, "zero": zero, "data": data}
+    of = scheme(**spread)
     step = estimate(LLAMA_8B, of, H100)
-    assert estimate(LLAMA_8B, replace(of, microbatches=16), H100).seconds > 1.5 * step.seconds
+    assert estimate(LLAMA_8B, scheme(**spread, microbatches=16), H100).seconds > 1.5 * step.seconds
     assert estimate(LLAMA_8B, replace(of, remat="full"), H100).seconds >= step.seconds or remat == "full"
     slower = replace(H100, within_host=H100.within_host / 4, between_hosts=H100.between_hosts / 4)
     assert estimate(LLAMA_8B, of, slower).exposed >= step.exposed
@@ -378,7 +383,7 @@ def test_what_a_step_is_expected_to_take(recipe):
     """At the start of a run, on GPUs that are known: as the search estimates it."""
     chip = CHIPS["h100"]
     devices = gpu_devices(chip, 16, 8)
-    from jaxmnt.plan.shapes import expected_step
+    from jaxmnt.plan.estimate import expected_step
 
     config = load_config(ROOT / "configs" / f"{recipe}.yaml")
     found = expected_step(build_spec(config, config.model.vocab_size, devices, lambda device: str(device.id // 8)))

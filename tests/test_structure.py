@@ -19,7 +19,6 @@ NAMING_AXES = {
     "config/mesh.py": "the table of axes, and the settings of the mesh",
     "training/build.py": "the section pipeline of the config",
     "plan/estimate.py": "time by axis",
-    "plan/shapes.py": "a mesh as numbers",
     "plan/memory.py": "the section pipeline of the config",
     "plan/candidates.py": "the section pipeline of the config",
     "drill/course.py": "the section pipeline of the config",

@@ -7,6 +7,7 @@ Shapes: B batch, L length, S a device's piece of the length, D model, V a device
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.kernels import Kernel, attend
 from jaxmnt.models.layers import Embedding, Head, RMSNorm
 from jaxmnt.models.rotary import Angles, rotary_angles
-from jaxmnt.parallel.sharding import GATHERED, RULES, Placement, is_axes, parameter_name
+from jaxmnt.parallel.sharding import GATHERED, RULES, SCALES_AND_BIASES, Placement, is_axes, parameter_name
 
 Params = dict[str, Any]
 
@@ -107,6 +108,37 @@ class AttentionShape(NamedTuple):
     """How many tokens each sees at most, itself among them; None: all before it."""
 
 
+class Product(NamedTuple):
+    """A weight [inputs, outputs] that multiplies tokens."""
+
+    inputs: int
+    outputs: int
+    split: str = ""
+    """Which of the two tensor parallelism splits: `inputs`, `outputs`, or neither."""
+    share: float = 1
+    """The share of the tokens that the weight multiplies: k / E for each of E experts of which a token uses k; above 1
+    for a weight that multiplies a token several times."""
+    name: str = ""
+    """The parameter's name in its layer, such as mlp.gate."""
+
+
+class LayerCosts(NamedTuple):
+    """What a layer multiplies. FLOPs, the planner's time and its memory are counted from it."""
+
+    products: tuple[Product, ...]
+    attention: AttentionShape
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the weights of all products."""
+        return sum(product.inputs * product.outputs for product in self.products)
+
+    @property
+    def used_parameters(self) -> float:
+        """The numbers that multiply a token, on average over tokens."""
+        return sum(product.share * product.inputs * product.outputs for product in self.products)
+
+
 class Family(ABC):
     """A family: what its layers are, and what lies before the first and after the last. By default one kind of layer,
     an embedding, a final RMSNorm, and a head, which is the embedding if tied.
@@ -157,6 +189,13 @@ class Family(ABC):
         assert self.config.head_dim
         return AttentionShape(self.config.num_heads, self.config.head_dim)
 
+    def costs(self, kind: str) -> LayerCosts:
+        """Returns what a layer of this kind multiplies. By default each of its parameters but scales and biases
+        multiplies every token, and attention is `attention_shape`. A family of which a token uses some weights alone
+        overrides this, for example by changing the `share` of what this returns."""
+        layer = nnx.eval_shape(lambda: self.layer(kind, nnx.Rngs(params=0)))
+        return LayerCosts(products_of(_pure(layer, nnx.Param), _axes(layer, nnx.Param)), self.attention_shape(kind))
+
     # What they compute.
 
     def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
@@ -204,6 +243,26 @@ class Family(ABC):
         return buffers
 
 
+def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
+    """Returns the products that parameters with these logical axes are the weights of: all but scales and biases.
+
+    One side of a weight is the model's width (an axis of `GATHERED`). The other side is split by tensor parallelism if
+    `RULES` split one of its axes as they split features. A weight without the model's width is split nowhere.
+    """
+    products = []
+    named = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
+    for leaf, (path, names) in zip(jax.tree.leaves(arrays), named, strict=True):
+        if SCALES_AND_BIASES & {*names}:
+            continue
+        place = next((place for place, name in enumerate(names) if name in GATHERED), None)
+        is_split = any({*RULES["sequence"]} & {*RULES.get(name or "", ())} for name in names)
+        side = "" if place is None or not is_split else "inputs" if place else "outputs"
+        width = leaf.shape[place or 0]
+        sizes = (leaf.size // width, width) if place else (width, leaf.size // width)
+        products.append(Product(*sizes, side, name=parameter_name(path)))
+    return tuple(products)
+
+
 @dataclass(frozen=True)
 class Definition:
     """The model without numbers: what each part computes, and each array's shape and logical axes."""
@@ -243,6 +302,14 @@ class Definition:
     @property
     def parameter_count(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract))
+
+    def layer_costs(self) -> list[tuple[int, LayerCosts]]:
+        """Returns for each kind of layer how many there are, and what each of them costs."""
+        counts = Counter[str]()
+        for group in self.groups:
+            for kind in group.pattern:
+                counts[kind] += group.units
+        return [(count, self.family.costs(kind)) for kind, count in counts.items()]
 
 
 class _Decoder(nnx.Module):
@@ -339,7 +406,7 @@ def _pure(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> Params:
     return nnx.to_pure_dict(nnx.state(module, kind))
 
 
-def _axes(decoder: nnx.Module, kind: type[nnx.Variable[Any]], groups: list[str]) -> Params:
+def _axes(decoder: nnx.Module, kind: type[nnx.Variable[Any]], groups: Sequence[str] = ()) -> Params:
     """The logical axes of all variables of a kind; those of a group are stacked along the axis of its name."""
     is_variable = lambda node: isinstance(node, nnx.Variable)
     state = nnx.state(decoder, kind)

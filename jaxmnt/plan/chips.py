@@ -94,3 +94,8 @@ CHIPS = {
     ),
 }  # fmt: skip
 """After NVIDIA's data sheets; memory, cores, caches and clocks as the CUDA driver tells them."""
+
+
+def chip_of(kind: str) -> Chip | None:
+    """Returns the data sheet of devices that JAX names so; None for those that are not known, such as CPUs."""
+    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)

@@ -1,10 +1,12 @@
-"""What a step takes, from shapes alone: without JAX, and without compiling.
+"""How long a step takes, from shapes alone: without compiling.
 
-A step is counted from the products, attention and element-wise work of a layer, and from what its scheme sends, at the
-rates that the compiled program is played at (`rates.py`). It is as good for other frameworks as for this one: what a
-framework does otherwise is a `Software`. `benchmarks/published.py` holds it against published runs, and fits the rates.
+`Step` has a method for each term: the work of layers, head and optimizer, and what is sent along each axis of the mesh,
+at the rates that a compiled program is played at (`rates.py`). `benchmarks/published.py` compares it with published
+runs of other frameworks, by a subclass of `Step` that has their habits, and fits the rates.
 
-Letters in formulas: t tokens of a microbatch on a device, D model, V vocabulary, N parameters.
+Letters in formulas, each for one device: t tokens of a microbatch, L tokens of a row; D the model's width, V
+vocabulary / model, N parameters / (model · pipeline), n those of a layer / model; F the outputs of a product that
+reads D, or the inputs of one that makes D; c bytes of a number; B bytes a second of memory.
 """
 
 import math
@@ -12,35 +14,77 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxmnt.config.mesh import AVAILABLE
+from jaxmnt.models.contract import LayerCosts, Product
 from jaxmnt.models.float8 import is_fit
-from jaxmnt.plan.rates import Rates
-from jaxmnt.plan.workload import (
-    AGAIN,
-    PLAIN,
-    Again,
-    Layer,
-    ModelShape,
-    Product,
-    Scheme,
-    Software,
-)
+from jaxmnt.plan.chips import chip_of
+from jaxmnt.plan.rates import Rates, rates_of
+from jaxmnt.plan.workload import ModelShape, Scheme, model_shape, scheme_of
+from jaxmnt.telemetry.flops import AGAIN, Again
 from jaxmnt.training.remat import layer_collectives
+from jaxmnt.training.spec import StepSpec
 
 CONTENTION = 0.10
-"""For a second of communication beside work, seconds by which the work takes longer: both need memory and
-multiprocessors."""
-HOST_SECONDS, LAUNCH_SECONDS = 2e-3, 4e-6
-"""Of a step: what starts it, and for each kernel that the host starts."""
+"""Seconds by which work takes longer for each second of communication beside it: both need memory and multiprocessors.
+Fitted to published runs."""
+HOST_SECONDS = 2e-3
+"""Seconds a step in which the host starts it. Set."""
 OPTIMIZER_BYTES = 30
-"""For each parameter: AdamW reads and writes float32 weights and moments, reads a gradient, writes bfloat16."""
+"""Bytes a parameter: AdamW reads and writes float32 weights and moments, reads a gradient, writes bfloat16."""
+_LOGIT_BYTES = 20
+"""Bytes a logit: it is written in bfloat16, and read and written in float32 for the loss and its gradient."""
+_GRADIENT_BYTES = 4
+_STREAM_PASSES = 9
+"""Reads and writes of the residual stream in a layer's forward, by a program that fuses all it can. Counted."""
+_KEPT_PASSES = 7.25
+"""Reads and writes of what is kept, in its bytes. Chosen by compiled programs, as `Habits`."""
 
 
 @dataclass(frozen=True)
-class Link:
+class Habits:
+    """What the estimate assumes of a program. The values are this program's on GPUs, chosen so that the steps of some
+    fifty compiled programs take as long as they are played; `benchmarks/plan_estimates.py` prints the errors."""
+
+    passes: float = 0.83
+    """Memory traffic of element-wise work, in times of a program that fuses all it can."""
+    weight_bytes: float = 30.0
+    """Bytes read and written for each weight of a layer in a microbatch besides products: casts, copies, sums."""
+    hides_gathers: float = 1.0
+    """The share of a layer's work behind which gathers of weights and scatters of gradients can be."""
+    least_exposed: float = 0.01
+    """The share of gathers and scatters that no work hides, however much there is."""
+    hides_ends: float = 0.02
+    """The share of the embedding's and the head's gathers and scatters that work hides."""
+    hides_sum: float = 0.23
+    """The share of the last microbatch's backward behind which gradients are summed over `data`."""
+    hides_model: float = 0.13
+    """The share of communication over `model` that products hide."""
+    exposes_stages: float = 0.98
+    """The share of what stages hand to each other that no work hides."""
+
+
+HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
+"""`Habits.hides_model` by `model.overlap`."""
+
+
+def habits_of(scheme: Scheme) -> Habits:
+    """Returns what this program does with a scheme."""
+    hides_model = HIDES_MODEL[scheme.overlap]
+    if scheme.zero == 3 and scheme.pipeline == 1 and scheme.prefetch:
+        return Habits(hides_model=hides_model)
+    return Habits(hides_model=hides_model, hides_sum=0.0, least_exposed=0.13 if scheme.zero == 3 else 0.72)
+
+
+class Link(NamedTuple):
     """Communication along an axis, in seconds of a step."""
 
     seconds: float
     exposed: float
+    """The seconds of these that no work hides."""
+
+
+Links = Mapping[str, Link | None]
+"""By mesh axis; None for an axis along which nothing is sent."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +113,8 @@ class Estimate:
         return sum(parts) + self.contention + self.host + self.exposed
 
 
-class _Work(NamedTuple):
-    """Seconds of one layer's, or one head's, work."""
+class Work(NamedTuple):
+    """Seconds of work."""
 
     products: float
     attention: float
@@ -80,260 +124,252 @@ class _Work(NamedTuple):
     def seconds(self) -> float:
         return sum(self)
 
-    def times(self, share: "float | Again") -> "_Work":
-        shares = share if isinstance(share, tuple) else (share, share, share)
-        return _Work(*(one * part for one, part in zip(self, shares, strict=True)))
-
-    def plus(self, other: "_Work") -> "_Work":
-        return _Work(*map(sum, zip(self, other, strict=True)))
+    def plus(self, other: "Work", times: float | Again = 1.0) -> "Work":
+        """Adds other work, as often as `times` says, for all of it or for each part."""
+        shares = times if isinstance(times, tuple) else (times, times, times)
+        return Work(*(mine + share * more for mine, more, share in zip(self, other, shares, strict=True)))
 
 
-def estimate(model: ModelShape, scheme: Scheme, rates: Rates, domain: int = 8, software: Software = PLAIN) -> Estimate:
-    """A step of the model. `domain` is how many neighbouring devices reach each other by the fast links."""
-    return _Step(model, scheme, rates, domain, software).estimate()
+def estimate(model: ModelShape, scheme: Scheme, rates: Rates, domain: int = 8) -> Estimate:
+    """Estimates a step of the model by this program. `domain` is how many neighbouring devices reach each other by the
+    fast links."""
+    return Step(model, scheme, rates, domain, habits_of(scheme)).estimate()
+
+
+def expected_step(spec: StepSpec) -> Estimate | None:
+    """Estimates a step of a run on its devices, by their data sheets and in their vendor's own systems. Returns None on
+    devices that are not known, such as CPUs."""
+    if (chip := chip_of(spec.placement.mesh.devices.flat[0].device_kind)) is None:
+        return None
+    return estimate(model_shape(spec.definition), scheme_of(spec), rates_of(chip), chip.domain)
 
 
 def uses_float8(model: ModelShape, scheme: Scheme) -> bool:
     """Whether a step that wants float8 makes any product in it."""
-    return any(_is_in_float8(product, scheme) for _, layer in model.layers for product in layer.products)
+    tokens = scheme.rows * scheme.length
+    return any(_is_in_float8(product, scheme, tokens) for _, layer in model.layers for product in layer.products)
 
 
-def _is_in_float8(product: Product, scheme: Scheme) -> bool:
-    """Of a product of a step that wants float8, whether a device's part of it is fit for that."""
-    return is_fit(scheme.rows * scheme.length // scheme.context, *_sizes(product, scheme.model), scheme.float8_least)
+def _is_in_float8(product: Product, scheme: Scheme, tokens: int) -> bool:
+    """Whether a step that wants float8 makes this product in it: whether a device's part of it is fit for that."""
+    return is_fit(round(product.share * tokens), *_sizes(product, scheme.model), scheme.float8_least)
 
 
 def _sizes(product: Product, parts: int) -> tuple[int, int]:
-    """Inputs and outputs on a device, if tensor parallelism splits the product into so many parts."""
+    """Returns a device's inputs and outputs of a product that tensor parallelism splits into so many parts."""
     inputs = product.inputs // (parts if product.split == "inputs" else 1)
     return inputs, product.outputs // (parts if product.split == "outputs" else 1)
 
 
-class _Step:
-    def __init__(self, model: ModelShape, scheme: Scheme, rates: Rates, domain: int, software: Software):
-        self.model, self.scheme, self.rates, self.domain, self.software = model, scheme, rates, domain, software
-        self.tokens = scheme.rows * scheme.length // scheme.context
+class Step:
+    """The terms of a step, in seconds on one device."""
+
+    policies: Mapping[str, Again] = AGAIN
+
+    def __init__(self, model: ModelShape, scheme: Scheme, rates: Rates, domain: int, habits: Habits):
+        self.model, self.scheme, self.rates, self.domain, self.habits = model, scheme, rates, domain, habits
+        self.sizes = {axis.name: getattr(scheme, axis.name) for axis in AVAILABLE}
+        """Devices by axis; axes further right are closer together."""
+        self.tokens, self.shards = scheme.rows * scheme.length, scheme.fsdp
+        self.parameters = model.parameters / (scheme.model * scheme.pipeline)
+        self.gradient_bytes, self.head_stages = _GRADIENT_BYTES, scheme.pipeline
 
     def estimate(self) -> Estimate:
-        scheme, software = self.scheme, self.software
-        forward, backward = _Work(0, 0, 0), _Work(0, 0, 0)
-        share = 1 / scheme.pipeline
+        """Adds up the terms."""
+        scheme, each = self.scheme, self.scheme.microbatches
+        forward, backward = Work(0, 0, 0), Work(0, 0, 0)
         links: dict[str, Link] = {}
+        share = 1 / scheme.pipeline
         for count, layer in self.model.layers:
-            own = count * share
-            ahead, back = self._layer(layer)
-            forward, backward = forward.plus(ahead.times(own)), backward.plus(back.times(own))
-            self._add(links, self._gathers(layer, ahead.seconds, back.seconds), own * scheme.microbatches)
-            self._add(links, self._between_layers(layer, back), own * scheme.microbatches)
-        head = self._head()
-        if scheme.pipeline > 1 and software.head_everywhere:
-            head /= scheme.pipeline
-        self._add(links, self._once(backward.seconds), 1.0)
-        self._add(links, self._pipeline(), scheme.microbatches)
-        self._add(links, self._ends(), scheme.microbatches)
-        work = forward.plus(backward).times(scheme.microbatches)
+            ahead, back = self.layer(layer)
+            forward, backward = forward.plus(ahead, count * share), backward.plus(back, count * share)
+            _add(links, self.layer_links(layer, ahead, back), count * share * each)
+        _add(links, {"fsdp": self.gathers_once(backward), "data": self.sums(backward)}, 1.0)
+        _add(links, {"pipeline": self.stages(), "fsdp": self.ends()}, each)
+        work = Work(0, 0, 0).plus(forward.plus(backward), each)
         waiting = links["model"].exposed if "model" in links else 0.0
-        inside = work.seconds + scheme.microbatches * head + waiting
-        hidden = sum(link.seconds - link.exposed for link in links.values())
-        started = 3 * software.kernels_a_layer * self.model.depth * LAUNCH_SECONDS * scheme.microbatches
         return Estimate(
-            products=work.products,
-            attention=work.attention,
-            elementwise=work.elementwise,
-            head=scheme.microbatches * head,
-            optimizer=self._optimizer(),
-            bubble=scheme.idle_share * (work.seconds + waiting),
-            contention=CONTENTION * hidden,
-            host=HOST_SECONDS + max(0.0, started - inside),
+            *work,
+            head=each * self.head(),
+            optimizer=self.optimizer(),
+            bubble=scheme.idle * (work.seconds + waiting),
+            contention=CONTENTION * sum(link.seconds - link.exposed for link in links.values()),
+            host=HOST_SECONDS,
             links=links,
         )
 
     # Work.
 
-    def _layer(self, layer: Layer) -> tuple[_Work, _Work]:
-        """Forward and backward of a microbatch."""
-        scheme, rates, t, parts = self.scheme, self.rates, self.tokens, self.scheme.model
-        ahead = back = 0.0
-        wide = 0
+    def layer(self, layer: LayerCosts) -> tuple[Work, Work]:
+        """Returns a microbatch's forward and backward of a layer.
+
+        A product takes three of its size, one forward and two backward. Element-wise work moves
+        c (9 t D / model + t Σ F) bytes forward and twice that backward. Backward copies what forward has kept, moves
+        `Habits.weight_bytes` for each weight, and does a part of forward again.
+        """
+        scheme, habits, memory = self.scheme, self.habits, self.rates.memory
+        ahead, back, wide = 0.0, 0.0, 0.0
         for product in layer.products:
-            k, n = _sizes(product, parts)
-            dtype = self._dtype_of(product)
-            ahead += self._product(t, n, k, dtype)
-            back += self._product(t, k, n, dtype) + self._product(k, n, t, dtype)
-            wide += n if product.split == "outputs" else k
-        between = t // parts if self.software.sequence_parallel else t
-        moved = scheme.item * (9 * between * self.model.hidden + t * wide) * self.software.passes
-        elementwise = moved / rates.memory
-        copied = _KEPT_PASSES * scheme.kept / self.model.depth * scheme.pipeline / rates.memory
-        copied += self.software.weight_bytes * layer.parameters / parts / rates.memory
-        quantized = self._quantized(layer)
-        forward = _Work(ahead, self._attention(layer, backward=False), elementwise + quantized)
-        again = forward.times(AGAIN[scheme.remat])
-        backward = _Work(back, self._attention(layer, backward=True), 2 * elementwise + 2 * quantized + copied)
-        return forward, backward.plus(again)
+            tokens, (k, n), dtype = product.share * self.tokens, _sizes(product, scheme.model), self.dtype_of(product)
+            ahead += self.product(tokens, n, k, dtype)
+            back += self.product(tokens, k, n, dtype) + self.product(k, n, tokens, dtype)
+            wide += product.share * (n if product.split == "outputs" else k)
+        stream = _STREAM_PASSES * self.stream_tokens() * self.model.hidden
+        elementwise = scheme.item * (stream + self.tokens * wide) * habits.passes / memory
+        copied = _KEPT_PASSES * scheme.kept / self.model.depth * scheme.pipeline / memory
+        copied += habits.weight_bytes * layer.parameters / scheme.model / memory
+        quantized = self.quantized(layer)
+        forward = Work(ahead, self.attention(layer, backward=False), elementwise + quantized)
+        backward = Work(back, self.attention(layer, backward=True), 2 * elementwise + 2 * quantized + copied)
+        return forward, backward.plus(forward, self.policies[scheme.remat])
 
-    def _dtype_of(self, product: Product) -> str:
-        """In which a product of the layers is made."""
+    def stream_tokens(self) -> int:
+        """Returns t / model, the tokens that a device has between attention and MLP."""
+        return self.tokens // self.scheme.model
+
+    def dtype_of(self, product: Product) -> str:
+        """Returns the dtype of a product of a layer."""
         dtype = self.scheme.dtype
-        return dtype if dtype != "float8" or _is_in_float8(product, self.scheme) else "bfloat16"
+        return dtype if dtype != "float8" or _is_in_float8(product, self.scheme, self.tokens) else "bfloat16"
 
-    def _product(self, m: int, n: int, k: int, dtype: str) -> float:
+    def product(self, m: float, n: float, k: float, dtype: str) -> float:
+        """Returns the time of [m, k] by [k, n]: by its FLOPs, or by the bytes c (m k + k n + m n) if that is longer."""
         width = 1 if dtype == "float8" else self.scheme.item
         moved = width * (m * k + k * n) + self.scheme.item * m * n
         return max(self.rates.product(m, n, k, dtype), moved / self.rates.memory)
 
-    def _quantized(self, layer: Layer) -> float:
-        """Forward: inputs and outputs are read, and written in float8 in both orders."""
+    def quantized(self, layer: LayerCosts) -> float:
+        """Returns 2 t (inputs + outputs) / B of products in float8: they are read, and written in both orders."""
         if self.scheme.dtype != "float8":
             return 0.0
-        in_float8 = [product for product in layer.products if _is_in_float8(product, self.scheme)]
-        numbers = sum(sum(_sizes(product, self.scheme.model)) for product in in_float8)
+        numbers = sum(
+            product.share * sum(_sizes(product, self.scheme.model))
+            for product in layer.products
+            if self.dtype_of(product) == "float8"
+        )
         return 2 * self.tokens * numbers / self.rates.memory
 
-    def _attention(self, layer: Layer, *, backward: bool) -> float:
-        """Two products of queries with keys or values forward, five backward."""
-        if not layer.heads:
+    def attention(self, layer: LayerCosts, *, backward: bool) -> float:
+        """Returns the time of products of queries with keys or values, two forward and five backward, each of
+        2 t W heads / model · head_dim FLOPs. A token sees W = w - w² / 2L keys of a window w, which is at most L."""
+        if not layer.attention.heads:
             return 0.0
-        scheme, rates = self.scheme, self.rates
-        length, heads = scheme.length, layer.heads / scheme.model
-        window = min(layer.window or length, length)
+        flops = self.attention_flops(layer) * (5 if backward else 2)
+        return self.rates.attend(flops, self.scheme.length, backward=backward)
+
+    def attention_flops(self, layer: LayerCosts) -> float:
+        """Returns the FLOPs of one product of attention."""
+        length, shape = self.scheme.length, layer.attention
+        window = min(shape.window or length, length)
         pairs = self.tokens * (window - window * window / (2 * length))
-        flops = 2.0 * pairs * heads * layer.head_dim
-        if self.software.attention:
-            return rates.attend(flops * (5 if backward else 2), length, backward=backward) / self.software.attention
-        # Scores go through memory: written and read for the products, the mask, the softmax and its dropout.
-        scores = self.tokens * length * heads * 2 * _SCORE_PASSES
-        products = 2 * flops * (4 if backward else 2) / rates.products["bfloat16"]
-        return products + scores * (2 if backward else 1) / rates.memory
+        return 2.0 * pairs * (shape.heads / self.scheme.model) * shape.head_dim
 
-    def _head(self) -> float:
-        """Of a microbatch: three products, and the logits that are written and read."""
+    def head(self) -> float:
+        """Returns a microbatch's time of three products of t, D and V, and of 20 t V bytes, divided among the stages
+        that share the head."""
         t, hidden, vocab = self.tokens, self.model.hidden, self.model.vocab // self.scheme.model
-        products = sum(
-            self._product(*shape, self.scheme.dtype.replace("float8", "bfloat16"))
-            for shape in ((t, vocab, hidden), (t, hidden, vocab), (hidden, vocab, t))
-        )
-        return products + t * vocab * _LOGIT_BYTES / self.rates.memory
+        dtype = self.scheme.dtype.replace("float8", "bfloat16")
+        shapes = ((t, vocab, hidden), (t, hidden, vocab), (hidden, vocab, t))
+        products = sum(self.product(*shape, dtype) for shape in shapes)
+        return (products + t * vocab * _LOGIT_BYTES / self.rates.memory) / self.head_stages
 
-    def _optimizer(self) -> float:
-        scheme = self.scheme
-        own = self.model.parameters / (scheme.model * scheme.pipeline)
-        if scheme.zero:
-            own /= scheme.fsdp * scheme.context
-        return own * OPTIMIZER_BYTES / self.rates.memory
+    def optimizer(self) -> float:
+        """Returns 30 N / (fsdp B)."""
+        return self.parameters / self.shards * OPTIMIZER_BYTES / self.rates.memory
 
-    # Communication.
+    # Communication. Each term returns None where nothing is sent.
 
-    def _hosts(self, axis: str) -> list[int]:
-        """How many of an axis' group each domain has: axes further right lie closer together."""
-        sizes = {name: getattr(self.scheme, name) for name in ("data", "pipeline", "fsdp", "context", "model")}
-        names = list(sizes)
-        inner = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
-        return self._spread(sizes[axis], inner)
+    def ring(self, kind: str, payload: float, axis: str) -> float:
+        """Returns the time of one collective of devices along an axis."""
+        names = list(self.sizes)
+        inner = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+        return self.rates.ring(kind, payload, self.spread(self.sizes[axis], inner))
 
-    def _spread(self, size: int, inner: int) -> list[int]:
-        """How many of `size` devices each domain has, if `inner` others lie between each two."""
+    def spread(self, size: int, inner: int) -> list[int]:
+        """Returns how many of `size` devices each domain has, if each two have `inner` others between them."""
         near = max(1, min(size, self.domain // inner))
         full, rest = divmod(size, near)
         return [near] * full + [rest] * (rest > 0)
 
-    def _ring(self, kind: str, payload: float, axis: str) -> float:
-        return self.rates.ring(kind, payload, self._hosts(axis))
+    def layer_links(self, layer: LayerCosts, ahead: Work, back: Work) -> Links:
+        """Returns what a microbatch sends in a layer."""
+        return {"fsdp": self.gathers(layer, ahead, back), "model": self.activations()}
 
-    def _gathers(self, layer: Layer, ahead: float, back: float) -> dict[str, Link]:
-        """Of a layer's weights and gradients in every microbatch, with ZeRO 3; with 2 gradients alone."""
-        scheme, software = self.scheme, self.software
-        if scheme.fsdp * scheme.context == 1 or scheme.zero < 2:
-            return {}
+    def gathers(self, layer: LayerCosts, ahead: Work, back: Work) -> Link | None:
+        """With ZeRO 3, two gathers of c n bytes and a scatter of 4 n, for a layer and microbatch; with ZeRO 2 the
+        scatter alone. A layer's work hides them but for a share, and but for the first gather and the last scatter."""
+        scheme, habits = self.scheme, self.habits
+        if self.shards == 1 or scheme.zero < 2:
+            return None
         weights = layer.parameters / scheme.model
-        gather = self._sharded("all-gather", scheme.item * weights) if scheme.zero == 3 else 0.0
-        scatter = self._sharded("reduce-scatter", software.gradient_bytes * weights)
-        exposed = max(0.0, gather - software.hides_gathers * ahead)
-        exposed += max(0.0, gather + scatter - software.hides_gathers * back)
+        gather = self.ring("all-gather", scheme.item * weights, "fsdp") if scheme.zero == 3 else 0.0
+        scatter = self.ring("reduce-scatter", self.gradient_bytes * weights, "fsdp")
+        exposed = max(0.0, gather - habits.hides_gathers * ahead.seconds)
+        exposed += max(0.0, gather + scatter - habits.hides_gathers * back.seconds)
         seconds = 2 * gather + scatter
-        # Of all layers the first gather and the last scatter are behind nothing.
-        exposed = max(exposed, (gather + scatter) / self.model.depth, software.least_exposed * seconds)
-        return {"fsdp": Link(seconds, exposed)}
+        return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, habits.least_exposed * seconds))
 
-    def _sharded(self, kind: str, payload: float) -> float:
-        """Among all devices that weights are split over: `fsdp`, and `context` where there is one."""
+    def activations(self) -> Link | None:
+        """A layer's gathers and scatters of c t D bytes over the length."""
+        if self.scheme.model == 1:
+            return None
+        gathers, scatters = layer_collectives(self.scheme.remat)
+        whole = self.scheme.item * self.tokens * self.model.hidden
+        seconds = gathers * self.ring("all-gather", whole, "model")
+        seconds += scatters * self.ring("reduce-scatter", whole, "model")
+        return Link(seconds, seconds * (1 - self.habits.hides_model))
+
+    def gathers_once(self, backward: Work) -> Link | None:
+        """With ZeRO 2, a gather of c N bytes in a step; with ZeRO 1 a scatter of 4 N as well."""
+        if self.shards == 1 or self.scheme.zero == 3:
+            return None
+        seconds = self.ring("all-gather", self.scheme.item * self.parameters, "fsdp")
+        if self.scheme.zero == 1:
+            seconds += self.ring("reduce-scatter", self.gradient_bytes * self.parameters, "fsdp")
+        return self.behind_backward(seconds, backward)
+
+    def behind_backward(self, seconds: float, backward: Work) -> Link:
+        """Communication over `fsdp` that a microbatch's backward hides, but for a tenth or more."""
+        least = max(0.1, self.habits.least_exposed) * seconds
+        return Link(seconds, max(least, seconds - self.habits.hides_gathers * backward.seconds))
+
+    def sums(self, backward: Work) -> Link | None:
+        """A sum of 4 N / fsdp bytes over `data`, array by array. The last microbatch's backward hides it but for a
+        twentieth or more."""
+        if self.scheme.data == 1:
+            return None
+        arrays = sum(count * len(layer.products) for count, layer in self.model.layers) / self.scheme.pipeline
+        payload = self.gradient_bytes * (self.parameters / self.shards) / arrays
+        seconds = self.ring("all-reduce", payload, "data") * arrays
+        return Link(seconds, max(0.05 * seconds, seconds - self.habits.hides_sum * backward.seconds))
+
+    def ends(self) -> Link | None:
+        """With ZeRO 3, a gather of c V D / pipeline bytes and a scatter of 4 V D / pipeline, of the embedding and of
+        the head, in every microbatch; with ZeRO 2 the scatter alone."""
         scheme = self.scheme
-        return self.rates.ring(kind, payload, self._spread(scheme.fsdp * scheme.context, scheme.model))
-
-    def _between_layers(self, layer: Layer, back: _Work) -> dict[str, Link]:
-        """Activations over `model`, and keys and values over `context`."""
-        scheme, found = self.scheme, {}
-        if scheme.model > 1:
-            whole = scheme.item * self.tokens * self.model.hidden
-            gathers, scatters = layer_collectives(scheme.remat)
-            if self.software.sequence_parallel:
-                seconds = gathers * self._ring("all-gather", whole, "model")
-                seconds += scatters * self._ring("reduce-scatter", whole, "model")
-            else:
-                seconds = (6 if AGAIN[scheme.remat].products == 1 else 4) * self._ring("all-reduce", whole, "model")
-            found["model"] = Link(seconds, seconds * (1 - self.software.hides_model))
-        if scheme.context > 1:
-            own = scheme.item * self.tokens * 2 * layer.kv_heads * layer.head_dim / scheme.model
-            seconds = 3 * self._ring("all-gather", own * scheme.context, "context")
-            behind = self._attention(layer, backward=False) + back.attention
-            found["context"] = Link(seconds, max(0.0, seconds - behind))
-        return found
-
-    def _once(self, backward: float) -> dict[str, Link]:
-        """Once a step: sums over `data`; with ZeRO 2 the gather of weights, with 1 also the scatter of gradients."""
-        scheme, software, found = self.scheme, self.software, {}
-        weights = self.model.parameters / (scheme.model * scheme.pipeline)
-        if scheme.fsdp * scheme.context > 1 and scheme.zero < 3:
-            if scheme.zero == 0:
-                seconds = self._sharded("all-reduce", software.gradient_bytes * weights)
-            else:
-                seconds = self._sharded("all-gather", scheme.item * weights)
-                if scheme.zero == 1:
-                    seconds += self._sharded("reduce-scatter", software.gradient_bytes * weights)
-            behind = software.hides_gathers * backward
-            found["fsdp"] = Link(seconds, max(max(0.1, software.least_exposed) * seconds, seconds - behind))
-        if scheme.data > 1:
-            own = weights / (scheme.fsdp * scheme.context) if scheme.zero else weights
-            arrays = sum(count * len(layer.products) for count, layer in self.model.layers) / scheme.pipeline
-            seconds = self._ring("all-reduce", software.gradient_bytes * own / arrays, "data") * arrays
-            found["data"] = Link(seconds, max(0.05 * seconds, seconds - software.hides_sum * backward))
-        return found
-
-    def _ends(self) -> dict[str, Link]:
-        """With ZeRO 3, the weights and gradients of embedding and head in every microbatch; with 2 the gradients."""
-        scheme, software = self.scheme, self.software
-        if scheme.fsdp * scheme.context == 1 or scheme.zero < 2:
-            return {}
+        if self.shards == 1 or scheme.zero < 2:
+            return None
         table = self.model.vocab * self.model.hidden / (scheme.model * scheme.pipeline)
-        seconds = self._sharded("reduce-scatter", software.gradient_bytes * table)
-        seconds += self._sharded("all-gather", scheme.item * table) if scheme.zero == 3 else 0.0
+        seconds = self.ring("reduce-scatter", self.gradient_bytes * table, "fsdp")
+        seconds += self.ring("all-gather", scheme.item * table, "fsdp") if scheme.zero == 3 else 0.0
         seconds *= 1 if self.model.tied else 2
-        return {"fsdp": Link(seconds, seconds * (1 - software.hides_ends))}
+        return Link(seconds, seconds * (1 - self.habits.hides_ends))
 
-    def _pipeline(self) -> dict[str, Link]:
-        """What stages hand to each other, of a microbatch."""
-        scheme, software = self.scheme, self.software
+    def stages(self) -> Link | None:
+        """For a microbatch, c t D / model bytes from stage to stage in each tick, forward and backward; and four sums
+        of as much over the stages, which share embedding and head."""
+        scheme, each = self.scheme, self.scheme.microbatches
         if scheme.pipeline == 1:
-            return {}
+            return None
         payload = scheme.item * self.tokens * self.model.hidden / scheme.model
-        inner = scheme.fsdp * scheme.context * scheme.model
-        sends = 2 * scheme.chunks if scheme.ticks is None else 2 * scheme.ticks / scheme.microbatches
-        seconds = sends * self.rates.send(payload, between_hosts=scheme.pipeline * inner > self.domain)
-        exposed = seconds * software.exposes_stages
-        if software.head_everywhere:  # the ends are split over all stages: four sums over them
-            sums = 4 * self._ring("all-reduce", payload, "pipeline")
-            seconds, exposed = seconds + sums, exposed + sums
-        return {"pipeline": Link(seconds, exposed)}
+        replica = math.prod(self.sizes.values()) // scheme.data
+        seconds = 2 * scheme.ticks / each * self.rates.send(payload, between_hosts=replica > self.domain)
+        sums = 4 * self.ring("all-reduce", payload, "pipeline") if self.head_stages > 1 else 0.0
+        return Link(seconds + sums, seconds * self.habits.exposes_stages + sums)
 
-    @staticmethod
-    def _add(links: dict[str, Link], more: Mapping[str, Link], times: float) -> None:
-        for axis, link in more.items():
+
+def _add(links: dict[str, Link], more: Links, times: float) -> None:
+    for axis, link in more.items():
+        if link is not None:
             old = links.get(axis, Link(0.0, 0.0))
             links[axis] = Link(old.seconds + times * link.seconds, old.exposed + times * link.exposed)
-
-
-_SCORE_PASSES = 8
-_LOGIT_BYTES = 20
-"""For each logit: written in bfloat16, read and written in float32 for the loss and its gradient."""
-_KEPT_PASSES = 7.25
-"""Reads and writes of what is kept, in its bytes."""

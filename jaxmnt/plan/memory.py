@@ -7,7 +7,7 @@ compiled programs by `benchmarks/plan_estimates.py`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,54 +15,52 @@ import jax
 from jaxmnt.config.mesh import Mesh, Pipeline
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
-from jaxmnt.plan.workload import Layer, ModelShape, Scheme
+from jaxmnt.models.contract import LayerCosts
+from jaxmnt.plan.workload import ModelShape, Scheme
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import names_of
 
-
-class Multiples(NamedTuple):
-    """Of what is in memory at the peak besides what is counted: in backward or in the loss."""
-
-    weights: float
-    """In backward, of a layer's weights in bfloat16, as they are multiplied on a device."""
-    wide: float
-    """In backward, of the MLP's activations."""
-    narrow: float
-    """In backward, of the residual stream."""
-    kept: float
-    """In backward, of what forward has kept of a layer, which is cut out of all that is kept."""
-    head: float
-    """In the loss, of the head's gradient in float32, if the loss is in chunks, whose gradients are added up."""
-    head_at_once: float
-    """The same of a loss that is in one."""
-    head_tied: float
-    """Of that, if the head is the embedding."""
-    head_narrow: float
-    """In the loss, of the residual stream."""
-    head_weights: float
-    """In the loss, of a layer's weights."""
-    logits: float
-    """In the loss, of a chunk's in float32."""
-
-
+KINDS = ("sharded", "sharded both ways", "whole", "stages", "chunks", "ZeRO 2", "ZeRO 1")
+"""Kinds of programs: those of a kind have the same arrays at their peak (`kind_of`)."""
 MULTIPLES = {
-    "sharded": Multiples(1.19, 1.93, 1.08, 0.98, 0.93, 0.53, 1.01, 2.01, 2.50, 3.21),
-    "sharded both ways": Multiples(4.75, 0.00, 0.00, 0.77, 0.90, 0.78, 1.09, 2.84, 3.83, 1.60),
-    "whole": Multiples(4.42, 0.06, 1.80, 1.06, 1.80, 0.79, 1.51, 2.91, 0.83, 1.12),
-    "stages": Multiples(1.80, 0.00, 3.20, 0.53, 1.36, 0.19, 1.07, 4.13, 0.65, 1.41),
-    "chunks": Multiples(0.87, 0.77, 3.49, 0.67, 0.50, 0.00, 2.31, 4.49, 2.05, 1.15),
-    "ZeRO 2": Multiples(0.00, 1.92, 1.11, 0.14, 0.58, 0.39, 2.23, 5.32, 2.46, 0.08),
-    "ZeRO 1": Multiples(0.00, 1.91, 2.09, 0.03, 0.61, 0.00, 2.28, 4.90, 1.97, 0.82),
-}
-"""By kind of program, fitted by `benchmarks/plan_estimates.py --fit`. A few programs have copies that none of these
-explains, or places that nothing else fits into."""
+    # In backward: c bytes for each weight of the largest layer on a device.
+    "weights": (1.19, 4.75, 4.42, 1.80, 0.87, 0.00, 0.00),
+    # In backward: the widest activations of a layer, of a microbatch.
+    "wide": (1.93, 0.00, 0.06, 0.00, 0.77, 1.92, 1.91),
+    # In backward: the residual stream.
+    "narrow": (1.08, 0.00, 1.80, 3.20, 3.49, 1.11, 2.09),
+    # In backward: what forward has kept of a layer, which is cut out of all that is kept.
+    "kept": (0.98, 0.77, 1.06, 0.53, 0.67, 0.14, 0.03),
+    # In the loss: the head's gradient in float32, if the loss is in chunks, whose gradients are added up.
+    "head": (0.93, 0.90, 1.80, 1.36, 0.50, 0.58, 0.61),
+    # The same if the loss is in one chunk.
+    "head_at_once": (0.53, 0.78, 0.79, 0.19, 0.00, 0.39, 0.00),
+    # By this the two above are multiplied if the head is the embedding.
+    "head_tied": (1.01, 1.09, 1.51, 1.07, 2.31, 2.23, 2.28),
+    # In the loss: the residual stream.
+    "head_narrow": (2.01, 2.84, 2.91, 4.13, 4.49, 5.32, 4.90),
+    # In the loss: c bytes for each weight of the largest layer.
+    "head_weights": (2.50, 3.83, 0.83, 0.65, 2.05, 2.46, 1.97),
+    # In the loss: a chunk's logits in float32.
+    "logits": (3.21, 1.60, 1.12, 1.41, 1.15, 0.08, 0.82),
+}  # fmt: skip
+"""How often an array is in memory at the peak besides what is counted, by kind of program. Fitted by
+`benchmarks/plan_estimates.py --fit`; a few programs have copies that none of these explains, or places that nothing
+else fits into."""
+
+Multiples = Mapping[str, float]
+
+
+def multiples_of(kind: str) -> Multiples:
+    """Returns a column of the table."""
+    return {name: row[KINDS.index(kind)] for name, row in MULTIPLES.items()}
 
 
 def kind_of(scheme: Scheme) -> str:
-    """Which multiples a scheme has: programs of one kind have the same arrays at their peak."""
+    """Returns which of `KINDS` the program of a scheme is."""
     if scheme.fsdp > 1 and scheme.zero < 3:
         return f"ZeRO {scheme.zero}"
     if scheme.pipeline > 1:
@@ -161,77 +159,77 @@ def estimate_memory(
     scheme: Scheme,
     kept_of_row: float,
     kept_at_most: float,
-    slots: int = 1,
     state: StateBytes = _ADAMW,
     multiples: Multiples | None = None,
     loss_chunk: float = 2**28,
 ) -> Memory:
-    """A step's peak.
+    """Estimates a step's peak: the greatest of what backward, the loss, the embedding's gradient and a save need.
 
     `kept_of_row` is what a row leaves in all layers (`Kept`), and `kept_at_most` what it would leave if backward
-    computed nothing again. A stage keeps at most `slots` microbatches of a chunk.
-    `loss_chunk` are the bytes of logits that the loss makes at a time.
+    computed nothing again. `loss_chunk` are the bytes of logits that the loss makes at a time.
     """
-    stages, parts = scheme.pipeline, scheme.model
-    depth = math.ceil(model.depth / (stages * scheme.chunks))
-    padding = depth * stages * scheme.chunks / model.depth
-    layers = padding * sum(count * layer.parameters for count, layer in model.layers) / (parts * stages)
-    ends = model.vocab * model.hidden * (1 if model.tied else 2) / (parts * stages)
+    stages, of = scheme.pipeline, multiples or multiples_of(kind_of(scheme))
+    devices, chunks = scheme.model * stages, stages * scheme.chunks
+    depth = math.ceil(model.depth / chunks)
+    padding = depth * chunks / model.depth
+    layers, ends = padding * model.layer_parameters / devices, model.end_parameters / devices
     own = (layers + ends) / scheme.fsdp + model.others / stages
-    kept = kept_of_row * scheme.rows * slots * depth / model.depth
-    embedding = 0 if model.tied else ends / 2
-    gradients, last = state.gradients * own, state.gradients * embedding / scheme.fsdp
-    if scheme.fsdp > 1 and scheme.zero == 1:
-        gradients, last = state.gradients * (layers + ends), state.gradients * embedding
-    of = multiples or MULTIPLES[kind_of(scheme)]
+    kept = kept_of_row * scheme.rows * scheme.slots * depth / model.depth
+    has_all_gradients = scheme.fsdp > 1 and scheme.zero == 1
+    gradients = state.gradients * (layers + ends if has_all_gradients else own)
+    last = state.gradients * (0 if model.tied else ends / 2) / (1 if has_all_gradients else scheme.fsdp)
     in_layer = lambda bytes_of_row: bytes_of_row * scheme.rows / model.depth
     again = in_layer(kept_at_most - kept_of_row)  # of a layer, while its backward goes on
-    backward = _backward(model, scheme, in_layer(kept_of_row), of) + again
-    loss = _loss(model, scheme, of, loss_chunk)
+    backward = _in_backward(model, scheme, in_layer(kept_of_row), of) + again
     in_loss = gradients
     if scheme.microbatches == 1:  # Those of layers are made when backward begins, and the embedding's comes last.
-        gradients -= last
-        in_loss = 0.0
+        gradients, in_loss = gradients - last, 0.0
     # The embedding's comes out whole. With ZeRO 1 it is counted so; with ZeRO 2 no more programs would be met by it.
     leave = _head(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
-    rest = max(backward + gradients, loss + in_loss, leave + gradients)
+    rest = max(backward + gradients, _in_loss(model, scheme, of, loss_chunk) + in_loss, leave + gradients)
     # A save has a second copy of what lies otherwise than it is stored.
-    moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % (parts * stages))
+    moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % devices)
     stored = state.parameters + state.moments
-    in_save = stored * moves / scheme.fsdp
     if scheme.fsdp > 1 and scheme.zero < 3:
         rest += scheme.item * (layers + ends)
-    return Memory(stored * own, kept, rest, in_save)
+    return Memory(stored * own, kept, rest, stored * moves / scheme.fsdp)
 
 
-def _backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) -> float:
-    """What is in memory besides state, gradients, what is kept, of a layer `kept`, and what is computed again."""
-    largest = _largest(model)
-    widest = max(max(one.inputs, one.outputs) for one in largest.products)
-    wide = scheme.item * scheme.rows * scheme.length * widest / scheme.model
-    narrow = scheme.item * scheme.rows * scheme.length * model.hidden
-    return of.weights * _weights(model, scheme) + of.wide * wide + of.narrow * narrow + of.kept * kept
+def _in_backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) -> float:
+    """Estimates what is in memory in backward besides state, gradients, what is kept (`kept` bytes of a layer) and what
+    is computed again: weights · c n + wide · c t F / model + narrow · c t D + kept · `kept`, where F is the largest
+    number of inputs or outputs of a product, n the weights of the largest layer on a device, t a microbatch's tokens
+    and c the bytes of a number."""
+    widest = max(product.share * max(product.inputs, product.outputs) for product in _largest(model).products)
+    stream = scheme.item * scheme.rows * scheme.length
+    arrays = {
+        "weights": _weights(model, scheme), "wide": stream * widest / scheme.model, "narrow": stream * model.hidden,
+        "kept": kept,
+    }  # fmt: skip
+    return sum(of[name] * bytes_ for name, bytes_ in arrays.items())
 
 
-def _loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> float:
-    """The same in the loss."""
+def _in_loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> float:
+    """Estimates the same in the loss: head · 4 V D + logits · 4 t V / chunks + head_narrow · c t D +
+    head_weights · c n, where V is a device's part of the vocabulary."""
     tokens = scheme.rows * scheme.length
     logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)
     chunks = math.ceil(logits / chunk)
-    head = (of.head if chunks > 1 else of.head_at_once) * (of.head_tied if model.tied else 1)
-    bytes_ = head * _head(model, scheme) + of.logits * logits / chunks
-    return bytes_ + of.head_narrow * scheme.item * tokens * model.hidden + of.head_weights * _weights(model, scheme)
+    head = of["head" if chunks > 1 else "head_at_once"] * (of["head_tied"] if model.tied else 1)
+    bytes_ = head * _head(model, scheme) + of["logits"] * logits / chunks
+    stream = of["head_narrow"] * scheme.item * tokens * model.hidden
+    return bytes_ + stream + of["head_weights"] * _weights(model, scheme)
 
 
-def _largest(model: ModelShape) -> Layer:
+def _largest(model: ModelShape) -> LayerCosts:
     return max((layer for _, layer in model.layers), key=lambda layer: layer.parameters)
 
 
 def _weights(model: ModelShape, scheme: Scheme) -> float:
-    """Bytes of a layer's weights on a device that multiplies them."""
+    """Returns the bytes c n of a layer's weights on a device that multiplies them."""
     return scheme.item * _largest(model).parameters / scheme.model
 
 
 def _head(model: ModelShape, scheme: Scheme) -> float:
-    """Bytes of the head's gradient, and of the embedding's, on a device that has all of its part."""
+    """Returns the bytes 4 V D of the head's gradient, and of the embedding's, on a device that has all of its part."""
     return 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)

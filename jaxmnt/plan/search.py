@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -23,9 +23,8 @@ from jaxmnt.plan.memory import Kept, Memory, estimate_memory
 from jaxmnt.plan.networks import Network
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
-from jaxmnt.plan.shapes import model_shape, software_of
 from jaxmnt.plan.targets import gpu_devices
-from jaxmnt.plan.workload import Scheme
+from jaxmnt.plan.workload import Scheme, model_shape, schedule_of
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule
@@ -45,8 +44,6 @@ class Guess:
     memory: Memory
     kept_of_row: float
     kept_at_most: float
-    slots: int
-    """Microbatches of a chunk that a stage keeps at most."""
 
     @property
     def seconds(self) -> float:
@@ -124,27 +121,23 @@ class Search:
 
     def guess(self, one: Candidate) -> Guess | None:
         """None for sizes that cannot be built, and for float8 that no product would use."""
-        schedule = _schedule(one.pipeline, one.microbatches, one.chunks)
         try:
             row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
         except ConfigError:
             return None
         scheme = Scheme(
-            length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, data=one.data,
-            pipeline=one.pipeline, fsdp=one.fsdp, model=one.model, zero=one.zero, chunks=one.chunks,
-            idle=schedule.idle, ticks=schedule.ticks, remat=one.remat,
-            dtype=self.dtype(one.precision), float8_least=self.config.train.float8_least,
-            kept=row * one.rows / one.pipeline,
+            length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, zero=one.zero,
+            chunks=one.chunks, **_schedule(one.pipeline, one.microbatches, one.chunks) | one.mesh,
+            remat=one.remat, dtype=self.dtype(one.precision), float8_least=self.config.train.float8_least,
+            overlap=_overlap(one), kept=row * one.rows / one.pipeline,
         )  # fmt: skip
         if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
             return None
         memory = estimate_memory(
-            self.shape, scheme, row, at_most, schedule.slots, self._state,
-            loss_chunk=self.config.train.loss_chunk_mib * 2**20,
-        )  # fmt: skip
-        software = software_of(scheme, _overlap(one))
-        found = estimate(self.shape, scheme, self.rates, self.network.domain, software)
-        return Guess(one, scheme, found, memory, row, at_most, schedule.slots)
+            self.shape, scheme, row, at_most, self._state, loss_chunk=self.config.train.loss_chunk_mib * 2**20
+        )
+        found = estimate(self.shape, scheme, self.rates, self.network.domain)
+        return Guess(one, scheme, found, memory, row, at_most)
 
     def compiled(self, guess: Guess) -> Plan:
         """Raises `ConfigError` for what cannot be built."""
@@ -214,20 +207,13 @@ def _devices(chip: Chip, gpus: int, per_host: int) -> Sequence[jax.Device]:
     return gpu_devices(chip, -(-gpus // per_host), per_host)
 
 
-class _Facts(NamedTuple):
-    """Of a pipeline's schedule."""
-
-    idle: float
-    ticks: int
-    slots: int
-
-
 @functools.cache
-def _schedule(stages: int, microbatches: int, chunks: int) -> _Facts:
+def _schedule(stages: int, microbatches: int, chunks: int) -> dict[str, Any]:
+    """Returns what `Scheme` says of a pipeline's schedule."""
     if stages == 1:
-        return _Facts(0.0, microbatches, 1)
+        return {"ticks": microbatches}
     schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
-    return _Facts(schedule.idle_share(), schedule.ticks, max(map(schedule.in_flight, range(stages))))
+    return schedule_of(schedule)
 
 
 def describe(one: Candidate) -> str:

@@ -1,39 +1,21 @@
-"""What a step is estimated from: what a model computes, how that is spread over devices, and what an implementation
-does of its own. No JAX.
-"""
+"""What a step is estimated from, as numbers: what a model multiplies, and how that is spread over devices."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-
-class Product(NamedTuple):
-    """A weight of a layer that multiplies every token."""
-
-    inputs: int
-    outputs: int
-    split: str
-    """What tensor parallelism splits: `outputs`, `inputs`, or nothing."""
-
-
-class Layer(NamedTuple):
-    """What a layer computes."""
-
-    products: tuple[Product, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-    @property
-    def parameters(self) -> int:
-        return sum(one.inputs * one.outputs for one in self.products)
+from jaxmnt.config.mesh import AVAILABLE
+from jaxmnt.models.contract import Definition, LayerCosts
+from jaxmnt.parallel.sharding import Overlap
+from jaxmnt.training.levers import kept_bytes
+from jaxmnt.training.pipeline_schedule import PipelineSchedule
+from jaxmnt.training.spec import StepSpec
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """What a model computes."""
 
-    layers: tuple[tuple[int, Layer], ...]
+    layers: tuple[tuple[int, LayerCosts], ...]
     """How many there are of each kind."""
     hidden: int
     vocab: int
@@ -46,32 +28,26 @@ class ModelShape:
         return sum(count for count, _ in self.layers)
 
     @property
+    def layer_parameters(self) -> int:
+        """Numbers in the weights of all layers."""
+        return sum(count * layer.parameters for count, layer in self.layers)
+
+    @property
+    def end_parameters(self) -> int:
+        """Numbers in the embedding and the head."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
     def parameters(self) -> int:
-        ends = self.vocab * self.hidden * (1 if self.tied else 2)
-        return sum(count * layer.parameters for count, layer in self.layers) + ends + self.others
+        return self.layer_parameters + self.end_parameters + self.others
 
 
-def decoder(
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab: int,
-    *,
-    gated: bool = True,
-    tied: bool = False,
-    head_dim: int | None = None,
-) -> ModelShape:
-    """Of a plain decoder: attention and an MLP in each layer, gated as Llama's or not as GPT's."""
-    head_dim = head_dim or hidden // heads
-    products = (
-        Product(hidden, (heads + 2 * kv_heads) * head_dim, "outputs"),
-        Product(heads * head_dim, hidden, "inputs"),
-        Product(hidden, (2 if gated else 1) * intermediate, "outputs"),
-        Product(intermediate, hidden, "inputs"),
-    )
-    return ModelShape(((layers, Layer(products, heads, kv_heads, head_dim)),), hidden, vocab, tied)
+def model_shape(definition: Definition) -> ModelShape:
+    """Reads the shape of a model from `Family.costs` and from its config."""
+    layers, model = tuple(definition.layer_costs()), definition.family.config
+    ends = (model.hidden_size, definition.vocab_size, model.tie_embeddings)
+    others = definition.parameter_count - ModelShape(layers, *ends).parameters
+    return ModelShape(layers, *ends, others)
 
 
 @dataclass(frozen=True)
@@ -79,103 +55,62 @@ class Scheme:
     """How a step is spread over devices."""
 
     length: int
-    """Of a row, in tokens."""
+    """Tokens of a row."""
     rows: int
-    """Of a microbatch on a batch shard."""
+    """Rows of a microbatch on a batch shard."""
     microbatches: int
     data: int = 1
     pipeline: int = 1
     fsdp: int = 1
-    context: int = 1
     model: int = 1
     zero: int = 3
     """ZeRO stage over `fsdp`."""
     chunks: int = 1
     """Pieces of the model that a stage has."""
-    idle: float | None = None
-    """A stage's idle time as a share of its work; None: (stages - 1) / (microbatches * chunks)."""
+    idle: float = 0.0
+    """A stage's idle time as a share of its work."""
+    ticks: int = 0
+    """Rounds in which the stages of a pipeline hand on, all at once."""
+    slots: int = 1
+    """Microbatches of a chunk that a stage keeps at most."""
     remat: str = "none"
-    """What backward computes again: a key of `AGAIN`."""
+    """What backward computes again: a key of `flops.AGAIN`."""
     dtype: str = "bfloat16"
-    """Of products: also `float8`, of which all else is in bfloat16, and `float32`."""
+    """The dtype of products: also `float8`, with everything else in bfloat16, and `float32`."""
     float8_least: int = 0
-    """Inputs and outputs that a product has at least if it is in float8: `train.float8_least`."""
-    ticks: int | None = None
-    """Of a pipeline in which all stages hand on at once; None: a stage hands on what it has."""
+    """The least inputs and outputs of a product in float8: `train.float8_least`."""
+    overlap: Overlap = "off"
+    prefetch: bool = True
+    """Whether a layer's weights are gathered while another layer computes, where that is possible."""
     kept: float = 0.0
-    """Bytes that a microbatch leaves on a device from forward for backward, if they are copied to a place of their
-    own, and from it."""
+    """Bytes that a microbatch leaves on a device from forward for backward."""
 
     @property
     def item(self) -> int:
-        """Bytes of a number that is no float8."""
+        """Bytes of a number that is not in float8."""
         return 4 if self.dtype == "float32" else 2
 
-    @property
-    def devices(self) -> int:
-        return self.data * self.pipeline * self.fsdp * self.context * self.model
 
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.length * self.rows * self.microbatches * self.data * self.fsdp
-
-    @property
-    def idle_share(self) -> float:
-        return (self.pipeline - 1) / (self.microbatches * self.chunks) if self.idle is None else self.idle
-
-
-class Again(NamedTuple):
-    """Shares of a layer's forward that backward computes again."""
-
-    products: float
-    attention: float
-    elementwise: float
+def scheme_of(spec: StepSpec) -> Scheme:
+    """Returns how a step is spread over its mesh, and what a microbatch leaves on a device."""
+    config, sizes, schedule = spec.config, spec.placement.sizes, spec.schedule
+    facts = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE}
+    return Scheme(
+        length=config.data.sequence_length,
+        rows=spec.microbatch_rows,
+        microbatches=spec.num_microbatches,
+        zero=spec.zero,
+        chunks=schedule.chunks,
+        remat=config.train.remat if config.train.remat != "names" else "full",
+        dtype=spec.dtype.name if spec.float8 is None else "float8",
+        float8_least=config.train.float8_least,
+        overlap=spec.placement.overlap,
+        kept=kept_bytes(spec) * schedule.chunks / facts["slots"],
+        **facts,
+    )
 
 
-AGAIN = {
-    "none": Again(0, 0, 0),
-    "attention": Again(0, 0, 0),
-    "dots": Again(0, 1, 1),
-    "full": Again(1, 1, 1),
-    "half_the_products": Again(0.5, 0, 1),
-    "half_the_layers": Again(0.5, 0.5, 0.5),
-}
-"""By policy. The last two are torchtitan's selective ones: of operations, and of layers."""
-
-
-@dataclass(frozen=True)
-class Software:
-    """What an implementation does of its own. `shapes.software_of` is this one's."""
-
-    passes: float = 1.0
-    """How often element-wise work reads and writes memory, in times of a program that fuses all it can."""
-    weight_bytes: float = 0.0
-    """Read and written for each weight of a layer in a microbatch, besides products: casts, copies, and the gradient
-    that is added up."""
-    attention: float = 1.0
-    """The rate of its attention, in times of the generation's best kernels; 0: scores go through memory."""
-    sequence_parallel: bool = True
-    """Whether what lies between tensor-parallel products is split over the length, and gathered and scattered."""
-    hides_gathers: float = 0.9
-    """The share of a layer's work behind which gathers of weights and scatters of gradients can be."""
-    hides_ends: float = 1.0
-    """The share of the embedding's and the head's gathers and scatters that is behind work."""
-    least_exposed: float = 0.0
-    """The share of gathers of weights and scatters of gradients that is behind nothing, however much work there is."""
-    hides_sum: float = 0.9
-    """The share of the last microbatch's backward behind which gradients are summed over `data`."""
-    hides_model: float = 0.0
-    """The share of communication over `model` that is behind products."""
-    gradient_bytes: int = 4
-    """Of each number that is reduced."""
-    head_everywhere: bool = True
-    """Whether all stages of a pipeline share the head, or the last one has it."""
-    exposes_stages: float = 0.1
-    """The share of what stages hand to each other that is behind nothing."""
-    kernels_a_layer: int = 0
-    """Kernels forward that the host starts one by one; 0: the program is one."""
-
-
-PLAIN = Software()
-"""Of nobody in particular."""
+def schedule_of(schedule: PipelineSchedule) -> dict[str, Any]:
+    """Returns what `Scheme` says of a schedule. Without a pipeline a stage keeps one microbatch."""
+    slots = max(map(schedule.in_flight, range(schedule.stages))) if schedule.stages > 1 else 1
+    return {"idle": schedule.idle_share(), "ticks": schedule.ticks, "slots": slots}

@@ -22,11 +22,11 @@ from jaxmnt.config.mesh import GATHERING_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.plan.budget import least
-from jaxmnt.plan.chips import Chip
+from jaxmnt.plan.chips import Chip, chip_of
 from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.memory import estimate_memory, state_bytes
 from jaxmnt.plan.rates import rates_of
-from jaxmnt.plan.shapes import chip_of, model_shape, scheme_of, slots_of, software_of
+from jaxmnt.plan.workload import model_shape, scheme_of
 from jaxmnt.telemetry.progress import seconds_text, size
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.spec import StepSpec
@@ -111,7 +111,7 @@ class ZeroChoice:
 def resolve_zero(spec: StepSpec) -> tuple[Config, ZeroChoice | None]:
     """Returns the spec's config with a number for `mesh.zero`, and how it was chosen: None where nothing is sharded, so
     that all stages are the same."""
-    choice = choose_zero(spec, chip_of(spec))
+    choice = choose_zero(spec, chip_of(_kind(spec)))
     zero = spec.zero if choice is None else choice.zero
     config = spec.config
     return config.model_copy(update={"mesh": config.mesh.model_copy(update={"zero": zero})}), choice
@@ -126,13 +126,18 @@ def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
     mesh = spec.config.mesh
     is_auto = mesh.zero == "auto"
     if chip is None or not {*over} <= {*GATHERING_AXES}:
-        kind = spec.placement.mesh.devices.flat[0].device_kind
-        because = "mesh.rules for embed are not estimated" if chip else f"no data sheet of {kind} devices is known"
+        unknown = f"no data sheet of {_kind(spec)} devices is known"
+        because = "mesh.rules for embed are not estimated" if chip else unknown
         counted = tuple(Stage(zero, _sent(spec, zero), None, None) for zero in STAGES)
         return ZeroChoice(spec.zero, is_auto, counted, None, because)
     stages, limit = _estimated(spec, chip), OUR_MEMORY_FRACTION * chip.memory
     choice = ZeroChoice(spec.zero, is_auto, stages, limit, "mesh.prefetch needs 3" if mesh.prefetch else "")
     return replace(choice, zero=_fastest(choice)) if is_auto and not mesh.prefetch else choice
+
+
+def _kind(spec: StepSpec) -> str:
+    """Returns the name that JAX has for the devices."""
+    return spec.placement.mesh.devices.flat[0].device_kind
 
 
 def _fastest(choice: ZeroChoice) -> int:
@@ -148,20 +153,20 @@ def _fastest(choice: ZeroChoice) -> int:
 
 
 def _estimated(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
-    model, scheme, slots = model_shape(spec.definition), scheme_of(spec), slots_of(spec.schedule)
+    model = model_shape(spec.definition)
+    scheme = replace(scheme_of(spec), prefetch=spec.config.mesh.prefetch is not False)
     depth = -(-model.depth // (scheme.pipeline * scheme.chunks))
-    of_row = lambda kept: kept * model.depth / (depth * slots * scheme.rows)
+    of_row = lambda kept: kept * model.depth / (depth * scheme.slots * scheme.rows)
     kept_of_row, kept_at_most = of_row(kept_bytes(spec)), of_row(_kept_without_remat(spec))
     state, rates = state_bytes(spec), rates_of(chip)
     found = []
     for zero in STAGES:
         staged = replace(scheme, zero=zero)
-        software = software_of(staged, spec.placement.overlap, prefetch=spec.config.mesh.prefetch is not False)
         memory = estimate_memory(
-            model, staged, kept_of_row, max(kept_of_row, kept_at_most), slots, state,
+            model, staged, kept_of_row, max(kept_of_row, kept_at_most), state,
             loss_chunk=spec.config.train.loss_chunk_mib * 2**20,
         )  # fmt: skip
-        seconds = estimate(model, staged, rates, chip.domain, software).seconds
+        seconds = estimate(model, staged, rates, chip.domain).seconds
         found.append(Stage(zero, _sent(spec, zero), seconds, memory.peak))
     return tuple(found)
 

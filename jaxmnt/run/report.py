@@ -17,7 +17,7 @@ from jaxmnt.distributed.gpu_settings import SHOWN
 from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
 from jaxmnt.plan.budget import notes
-from jaxmnt.plan.shapes import expected_step
+from jaxmnt.plan.estimate import expected_step
 from jaxmnt.run.learning_rate import advice, rate_change, steps_make_jump
 from jaxmnt.run.values import OpenedRun
 from jaxmnt.telemetry.progress import StatusLine, count, size

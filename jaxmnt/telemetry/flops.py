@@ -2,13 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jaxmnt.models.contract import Definition, Params
-from jaxmnt.parallel.sharding import SCALES_AND_BIASES, is_axes
+from jaxmnt.models.contract import Definition, products_of
 from jaxmnt.telemetry.peaks import peaks_of
+
+
+class Again(NamedTuple):
+    """Shares of a layer's forward that backward computes again."""
+
+    products: float
+    attention: float
+    elementwise: float
+
+
+AGAIN = {
+    "none": Again(0, 0, 0), "attention": Again(0, 0, 0), "dots": Again(0, 1, 1), "full": Again(1, 1, 1),
+}  # fmt: skip
+"""By `train.remat`; `names` depends on them."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +29,7 @@ class TokenFlops:
     """Forward and backward FLOPs of a token in a row of full length: 6 for each weight that multiplies it, and 12 for
     each number of a query and each key that it meets (Kaplan et al. 2020, arXiv:2001.08361)."""
 
-    layers: int
+    layers: float
     """Products with the layers' weights."""
     head: int
     all_parameters: int
@@ -31,8 +44,9 @@ class TokenFlops:
     def recomputed(self, remat: str) -> float | None:
         """What backward computes again under this `train.remat`; None if that depends on names. What a kernel of
         attention computes again is not counted."""
-        again = {"none": 0.0, "attention": 0.0, "dots": self.attention / 3, "full": (self.layers + self.attention) / 3}
-        return again.get(remat)
+        if (again := AGAIN.get(remat)) is None:
+            return None
+        return (again.products * self.layers + again.attention * self.attention) / 3
 
 
 CONVENTIONS: dict[str, Callable[[TokenFlops], float]] = {
@@ -47,32 +61,24 @@ llm-foundry and of torchtitan's figures of 2024 for the A100."""
 
 
 def token_flops(definition: Definition, length: int) -> TokenFlops:
-    """Of a token in a row of `length`, read off the parameters and `Family.attention_shape`."""
-    family = definition.family
-    names = [group.name for group in definition.groups]
-    multiplying = lambda part: _weights(definition.abstract[part], definition.axes[part])
+    """Of a token in a row of `length`, by `Family.costs`."""
+    layers = definition.layer_costs()
     attention, square, softmax = 0.0, 0, 0
-    for group in definition.groups:
-        for kind in group.pattern:
-            shape = family.attention_shape(kind)
-            width, window = shape.heads * shape.head_dim, min(shape.window or length, length)
-            attention += 12 * group.units * width * (window - window * window / (2 * length))
-            square += 12 * group.units * width * length
-            softmax += 9 * group.units * shape.heads * length
+    for count, costs in layers:
+        shape = costs.attention
+        width, window = shape.heads * shape.head_dim, min(shape.window or length, length)
+        attention += 12 * count * width * (window - window * window / (2 * length))
+        square += 12 * count * width * length
+        softmax += 9 * count * shape.heads * length
+    last = (products_of(definition.abstract[name], definition.axes[name]) for name in definition.last)
     return TokenFlops(
-        layers=6 * sum(map(multiplying, names)),
-        head=6 * sum(map(multiplying, definition.last)),
+        layers=6 * sum(count * costs.used_parameters for count, costs in layers),
+        head=6 * sum(product.inputs * product.outputs for products in last for product in products),
         all_parameters=6 * definition.parameter_count,
         attention=attention,
         square=square,
         softmax=softmax,
     )
-
-
-def _weights(arrays: Params, axes: Params) -> int:
-    """How many numbers the arrays have, without scales and biases."""
-    leaves = zip(jax.tree.leaves(arrays), jax.tree.leaves(axes, is_leaf=is_axes), strict=True)
-    return sum(leaf.size for leaf, names in leaves if not SCALES_AND_BIASES & {*names})
 
 
 def peak_flops(device_kind: str, dtype: jnp.dtype) -> float | None:
