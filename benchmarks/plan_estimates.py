@@ -4,7 +4,7 @@
     python benchmarks/plan_estimates.py --plans 100 --add      the same, and add them to the data of the fit
     python benchmarks/plan_estimates.py                        compare with the data of the fit
     python benchmarks/plan_estimates.py --again                compile the data of the fit anew, with another program
-    python benchmarks/plan_estimates.py --fit                  fit the multiples of `plan/memory.py` to that data
+    python benchmarks/plan_estimates.py --fit                  fit the multiples of `plan/multiples.toml` to that data
 
 Needs the extra `plan`; no GPU. A plan takes some ten seconds on two cores.
 """
@@ -242,7 +242,7 @@ def main() -> None:
         errors = [abs(peak_of(record, best[kind]) / record["peak"] - 1) for record in by_kind[kind]]
         print(f"{kind}: {len(errors)} plans, error {statistics.fmean(errors):.4f}, at most {max(errors):.3f}")
     for name in MULTIPLES:
-        print(f'"{name}": ({", ".join(f"{best[kind][name]:.2f}" for kind in KINDS)}),')
+        print(f"{name} = [{', '.join(f'{best[kind][name]:.2f}' for kind in KINDS)}]")
 
 
 if __name__ == "__main__":

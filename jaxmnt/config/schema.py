@@ -3,6 +3,7 @@
 Nothing here knows about devices or files: a config can be parsed, printed and compared on any machine.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -261,6 +262,17 @@ class Config(Section):
         check_data(self.data)
         check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)
         return self.model_copy(update={"model": complete_model(self.model), "mesh": complete_mesh(self.mesh)})
+
+    def changed(self, settings: Mapping[str, Any]) -> Self:
+        """Returns the config with other values, by dotted keys. Nothing is checked: what does not fit together is found
+        when a step is built of it."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            section, _, field = name.partition(".")
+            sections.setdefault(section, {})[field] = value
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        )
 
     @property
     def nccl_timeout_seconds(self) -> float:

@@ -4,7 +4,6 @@ Bytes that one device sends, with the algorithms that send least: (n - 1) / n of
 among n devices, twice that to reduce it everywhere. Written out in docs/parallelism.md.
 """
 
-import itertools
 import math
 import time
 from collections import defaultdict
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxmnt.config.mesh import REPLICA_AXES, STAGE_AXIS
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
-from jaxmnt.parallel.sharding import RULES, SCALES_AND_BIASES, Axes, is_axes, parameter_name
+from jaxmnt.parallel.sharding import RULES, SCALES_AND_BIASES, Axes
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predicted
@@ -261,18 +260,16 @@ def make_report(
 def parameters(spec: StepSpec) -> list[dict[str, Any]]:
     """One entry a parameter, as it is placed."""
     placement = spec.placement
-    leaves = jax.tree.leaves_with_path(abstract_state(spec)["params"])
-    axes = jax.tree.leaves(spec.definition.axes, is_leaf=is_axes)
     return [
         {
-            "name": parameter_name(path),
+            "name": name,
             "shape": list(leaf.shape),
             "axes": list(names),
             "split": ["×".join(placement.mesh_axes(name)) for name in names],
             "bytes_a_device": bytes_a_device(leaf),
             "replicated_axes": list(placement.replicated_axes(names)),
         }
-        for (path, leaf), names in zip(leaves, axes, strict=True)
+        for name, leaf, names in _leaves(spec)
     ]
 
 
@@ -296,36 +293,31 @@ def step_times(timeline: Timeline) -> dict[str, float]:
     }
 
 
+_DIGITS = {
+    "times": 3, "bytes_sent": None, "seconds": 6, "exposed_seconds": 6, "flops_meanwhile": None,
+    "work_seconds_meanwhile": 6,
+}  # fmt: skip
+"""The numbers of a collective in a report, and to how many digits they are rounded."""
+
+
 def traffic(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
     """The collectives of a step by kind, axis and dtype: executions, bytes that a device sends, seconds that they take
     and for which the device waits, and the FLOPs of products and attention behind which they are."""
     axis_of = _axis_names(spec)
     host = np.array([hosts(device) for device in spec.placement.mesh.devices.flat])
-    merged: dict[tuple[str, str, str], dict[str, Any]] = {}
+    sums: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(len(_DIGITS)))
+    across: set[tuple[str, str, str]] = set()
     for played in timeline.collectives:
-        one = played.one
-        entry = merged.setdefault((one.kind, axis_of(one), one.dtype), defaultdict(float))
-        entry["times"] += played.times
-        entry["bytes_sent"] += one.sent * played.times
-        entry["seconds"] += played.seconds
-        entry["exposed_seconds"] += played.exposed
-        entry["flops_meanwhile"] += played.flops
-        entry["work_seconds_meanwhile"] += played.covered
-        entry["across"] += any(len(set(host[list(group)])) > 1 for group in one.groups)
+        one, times = played.one, played.times
+        key = (one.kind, axis_of(one), one.dtype)
+        sums[key] += times, one.sent * times, played.seconds, played.exposed, played.flops, played.covered
+        if any(len(set(host[list(group)])) > 1 for group in one.groups):
+            across.add(key)
     return [
-        {
-            "kind": kind,
-            "axis": axis,
-            "dtype": dtype,
-            "times": round(entry["times"], 3),
-            "bytes_sent": round(entry["bytes_sent"]),
-            "seconds": round(entry["seconds"], 6),
-            "exposed_seconds": round(entry["exposed_seconds"], 6),
-            "flops_meanwhile": round(entry["flops_meanwhile"]),
-            "work_seconds_meanwhile": round(entry["work_seconds_meanwhile"], 6),
-            "between": "device and host" if kind == HOST_COPY else "hosts" if entry["across"] else "devices of a host",
-        }
-        for (kind, axis, dtype), entry in sorted(merged.items(), key=lambda item: (-item[1]["bytes_sent"], item[0]))
+        dict(zip(("kind", "axis", "dtype"), key, strict=True))
+        | {name: round(value, _DIGITS[name]) for name, value in zip(_DIGITS, values.tolist(), strict=True)}
+        | {"between": "device and host" if key[0] == HOST_COPY else "hosts" if key in across else "devices of a host"}
+        for key, values in sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
     ]
 
 
@@ -405,24 +397,18 @@ def _share(spec: StepSpec) -> Callable[[str], float | None]:
 
 
 def _axis_names(spec: StepSpec) -> Callable[[Collective], str]:
-    """Which mesh axes a collective's groups go along."""
+    """Returns what names the mesh axes along which a collective's groups go."""
     sizes = {axis: size for axis, size in spec.placement.sizes.items() if size > 1}
-    ids = np.arange(spec.placement.mesh.size).reshape(list(sizes.values()) or [1])
-    known: dict[frozenset[frozenset[int]], str] = {}
-    for count in range(1, len(sizes) + 1):
-        for chosen in itertools.combinations(range(len(sizes)), count):
-            apart = [index for index in range(len(sizes)) if index not in chosen]
-            rows = ids.transpose(*apart, *chosen).reshape(-1, math.prod(ids.shape[index] for index in chosen))
-            label = "×".join(list(sizes)[index] for index in chosen)
-            known[frozenset(frozenset(row.tolist()) for row in rows)] = label
-    places = np.stack(np.unravel_index(np.arange(ids.size), ids.shape), axis=1)
+    count = spec.placement.mesh.size
+    places = np.stack(np.unravel_index(np.arange(count), list(sizes.values()) or [1]), axis=1)
 
     def name(one: Collective) -> str:
         if one.kind == HOST_COPY:
             return "-"
-        if one.kind == "collective-permute":
-            differ = {index for a, b in one.groups for index in np.flatnonzero(places[a] != places[b]).tolist()}
-            return "×".join(list(sizes)[index] for index in sorted(differ))
-        return known.get(frozenset(map(frozenset, one.groups)), "other groups")
+        differ = np.any([np.any(places[list(group)] != places[group[0]], axis=0) for group in one.groups], axis=0)
+        along = [axis for axis, differs in zip(sizes, differ, strict=False) if differs]
+        together = math.prod(sizes[axis] for axis in along)
+        all_of_them = len(one.groups) * together == count and all(len(group) == together for group in one.groups)
+        return "×".join(along) if all_of_them or one.kind == "collective-permute" else "other groups"
 
     return name

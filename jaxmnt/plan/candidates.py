@@ -59,17 +59,17 @@ class Candidate:
             "train.remat": self.remat,
             "train.remat_save": [],
             "train.remat_offload": [],
-            **({} if self.precision is None else {"train.precision": self.precision}),
+            **precision_setting(self.precision),
         }
 
     def applied_to(self, config: Config) -> Config:
         """The config with these settings. What does not divide is found when it is built."""
-        for section in ("mesh", "pipeline", "train"):
-            own = {
-                key.partition(".")[2]: value for key, value in self.settings.items() if key.startswith(f"{section}.")
-            }
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update=own)})
-        return config
+        return config.changed(self.settings)
+
+
+def precision_setting(precision: str | None) -> dict[str, Any]:
+    """Returns the setting by its key; none for the config's own precision."""
+    return {} if precision is None else {"train.precision": precision}
 
 
 def candidates(

@@ -1,6 +1,9 @@
 """GPUs, by their data sheets. No JAX."""
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,47 +56,13 @@ device_description_str: "{self.kind}"
 """
 
 
-MIB = 2**20
+def read_table(name: str) -> dict[str, Any]:
+    """Reads a TOML file beside this module."""
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
-CHIPS = {
-    "a100-40gb": Chip(
-        kind="NVIDIA A100-SXM4-40GB", memory=40371 * MIB, capability=(8, 0), cores=108, bandwidth=1_555_200_000_000,
-        l2_cache=40 * MIB, clock=1.41, shared_memory=166912, nvlink=300e9, generation="ampere", card_gigabits=200,
-        to_host=32e9,
-    ),
-    "a100": Chip(
-        kind="NVIDIA A100-SXM4-80GB", memory=81920 * MIB, capability=(8, 0), cores=108, bandwidth=2_039_000_000_000,
-        l2_cache=40 * MIB, clock=1.41, shared_memory=166912, nvlink=300e9, generation="ampere", card_gigabits=200,
-        to_host=32e9,
-    ),
-    "h100": Chip(
-        kind="NVIDIA H100 80GB HBM3", memory=81042 * MIB, capability=(9, 0), cores=132, bandwidth=3_352_320_000_000,
-        l2_cache=50 * MIB, clock=1.98, shared_memory=232448, nvlink=450e9, generation="hopper",
-    ),
-    "h200": Chip(
-        kind="NVIDIA H200", memory=143771 * MIB, capability=(9, 0), cores=132, bandwidth=4_800_000_000_000,
-        l2_cache=50 * MIB, clock=1.98, shared_memory=232448, nvlink=450e9, generation="hopper",
-    ),
-    "b200": Chip(
-        kind="NVIDIA B200", memory=183359 * MIB, capability=(10, 0), cores=148, bandwidth=8_000_000_000_000,
-        l2_cache=126 * MIB, clock=1.965, shared_memory=232448, nvlink=900e9, generation="blackwell",
-    ),
-    "gb200": Chip(
-        kind="NVIDIA GB200", memory=188730 * MIB, capability=(10, 0), cores=152, bandwidth=8_000_000_000_000,
-        l2_cache=129 * MIB, clock=2.062, shared_memory=232448, nvlink=900e9, generation="blackwell", domain=64,
-        to_host=225e9,
-    ),
-    "b300": Chip(
-        kind="NVIDIA B300 SXM6 AC", memory=275040 * MIB, capability=(10, 3), cores=148, bandwidth=8_000_000_000_000,
-        l2_cache=129 * MIB, clock=1.965, shared_memory=232448, nvlink=900e9, generation="blackwell", card_gigabits=800,
-    ),
-    "gb300": Chip(
-        kind="NVIDIA GB300", memory=283262 * MIB, capability=(10, 3), cores=152, bandwidth=8_000_000_000_000,
-        l2_cache=129 * MIB, clock=2.07, shared_memory=232448, nvlink=900e9, generation="blackwell", domain=64,
-        card_gigabits=800, to_host=225e9,
-    ),
-}  # fmt: skip
-"""After NVIDIA's data sheets; memory, cores, caches and clocks as the CUDA driver tells them."""
+
+GPUS = read_table("gpus.toml")
+CHIPS = {name: Chip(**row | {"capability": tuple(row["capability"])}) for name, row in GPUS["chips"].items()}
 
 
 def chip_of(kind: str) -> Chip | None:

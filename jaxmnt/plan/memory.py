@@ -6,16 +6,18 @@ head's weights in the loss, and with ZeRO 1 and 2 the weights and gradients that
 compiled programs by `benchmarks/plan_estimates.py`.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
-from jaxmnt.config.mesh import Mesh, Pipeline
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import LayerCosts
+from jaxmnt.plan.candidates import Candidate
+from jaxmnt.plan.chips import read_table
 from jaxmnt.plan.workload import ModelShape, Scheme
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.levers import kept_bytes
@@ -23,33 +25,11 @@ from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import names_of
 
-KINDS = ("sharded", "sharded both ways", "whole", "stages", "chunks", "ZeRO 2", "ZeRO 1")
+_TABLE = read_table("multiples.toml")
+KINDS: list[str] = _TABLE["kinds"]
 """Kinds of programs: those of a kind have the same arrays at their peak (`kind_of`)."""
-MULTIPLES = {
-    # In backward: c bytes for each weight of the largest layer on a device.
-    "weights": (1.19, 4.75, 4.42, 1.80, 0.87, 0.00, 0.00),
-    # In backward: the widest activations of a layer, of a microbatch.
-    "wide": (1.93, 0.00, 0.06, 0.00, 0.77, 1.92, 1.91),
-    # In backward: the residual stream.
-    "narrow": (1.08, 0.00, 1.80, 3.20, 3.49, 1.11, 2.09),
-    # In backward: what forward has kept of a layer, which is cut out of all that is kept.
-    "kept": (0.98, 0.77, 1.06, 0.53, 0.67, 0.14, 0.03),
-    # In the loss: the head's gradient in float32, if the loss is in chunks, whose gradients are added up.
-    "head": (0.93, 0.90, 1.80, 1.36, 0.50, 0.58, 0.61),
-    # The same if the loss is in one chunk.
-    "head_at_once": (0.53, 0.78, 0.79, 0.19, 0.00, 0.39, 0.00),
-    # By this the two above are multiplied if the head is the embedding.
-    "head_tied": (1.01, 1.09, 1.51, 1.07, 2.31, 2.23, 2.28),
-    # In the loss: the residual stream.
-    "head_narrow": (2.01, 2.84, 2.91, 4.13, 4.49, 5.32, 4.90),
-    # In the loss: c bytes for each weight of the largest layer.
-    "head_weights": (2.50, 3.83, 0.83, 0.65, 2.05, 2.46, 1.97),
-    # In the loss: a chunk's logits in float32.
-    "logits": (3.21, 1.60, 1.12, 1.41, 1.15, 0.08, 0.82),
-}  # fmt: skip
-"""How often an array is in memory at the peak besides what is counted, by kind of program. Fitted by
-`benchmarks/plan_estimates.py --fit`; a few programs have copies that none of these explains, or places that nothing
-else fits into."""
+MULTIPLES: dict[str, list[float]] = _TABLE["multiples"]
+"""By name and kind. A few programs have copies that none of these explains, or places that nothing else fits into."""
 
 Multiples = Mapping[str, float]
 
@@ -118,19 +98,15 @@ class Kept:
     def __init__(self, config: Config, vocab: int, devices_of: Callable[[int], Sequence[jax.Device]]):
         """`devices_of` gives so many devices of the kind that is planned for."""
         self._config, self._vocab, self._devices_of = config, vocab, devices_of
-        self._known: dict[tuple[str, int], int | ConfigError] = {}
+        self._known: dict[tuple[str, int], int | None] = {}
 
-    def of_row(self, remat: str, model: int) -> int:
-        """Raises `ConfigError` for sizes that so many devices cannot share."""
+    def of_row(self, remat: str, model: int) -> int | None:
+        """Returns None for sizes that so many devices cannot share."""
         if (remat, model) not in self._known:
-            try:
+            self._known[remat, model] = None
+            with contextlib.suppress(ConfigError):
                 self._known[remat, model] = kept_bytes(self._spec(remat, model))
-            except ConfigError as error:
-                self._known[remat, model] = error
-        found = self._known[remat, model]
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+        return self._known[remat, model]
 
     def state(self) -> StateBytes:
         """Of the config's dtypes, its optimizer, and what does not train. Raises `ConfigError` for a config that no
@@ -139,19 +115,9 @@ class Kept:
 
     def _spec(self, remat: str, model: int) -> StepSpec:
         """Of one row, on so many devices."""
-        config = self._config
-        one = config.model_copy(
-            update={
-                "mesh": Mesh(data=1, model=model, allow_split_hosts=True),
-                "pipeline": Pipeline(),
-                "data": config.data.model_copy(update={"global_batch_size": 1}),
-                "train": config.train.model_copy(
-                    update={"remat": remat, "microbatch_size": 1, "remat_save": [], "remat_offload": []}
-                ),
-                "model": config.model.model_copy(update={"overlap": "off"}),
-            }
-        )
-        return build_spec(one, self._vocab, self._devices_of(model), lambda _: "")
+        one = Candidate(1, 1, 1, model, 1, 1, 1, remat, 3, splits_hosts=True)
+        config = self._config.changed(one.settings | {"data.global_batch_size": 1, "model.overlap": "off"})
+        return build_spec(config, self._vocab, self._devices_of(model), lambda _: "")
 
 
 def estimate_memory(

@@ -16,7 +16,7 @@ from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.plan.budget import make_report
-from jaxmnt.plan.candidates import Candidate, candidates
+from jaxmnt.plan.candidates import Candidate, candidates, precision_setting
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.estimate import Estimate, estimate, uses_float8
 from jaxmnt.plan.memory import Kept, Memory, estimate_memory
@@ -90,7 +90,7 @@ class Search:
         each: Sequence[str | None] = precisions or (None,)
         self._each_precision = each
         self._kept = {
-            one: Kept(_with_precision(config, one), self.vocab, lambda count: self.devices(count)[:count])
+            one: Kept(config.changed(precision_setting(one)), self.vocab, lambda count: self.devices(count)[:count])
             for one in each
         }
         for one in each:
@@ -121,9 +121,8 @@ class Search:
 
     def guess(self, one: Candidate) -> Guess | None:
         """None for sizes that cannot be built, and for float8 that no product would use."""
-        try:
-            row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
-        except ConfigError:
+        row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
+        if row is None or at_most is None:
             return None
         scheme = Scheme(
             length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, zero=one.zero,
@@ -170,12 +169,6 @@ class Search:
             told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {room}, {took}")
             found += [plan] if plan.fits else []
         return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
-
-
-def _with_precision(config: Config, precision: str | None) -> Config:
-    if precision is None:
-        return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def _prediction(report: dict[str, Any]) -> Prediction:

@@ -113,8 +113,7 @@ def resolve_zero(spec: StepSpec) -> tuple[Config, ZeroChoice | None]:
     that all stages are the same."""
     choice = choose_zero(spec, chip_of(_kind(spec)))
     zero = spec.zero if choice is None else choice.zero
-    config = spec.config
-    return config.model_copy(update={"mesh": config.mesh.model_copy(update={"zero": zero})}), choice
+    return spec.config.changed({"mesh.zero": zero}), choice
 
 
 def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
@@ -175,14 +174,12 @@ def _kept_without_remat(spec: StepSpec) -> int:
     """Bytes that forwards would leave for their backwards if backward computed nothing again."""
     if spec.config.train.remat == "none":
         return kept_bytes(spec)
-    train = spec.config.train.model_copy(update={"remat": "none", "remat_save": [], "remat_offload": []})
-    return kept_bytes(replace(spec, config=spec.config.model_copy(update={"train": train})))
+    without = spec.config.changed({"train.remat": "none", "train.remat_save": [], "train.remat_offload": []})
+    return kept_bytes(replace(spec, config=without))
 
 
 def _sent(spec: StepSpec, zero: int) -> float:
     """Bytes of weights and gradients that a device gathers and scatters in a step, by the formula above."""
-    config = spec.config
-    mesh = config.mesh.model_copy(update={"zero": zero, "prefetch": None})
-    staged = replace(spec, config=config.model_copy(update={"mesh": mesh}))
+    staged = replace(spec, config=spec.config.changed({"mesh.zero": zero, "mesh.prefetch": None}))
     over = "×".join(spec.placement.mesh_axes("embed"))
     return sum(bytes_ for (_, axes), bytes_ in least(staged).items() if axes == over)

@@ -90,10 +90,8 @@ def _of_meshes(spec: StepSpec) -> Iterator[tuple[str, Config]]:
     config, sizes = spec.config, spec.placement.sizes
     replicas, gathering = REPLICA_AXES[0], GATHERING_AXES[0]
     if sizes[replicas] % 2 == 0 and spec.zero == 3:
-        changed = {replicas: sizes[replicas] // 2, gathering: sizes[gathering] * 2}
-        mesh = config.mesh.model_copy(update=changed)
-        setting = " ".join(f"mesh.{axis}={size}" for axis, size in changed.items())
-        yield setting, config.model_copy(update={"mesh": mesh})
+        changes = {f"mesh.{replicas}": sizes[replicas] // 2, f"mesh.{gathering}": sizes[gathering] * 2}
+        yield " ".join(f"{key}={size}" for key, size in changes.items()), config.changed(changes)
 
 
 def _state_bytes(spec: StepSpec) -> int:
@@ -105,11 +103,11 @@ def _state_bytes(spec: StepSpec) -> int:
 
 def _of_activations(spec: StepSpec) -> Iterator[tuple[str, Config]]:
     """(setting, the config with it)."""
-    config, train, rows = spec.config, spec.config.train, spec.microbatch_rows
-    with_train = lambda **changes: config.model_copy(update={"train": train.model_copy(update=changes)})
-    if train.remat != "full":
-        yield "train.remat=full", with_train(remat="full")
-    elif spec.placement.stages == 1 and "layer_input" not in train.remat_offload:
-        yield "train.remat_offload=[layer_input]", with_train(remat_offload=[*train.remat_offload, "layer_input"])
+    config, offloaded, rows = spec.config, spec.config.train.remat_offload, spec.microbatch_rows
+    if config.train.remat != "full":
+        yield "train.remat=full", config.changed({"train.remat": "full"})
+    elif spec.placement.stages == 1 and "layer_input" not in offloaded:
+        more = [*offloaded, "layer_input"]
+        yield "train.remat_offload=[layer_input]", config.changed({"train.remat_offload": more})
     if rows > 1 and rows % 2 == 0 and config.model.overlap != "rows":
-        yield f"train.microbatch_size={rows // 2}", with_train(microbatch_size=rows // 2)
+        yield f"train.microbatch_size={rows // 2}", config.changed({"train.microbatch_size": rows // 2})
