@@ -7,6 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxmnt.errors import ConfigError
+
+REMARKS = 20
+"""Bad records of a part that are described; all are counted."""
+
 
 class Segment(NamedTuple):
     """A stretch of a document."""
@@ -81,12 +86,15 @@ class Reading:
 class Report:
     """What happened on the way."""
 
-    records: dict[int, int]
-    """Records seen by file, those left out included."""
-    on_bad: Callable[[BadRecordError], None]
-    """Called for a record that cannot be used; raises if that is to stop the work."""
+    skip_bad: bool
+    """Whether records that cannot be used are left out."""
     advance: Callable[[int], None]
     """Called with the bytes that were read."""
+    records: dict[int, int] = field(default_factory=dict)
+    """Records seen by file, those left out included."""
+    skipped: int = 0
+    remarks: list[str] = field(default_factory=list)
+    """What was wrong with the first records that were skipped."""
     empty: int = 0
     without_targets: int = 0
     """Conversations left out because nothing of them is a target."""
@@ -99,3 +107,12 @@ class Report:
     """How many documents of token arrays have so many tokens."""
     binary: list[str] = field(default_factory=list)
     """Names of files that are no text."""
+
+    def refuse(self, error: BadRecordError, where: str) -> None:
+        """Leaves out the record at a place. Raises `ConfigError` if that is to stop the work."""
+        if not self.skip_bad:
+            advice = error.advice and f"{error.advice}; "
+            raise ConfigError(f"--input: {where}: {error}; {advice}to leave such records out: --on-error skip")
+        self.skipped += 1
+        if len(self.remarks) < REMARKS:
+            self.remarks.append(f"{where}: {error}")

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
-from jaxmnt.data.preparation.records import documents_of, leave_out_long
+from jaxmnt.data.preparation.records import decoded, documents_of, leave_out_long
 from jaxmnt.errors import ConfigError, printable
 
 _BLOCK = 2**20
@@ -181,47 +181,32 @@ def _documents(
 ) -> Iterator[Document]:
     for line in lines:
         number = lines.number
-        if line is None:
-            leave_out_long(name(number), reading, report, can_split=False)
-            continue
-        line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 and piece.start == 0 else line
-        yield from _line(line, number, piece.file, name, reading, report)
+        if line and number == 1 and piece.start == 0:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+        try:
+            if line is None:
+                leave_out_long(reading, report, can_split=False)
+            elif line.strip():
+                record = _parsed(decoded(line, "the line", reading, report))
+                yield from documents_of(record, number, piece.file, reading, report)
+            else:
+                report.empty += 1
+        except BadRecordError as error:
+            report.refuse(error, name(number))
     report.records[piece.file] = lines.number
     report.empty += lines.blank
 
 
-def _line(
-    line: bytes, number: int, file: int, name: Callable[[int], str], reading: Reading, report: Report
-) -> Iterator[Document]:
-    if not line.strip():
-        report.empty += 1
-        return
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        if not reading.replace_invalid:
-            report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8 at byte {error.start} of the line"))
-            return
-        report.replaced += 1
-        text = line.decode("utf-8", errors="replace")
-    try:
-        record = _parsed(text)
-    except BadRecordError as error:
-        report.on_bad(BadRecordError(f"{name(number)}: {error}"))
-        return
-    except (ValueError, RecursionError) as error:
-        report.on_bad(BadRecordError(f"{name(number)}: not valid JSON: {error}"))
-        return
-    yield from documents_of(record, number, file, name, reading, report)
-
-
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # Python makes no integer of so many digits, and no field that is read holds one
-        return json.loads(text, object_pairs_hook=_object, parse_int=float)
+        try:
+            return json.loads(text, object_pairs_hook=_object)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # Python makes no integer of so many digits, and no field that is read holds one
+            return json.loads(text, object_pairs_hook=_object, parse_int=float)
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError(f"not valid JSON: {error}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

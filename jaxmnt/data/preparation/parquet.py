@@ -1,6 +1,6 @@
 """What a document is in Parquet, and how large a cell is before it is read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
@@ -100,25 +100,19 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
     groups = list(range(piece.start, piece.stop))
     before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
     rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
-    name = lambda row: f"{file.shown}: row {before + row}"
     wanted = _columns(file, parquet.schema_arrow, reading)
     if reading.long_documents == "error":
         _check_pages(file, parquet.metadata, groups, wanted, reading)
     number, share = 0, file.size // max(1, parquet.metadata.num_rows)
     try:
         for batch in parquet.iter_batches(_ROWS, row_groups=groups, columns=wanted, use_threads=False):
-            for record, size in _records_of(batch, reading):
+            for row in _rows_of(batch, reading):
                 number += 1
                 report.advance(share)
-                if isinstance(record, BadRecordError):
-                    report.on_bad(BadRecordError(f"{name(number)}: {record}"))
-                elif size <= reading.max_document:
-                    yield from documents_of(record, number, piece.file, name, reading, report)
-                elif reading.long_documents == "split" and not reading.chat:
-                    text = record[reading.text_field]
-                    yield from _split(text, number, piece.file, name, reading, report)
-                else:
-                    leave_out_long(name(number), reading, report, can_split=not reading.chat)
+                try:
+                    yield from _documents(row, number, piece.file, reading, report)
+                except BadRecordError as error:
+                    report.refuse(error, f"{file.shown}: row {before + number}")
     except ArrowException as error:
         raise damaged_parquet(file, error) from error
     report.records[piece.file] = rows
@@ -172,10 +166,39 @@ def _large_page(file: Input, metadata: Any, group: int, size: int) -> ConfigErro
     )
 
 
-def _split(
-    text: bytes, number: int, file: int, name: Callable[[int], str], reading: Reading, report: Report
-) -> Iterator[Document]:
-    """The documents of a text that is too long, all of them held out or none."""
+def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:
+    """The rows of a batch, not yet decoded.
+
+    Text by itself is taken as bytes, because Parquet files are not checked for being UTF-8.
+    """
+    if reading.chat:
+        return (batch.slice(row, 1) for row in range(len(batch)))
+    return (value.as_py() for value in _as_bytes(batch.column(0)))
+
+
+def _documents(row: Any, number: int, file: int, reading: Reading, report: Report) -> Iterator[Document]:
+    """The documents of a row as `_rows_of` gives it. Raises `BadRecordError`."""
+    size = row.nbytes if reading.chat else len(row or b"")
+    if size <= reading.max_document:
+        record = _conversation(row) if reading.chat else {reading.text_field: row}
+        yield from documents_of(record, number, file, reading, report)
+    elif reading.long_documents == "split" and not reading.chat:
+        yield from _split(row, number, file, reading, report)
+    else:
+        leave_out_long(reading, report, can_split=not reading.chat)
+
+
+def _conversation(row: Any) -> Any:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"not valid UTF-8: {error.reason}") from error
+    except (ValueError, OverflowError) as error:  # a time that Python has no word for, beside the text
+        raise BadRecordError(f"cannot be decoded: {printable(str(error)[:200])}") from error
+
+
+def _split(text: bytes, number: int, file: int, reading: Reading, report: Report) -> Iterator[Document]:
+    """The documents of a text that is too long, all of them held out or none. Raises `BadRecordError`."""
     start = 0
     try:
         for piece in _pieces(text, reading.max_document):
@@ -184,8 +207,7 @@ def _split(
     except UnicodeDecodeError as error:
         if not reading.replace_invalid:
             where = f"at byte {start + error.start} of {printable(reading.text_field)}"
-            report.on_bad(BadRecordError(f"{name(number)}: not valid UTF-8 {where}"))
-            return
+            raise BadRecordError(f"not valid UTF-8 {where}") from error
         report.replaced += 1
     report.split += 1
     key = b""
@@ -204,29 +226,6 @@ def _pieces(text: bytes, size: int) -> Iterator[bytes]:
             piece = piece[: whole_characters(piece) or None]
         start += len(piece)
         yield piece
-
-
-def _records_of(batch: Any, reading: Reading) -> Iterator[tuple[Any, int]]:
-    """The rows of a batch with their sizes in bytes; in place of one that cannot be decoded, the error.
-
-    Text by itself is taken as bytes, because Parquet files are not checked for being UTF-8.
-    """
-    if reading.chat:
-        for row in range(len(batch)):
-            record = batch.slice(row, 1)
-            if record.nbytes > reading.max_document:
-                yield None, record.nbytes
-                continue
-            try:
-                yield record.to_pylist()[0], record.nbytes
-            except UnicodeDecodeError as error:
-                yield BadRecordError(f"not valid UTF-8: {error.reason}"), 0
-            except (ValueError, OverflowError) as error:  # a time that Python has no word for, beside the text
-                yield BadRecordError(f"cannot be decoded: {printable(str(error)[:200])}"), 0
-        return
-    for value in _as_bytes(batch.column(0)):
-        text = value.as_py()
-        yield {reading.text_field: text}, len(text) if isinstance(text, bytes) else 0
 
 
 def _is_text(kind: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed
 from jaxmnt.data.preparation.attempts import Attempt, publish_if_absent
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.data.preparation.documents import REMARKS, Document, Reading, Report, Segment
 from jaxmnt.data.preparation.inputs import SHARD_TOKENS, Input, Part, split_of, unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
 from jaxmnt.data.preparation.parquet import read_parquet
@@ -236,11 +236,6 @@ _BATCH_CHARACTERS = 2**19
 
 _COUNTED_TOKENS = 2**20
 
-_REMARKS = 20
-"""Bad records of a part that are described; all are counted."""
-
-_HOW_TO_SKIP = "to leave such records out: --on-error skip"
-
 
 @dataclass(frozen=True)
 class Job:
@@ -273,18 +268,7 @@ def counts_path(work: Path, part: int) -> Path:
 
 def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Does one part. Raises `ConfigError` for bad input, `UserError` when the output cannot be written."""
-    remarks: list[str] = []
-    skipped = 0
-
-    def on_bad(error: BadRecordError) -> None:
-        nonlocal skipped
-        if not job.skip_bad:
-            raise ConfigError(f"--input: {error}; {error.advice and error.advice + '; '}{_HOW_TO_SKIP}")
-        skipped += 1
-        if len(remarks) < _REMARKS:
-            remarks.append(str(error))
-
-    report, attempt = Report({}, on_bad, advance), Attempt(job.work)
+    report, attempt = Report(job.skip_bad, advance), Attempt(job.work)
     writers = {
         split: ShardWriter(
             job.output, job.work, split, part.number, attempt,
@@ -304,12 +288,12 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         splits = {split: writer.close() for split, writer in writers.items()}
         save_array(counts_path(job.work, part.number), np.stack([counts[split].total() for split in SPLITS]), attempt)
         record = {
-            "splits": splits, "records": {str(file): number for file, number in report.records.items()},
-            "skipped": skipped, "remarks": remarks,
+            "splits": splits, "records": report.records,
+            "skipped": report.skipped, "remarks": report.remarks,
             "empty": report.empty, "without_targets": report.without_targets, "replaced": report.replaced,
             "long": report.long, "split": report.split,
-            "lengths": {str(length): number for length, number in report.lengths.items()},
-            "binary": len(report.binary), "binary_names": report.binary[:_REMARKS],
+            "lengths": report.lengths,
+            "binary": len(report.binary), "binary_names": report.binary[:REMARKS],
         }  # fmt: skip
         write_record(record_path(job.work, part.number), record, attempt)
     except OSError as error:
@@ -320,7 +304,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
 
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
     """The documents of a part with whether they are held out; bad ones are passed over."""
-    report = Report({}, lambda error: None, lambda count: None)
+    report = Report(True, lambda count: None)
     for document in read_part(part, job.inputs, job.reading, report):
         yield split_of(document, job.inputs[document.file], job.eval_fraction) == "eval", document
 

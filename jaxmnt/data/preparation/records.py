@@ -1,7 +1,7 @@
 """How a record of fields becomes a document: text, or a conversation."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,12 @@ _NAMED_FIELDS = 12
 """Fields of a record that an error names."""
 
 
-def documents_of(
-    record: Any, number: int, file: int, name: Callable[[int], str], reading: Reading, report: Report
-) -> Iterator[Document]:
-    """The document of a record, or none if it is empty or bad; `name` words where a record of a number is."""
-    try:
-        if reading.chat:
-            segments, end_is_target = conversation_of(record, reading)
-        else:
-            segments, end_is_target = [Segment(_text_of(record, reading, report))], True
-    except BadRecordError as error:
-        report.on_bad(BadRecordError(f"{name(number)}: {error}", error.advice))
-        return
+def documents_of(record: Any, number: int, file: int, reading: Reading, report: Report) -> Iterator[Document]:
+    """The document of a record, or none if it is empty. Raises `BadRecordError`."""
+    if reading.chat:
+        segments, end_is_target = conversation_of(record, reading)
+    else:
+        segments, end_is_target = [Segment(_text_of(record, reading, report))], True
     if not any(segment.content for segment in segments):
         report.empty += 1
         return
@@ -43,30 +37,40 @@ def documents_of(
         return
     try:
         key = key_of(segments)
-    except UnicodeEncodeError:  # JSON can spell halves of characters
+    except UnicodeEncodeError as error:  # JSON can spell halves of characters
         if not reading.replace_invalid:
-            report.on_bad(BadRecordError(f"{name(number)}: holds half of a character (a lone surrogate)"))
-            return
+            raise BadRecordError("holds half of a character (a lone surrogate)") from error
         report.replaced += 1
         segments = [segment._replace(content=_without_surrogates(segment.content)) for segment in segments]
         key = key_of(segments)
     yield Document(file, number, key, segments, end_is_target=end_is_target)
 
 
-def leave_out_long(where: str, reading: Reading, report: Report, can_split: bool) -> None:
-    """Counts or reports a record that is too long and is not split; `can_split` says whether its format allows that."""
+def decoded(raw: bytes, where: str, reading: Reading, report: Report) -> str:
+    """The text of a record. Raises `BadRecordError` for what is not UTF-8, unless that is to be replaced."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if not reading.replace_invalid:
+            raise BadRecordError(f"not valid UTF-8 at byte {error.start} of {where}") from error
+        report.replaced += 1
+        return raw.decode("utf-8", errors="replace")
+
+
+def leave_out_long(reading: Reading, report: Report, can_split: bool) -> None:
+    """Counts a record that is too long and is not split, or raises `BadRecordError`; `can_split` says whether its
+    format allows that."""
     if reading.long_documents == "skip":
         report.long += 1
         return
-    what = f"{where}: the record is longer than {reading.max_document / 2**20:g} MiB"
+    what = f"the record is longer than {reading.max_document / 2**20:g} MiB"
     if reading.long_documents == "error":
         ways = "split or skip" if can_split else "skip"
-        report.on_bad(BadRecordError(what, f"to allow for it: --max-document-mib, or --long-documents {ways}"))
-    elif reading.chat:
-        report.on_bad(BadRecordError(f"{what}, and a conversation cannot be split"))
-    else:
-        advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
-        report.on_bad(BadRecordError(f"{what}, and a JSON record cannot be split", advice))
+        raise BadRecordError(what, f"to allow for it: --max-document-mib, or --long-documents {ways}")
+    if reading.chat:
+        raise BadRecordError(f"{what}, and a conversation cannot be split")
+    advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
+    raise BadRecordError(f"{what}, and a JSON record cannot be split", advice)
 
 
 def names_of(fields: Iterable[Any]) -> str:
@@ -100,13 +104,7 @@ def _text_of(record: Any, reading: Reading, report: Report) -> str:
     if text is None:
         return ""
     if isinstance(text, bytes):
-        try:
-            return text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if not reading.replace_invalid:
-                raise BadRecordError(f"not valid UTF-8 at byte {error.start} of {printable(field)}") from error
-            report.replaced += 1
-            return text.decode("utf-8", errors="replace")
+        return decoded(text, printable(field), reading, report)
     if not isinstance(text, str):
         raise BadRecordError(f'field "{printable(field)}" is {kind_of(text)}; it must be a string')
     return text

@@ -35,16 +35,16 @@ def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> It
             digest.update(block)
         stream.seek(0)
         try:
-            _check_utf8(file, stream, reading, report)
+            _check_utf8(stream, reading, report)
         except BadRecordError as error:
-            report.on_bad(error)
+            report.refuse(error, file.shown)
             report.advance(file.size)
             return
         stream.seek(0)
         yield Document(piece.file, 1, digest.digest(), _text_segments(file, stream, report))
 
 
-def _check_utf8(file: Input, stream: BinaryIO, reading: Reading, report: Report) -> None:
+def _check_utf8(stream: BinaryIO, reading: Reading, report: Report) -> None:
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         while block := stream.read(TEXT_PIECE):
@@ -53,7 +53,7 @@ def _check_utf8(file: Input, stream: BinaryIO, reading: Reading, report: Report)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         if not reading.replace_invalid:
-            raise BadRecordError(f"{file.shown}: not valid UTF-8 near byte {place + error.start}") from error
+            raise BadRecordError(f"not valid UTF-8 near byte {place + error.start}") from error
         report.replaced += 1
 
 
