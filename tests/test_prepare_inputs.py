@@ -18,7 +18,7 @@ from jaxmnt.data.batches import EvaluationData, TrainingData
 from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.data.preparation.documents import Reading
 from jaxmnt.data.preparation.json_lines import Lines
-from jaxmnt.data.preparation.parquet_columns import columns_of
+from jaxmnt.data.preparation.parquet import columns_of
 from jaxmnt.data.preparation.part import read_array
 from jaxmnt.data.rows import make_reader
 from jaxmnt.data.sources import open_sources

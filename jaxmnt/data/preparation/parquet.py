@@ -1,15 +1,25 @@
-"""What a document is in Parquet, and how large a cell is before it is read."""
+"""What a document is in Parquet, and how large a cell is before it is read.
 
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+Metadata of a column that is damaged may abort the process that asks for it, in a library below Python, instead of
+raising an error. So a process of its own reads it: python -m jaxmnt.data.preparation.parquet FILE GROUP … writes the
+sizes of column chunks as JSON.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Piece, damaged_parquet, open_parquet
-from jaxmnt.data.preparation.parquet_columns import Column, columns_of
 from jaxmnt.data.preparation.records import documents_of, key_of, leave_out_long, names_of, what_it_holds
 from jaxmnt.data.preparation.text import whole_characters
 from jaxmnt.errors import ConfigError, printable
+from jaxmnt.strict_json import json_text
 
 _HEADER_BYTES = 2**16
 """More than a header takes: statistics in it are cut by those who write them."""
@@ -22,6 +32,47 @@ _NUMBERS = (4, 5, 6)
 """Kinds of fields."""
 
 
+class Column(NamedTuple):
+    """A column chunk: the part of a column that is in one row group."""
+
+    field: str
+    """The field of a record that it belongs to."""
+    uncompressed: int
+    start: int
+    """Byte of the file where its first page begins."""
+    stop: int
+
+
+def columns_of(path: Path, groups: Sequence[int]) -> list[list[Column]]:
+    """Returns the column chunks of each of these row groups. Raises `ValueError` if their metadata is damaged."""
+    arguments = [sys.executable, "-m", __name__, str(path), *map(str, groups)]
+    done = subprocess.run(arguments, capture_output=True, check=False)
+    if done.returncode == 0:
+        return [[Column(*column) for column in columns] for columns in json.loads(done.stdout)]
+    code = done.returncode
+    ended = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    why = f": {lines[-1].strip()}" if lines else ""
+    raise ValueError(f"reading the metadata of its columns {ended}{why}")
+
+
+def _sizes(column: Any) -> Column:
+    start = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
+    field = column.path_in_schema.split(".")[0]
+    return Column(field, column.total_uncompressed_size, start, start + column.total_compressed_size)
+
+
+def _child(path: str, *groups: str) -> None:
+    from pyarrow import parquet
+
+    metadata = parquet.ParquetFile(path, pre_buffer=False).metadata
+    sizes = []
+    for number in groups:
+        group = metadata.row_group(int(number))
+        sizes.append([_sizes(group.column(column)) for column in range(group.num_columns)])
+    print(json_text(sizes))
+
+
 def largest_page(stream: BinaryIO, column: Column) -> int:
     """Bytes of the largest page of a column chunk, decompressed. Raises `ValueError` for headers that are none."""
     place, largest = column.start, 0
@@ -30,12 +81,12 @@ def largest_page(stream: BinaryIO, column: Column) -> int:
         header = _Header(stream.read(_HEADER_BYTES))
         try:
             sizes = header.numbers()
+            if sizes[_COMPRESSED] < 0:
+                raise IndexError("a page of less than no bytes")
             largest = max(largest, sizes[_UNCOMPRESSED])
             place += header.place + sizes[_COMPRESSED]
         except (IndexError, KeyError):
             raise ValueError(f"the header of the page at byte {place} is damaged") from None
-        if sizes[_COMPRESSED] < 0:
-            raise ValueError(f"the header of the page at byte {place} is damaged")
     return largest
 
 
@@ -254,3 +305,7 @@ def _as_bytes(column: Any) -> Any:
     if types.is_string(column.type) or types.is_string_view(column.type):
         return column.cast(binary())
     return column.cast(large_binary()) if types.is_large_string(column.type) else column
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])
