@@ -238,15 +238,16 @@ def is_unchanged(file: Input) -> bool:
         return False
 
 
-def cut_into_parts(inputs: Sequence[Input], token_bytes: int, part_bytes: int | None = None) -> list[Part]:
+def cut_into_parts(inputs: Sequence[Input], settings: Settings) -> list[Part]:
     """Parts of about the same number of bytes; small files share one. A function of the files' sizes alone."""
+    part_bytes = settings.part_bytes
     if part_bytes is None:
         total = sum(file.size for file in inputs)
         part_bytes = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
     groups: list[list[Piece]] = [[]]
     gathered = 0
     for number, file in enumerate(inputs):
-        for piece, size in _pieces(number, file, token_bytes, part_bytes):
+        for piece, size in _pieces(number, file, settings.reading.token_bytes, part_bytes):
             groups[-1].append(piece)
             gathered += max(size, 1)
             if gathered >= part_bytes:
@@ -375,6 +376,8 @@ def _by_name(inputs: list[Input]) -> list[Input]:
     ]
 
 
-def split_of(document: Document, file: Input, fraction: float) -> str:
-    """train or eval."""
+def split_of(document: Document, file: Input, settings: Settings) -> str:
+    """train or eval, by settings that have been decided."""
+    fraction = settings.eval_fraction
+    assert fraction is not None
     return file.split or ("eval" if int.from_bytes(document.key[:8], "big") < fraction * 2**64 else "train")

@@ -15,8 +15,8 @@ import numpy as np
 from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed
 from jaxmnt.data.preparation.attempts import Attempt, publish_if_absent
-from jaxmnt.data.preparation.documents import REMARKS, Document, Reading, Report, Segment
-from jaxmnt.data.preparation.inputs import SHARD_TOKENS, Input, Part, split_of, unreadable
+from jaxmnt.data.preparation.documents import REMARKS, Document, Report, Segment
+from jaxmnt.data.preparation.inputs import Input, Part, Settings, split_of, unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
 from jaxmnt.data.preparation.parquet import read_parquet
 from jaxmnt.data.preparation.text import read_text, read_tokens
@@ -27,9 +27,31 @@ from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
 from jaxmnt.strict_json import json_text
 
+WORK = "work"
+"""The folder in the output of an unfinished preparation."""
+
 _HEADER_BYTES = 128
 _PIECE = 2**20
 """Values that are written at a time."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all parts have in common."""
+
+    inputs: list[Input]
+    output: Path
+    settings: Settings
+    """The vocabulary and the end of documents in `reading` are those of the tokenizer, once that is known."""
+
+    @property
+    def work(self) -> Path:
+        return self.output / WORK
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned type that holds every id."""
+        return np.min_scalar_type(self.settings.reading.vocab_size - 1)
 
 
 class NpyWriter:
@@ -62,21 +84,8 @@ class NpyWriter:
 class ShardWriter:
     """The shards of one split that a part gives rise to, cut after `shard_tokens` tokens."""
 
-    def __init__(
-        self,
-        output: Path,
-        work: Path,
-        split: str,
-        part: int,
-        attempt: Attempt,
-        *,
-        dtype: np.dtype,
-        learn_mask: bool,
-        shard_tokens: int,
-    ):
-        self._folder, self._work, self._split, self._part = output / split, work, split, part
-        self._attempt = attempt
-        self._dtype, self._learn_mask, self._shard_tokens = dtype, learn_mask, shard_tokens
+    def __init__(self, job: Job, split: str, part: int, attempt: Attempt):
+        self._job, self._split, self._part, self._attempt = job, split, part, attempt
         self._shards: list[dict[str, Any]] = []
         self._open: tuple[NpyWriter, NpyWriter | None] | None = None
         self._starts, self._origins = array("q"), array("q")
@@ -84,19 +93,16 @@ class ShardWriter:
 
     def begin_document(self, file: int, record: int) -> None:
         """The tokens added from now on belong to a document of this origin."""
-        self._shard()
-        assert self._open is not None
-        self._starts.append(self._open[0].length)
+        start = self._shard()[0].length  # which may begin a shard, and a list of its documents
+        self._starts.append(start)
         self._origins.extend((file, record))
         self.documents += 1
 
     def add(self, tokens: np.ndarray, learn: bool) -> None:
         self.tokens += len(tokens)
         while len(tokens):
-            self._shard()
-            assert self._open is not None
-            writer, mask = self._open
-            piece = tokens[: self._shard_tokens - writer.length]
+            writer, mask = self._shard()
+            piece = tokens[: self._job.settings.shard_tokens - writer.length]
             writer.append(piece)
             if mask is not None:
                 mask.append(np.full(len(piece), learn, np.uint8))
@@ -105,25 +111,24 @@ class ShardWriter:
     def close(self) -> dict[str, Any]:
         """The split's entry in the part's record."""
         if self._open is not None:
-            self._close_shard()
+            self._close_shard(*self._open)
         return {"documents": self.documents, "tokens": self.tokens, "shards": self._shards}
 
-    def _shard(self) -> None:
-        """Makes sure that a shard is open that takes at least one more token."""
-        if self._open is not None and self._open[0].length >= self._shard_tokens:
-            self._close_shard()
+    def _shard(self) -> tuple[NpyWriter, NpyWriter | None]:
+        """Returns the files of a shard that takes at least one more token: its tokens, and its mask if it has one."""
+        if self._open is not None and self._open[0].length >= self._job.settings.shard_tokens:
+            self._close_shard(*self._open)
         if self._open is None:
-            mask = self._writer("learn", np.dtype(np.uint8)) if self._learn_mask else None
-            self._open = self._writer("tokens", self._dtype), mask
+            mask = self._writer("learn", np.dtype(np.uint8)) if self._job.settings.reading.chat else None
+            self._open = self._writer("tokens", self._job.dtype), mask
+        return self._open
 
-    def _close_shard(self) -> None:
-        assert self._open is not None
-        writer, mask = self._open
+    def _close_shard(self, writer: NpyWriter, mask: NpyWriter | None) -> None:
         starts = self._writer("documents", np.dtype(np.int64))
         starts.append(np.array(self._starts, np.int64))
         # The records of origins are counted within the part until all parts are known: see run.py.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
-        save_array(self._work / origins_name(self._split, self._name), origins, self._attempt)
+        save_array(self._job.work / origins_name(self._split, self._name), origins, self._attempt)
         digests = {self._file("tokens"): writer.close(), self._file("documents"): starts.close()}
         if mask is not None:
             digests[self._file("learn")] = mask.close()
@@ -140,7 +145,7 @@ class ShardWriter:
         return f"{kind}-{self._name}.npy"
 
     def _writer(self, kind: str, dtype: np.dtype) -> NpyWriter:
-        return NpyWriter(self._folder / self._file(kind), self._attempt, dtype)
+        return NpyWriter(self._job.output / self._split / self._file(kind), self._attempt, dtype)
 
 
 def origins_name(split: str, shard: str) -> str:
@@ -215,16 +220,16 @@ def _npy_header(dtype: np.dtype, length: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("ascii")
 
 
-def read_part(part: Part, inputs: list[Input], reading: Reading, report: Report) -> Iterator[Document]:
+def read_part(part: Part, job: Job, report: Report) -> Iterator[Document]:
     """The documents of a part in order."""
     readers = {
         "text": read_text, "jsonl": read_lines, "compressed": read_compressed,
         "parquet": read_parquet, "tokens": read_tokens,
     }  # fmt: skip
     for piece in part.pieces:
-        file = inputs[piece.file]
+        file = job.inputs[piece.file]
         try:
-            yield from readers[file.kind](file, piece, reading, report)
+            yield from readers[file.kind](file, piece, job.settings.reading, report)
         except OSError as error:
             if error.filename is None:
                 raise ConfigError(f"--input: {file.shown} cannot be read: {printable(str(error))}") from error
@@ -235,26 +240,6 @@ _BATCH_CHARACTERS = 2**19
 """Text that is encoded at a time; encoding many short texts one by one would cost more."""
 
 _COUNTED_TOKENS = 2**20
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all parts have in common."""
-
-    inputs: list[Input]
-    output: Path
-    work: Path
-    reading: Reading
-    eval_fraction: float
-    skip_bad: bool
-    vocab_size: int
-    end_of_document: int | None
-    shard_tokens: int = SHARD_TOKENS
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest unsigned type that holds every id."""
-        return np.min_scalar_type(self.vocab_size - 1)
 
 
 def record_path(work: Path, part: int) -> Path:
@@ -268,18 +253,12 @@ def counts_path(work: Path, part: int) -> Path:
 
 def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Does one part. Raises `ConfigError` for bad input, `UserError` when the output cannot be written."""
-    report, attempt = Report(job.skip_bad, advance), Attempt(job.work)
-    writers = {
-        split: ShardWriter(
-            job.output, job.work, split, part.number, attempt,
-            dtype=job.dtype, learn_mask=job.reading.chat, shard_tokens=job.shard_tokens,
-        )
-        for split in SPLITS
-    }  # fmt: skip
-    counts = {split: _Counts(job.vocab_size, job.dtype) for split in SPLITS}
+    report, attempt = Report(job.settings.skip_bad, advance), Attempt(job.work)
+    writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
+    counts = {split: _Counts(job.settings.reading.vocab_size, job.dtype) for split in SPLITS}
     try:
-        for document, encoded in _encoded(job, read_part(part, job.inputs, job.reading, report), tokenizer):
-            split = split_of(document, job.inputs[document.file], job.eval_fraction)
+        for document, encoded in _encoded(job, read_part(part, job, report), tokenizer):
+            split = split_of(document, job.inputs[document.file], job.settings)
             if not document.continues:
                 writers[split].begin_document(document.file, document.record)
             for tokens, learn in encoded:
@@ -305,8 +284,8 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
     """The documents of a part with whether they are held out; bad ones are passed over."""
     report = Report(True, lambda count: None)
-    for document in read_part(part, job.inputs, job.reading, report):
-        yield split_of(document, job.inputs[document.file], job.eval_fraction) == "eval", document
+    for document in read_part(part, job, report):
+        yield split_of(document, job.inputs[document.file], job.settings) == "eval", document
 
 
 class _Counts:
@@ -391,5 +370,6 @@ def _encode(documents: list[list[Segment]], tokenizer: Tokenizer | None) -> list
 def _end(job: Job, document: Document) -> list[tuple[np.ndarray, bool]]:
     if document.closed:
         return []
-    assert job.end_of_document is not None
-    return [(np.array([job.end_of_document], job.dtype), document.end_is_target)]
+    end = job.settings.reading.end_id
+    assert end is not None
+    return [(np.array([end], job.dtype), document.end_is_target)]

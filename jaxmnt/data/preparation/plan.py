@@ -19,6 +19,7 @@ from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TO
 from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.preparation.inputs import Input, LeftOut, Part, Settings, is_unchanged
 from jaxmnt.data.preparation.part import (
+    WORK,
     Job,
     as_json,
     counts_path,
@@ -53,43 +54,47 @@ _IN_SPLIT = re.compile(rf"(tokens|documents|learn|origins)-{_SHARD}|\.origins-{_
 
 
 @contextmanager
-def claimed(output: Path, work: Path) -> Iterator[None]:
+def claimed(output: Path) -> Iterator[None]:
     """Inside, no other process prepares the same output, and it is not finished."""
+    work = output / WORK
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--output: another process is preparing {output}; wait for it") from None
-        check_output(output, work)  # another process may have finished just now
+        check_output(output)  # another process may have finished just now
         yield
 
 
-def check_output(output: Path, work: Path) -> None:
+def check_output(output: Path) -> None:
     """Raises `ConfigError` if something is there that is neither nothing nor an unfinished preparation."""
     if _has_manifest(output):
         if _is_prepared(output):
-            remove_work(output, work)  # in case it was killed after the last step but this
+            remove_work(output)  # in case it was killed after the last step but this
             raise ConfigError(f"--output: {output} is prepared already; choose another folder, or remove it")
         raise ConfigError(f"--output: {output} has a {MANIFEST} that is damaged or none of ours; use another folder")
     if not output.exists():
         return
+    work = output / WORK
     if not output.is_dir() or (not work.is_dir() and any(output.iterdir())):
         raise ConfigError(f"--output: {output} exists already and is not prepared data; choose another folder")
     if work.is_dir():
-        _check_work(output, work)
+        _check_work(output)
 
 
-def remove_work(output: Path, work: Path) -> None:
+def remove_work(output: Path) -> None:
     """Takes away what the preparation of finished data needed. Something else in `work` stays, and `work` with it."""
+    work = output / WORK
     with suppress(OSError):  # it is only tidying up
         if _is_prepared(output):
             _remove(work, _IN_WORK)
             work.rmdir()
 
 
-def _check_work(output: Path, work: Path) -> None:
+def _check_work(output: Path) -> None:
     """Raises `ConfigError` unless this is what we have left there; a person may have a folder of that name."""
+    work = output / WORK
     advice = "so it is not an unfinished preparation; choose another folder"
     # In this order, since another process may be at work: the plan is written before anything else but the lock.
     beside = sorted(path.name for path in output.iterdir() if path.name != work.name)
@@ -147,9 +152,10 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     return dict(json.loads(json_text(plan)))
 
 
-def check_plan(output: Path, work: Path, inputs: list[Input], settings: Settings) -> None:
+def check_plan(job: Job) -> None:
     """Writes down what is prepared, or refuses to go on with something else that is half done."""
-    plan, path = _plan(inputs, settings), work / _PLAN
+    output, work = job.output, job.work
+    plan, path = _plan(job.inputs, job.settings), work / _PLAN
     before = read_record(path) if path.exists() else None
     if before is not None and _allows_more(before, plan, work):
         write_record(path, plan)
@@ -281,20 +287,21 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
         stream.writelines((json_text(file.name) + "\n").encode() for file in job.inputs)
     names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
-    counts = np.zeros((len(SPLITS), job.vocab_size), np.int64)
+    reading = job.settings.reading
+    counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
     for part in parts:  # one at a time: there may be many, each as large as the vocabulary
         counts += read_array(counts_path(job.work, part.number), *counts.shape)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
-        "tokenizer": {"name": NAMELESS, "end_of_document": job.end_of_document}
+        "tokenizer": {"name": NAMELESS, "end_of_document": reading.end_id}
         if tokenizer is None
         else tokenizer.description,
-        "vocab_size": job.vocab_size,
+        "vocab_size": reading.vocab_size,
         "largest_id": int(np.flatnonzero(counts.any(axis=0))[-1]),
         "dtype": str(job.dtype),
-        "learn_mask": job.reading.chat,
-        "eval_fraction": job.eval_fraction,
+        "learn_mask": reading.chat,
+        "eval_fraction": job.settings.eval_fraction,
         "unigram_nats": {split: _unigram_nats(counts[0], counts[n]) for n, split in enumerate(SPLITS)},
         "input": {"files": len(job.inputs), "bytes": sum(file.size for file in job.inputs)},
         "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary}
@@ -350,13 +357,14 @@ def _summary(records: list[dict[str, Any]], splits: dict[str, Any]) -> Summary:
 def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> None:
     """How token arrays were cut into documents, of which a wrong end would make nonsense."""
     arrays = sum(file.kind == "tokens" for file in job.inputs)
-    if job.reading.end_id is None:
+    end_id = job.settings.reading.end_id
+    if end_id is None:
         summary.whole_arrays = arrays
         return
     lengths: Counter[int] = Counter()
     for record in records:
         lengths.update({int(length): number for length, number in record["lengths"].items()})
-    summary.end_id, summary.array_documents = job.reading.end_id, lengths.total()
+    summary.end_id, summary.array_documents = end_id, lengths.total()
     seen = 0
     for length in sorted(lengths):
         seen += lengths[length]

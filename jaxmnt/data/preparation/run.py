@@ -38,19 +38,16 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""
 
 
-def prepare_tokenizer(
-    inputs: list[Input], parts: list[Part], output: Path, work: Path, settings: Settings, progress: Progress
-) -> Tokenizer | None:
+def prepare_tokenizer(job: Job, parts: list[Part], progress: Progress) -> Tokenizer | None:
     """The tokenizer, its file in the output. None for token arrays that no tokenizer goes with."""
-    if settings.tokenizer is None and settings.train_tokenizer is None:
-        return None
-    target = output / TOKENIZER_FILE
+    settings, target = job.settings, job.output / TOKENIZER_FILE
     if settings.train_tokenizer is not None:
         if not target.exists():
-            publish(target, _train(inputs, parts, output, work, settings, progress))
+            publish(target, _train(job, settings.train_tokenizer, parts, progress))
         return choose_tokenizer(str(target), settings.end_token)
-    assert settings.tokenizer is not None
-    has_text = any(file.kind != "tokens" for file in inputs)
+    if settings.tokenizer is None:
+        return None
+    has_text = any(file.kind != "tokens" for file in job.inputs)
     tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
     if settings.tokenizer != "bytes" and not target.exists():
         source = Path(settings.tokenizer)
@@ -82,25 +79,18 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
         )
 
 
-def _train(
-    inputs: list[Input], parts: list[Part], output: Path, work: Path, settings: Settings, progress: Progress
-) -> str:
+def _train(job: Job, vocab_size: int, parts: list[Part], progress: Progress) -> str:
     """Trains a BPE on documents for training, up to the same number of characters of each part."""
-    assert settings.train_tokenizer is not None
-    if settings.train_tokenizer < 300:
-        raise ConfigError(
-            f"--train-tokenizer: {settings.train_tokenizer} leaves no room beside 256 bytes; give 300 or more"
-        )
-    if not any(file.size for file in inputs if file.kind != "tokens"):
+    if vocab_size < 300:
+        raise ConfigError(f"--train-tokenizer: {vocab_size} leaves no room beside 256 bytes; give 300 or more")
+    if not any(file.size for file in job.inputs if file.kind != "tokens"):
         raise ConfigError("--train-tokenizer: the input has no text to train on; give some")
-    if any(file.kind == "tokens" for file in inputs):
+    if any(file.kind == "tokens" for file in job.inputs):
         raise ConfigError(
             "--train-tokenizer: token arrays have tokens of another tokenizer; prepare them by themselves"
         )
-    assert settings.eval_fraction is not None
-    job = Job(inputs, output, work, settings.reading, settings.eval_fraction, True, 0, 0)
     each = max(_TRAINING_BYTES // max(1, len(parts)), 1)
-    total = min(sum(file.size for file in inputs), _TRAINING_BYTES)
+    total = min(sum(file.size for file in job.inputs), _TRAINING_BYTES)
     done = 0
 
     def texts() -> Iterator[str]:
@@ -120,7 +110,7 @@ def _train(
                     if taken >= each:
                         break
 
-    return train_bpe(texts(), settings.train_tokenizer)
+    return train_bpe(texts(), vocab_size)
 
 
 _POLL_SECONDS = 0.2
@@ -225,32 +215,28 @@ def _do(item: Any, number: int) -> Any:
     return work(item, advance)
 
 
-_WORK = "work"
-
-
 def build(selection: Selection, output: Path, settings: Settings, progress: Progress) -> Summary:
     """Writes prepared data to `output`: anew, or going on where the same preparation was stopped.
 
     The same input gives the same bytes whatever the number of workers. Raises `ConfigError` for input or arguments that
     cannot work, `UserError` when the output cannot be written.
     """
-    work = output / _WORK
     try:
-        check_output(output, work)
+        check_output(output)
         inputs, not_read = find_inputs(selection, output)
     except OSError as error:
         name = printable(str(error.filename))
         raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its rights") from error
     inputs, settings = decide(inputs, settings)
     check_kinds(inputs, settings)
-    parts = cut_into_parts(inputs, settings.reading.token_bytes, settings.part_bytes)
+    parts, job = cut_into_parts(inputs, settings), Job(inputs, output, settings)
     try:
-        with claimed(output, work):
-            check_plan(output, work, inputs, settings)
-            remove_leftovers(work)
-            tokenizer = prepare_tokenizer(inputs, parts, output, work, settings, progress)
-            job = _job(inputs, output, work, settings, tokenizer)
-            _do_parts(job, parts, tokenizer, settings.workers, progress)
+        with claimed(output):
+            check_plan(job)
+            remove_leftovers(job.work)
+            tokenizer = prepare_tokenizer(job, parts, progress)
+            job = _with_vocabulary(job, tokenizer)
+            _do_parts(job, parts, tokenizer, progress)
             check_unchanged(inputs)
             summary = commit(job, parts, tokenizer, not_read)
             summary.named = [file.shown for file in inputs if file.split == "eval" and not selection.eval_inputs]
@@ -258,11 +244,12 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
     except OSError as error:
         raise cannot_write(output, error) from error
     finally:
-        remove_work(output, work)
+        remove_work(output)
 
 
-def _job(inputs: list[Input], output: Path, work: Path, settings: Settings, tokenizer: Tokenizer | None) -> Job:
-    end = settings.reading.end_id
+def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
+    """The job with the vocabulary and the end of documents of its tokenizer, or of its token arrays."""
+    settings, end = job.settings, job.settings.reading.end_id
     if tokenizer is not None:
         if end not in (None, tokenizer.end_of_document):
             known = "is not named" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
@@ -278,21 +265,19 @@ def _job(inputs: list[Input], output: Path, work: Path, settings: Settings, toke
         )
     if end is not None and not 0 <= end < vocab:
         raise ConfigError(f"--end-id: {end} is not one of the vocabulary's ids, which are 0 to {vocab - 1}")
-    assert settings.eval_fraction is not None
     reading = replace(settings.reading, end_id=end, vocab_size=vocab)
-    return Job(
-        inputs, output, work, reading, settings.eval_fraction, settings.skip_bad, vocab, end, settings.shard_tokens
-    )
+    return replace(job, settings=replace(settings, reading=reading))
 
 
-def _do_parts(job: Job, parts: list[Part], tokenizer: Tokenizer | None, workers: int, progress: Progress) -> None:
+def _do_parts(job: Job, parts: list[Part], tokenizer: Tokenizer | None, progress: Progress) -> None:
     total = sum(file.size for file in job.inputs)
     left = [part for part in parts if not record_path(job.work, part.number).exists()]
     done_before = sum(_bytes(job, part) for part in parts) - sum(_bytes(job, part) for part in left)
     show = lambda done: progress("preparing", min(done_before + done, total), total)
     show(0)
     description = None if tokenizer is None else tokenizer.description
-    for _ in run(left, partial(_make_work, job, description), workers, show, partial(_names_of_files, job)):
+    make_work, workers = partial(_make_work, job, description), job.settings.workers
+    for _ in run(left, make_work, workers, show, partial(_names_of_files, job)):
         pass
     progress("preparing", total, total)
 
