@@ -43,8 +43,10 @@ class Vocabulary:
 
         `markup` says that names of special tokens stand for them, and `begins` that no text stands before this one.
         """
+        from jaxmnt.data.tokenizer import Form
+
         text = text.encode("utf-8", errors="replace").decode()  # what a terminal hands over need not be text
-        ids: list[int] = self.tokenizer.encode_batch([text], markup=markup, begins=begins)[0].tolist()
+        ids: list[int] = self.tokenizer.encode_batch([text], Form(markup, begins))[0].tolist()
         if ids and max(ids) >= self.size:
             raise ConfigError(
                 f"--tokenizer: it makes id {max(ids)} of {where}, and the run has ids below {self.size}; give the one "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmnt.data.tokenizer import Tokenizer
+from jaxmnt.data.tokenizer import WHOLE, Form, Tokenizer
 
 _CONTEXT_TOKENS = 128
 """Tokens of a context that are decoded with what follows it. More would cost time and change nothing."""
@@ -43,21 +43,21 @@ def encode_pieces(tokenizer: Tokenizer, texts: Sequence[Sequence[Piece]]) -> lis
     text, and a token across the boundary belongs to the later piece.
     """
     encoded = [[np.empty(0, np.uint32) for _ in pieces] for pieces in texts]
-    apart: dict[tuple[bool, bool, bool], list[tuple[int, int]]] = {}
+    apart: dict[Form, list[tuple[int, int]]] = {}
     for number, pieces in enumerate(texts):
         filled = [index for index, piece in enumerate(pieces) if piece.text]
         for group in _groups(tokenizer, pieces, filled):
-            markup, begins, ends = pieces[group[0]].markup, group[0] == filled[0], group[-1] == filled[-1]
+            form = Form(pieces[group[0]].markup, begins=group[0] == filled[0], ends=group[-1] == filled[-1])
             if len(group) == 1:
-                apart.setdefault((markup, begins, ends), []).append((number, group[0]))
+                apart.setdefault(form, []).append((number, group[0]))
                 continue
             together = [pieces[index].text for index in group]
-            ids_of_group = tokenizer.encode_joined(together, markup=markup, begins=begins, ends=ends)
+            ids_of_group = tokenizer.encode_joined(together, form)
             for index, ids in zip(group, ids_of_group, strict=True):
                 encoded[number][index] = ids
-    for (markup, begins, ends), indices in apart.items():
+    for form, indices in apart.items():
         alike = [texts[number][index].text for number, index in indices]
-        ids_of_texts = tokenizer.encode_batch(alike, markup=markup, begins=begins, ends=ends)
+        ids_of_texts = tokenizer.encode_batch(alike, form)
         for (number, index), ids in zip(indices, ids_of_texts, strict=True):
             encoded[number][index] = ids
     return encoded
@@ -68,15 +68,15 @@ def encode_stretches(tokenizer: Tokenizer, stretches: Iterable[str]) -> Iterator
 
     Where the tokenizer cannot be cut between two stretches, they are encoded as one.
     """
-    waiting, begins = "", True
+    waiting, form = "", WHOLE
     for stretch in stretches:
         if waiting and stretch and tokenizer.can_cut(waiting, stretch):
-            yield tokenizer.encode_batch([waiting], begins=begins, ends=False)[0]
-            waiting, begins = stretch, False
+            yield tokenizer.encode_batch([waiting], form._replace(ends=False))[0]
+            waiting, form = stretch, Form(begins=False)
         else:
             waiting += stretch
     if waiting:
-        yield tokenizer.encode_batch([waiting], begins=begins)[0]
+        yield tokenizer.encode_batch([waiting], form)[0]
 
 
 def decode_after(tokenizer: Tokenizer, context: Any, tokens: Any) -> str:

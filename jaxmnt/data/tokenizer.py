@@ -4,10 +4,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +36,20 @@ _BESIDE_CUT = 64
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
 
+class Form(NamedTuple):
+    """What a text is that is encoded. Without arguments it is a whole document, and nothing in it is markup."""
+
+    markup: bool = False
+    """Whether a special token's name in the text stands for the token; else it is text."""
+    begins: bool = True
+    """Whether the text begins a document."""
+    ends: bool = True
+    """Whether it ends one."""
+
+
+WHOLE = Form()
+
+
 class Tokenizer(Protocol):
     """What preparing data and sampling need of a tokenizer."""
 
@@ -47,18 +61,10 @@ class Tokenizer(Protocol):
     def description(self) -> dict[str, Any]:
         """What goes into the manifest, and what `make_tokenizer` makes the same tokenizer of."""
 
-    def encode_batch(
-        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
-    ) -> list[np.ndarray]:
-        """Returns the token ids of each text, without ends of documents, in an unsigned dtype.
+    def encode_batch(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
+        """Returns the token ids of each text, without ends of documents, in an unsigned dtype."""
 
-        A special token's name in a text is taken as text, unless `markup` says that it stands for the token. Each text
-        is a whole document, unless it does not begin one (`begins`), or does not end one (`ends`).
-        """
-
-    def encode_joined(
-        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
-    ) -> list[np.ndarray]:
+    def encode_joined(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
         """Returns the token ids of the joined text, divided among the texts it is made of.
 
         A token across a boundary belongs to the text that its last character is in.
@@ -81,15 +87,10 @@ class Bytes:
     def description(self) -> dict[str, Any]:
         return {"name": "bytes", "end_of_document": self.end_of_document}
 
-    def encode_batch(
-        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
-    ) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
 
-    def encode_joined(
-        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
-    ) -> list[np.ndarray]:
-        return self.encode_batch(texts)
+    encode_joined = encode_batch
 
     def can_cut(self, before: str, after: str) -> bool:
         return True
@@ -122,8 +123,7 @@ class HuggingFace:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._plain.encode_special_tokens = True  # a document must not be able to end itself
-        self._for_pieces: dict[tuple[bool, bool, bool], Any] = {}
-        self.vocab_size = self._plain.get_vocab_size(with_added_tokens=True)
+        self._for_pieces = cache(self._make_for_pieces)
         self._end_token = self._find_end(end_token, path, needed=for_text)
         self.end_of_document = None if self._end_token is None else int(self._plain.token_to_id(self._end_token))
         if for_text and self.end_of_document in self.encode_batch([self._end_token or ""])[0]:
@@ -132,7 +132,7 @@ class HuggingFace:
                 "name a special token"
             )
         # Ids may have gaps: what counts is the largest.
-        self.vocab_size = max(self.vocab_size, 1 + max(self._plain.get_vocab(with_added_tokens=True).values()))
+        self.vocab_size = max(self._plain.get_vocab_size(with_added_tokens=True), 1 + max(self.ids.values()))
         self._digest = hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -163,17 +163,13 @@ class HuggingFace:
             "end_of_document": self.end_of_document,
         }
 
-    def encode_batch(
-        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
-    ) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
         if all(len(text) <= _STRETCH for text in texts) or self._plain.pre_tokenizer is None:
-            return self._encode(texts, markup, begins, ends)
-        return [np.concatenate(list(self._long(text, markup, begins, ends))) for text in texts]
+            return self._encode(texts, form)
+        return [np.concatenate(list(self._long(text, form))) for text in texts]
 
-    def encode_joined(
-        self, texts: Sequence[str], *, markup: bool = False, begins: bool = True, ends: bool = True
-    ) -> list[np.ndarray]:
-        encoding = self._tokenizer(markup, begins, ends).encode("".join(texts), add_special_tokens=False)
+    def encode_joined(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
+        encoding = self._tokenizer(form).encode("".join(texts), add_special_tokens=False)
         ids, stops = np.array(encoding.ids, np.uint32), np.cumsum([len(text) for text in texts])
         last_characters = np.array([max(0, stop - 1) for _, stop in encoding.offsets], np.int64)
         text_of_token = np.searchsorted(stops, last_characters, side="right")
@@ -191,31 +187,31 @@ class HuggingFace:
             return False
         before, after = before[-_BESIDE_CUT:], after[:_BESIDE_CUT]
         (whole,) = self._encode([before + after])
-        (first,), (rest,) = self._encode([before], ends=False), self._encode([after], begins=False)
+        (first,), (rest,) = self._encode([before], Form(ends=False)), self._encode([after], Form(begins=False))
         return self.decode(np.concatenate([first, rest])) == self.decode(whole)
 
-    def _long(self, text: str, markup: bool, begins: bool, ends: bool) -> Iterator[np.ndarray]:
+    def _long(self, text: str, form: Form) -> Iterator[np.ndarray]:
         """Yields the ids of a long text in stretches, which together are those of the whole."""
 
         def same_tokens(before: str, after: str) -> bool:
-            first, rest, both = self._encode([before, after, before + after], markup, begins=False, ends=False)
+            within = form._replace(begins=False, ends=False)
+            first, rest, both = self._encode([before, after, before + after], within)
             return np.array_equal(np.concatenate([first, rest]), both)
 
-        start, stretches = 0, _stretches(text, same_tokens)
-        for stretch in stretches:
+        start = 0
+        for stretch in _stretches(text, same_tokens):
             stop = start + len(stretch)
-            yield self._encode([stretch], markup, begins and start == 0, ends and stop == len(text))[0]
+            begins, ends = form.begins and start == 0, form.ends and stop == len(text)
+            yield self._encode([stretch], Form(form.markup, begins, ends))[0]
             start = stop
 
-    def _encode(
-        self, texts: Sequence[str], markup: bool = False, begins: bool = True, ends: bool = True
-    ) -> list[np.ndarray]:
-        if not begins and (token := self._prefixed_token_in(texts, markup)) is not None:
+    def _encode(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
+        if not form.begins and (token := self._prefixed_token_in(texts, form.markup)) is not None:
             raise ConfigError(
                 f"--tokenizer: the added token {token!r} is matched with a blank before it, so a text in pieces cannot "
                 'be encoded with it; set "normalized" of this token to false in tokenizer.json'
             )
-        encodings = self._tokenizer(markup, begins, ends).encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer(form).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     @cached_property
@@ -254,56 +250,57 @@ class HuggingFace:
         tokens = [token for token in self._prefixed_tokens if markup or token not in self.special]
         return next((token for token in tokens if any(token in text for text in texts)), None)
 
-    def _tokenizer(self, markup: bool, begins: bool, ends: bool) -> Any:
-        """Returns the library's tokenizer for texts that begin and end a document, or do not."""
-        usual = self._markup if markup else self._plain
-        key = (markup, begins, ends)
-        if begins and ends:
+    def _tokenizer(self, form: Form) -> Any:
+        """Returns the library's tokenizer for texts of this form."""
+        if form.begins and form.ends:
+            return self._markup if form.markup else self._plain
+        return self._for_pieces(form)
+
+    def _make_for_pieces(self, form: Form) -> Any:
+        usual = self._markup if form.markup else self._plain
+        before = {name: self._parts[name] for name in ("normalizer", "pre_tokenizer")}
+        parts = {name: _within_a_text(part, form) for name, part in before.items()}
+        if parts == before:
             return usual
-        if key not in self._for_pieces:
-            names = ("normalizer", "pre_tokenizer")
-            parts = {name: _within_a_text(self._parts[name], begins, ends) for name in names}
-            self._for_pieces[key] = usual
-            if any(parts[name] != self._parts[name] for name in names):
-                tree = json.loads(usual.to_str()) | parts
-                self._for_pieces[key] = _library().Tokenizer.from_str(json_text(tree))
-                self._for_pieces[key].encode_special_tokens = usual.encode_special_tokens
-        return self._for_pieces[key]
+        changed = _library().Tokenizer.from_str(json_text(json.loads(usual.to_str()) | parts))
+        changed.encode_special_tokens = usual.encode_special_tokens
+        return changed
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
 
     def _find_end(self, wanted: str | None, path: Path, *, needed: bool) -> str | None:
-        vocabulary = self._plain.get_vocab(with_added_tokens=True)
+        vocabulary = self.ids
         if wanted is not None:
             if wanted not in vocabulary:
                 special = sorted(token.content for token in self._plain.get_added_tokens_decoder().values())
                 raise ConfigError(f"--end-token: {path} has no token {wanted!r}; {nearest(wanted, special[:20])}")
             return wanted
-        for name in _KNOWN_ENDS:
-            if name in vocabulary:
-                return name
-        if not needed:
-            return None
-        raise ConfigError(
-            f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
-        )
+        end = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
+        if end is None and needed:
+            raise ConfigError(
+                f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
+            )
+        return end
 
 
-def _within_a_text(part: dict[str, Any] | None, begins: bool, ends: bool) -> dict[str, Any] | None:
+def _within_a_text(part: dict[str, Any] | None, form: Form) -> dict[str, Any] | None:
     """Returns a normalizer or pre-tokenizer without what it does at the beginning and the end of a document only."""
     kind = None if part is None else part["type"]
-    if part is None or (kind == "Prepend" and not begins):
+    if part is None or (kind == "Prepend" and not form.begins):
         return None
     if kind == "Sequence":
         name = "normalizers" if "normalizers" in part else "pretokenizers"
-        changed = (_within_a_text(inner, begins, ends) for inner in part[name])
+        changed = (_within_a_text(inner, form) for inner in part[name])
         return part | {name: [inner for inner in changed if inner is not None]}
     if kind == "Strip":
-        return part | {"strip_left": part["strip_left"] and begins, "strip_right": part["strip_right"] and ends}
-    if kind == "Metaspace" and not begins:
+        return part | {
+            "strip_left": part["strip_left"] and form.begins,
+            "strip_right": part["strip_right"] and form.ends,
+        }
+    if kind == "Metaspace" and not form.begins:
         return part | {"prepend_scheme": "never"}
-    if kind == "ByteLevel" and "add_prefix_space" in part and not begins:
+    if kind == "ByteLevel" and "add_prefix_space" in part and not form.begins:
         return part | {"add_prefix_space": False}
     return part
 
