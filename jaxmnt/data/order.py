@@ -14,7 +14,9 @@ origin has taken, and of each source as many as the origin has read of it.
 import functools
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -75,9 +77,11 @@ class Order:
         self._rows = np.array([rows[name] for name in self.names], np.int64)
         self._keys = [_key(f"{seed}/{name}") for name in self.names]
         self._shuffle = shuffle
-        self._global_rows = global_rows
         self._skipped = Skipped(skip)
-        self._branches = list(branches)
+        begin = BranchPoint(0, 0, {})
+        newest = branches[0] if branches else begin
+        # Between two of these points each step takes as many rows; the first point stands for all steps to come.
+        self._points = [BranchPoint(newest.step + 1, newest.row + global_rows, {}), *branches, begin]
         self._first_rows = np.array([self.taken(phase.from_step) for phase in phases], np.int64)
         self._shares = [block_shares(phase.weights) for phase in phases]
         self._layouts = [_spread(shares) for shares in self._shares]
@@ -85,20 +89,19 @@ class Order:
         for number in range(len(phases) - 1):
             used = self._used_in_phase(number, int(self._first_rows[number + 1] - self._first_rows[number]))
             self._before.append(self._before[-1] + used)
-        self._ahead = self._ahead_of_weights()
+        self._ahead = self._ahead_of_weights(newest) if branches else np.zeros(len(rows), np.int64)
         # A block is made once for all the steps that touch it.
         self._block = functools.lru_cache(maxsize=64)(self._make_block)
 
     def locate(self, step: int, rows: Sequence[int] | np.ndarray) -> Located:
         """The given rows (0 … G-1) of the batch of `step` (0 is the first)."""
         numbers = self.numbers(step, rows)
-        phase = self._phase(int(numbers[0]))
-        if phase == self._phase(int(numbers[-1])):
-            return Located(*self._locate(phase, numbers))
         phases = np.searchsorted(self._first_rows, numbers, side="right") - 1
+        blocks, places = np.divmod(numbers - self._first_rows[phases], BLOCK)
         out = np.empty((3, len(numbers)), np.int64)
-        for phase in np.unique(phases).tolist():
-            out[:, phases == phase] = self._locate(phase, numbers[phases == phase])
+        for phase, block in set(zip(phases.tolist(), blocks.tolist(), strict=True)):
+            here = (phases == phase) & (blocks == block)
+            out[:, here] = self._block(phase, block)[:, places[here]]
         return Located(*out)
 
     def numbers(self, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -108,38 +111,17 @@ class Order:
     @property
     def first_step(self) -> int:
         """The first step of the run itself: those before it are of the run that it branched off."""
-        return self._branches[0].step if self._branches else 0
+        return self._points[1].step
 
     def taken(self, step: int) -> int:
         """Rows that the steps before `step` take, without those passed over."""
-        after = None
-        for point in self._branches:
-            if step >= point.step:
-                break
-            after = point
-        else:
-            point = BranchPoint(0, 0, {})
-        if after is None:
-            return point.row + (step - point.step) * self._global_rows
-        return point.row + (step - point.step) * (after.row - point.row) // (after.step - point.step)
+        after, before = next(pair for pair in pairwise(self._points) if step >= pair[1].step)
+        return before.row + (step - before.step) * (after.row - before.row) // (after.step - before.step)
 
     def passed_over(self, step: int) -> int:
         """Rows that are passed over before the last one of the batch of `step`."""
         last = self.taken(step + 1) - 1
         return int(self._skipped.nth(np.array([last]))[0]) - last
-
-    def _locate(self, phase: int, numbers: np.ndarray) -> np.ndarray:
-        """[3, rows]: source, epoch and row of rows of one phase, in ascending order."""
-        offsets = numbers - int(self._first_rows[phase])
-        block = int(offsets[0]) // BLOCK
-        if offsets[-1] < (block + 1) * BLOCK and (np.diff(offsets) == 1).all():  # as they mostly are
-            return self._block(phase, block)[:, offsets[0] - block * BLOCK : offsets[-1] + 1 - block * BLOCK]
-        blocks, places = np.divmod(offsets, BLOCK)
-        out = np.empty((3, len(offsets)), np.int64)
-        for block in np.unique(blocks):
-            here = blocks == block
-            out[:, here] = self._block(phase, int(block))[:, places[here]]
-        return out
 
     def used(self, step: int) -> dict[str, int]:
         """Rows that each source has given, or that were passed over, before the batch of `step`."""
@@ -153,27 +135,19 @@ class Order:
     def last_step(self, name: str, limit: int) -> int:
         """How many steps, up to `limit`, can be taken within one epoch of the source."""
         rows = int(self._rows[self.names.index(name)])
-        low, high = min(self.first_step, limit), limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.used(middle)[name] <= rows else (low, middle - 1)
-        return low
-
-    def _phase(self, number: int) -> int:
-        return int(np.searchsorted(self._first_rows, number, side="right")) - 1
+        after = min(self.first_step, limit) + 1
+        return bisect_right(range(limit + 1), rows, after, key=lambda step: self.used(step)[name]) - 1
 
     def _used_by_weights(self, step: int) -> np.ndarray:
         """The rows of each source before the batch of `step`, as the present weights share them out."""
         number = int(self.numbers(step, [0])[0])
-        phase = self._phase(number)
+        phase = int(np.searchsorted(self._first_rows, number, side="right")) - 1
         return self._before[phase] + self._used_in_phase(phase, number - int(self._first_rows[phase]))
 
-    def _ahead_of_weights(self) -> np.ndarray:
+    def _ahead_of_weights(self, branch: BranchPoint) -> np.ndarray:
         """How many rows more of each source the origins have read than the present weights say."""
-        if not self._branches:
-            return np.zeros(len(self.names), np.int64)
-        used = np.array([self._branches[0].used.get(name, 0) for name in self.names], np.int64)
-        return used - self._used_by_weights(self.first_step)
+        used = np.array([branch.used.get(name, 0) for name in self.names], np.int64)
+        return used - self._used_by_weights(branch.step)
 
     def _used_in_phase(self, phase: int, rows: int) -> np.ndarray:
         blocks, rest = divmod(rows, BLOCK)
