@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -132,12 +132,8 @@ def _copy_all(data: PreparedData, target: Path, progress: Callable[[str], None])
 def _copy(source: Path, target: Path) -> str:
     """Copies a file and returns the SHA-256 of what was read."""
     digest = hashlib.sha256()
-    try:
-        reading = source.open("rb")
-    except OSError as error:
-        raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error
-    with reading, target.open("wb") as writing:
-        while piece := _read(reading, source):
+    with target.open("wb") as writing:
+        for piece in _pieces(source):
             digest.update(piece)
             writing.write(piece)
         writing.flush()
@@ -145,9 +141,11 @@ def _copy(source: Path, target: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(reading: BinaryIO, source: Path) -> bytes:
+def _pieces(source: Path) -> Iterator[bytes]:
     try:
-        return reading.read(_PIECE)
+        with source.open("rb") as reading:
+            while piece := reading.read(_PIECE):
+                yield piece
     except OSError as error:
         raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error
 
@@ -224,40 +222,44 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     """
     if settings.synthetic is not None:
         return Sources({ONLY: SyntheticData(settings.synthetic)})
-    named: dict[str, Data | Source] = {ONLY: settings} if not settings.sources else dict(settings.sources)
-    keys = {name: "data" if not settings.sources else f"data.sources.{name}" for name in sorted(named)}
-    parts: dict[str, Part] = {
+    named: dict[str, Data | Source] = {**settings.sources} or {ONLY: settings}
+    keys = {name: f"data.sources.{name}" if settings.sources else "data" for name in sorted(named)}
+    prepared = {
         name: _open(named[name].path, f"{key}.path") for name, key in keys.items() if named[name].grain.train is None
     }
-    like, folder = next(iter(parts.values()), None), None if run_dir is None else Path(run_dir)
-    for name in [name for name in keys if name not in parts]:
-        parts[name] = open_grain(named[name].grain, f"{keys[name]}.grain", like, folder, batch_fields(settings))
-    wanted = sorted(settings.eval_sets.items())
-    sets = {name: _open(chosen.path, f"data.eval_sets.{name}.path") for name, chosen in wanted}
-    sources = Sources({name: parts[name] for name in keys}, sets)
-    for name, one in sets.items():
-        if (one.vocab_size, one.tokenizer) != (sources.vocab_size, sources.tokenizer):
+    like, folder = next(iter(prepared.values()), None), None if run_dir is None else Path(run_dir)
+    parts = {
+        name: prepared.get(name) or open_grain(named[name].grain, f"{key}.grain", like, folder, batch_fields(settings))
+        for name, key in keys.items()
+    }
+    chosen = sorted(settings.eval_sets.items())
+    sets = {name: _open(entry.path, f"data.eval_sets.{name}.path") for name, entry in chosen}
+    sources = Sources(parts, sets)
+    known = sources.vocab_size, sources.tokenizer
+    for name, part in sets.items():
+        if (part.vocab_size, part.tokenizer) != known:
             raise ConfigError(
                 f"data.eval_sets.{name}: it was prepared with another tokenizer than the data that is trained on; "
                 "prepare it with the same"
             )
-        with _reading(one.path):
-            one.check()
-    for name, part in sources.parts.items():
-        if (part.vocab_size, part.tokenizer) != (sources.vocab_size, sources.tokenizer):
-            if like is None:
-                raise ConfigError(
-                    f"data.sources: {next(iter(sources.parts))} and {name} have different vocabularies; set the same "
-                    "grain.vocab_size and grain.end_of_document in both"
-                )
-            raise ConfigError(
-                f"data.sources: {next(iter(sources.parts))} and {name} were prepared with different tokenizers, or "
-                "have different numbers of ids; prepare all sources with the same tokenizer"
+        _check(part)
+    for name, part in parts.items():
+        if (part.vocab_size, part.tokenizer) != known:
+            differ = (
+                "have different vocabularies; set the same grain.vocab_size and grain.end_of_document in both"
+                if like is None
+                else "were prepared with different tokenizers, or have different numbers of ids; prepare all sources "
+                "with the same tokenizer"
             )
-    for part in sources.parts.values():
-        with _reading(part.path):
-            part.check()
+            raise ConfigError(f"data.sources: {next(iter(parts))} and {name} {differ}")
+    for part in parts.values():
+        _check(part)
     return sources
+
+
+def _check(part: Part) -> None:
+    with _reading(part.path):
+        part.check()
 
 
 @contextmanager
