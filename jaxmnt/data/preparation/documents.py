@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxmnt.errors import ConfigError
 
-REMARKS = 20
-"""Bad records of a part that are described; all are counted."""
+_NAMED = 20
+"""Bad records and binary files of a part that are named; all are counted."""
 
 
 class Segment(NamedTuple):
@@ -83,15 +83,9 @@ class Reading:
 
 
 @dataclass
-class Report:
-    """What happened on the way."""
+class Counts:
+    """What was left out or changed while documents were read."""
 
-    skip_bad: bool
-    """Whether records that cannot be used are left out."""
-    advance: Callable[[int], None]
-    """Called with the bytes that were read."""
-    records: dict[int, int] = field(default_factory=dict)
-    """Records seen by file, those left out included."""
     skipped: int = 0
     remarks: list[str] = field(default_factory=list)
     """What was wrong with the first records that were skipped."""
@@ -103,10 +97,23 @@ class Report:
     """Documents left out because they are too long."""
     split: int = 0
     """Documents that were split because they are too long."""
+    binary: int = 0
+    binary_names: list[str] = field(default_factory=list)
+    """Some of the files that are no text."""
+
+
+@dataclass(kw_only=True)
+class Report(Counts):
+    """What happened while a part was read."""
+
+    skip_bad: bool
+    """Whether records that cannot be used are left out."""
+    advance: Callable[[int], None]
+    """Called with the bytes that were read."""
+    records: dict[int, int] = field(default_factory=dict)
+    """Records seen by file, those left out included."""
     lengths: Counter[int] = field(default_factory=Counter)
     """How many documents of token arrays have so many tokens."""
-    binary: list[str] = field(default_factory=list)
-    """Names of files that are no text."""
 
     def refuse(self, error: BadRecordError, where: str) -> None:
         """Leaves out the record at a place. Raises `ConfigError` if that is to stop the work."""
@@ -114,5 +121,10 @@ class Report:
             advice = error.advice and f"{error.advice}; "
             raise ConfigError(f"--input: {where}: {error}; {advice}to leave such records out: --on-error skip")
         self.skipped += 1
-        if len(self.remarks) < REMARKS:
+        if self.skipped <= _NAMED:
             self.remarks.append(f"{where}: {error}")
+
+    def leave_out_binary(self, name: str) -> None:
+        self.binary += 1
+        if self.binary <= _NAMED:
+            self.binary_names.append(name)

@@ -5,7 +5,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -15,7 +15,7 @@ import numpy as np
 from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed
 from jaxmnt.data.preparation.attempts import Attempt, publish_if_absent
-from jaxmnt.data.preparation.documents import REMARKS, Document, Report, Segment
+from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Part, Settings, split_of, unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
 from jaxmnt.data.preparation.parquet import read_parquet
@@ -241,6 +241,9 @@ _BATCH_CHARACTERS = 2**19
 
 _COUNTED_TOKENS = 2**20
 
+COUNTED = [field.name for field in fields(Counts)]
+"""What a part's record says of `Counts`."""
+
 
 def record_path(work: Path, part: int) -> Path:
     """Where the record of a part is; its presence says that the part is done."""
@@ -253,7 +256,7 @@ def counts_path(work: Path, part: int) -> Path:
 
 def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Does one part. Raises `ConfigError` for bad input, `UserError` when the output cannot be written."""
-    report, attempt = Report(job.settings.skip_bad, advance), Attempt(job.work)
+    report, attempt = Report(skip_bad=job.settings.skip_bad, advance=advance), Attempt(job.work)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
     counts = {split: _Counts(job.settings.reading.vocab_size, job.dtype) for split in SPLITS}
     try:
@@ -266,14 +269,8 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
                 writers[split].add(tokens, learn)
         splits = {split: writer.close() for split, writer in writers.items()}
         save_array(counts_path(job.work, part.number), np.stack([counts[split].total() for split in SPLITS]), attempt)
-        record = {
-            "splits": splits, "records": report.records,
-            "skipped": report.skipped, "remarks": report.remarks,
-            "empty": report.empty, "without_targets": report.without_targets, "replaced": report.replaced,
-            "long": report.long, "split": report.split,
-            "lengths": report.lengths,
-            "binary": len(report.binary), "binary_names": report.binary[:REMARKS],
-        }  # fmt: skip
+        record = {"splits": splits, "records": report.records, "lengths": report.lengths}
+        record |= {name: getattr(report, name) for name in COUNTED}
         write_record(record_path(job.work, part.number), record, attempt)
     except OSError as error:
         raise cannot_write(job.output, error) from error
@@ -283,7 +280,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
 
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
     """The documents of a part with whether they are held out; bad ones are passed over."""
-    report = Report(True, lambda count: None)
+    report = Report(skip_bad=True, advance=lambda count: None)
     for document in read_part(part, job, report):
         yield split_of(document, job.inputs[document.file], job.settings) == "eval", document
 

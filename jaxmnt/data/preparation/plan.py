@@ -17,8 +17,10 @@ import numpy as np
 from jaxmnt import storage
 from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
 from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
+from jaxmnt.data.preparation.documents import Counts
 from jaxmnt.data.preparation.inputs import Input, LeftOut, Part, Settings, is_unchanged
 from jaxmnt.data.preparation.part import (
+    COUNTED,
     WORK,
     Job,
     as_json,
@@ -208,23 +210,12 @@ def _tokenizer_digest(path: Path) -> str | None:
         raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}; check its permissions") from error
 
 
-@dataclass
-class Summary:
+@dataclass(kw_only=True)
+class Summary(Counts):
     """What was prepared, for the person who asked."""
 
-    documents: dict[str, int] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    skipped: int = 0
-    empty: int = 0
-    without_targets: int = 0
-    binary: int = 0
-    replaced: int = 0
-    long: int = 0
-    split: int = 0
-    remarks: list[str] = field(default_factory=list)
-    """What was wrong with the first records that were skipped."""
-    binary_names: list[str] = field(default_factory=list)
-    """Some of the files that are no text."""
+    documents: dict[str, int]
+    tokens: dict[str, int]
     end_id: int | None = None
     """The id that separates documents in token arrays."""
     array_documents: int = 0
@@ -343,14 +334,12 @@ def _with_origins(
 
 def _summary(records: list[dict[str, Any]], splits: dict[str, Any]) -> Summary:
     summary = Summary(
-        {split: entry["documents"] for split, entry in splits.items()},
-        {split: entry["tokens"] for split, entry in splits.items()},
+        documents={split: entry["documents"] for split, entry in splits.items()},
+        tokens={split: entry["tokens"] for split, entry in splits.items()},
     )
     for record in records:
-        for name in ("skipped", "empty", "without_targets", "binary", "replaced", "long", "split"):
-            setattr(summary, name, getattr(summary, name) + record.get(name, 0))
-        summary.remarks += record["remarks"]
-        summary.binary_names += record["binary_names"]
+        for name in record.keys() & COUNTED:  # earlier versions counted less
+            setattr(summary, name, getattr(summary, name) + record[name])
     return summary
 
 

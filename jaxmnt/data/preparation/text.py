@@ -24,7 +24,7 @@ def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> It
     with file.path.open("rb") as stream:
         first = stream.read(TEXT_PIECE)
         if b"\0" in first:
-            report.binary.append(file.name)
+            report.leave_out_binary(file.name)
             report.advance(file.size)
             return
         if not first:
