@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -331,10 +331,16 @@ def _encoded(
 def _encode_together(
     job: Job, waiting: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
 ) -> Iterator[tuple[Document, Iterator[tuple[np.ndarray, bool]]]]:
-    encoded = iter(_encode([segments for _, segments in waiting], tokenizer))
-    for document, segments in waiting:
+    texts = [
+        [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
+        for _, segments in waiting
+    ]
+    assert tokenizer is not None or not any(texts)
+    encoded: list[list[Any]] = texts if tokenizer is None else encode_pieces(tokenizer, texts)
+    for (document, segments), ids in zip(waiting, encoded, strict=True):
+        tokens = ids or [segment.content for segment in segments]  # a document is text, or tokens as they are
         learn = [segment.learn for segment in segments]
-        yield document, iter([*zip(next(encoded), learn, strict=True), *_end(job, document)])
+        yield document, iter([*zip(tokens, learn, strict=True), *_end(job, document)])
 
 
 def _encode_one_by_one(job: Job, document: Document, tokenizer: Tokenizer | None) -> Iterator[tuple[np.ndarray, bool]]:
@@ -346,22 +352,6 @@ def _encode_one_by_one(job: Job, document: Document, tokenizer: Tokenizer | None
         for tokens in contents:
             yield tokens, learn
     yield from _end(job, document)
-
-
-def _encode(documents: list[list[Segment]], tokenizer: Tokenizer | None) -> list[list[np.ndarray]]:
-    """Returns the tokens of each segment of each document; a segment that has tokens keeps them."""
-    pieces = [
-        [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
-        for segments in documents
-    ]
-    if not any(pieces):
-        return [[cast(np.ndarray, segment.content) for segment in segments] for segments in documents]
-    assert tokenizer is not None
-    encoded = []
-    for segments, ids_of_pieces in zip(documents, encode_pieces(tokenizer, pieces), strict=True):
-        ids = iter(ids_of_pieces)
-        encoded.append([next(ids) if isinstance(one.content, str) else one.content for one in segments])
-    return encoded
 
 
 def _end(job: Job, document: Document) -> list[tuple[np.ndarray, bool]]:
