@@ -276,7 +276,7 @@ def test_a_part_that_two_attempts_prepare_at_once_is_whole(tmp_path, monkeypatch
     def both(items, make_work, *others):
         other = threading.Thread(target=second_attempt, args=(make_work(), items[0]))
         threads.append(other)
-        yield make_work()(items[0], at_stretch(3, lambda: (other.start(), begun.wait(30))))
+        make_work()(items[0], at_stretch(3, lambda: (other.start(), begun.wait(30))))
         if second == "goes on before the commit":
             go_on.set()
             other.join(30)
@@ -295,7 +295,7 @@ def test_what_a_killed_worker_was_reading_is_named():
     from killed_worker import make
 
     with pytest.raises(UserError, match=r"killed while these were read: .*the bad file.*or leave the file out with"):
-        list(run.run(["good", "bad"], make, 2, lambda done: None, lambda item: f"the {item} file"))
+        run.run(["good", "bad"], make, 2, lambda done: None, lambda item: f"the {item} file")
 
 
 def test_two_attempts_that_differ_are_no_data(tmp_path):

@@ -371,7 +371,7 @@ def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True
         if end_token is not None:
             raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
         return Bytes()
-    path = Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
+    path = file_of_tokenizer(given)
     if not path.exists():
         if path.with_name("tokenizer.model").exists():
             raise ConfigError(
@@ -380,6 +380,11 @@ def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True
             )
         raise ConfigError(f"--tokenizer: {given} does not exist; give bytes, or the path of a tokenizer.json")
     return HuggingFace(path, end_token, for_text=for_text)
+
+
+def file_of_tokenizer(given: str) -> Path:
+    """The tokenizer.json at a path, which may be that of its folder."""
+    return Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
 
 
 def load(given: str) -> Tokenizer:

@@ -33,7 +33,7 @@ from jaxmnt.data.preparation.part import (
     write_record,
 )
 from jaxmnt.data.store import file_digest
-from jaxmnt.data.tokenizer import Tokenizer
+from jaxmnt.data.tokenizer import Tokenizer, file_of_tokenizer
 from jaxmnt.errors import ConfigError, counted, printable
 from jaxmnt.strict_json import json_text
 
@@ -71,7 +71,7 @@ def claimed(output: Path) -> Iterator[None]:
 
 def check_output(output: Path) -> None:
     """Raises `ConfigError` if something is there that is neither nothing nor an unfinished preparation."""
-    if _has_manifest(output):
+    if os.path.lexists(output / MANIFEST):
         if _is_prepared(output):
             remove_work(output)  # in case it was killed after the last step but this
             raise ConfigError(f"--output: {output} is prepared already; choose another folder, or remove it")
@@ -109,10 +109,6 @@ def _check_work(output: Path) -> None:
         raise ConfigError(f"--output: {output} holds {printable(found[0])} but no {work.name}/{_PLAN}, {advice}")
 
 
-def _has_manifest(output: Path) -> bool:
-    return (output / MANIFEST).exists() or (output / MANIFEST).is_symlink()
-
-
 def _is_prepared(output: Path) -> bool:
     """Whether a manifest of ours is there, whole or not."""
     try:
@@ -138,8 +134,7 @@ def _is_own_file(path: Path) -> bool:
 def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     """What determines the output. Skipping bad records or not changes no part that is done."""
     given = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
-    path = Path(settings.tokenizer or "")
-    path = path / TOKENIZER_FILE if path.is_dir() else path
+    path = file_of_tokenizer(settings.tokenizer or "")
     plan: dict[str, Any] = {
         "version": VERSION,
         "settings": given | {"tokenizer_sha256": _tokenizer_digest(path)},
@@ -159,20 +154,18 @@ def check_plan(job: Job) -> None:
     output, work = job.output, job.work
     plan, path = _plan(job.inputs, job.settings), work / _PLAN
     before = read_record(path) if path.exists() else None
-    if before is not None and _allows_more(before, plan, work):
-        write_record(path, plan)
-    elif before != plan:
-        if before is not None and any(work.glob("part-*.json")):
+    if before not in (None, plan) and not _allows_more(before, plan, work):
+        if any(work.glob("part-*.json")):
             changed = sorted(name for name in plan if before.get(name) != plan[name])
             raise ConfigError(
                 f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; undo that "
                 "change and run the command again to go on with it, or remove the folder"
             )
-        if before is not None:  # else nothing of ours can be there
-            (output / TOKENIZER_FILE).unlink(missing_ok=True)
-            _remove(work, _IN_PARTS)
-            for split in SPLITS:
-                _remove(output / split, _IN_SPLIT)
+        (output / TOKENIZER_FILE).unlink(missing_ok=True)
+        _remove(work, _IN_PARTS)
+        for split in SPLITS:
+            _remove(output / split, _IN_SPLIT)
+    if before != plan:
         write_record(path, plan)
     for split in SPLITS:
         (output / split).mkdir(exist_ok=True)
@@ -277,7 +270,7 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
     _note_arrays(summary, job, records)
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
         stream.writelines((json_text(file.name) + "\n").encode() for file in job.inputs)
-    names = [SOURCES] + ([TOKENIZER_FILE] if (job.output / TOKENIZER_FILE).exists() else [])
+    names = [name for name in (SOURCES, TOKENIZER_FILE) if (job.output / name).exists()]
     reading = job.settings.reading
     counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
     for part in parts:  # one at a time: there may be many, each as large as the vocabulary
@@ -309,24 +302,23 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
 def _splits_of(job: Job, records: list[dict[str, Any]], attempt: Attempt) -> dict[str, Any]:
     """Returns the manifest's entries of the splits, and publishes the origins of their documents."""
     splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS}
-    before: dict[int, int] = {}  # records of each file in earlier parts
+    before: Counter[int] = Counter()  # records of each file in earlier parts
     for record in records:
         for split, entry in record["splits"].items():
             splits[split]["documents"] += entry["documents"]
             splits[split]["tokens"] += entry["tokens"]
             splits[split]["shards"] += [_with_origins(job, split, shard, before, attempt) for shard in entry["shards"]]
-        for file, number in record["records"].items():
-            before[int(file)] = before.get(int(file), 0) + number
+        before.update({int(file): number for file, number in record["records"].items()})
     return splits
 
 
 def _with_origins(
-    job: Job, split: str, shard: dict[str, Any], before: dict[int, int], attempt: Attempt
+    job: Job, split: str, shard: dict[str, Any], before: Counter[int], attempt: Attempt
 ) -> dict[str, Any]:
     """The shard's entry with its file of origins, in which records now count from the start of their file."""
     origins = read_array(job.work / origins_name(split, shard["name"]), None, 2)
     for file in np.unique(origins[:, 0]).tolist():
-        origins[origins[:, 0] == file, 1] += before.get(file, 0)
+        origins[origins[:, 0] == file, 1] += before[file]
     name = f"origins-{shard['name']}.npy"
     save_array(job.output / split / name, origins, attempt)
     return shard | {"sha256": shard["sha256"] | {name: file_digest(job.output / split / name)}}

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from jaxmnt.data.preparation.plan import (
     commit,
     remove_work,
 )
-from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, make_tokenizer, train_bpe
+from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
 
@@ -50,9 +51,8 @@ def prepare_tokenizer(job: Job, parts: list[Part], progress: Progress) -> Tokeni
     has_text = any(file.kind != "tokens" for file in job.inputs)
     tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
     if settings.tokenizer != "bytes" and not target.exists():
-        source = Path(settings.tokenizer)
         # The bytes as they are: read as text, their line ends could become others.
-        publish(target, storage.read(source / TOKENIZER_FILE if source.is_dir() else source).decode())
+        publish(target, storage.read(file_of_tokenizer(settings.tokenizer)).decode())
     return tokenizer
 
 
@@ -93,40 +93,37 @@ def _train(job: Job, vocab_size: int, parts: list[Part], progress: Progress) -> 
     total = min(sum(file.size for file in job.inputs), _TRAINING_BYTES)
     done = 0
 
-    def texts() -> Iterator[str]:
+    def texts(part: Part) -> Iterator[str]:
         nonlocal done
-        for part in parts:
-            taken = 0
-            for held_out, document in held_out_documents(job, part):
-                if taken >= each:
-                    break
-                for segment in document.segments:
-                    if isinstance(segment.content, str) and not segment.markup:
-                        taken += len(segment.content)
-                        done += len(segment.content)
-                        progress("training the tokenizer", min(done, total), total)
-                        if not held_out:
-                            yield segment.content
+        taken = 0
+        for held_out, document in held_out_documents(job, part):
+            for segment in document.segments:
+                if isinstance(segment.content, str) and not segment.markup:
+                    taken += len(segment.content)
+                    done += len(segment.content)
+                    progress("training the tokenizer", min(done, total), total)
+                    if not held_out:
+                        yield segment.content
                     if taken >= each:
-                        break
+                        return
 
-    return train_bpe(texts(), vocab_size)
+    return train_bpe(chain.from_iterable(map(texts, parts)), vocab_size)
 
 
 _POLL_SECONDS = 0.2
 _NAMED_FILES = 3
 """Files of a part that an error names."""
 
-Work = Callable[[Any, Callable[[int], None]], Any]
+Work = Callable[[Any, Callable[[int], None]], object]
 """Does one item; calls its second argument with the bytes that it has read."""
 
 
 class StoppedError(Exception):
-    """Raised in a worker whose result nobody waits for any more."""
+    """Raised in a worker that nobody waits for any more."""
 
 
-_shared: tuple[Any, Any, Callable[[int], None], Work] | None = None
-"""In a worker: bytes done, whether to stop, what notes the number of the item that is begun, and the work."""
+_shared: tuple[Any, Any, Any, Work] | None = None
+"""In a worker: bytes done, whether to stop, whether each item is being worked on, and the work."""
 
 
 def run(
@@ -135,29 +132,27 @@ def run(
     workers: int,
     progress: Callable[[int], None],
     name: Callable[[Any], str],
-) -> Iterator[Any]:
-    """The result of the work on each item, as they come; `progress` is called with the bytes done so far.
+) -> None:
+    """Does the work on each item; `progress` is called with the bytes done so far.
 
-    `make_work` is called once in every worker and must be picklable, like items and results. With one worker
-    everything happens in this process. The first error ends all. `name` words an item for the error when a worker dies.
+    `make_work` is called once in every worker and must be picklable, like items. With one worker everything happens in
+    this process. The first error ends all. `name` words an item for the error when a worker dies.
     """
     if workers == 1 or len(items) < 2:
-        yield from _run_here(items, make_work(), progress)
+        _run_here(items, make_work(), progress)
         return
     context = multiprocessing.get_context("spawn")
-    workers = min(workers, len(items))
-    done, stop = context.Value("q", 0), context.Value("b", 0)
-    begun, started = context.Array("q", workers), context.Value("q", 0)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (done, stop, begun, started, make_work))
+    done, stop, at_work = context.Value("q", 0), context.Value("b", 0), context.Array("b", len(items))
+    pool = ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (done, stop, at_work, make_work))
     try:
-        pending = {pool.submit(_do, item, number) for number, item in enumerate(items, 1)}
+        pending = {pool.submit(_do, item, number) for number, item in enumerate(items)}
         while pending:
             finished, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
             progress(done.value)
             for future in finished:
-                yield future.result()
+                future.result()
     except BrokenProcessPool as error:
-        names = ", ".join(name(items[number - 1]) for number in begun[:] if number)
+        names = ", ".join(name(item) for item, is_begun in zip(items, at_work[:], strict=True) if is_begun)
         raise UserError(
             f"a worker was killed while these were read: {names or 'none yet'}; perhaps memory ran out, or a file is "
             "damaged; run the same command again with fewer --workers, or leave the file out with --exclude: it goes "
@@ -168,7 +163,7 @@ def run(
         pool.shutdown(cancel_futures=True)
 
 
-def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None]) -> Iterator[Any]:
+def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None]) -> None:
     total = 0
 
     def advance(count: int) -> None:
@@ -177,23 +172,16 @@ def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None])
         progress(total)
 
     for item in items:
-        yield work(item, advance)
+        work(item, advance)
 
 
-def _start_worker(done: Any, stop: Any, begun: Any, started: Any, make_work: Callable[[], Work]) -> None:
+def _start_worker(done: Any, stop: Any, at_work: Any, make_work: Callable[[], Work]) -> None:
     global _shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and tells us
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_leave_with_parent, args=(parent.sentinel,), daemon=True).start()
-    with started.get_lock():
-        place = started.value
-        started.value += 1
-
-    def begin(number: int) -> None:
-        begun[place] = number
-
-    _shared = done, stop, begin, make_work()
+    _shared = done, stop, at_work, make_work()
 
 
 def _leave_with_parent(sentinel: int) -> None:
@@ -201,10 +189,9 @@ def _leave_with_parent(sentinel: int) -> None:
     os._exit(1)
 
 
-def _do(item: Any, number: int) -> Any:
+def _do(item: Any, number: int) -> None:
     assert _shared is not None
-    done, stop, begin, work = _shared
-    begin(number)
+    done, stop, at_work, work = _shared
 
     def advance(count: int) -> None:
         if stop.value:
@@ -212,7 +199,9 @@ def _do(item: Any, number: int) -> Any:
         with done.get_lock():
             done.value += count
 
-    return work(item, advance)
+    at_work[number] = True
+    work(item, advance)
+    at_work[number] = False
 
 
 def build(selection: Selection, output: Path, settings: Settings, progress: Progress) -> Summary:
@@ -277,8 +266,7 @@ def _do_parts(job: Job, parts: list[Part], tokenizer: Tokenizer | None, progress
     show(0)
     description = None if tokenizer is None else tokenizer.description
     make_work, workers = partial(_make_work, job, description), job.settings.workers
-    for _ in run(left, make_work, workers, show, partial(_names_of_files, job)):
-        pass
+    run(left, make_work, workers, show, partial(_names_of_files, job))
     progress("preparing", total, total)
 
 
