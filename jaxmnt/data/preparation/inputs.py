@@ -138,13 +138,13 @@ def _find(
     requested = {root.resolve() for root in (*selection.inputs, *selection.eval_inputs)}
     for root in roots:
         if root.is_file():
-            files = [(root.name, root)]
+            files = {root: root.name}
         elif root.is_dir():
-            files = _below(root, selection.excludes, requested, left_out)
-            files = _without_companions(_with_suffix(files, selection.suffixes), requested, left_out)
+            files = _below(root, selection, requested, left_out)
+            _leave_out_companions(files, requested, left_out)
         else:
             raise ConfigError(f"{option}: {_what_it_is(root)}")
-        for name, path in files:
+        for path, name in files.items():
             real = path.resolve()
             if folder_of_output not in real.parents:
                 found[real] = min(found.get(real, (name, path)), (name, path))
@@ -159,58 +159,49 @@ def _find(
     return found
 
 
-def _below(root: Path, excludes: Sequence[str], requested: set[Path], left_out: LeftOut) -> list[tuple[str, Path]]:
-    """Returns names and paths of the files below a folder, in order, but for hidden ones and those that are none."""
-    files: list[tuple[str, Path]] = []
+def _below(root: Path, selection: Selection, requested: set[Path], left_out: LeftOut) -> dict[Path, str]:
+    """Returns the selected files below a folder with their names, but for hidden ones and those that are none."""
+    files: dict[Path, str] = {}
     visited: set[Path] = set()  # links may lead round in circles
-    prefix = root.resolve().name
+    suffixes, prefix = tuple(selection.suffixes) or "", root.resolve().name
+    name_of = lambda path: f"{prefix}/{path.relative_to(root)}"
 
-    def is_hidden(path: Path) -> bool:
-        if not path.name.startswith("."):
-            return False
-        real = path.resolve()
-        if not any(real == other or real in other.parents for other in requested):
-            left_out.hidden.append(f"{prefix}/{path.relative_to(root)}")
-        return True
+    def visible(folder: str, names: list[str]) -> list[Path]:
+        """Returns the paths of these names in order, but for hidden ones and those to exclude."""
+        paths = []
+        for name in sorted(names):
+            path = Path(folder, name)
+            if any(fnmatch.fnmatch(name, pattern) for pattern in selection.excludes):
+                continue
+            if not name.startswith("."):
+                paths.append(path)
+            elif not any(other.is_relative_to(path.resolve()) for other in requested):
+                left_out.hidden.append(name_of(path))
+        return paths
 
     for folder, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
         if (here := Path(folder).resolve()) in visited:
             folders.clear()
             continue
         visited.add(here)
-        folders[:] = sorted(
-            name for name in folders if not _matches(name, excludes) and not is_hidden(Path(folder) / name)
-        )
-        for name in sorted(names):
-            path = Path(folder) / name
-            if _matches(name, excludes) or is_hidden(path):
-                continue
-            shown = f"{prefix}/{path.relative_to(root)}"
-            if path.is_file():
-                files.append((shown, path))
-            else:
-                left_out.special.append(shown)
+        folders[:] = [path.name for path in visible(folder, folders)]
+        for path in visible(folder, names):
+            if not path.is_file():
+                left_out.special.append(name_of(path))
+            elif path.name.endswith(suffixes):
+                files[path] = name_of(path)
     return files
 
 
-def _with_suffix(files: list[tuple[str, Path]], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
-    return [file for file in files if not suffixes or file[1].name.endswith(tuple(suffixes))]
-
-
-def _without_companions(
-    files: list[tuple[str, Path]], requested: set[Path], left_out: LeftOut
-) -> list[tuple[str, Path]]:
-    """Returns the files of a folder without texts that only tell about the records in or below their own folder."""
-    kinds = {path: _kind(path) for _, path in files}
-    records = [path for path, kind in kinds.items() if kind in ("jsonl", "compressed", "parquet")]
+def _leave_out_companions(files: dict[Path, str], requested: set[Path], left_out: LeftOut) -> None:
+    """Takes away texts that only tell about the records in or below their own folder."""
+    records = [path for path in files if _kind(path) in ("jsonl", "compressed", "parquet")]
     with_records = {folder for path in records for folder in path.parents}
-    companions = {
-        path: name
-        for name, path in files
-        if kinds[path] == "text" and path.parent in with_records and _COMPANION.fullmatch(path.name)
-    }
-    left_out.companions += [name for path, name in companions.items() if path.resolve() not in requested]
-    return [file for file in files if file[1] not in companions]
+    for path in list(files):
+        if _kind(path) == "text" and path.parent in with_records and _COMPANION.fullmatch(path.name):
+            name = files.pop(path)
+            if path.resolve() not in requested:
+                left_out.companions.append(name)
 
 
 def _what_it_is(path: Path) -> str:
@@ -337,10 +328,6 @@ def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, 
 def _kind(path: Path) -> Kind:
     suffixes = [suffix for suffix in _KINDS if path.name.lower().endswith(suffix)]
     return _KINDS[max(suffixes, key=len)] if suffixes else "text"
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 FRACTION = 0.02
