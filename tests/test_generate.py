@@ -155,10 +155,10 @@ def test_another_tokenizer_than_the_runs_own_is_refused(moved, asked, tmp_path):
 
 def resealed(path: Path, found, lie) -> None:
     """Writes a manifest that says something else of the tokenizer, with a seal that fits it."""
-    from jaxmnt.data.run_tokenizer import _record, json_digest
+    from jaxmnt.data.manifest import sealed
+    from jaxmnt.data.run_tokenizer import _record
 
-    record = _record(found) | {"tokenizer": lie}
-    path.write_text(json.dumps(record | {"seal": json_digest(record)}))
+    path.write_text(json.dumps(sealed(_record(found) | {"tokenizer": lie})))
 
 
 def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):

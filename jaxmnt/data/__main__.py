@@ -13,7 +13,6 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.sources import open_sources
-    from jaxmnt.data.store import PreparedData
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.run.rundir import branches_of
     from jaxmnt.telemetry.progress import status_line
@@ -31,25 +30,22 @@ def main(arguments: list[str]) -> int:
             for part in sources.parts.values():
                 part.verify(progress=lambda name: status.update(f"checking {name}"))
         print("every file is what was written")
-    sections = [inspection.sources_table(sources), list(inspection.lengths(sources))]
-    for name, part in sources.parts.items():
-        if isinstance(part, PreparedData) and not part.is_sealed:
-            sections[0].append(f"{name}: prepared by an earlier version, which did not seal its manifest")
     training = TrainingData(config, sources, branches_of(config))
-    sections.append(inspection.mixture_table(config, training))
     first = training.order.first_step + 1
     step = first if options.batch is None else options.batch
     for name, number, least in (("--batch", step, first), ("--rows", options.rows, 1)):
         if number is not None and not least <= number < 2**40:
             hint = "; earlier steps are of the run that this one branches off" if least > 1 else ""
             raise ConfigError(f"{name}: {number} is out of range; give {least} or more, as metrics.jsonl counts{hint}")
-    tokenizer = (
-        None
-        if sources.tokenizer["name"] in (NAMELESS, "synthetic")
-        else make_tokenizer(sources.tokenizer, sources.folder)
-    )
+    is_text = sources.tokenizer["name"] not in (NAMELESS, "synthetic")
+    tokenizer = make_tokenizer(sources.tokenizer, sources.folder) if is_text else None
     limit = options.rows or (config.data.global_batch_size if options.batch else 3)
-    sections.append(list(inspection.batch(config, sources, training, tokenizer, step, limit)))
+    sections = (
+        inspection.sources_table(sources),
+        inspection.lengths(sources),
+        inspection.mixture_table(config, training),
+        inspection.batch(config, sources, training, tokenizer, step, limit),
+    )
     print("\n\n".join("\n".join(section) for section in sections))
     return ExitCode.FINISHED
 

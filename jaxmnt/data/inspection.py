@@ -36,7 +36,11 @@ def sources_table(sources: Sources) -> list[str]:
                     str(part.tokenizer["name"]), f"{part.vocab_size:,}", str(part.path),
                 )
             )  # fmt: skip
-    return _table(rows)
+    return _table(rows) + [
+        f"{name}: prepared by an earlier version, which did not seal its manifest"
+        for name, part in sources.parts.items()
+        if isinstance(part, PreparedData) and not part.is_sealed
+    ]
 
 
 def mixture_table(config: Config, training: TrainingData) -> list[str]:
@@ -103,7 +107,7 @@ def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | N
     documents = reader.stream.documents(offsets)
     edges = np.flatnonzero(np.diff(documents)) + 1
     for place, piece in zip([0, *edges.tolist()], np.split(offsets, edges), strict=True):
-        document = int(reader.stream.documents(piece[:1])[0])
+        document = int(documents[place])
         origin = part.origin("train", document)
         first = int(piece[0] - reader.stream.document_starts[document])
         context = np.empty(min(first, LONGEST_CONTEXT), np.int64)
@@ -126,9 +130,9 @@ def _shorten(text: str, width: int = 60) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    numeric = [all(_is_number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
-    align = [">" if right else "<" for right in numeric]
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    align = [">" if all(map(_is_number, column[1:])) else "<" for column in columns]
     return ["  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)).rstrip() for row in rows]
 
 

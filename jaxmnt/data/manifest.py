@@ -4,7 +4,6 @@ The seal is a SHA-256 of all the rest. It tells damage, and changes by hand, fro
 """
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +43,12 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest | {"seal": json_digest(manifest)}
 
 
+def unsealed(record: dict[str, Any]) -> dict[str, Any] | None:
+    """What a record says besides its seal; None if the seal does not fit it."""
+    content = {name: value for name, value in record.items() if name != "seal"}
+    return content if sealed(content) == record else None
+
+
 def content_digest(manifest: dict[str, Any]) -> str:
     """Identifies the contents, wherever they lie.
 
@@ -63,10 +68,9 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         raise ConfigError(
             f"{key}: {directory} has no {MANIFEST}, so it is not prepared data, or was not finished; {how_to_prepare()}"
         ) from None
-    except RecursionError:
-        raise ConfigError(f"{key}: {path} is damaged (it is nested too deeply); {again}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    except (OSError, ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        reason = "it is nested too deeply" if deep else getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{key}: {path} is damaged ({printable(reason)}); {again}") from error
     kind, version = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
     if kind != FORMAT or type(version) is not int or version not in (UNSEALED, VERSION):
@@ -77,10 +81,10 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         )
     try:
         _check_shape(manifest)
+        if version != UNSEALED and unsealed(manifest) is None:
+            raise _OddError("its seal does not fit what it says")
     except _OddError as error:
         raise ConfigError(f"{key}: {path} is damaged: {error}; {again}") from None
-    if version != UNSEALED and manifest["seal"] != json_digest({k: v for k, v in manifest.items() if k != "seal"}):
-        raise ConfigError(f"{key}: {path} is damaged: its seal does not fit what it says; {again}")
     return dict(manifest)
 
 
@@ -110,8 +114,7 @@ def _check_shape(manifest: dict[str, Any]) -> None:
         _whole(manifest["largest_id"], "largest_id", 0, vocab - 1)
     if manifest["dtype"] != str(np.min_scalar_type(vocab - 1)):
         raise _OddError(f"dtype {_shown(manifest['dtype'])} is not that of {vocab} ids")
-    if not isinstance(manifest["learn_mask"], bool):
-        raise _OddError(f"learn_mask is {_shown(manifest['learn_mask'])}")
+    _refuse_unless(isinstance(manifest["learn_mask"], bool), "learn_mask", manifest["learn_mask"])
     _number(manifest["eval_fraction"], "eval_fraction", 1.0)
     for split, value in zip(SPLITS, _fields(manifest["unigram_nats"], "unigram_nats", SPLITS), strict=True):
         if value is not None:
@@ -134,15 +137,14 @@ def _check_shape(manifest: dict[str, Any]) -> None:
 
 def _check_tokenizer(tokenizer: Any, vocab: int, version: int) -> None:
     name, end = _fields(tokenizer, "tokenizer", ("name", "end_of_document"), ("sha256", "end_token"))
-    if name not in _TOKENIZERS:
-        raise _OddError(f"the tokenizer's name is {_shown(name)}")
+    _refuse_unless(name in _TOKENIZERS, "the tokenizer's name", name)
     if end is not None or version == UNSEALED or name == "bytes":
         _whole(end, "the tokenizer's end_of_document", 0, vocab - 1)
     if name == "huggingface":
         digest, token = _fields(tokenizer, "tokenizer", ("sha256", "end_token"), ("name", "end_of_document"))
         _text(digest, "the tokenizer's sha256", _DIGEST)
-        if (token is None) != (end is None) or not isinstance(token, str | None):
-            raise _OddError(f"the tokenizer's end_token is {_shown(token)}")
+        agree = (token is None) == (end is None) and isinstance(token, str | None)
+        _refuse_unless(agree, "the tokenizer's end_token", token)
 
 
 def _check_split(split: Any, name: str, learn_mask: bool) -> None:
@@ -166,8 +168,7 @@ def _check_split(split: Any, name: str, learn_mask: bool) -> None:
 
 def _fields(value: Any, where: str, names: Sequence[str], also: Sequence[str] = ()) -> list[Any]:
     """The values of these keys of an object that has these, perhaps some of `also`, and no others."""
-    if not isinstance(value, dict):
-        raise _OddError(f"{where} is {_shown(value)}")
+    _refuse_unless(isinstance(value, dict), where, value)
     if missing := [name for name in names if name not in value]:
         raise _OddError(f"{where} lacks {', '.join(missing)}")
     if foreign := set(value).difference(names, also):
@@ -176,18 +177,20 @@ def _fields(value: Any, where: str, names: Sequence[str], also: Sequence[str] = 
 
 
 def _whole(value: Any, where: str, least: int = 0, most: int = _TOKENS_AT_MOST) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise _OddError(f"{where} is {_shown(value)}")
-    return value
+    _refuse_unless(type(value) is int and least <= value <= most, where, value)
+    return int(value)
 
 
 def _number(value: Any, where: str, most: float) -> None:
-    if type(value) not in (int, float) or not (0 <= value <= most and math.isfinite(value)):
-        raise _OddError(f"{where} is {_shown(value)}")
+    _refuse_unless(type(value) in (int, float) and 0 <= value <= most, where, value)
 
 
 def _text(value: Any, where: str, form: re.Pattern[str]) -> None:
-    if not isinstance(value, str) or not form.fullmatch(value):
+    _refuse_unless(isinstance(value, str) and form.fullmatch(value) is not None, where, value)
+
+
+def _refuse_unless(fits: bool, where: str, value: Any) -> None:
+    if not fits:
         raise _OddError(f"{where} is {_shown(value)}")
 
 

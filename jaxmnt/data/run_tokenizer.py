@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.data import Data
-from jaxmnt.data.manifest import NAMELESS
+from jaxmnt.data.manifest import NAMELESS, sealed, unsealed
 from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.storage import StoragePath, json_digest, publish, read
+from jaxmnt.storage import StoragePath, publish, read
 from jaxmnt.strict_json import json_text
 
 FOLDER = "tokenizer"
@@ -80,8 +80,7 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)
         if found.text is not None:
             publish(folder / TOKENIZER_FILE, found.text)
-        record = _record(found)
-        publish(folder / MANIFEST, json_text(record | {"seal": json_digest(record)}, indent=1, sort_keys=True) + "\n")
+        publish(folder / MANIFEST, json_text(sealed(_record(found)), indent=1, sort_keys=True) + "\n")
     except OSError as error:
         if isinstance(error, UserError):
             raise
@@ -130,9 +129,8 @@ def kept(home: StoragePath) -> RunTokenizer | None:
         "writes it again, and until then the tokenizer of its data is used"
     )
     try:
-        record = json.loads(read(path).decode())
-        seal = record.pop("seal")
-        if seal != json_digest(record):
+        record = unsealed(json.loads(read(path).decode()))
+        if record is None:
             raise damaged
         if (record["format"], record["version"]) != (FORMAT, VERSION):
             raise ConfigError(f"{path} is of version {record['version']}, this jaxmnt reads {VERSION}; use a newer one")

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxmnt import storage
-from jaxmnt.data.manifest import SPLITS, sealed
+from jaxmnt.data.manifest import SPLITS, sealed, unsealed
 from jaxmnt.data.preparation.attempts import Attempt, publish_if_absent
 from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Part, Settings, split_of, unreadable
@@ -184,14 +184,12 @@ def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = N
 def read_record(path: Path) -> dict[str, Any]:
     """What `write_record` has published. Raises `ConfigError` if it is not that any more."""
     try:
-        record = json.loads(storage.read(path).decode())
-        found = {name: value for name, value in record.items() if name != "seal"}
-        whole = bool(sealed(found) == record)
+        record = unsealed(json.loads(storage.read(path).decode()))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
-    if not whole:
+    if record is None:
         raise _damaged(path)
-    return found
+    return record
 
 
 def _damaged(path: Path) -> ConfigError:
