@@ -5,6 +5,7 @@ raising an error. So a process of its own reads it: python -m jaxmnt.data.prepar
 sizes of column chunks as JSON.
 """
 
+import codecs
 import json
 import signal
 import subprocess
@@ -17,7 +18,6 @@ from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Piece, damaged_parquet, open_parquet
 from jaxmnt.data.preparation.records import documents_of, key_of, leave_out_long, names_of, what_it_holds
-from jaxmnt.data.preparation.text import whole_characters
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.strict_json import json_text
 
@@ -252,9 +252,8 @@ def _split(text: bytes, number: int, file: int, reading: Reading, report: Report
     """The documents of a text that is too long, all of them held out or none. Raises `BadRecordError`."""
     start = 0
     try:
-        for piece in _pieces(text, reading.max_document):
-            piece.decode()
-            start += len(piece)
+        for _, stop in _pieces(text, reading.max_document, "strict"):
+            start = stop
     except UnicodeDecodeError as error:
         if not reading.replace_invalid:
             where = f"at byte {start + error.start} of {printable(reading.text_field)}"
@@ -262,21 +261,19 @@ def _split(text: bytes, number: int, file: int, reading: Reading, report: Report
         report.replaced += 1
     report.split += 1
     key = b""
-    for piece in _pieces(text, reading.max_document):
-        segments = [Segment(piece.decode(errors="replace"))]
+    for piece, _ in _pieces(text, reading.max_document, "replace"):
+        segments = [Segment(piece)]
         key = key or key_of(segments)
         yield Document(file, number, key, segments)
 
 
-def _pieces(text: bytes, size: int) -> Iterator[bytes]:
-    """Cuts a text into pieces of at most this size, each of whole characters."""
-    start = 0
-    while start < len(text):
-        piece = text[start : start + size]
-        if start + len(piece) < len(text):
-            piece = piece[: whole_characters(piece) or None]
-        start += len(piece)
-        yield piece
+def _pieces(text: bytes, size: int, errors: str) -> Iterator[tuple[str, int]]:
+    """Cuts a text into pieces of at most this size, each of whole characters, and says where each stops."""
+    stop = 0
+    while stop < len(text):
+        piece, taken = codecs.utf_8_decode(text[stop : stop + size], errors, stop + size >= len(text))
+        stop += taken
+        yield piece, stop
 
 
 def _is_text(kind: Any) -> bool:

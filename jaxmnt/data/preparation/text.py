@@ -30,9 +30,8 @@ def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> It
         if not first:
             report.empty += 1
             return
-        digest = hashlib.sha256(first)
-        while block := stream.read(TEXT_PIECE):
-            digest.update(block)
+        stream.seek(0)
+        key = hashlib.file_digest(stream, "sha256").digest()
         stream.seek(0)
         try:
             _check_utf8(stream, reading, report)
@@ -41,7 +40,7 @@ def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> It
             report.advance(file.size)
             return
         stream.seek(0)
-        yield Document(piece.file, 1, digest.digest(), _text_segments(file, stream, report))
+        yield Document(piece.file, 1, key, _text_segments(file, stream, report))
 
 
 def _check_utf8(stream: BinaryIO, reading: Reading, report: Report) -> None:
@@ -62,10 +61,12 @@ def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Se
     while block := _read_block(file, stream):
         report.advance(len(block))
         block = rest + block
-        cut = block.rfind(b"\n") + 1 if len(block) >= TEXT_PIECE else len(block)
-        cut = cut or whole_characters(block)
-        yield Segment(block[:cut].decode("utf-8", errors="replace"))
-        rest = block[cut:]
+        is_last = len(block) < TEXT_PIECE
+        lines = len(block) if is_last else block.rfind(b"\n") + 1
+        # A line that is longer than a block is cut between characters.
+        text, taken = codecs.utf_8_decode(block[: lines or len(block)], "replace", is_last)
+        yield Segment(text)
+        rest = block[taken:]
     if rest:
         yield Segment(rest.decode("utf-8", errors="replace"))
 
@@ -76,16 +77,6 @@ def _read_block(file: Input, stream: BinaryIO) -> bytes:
         return stream.read(TEXT_PIECE)
     except OSError as error:
         raise ConfigError(f"--input: {file.shown} cannot be read: {error.strerror or error}") from error
-
-
-def whole_characters(block: bytes) -> int:
-    """The length of `block` without a character that is cut off at its end."""
-    for back in range(1, min(4, len(block)) + 1):
-        byte = block[-back]
-        if byte & 0xC0 != 0x80:
-            wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-            return len(block) - back if wanted > back else len(block)
-    return len(block)
 
 
 TOKEN_BLOCK = 2**20
