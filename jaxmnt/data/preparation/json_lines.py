@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -62,7 +61,7 @@ def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
 def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
     """Decompressed frame by frame: the library's own stream takes a file that was cut off for one that ends there."""
     try:
-        from zstandard import ZstdDecompressor
+        from zstandard import ZstdDecompressor, ZstdError
     except ImportError as error:
         raise ConfigError(
             f"--input: {file.shown} needs zstandard; install it with: pip install 'jaxmnt[data]'"
@@ -71,19 +70,14 @@ def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
     while block := raw.read(_ZSTANDARD_PIECE):
         while block:
             frame = frame or ZstdDecompressor().decompressobj()
-            yield frame.decompress(block)
+            try:
+                yield frame.decompress(block)
+            except ZstdError as error:
+                raise zlib.error(str(error)) from error
             block = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("it ends in the middle of a frame")
-
-
-def signs_of_damage() -> tuple[type[Exception], ...]:
-    """What reading a damaged compressed file raises."""
-    known: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
-    if "zstandard" in sys.modules:
-        known.append(sys.modules["zstandard"].ZstdError)
-    return tuple(known)
 
 
 _NOT_BLANK = re.compile(rb"\S")
@@ -161,7 +155,7 @@ def read_lines(file: Input, piece: Piece, reading: Reading, report: Report) -> I
     """The lines that begin in this stretch of the file."""
     with file.path.open("rb") as stream:
         lines = Lines(plain_blocks(stream, piece, report.advance), reading.max_document)
-        name = lambda line: f"{file.shown}:{_lines_before(file, piece.start) + line}"
+        name = lambda line: f"{file.shown}:{_lines_before(file, piece) + line}"
         yield from _documents(lines, piece, name, reading, report)
 
 
@@ -170,7 +164,7 @@ def read_compressed(file: Input, piece: Piece, reading: Reading, report: Report)
         lines = Lines(compressed_blocks(file, raw, report.advance), reading.max_document)
         try:
             yield from _documents(lines, piece, lambda line: f"{file.shown}:{line}", reading, report)
-        except signs_of_damage() as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(
                 f"--input: {file.shown} is damaged after line {lines.number}: {printable(str(error))}"
             ) from error
@@ -218,13 +212,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _lines_before(file: Input, start: int) -> int:
-    """Lines that begin before byte `start`; reads the file up to there, which only an error is worth."""
-    lines = 0
+def _lines_before(file: Input, piece: Piece) -> int:
+    """Lines that begin before this stretch; reads the file up to there, which only an error is worth."""
+    before = piece._replace(start=0, stop=piece.start)
     with file.path.open("rb") as stream:
-        left, last = start, b"\n"
-        while left and (block := stream.read(min(left, 2**22))):
-            lines += block.count(b"\n")
-            left -= len(block)
-            last = block[-1:]
-    return lines + (last != b"\n")
+        return sum(block.count(b"\n") for block in plain_blocks(stream, before, lambda count: None))

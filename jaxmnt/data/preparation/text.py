@@ -89,7 +89,10 @@ def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> 
     array = open_tokens(file, f"u{reading.token_bytes}")
     if reading.end_id is None:
         report.records[piece.file] = int(piece.start == 0)
-        segments = _stretches(file, array, piece, reading, report)
+        segments = (
+            _segment(file, array, start, min(start + TOKEN_BLOCK, piece.stop), reading, report)
+            for start in range(piece.start, piece.stop, TOKEN_BLOCK)
+        )
         yield Document(piece.file, 1, _key(file, 0), segments, closed=True, continues=piece.start > 0)
         return
     number = 0
@@ -97,33 +100,28 @@ def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> 
     while start < piece.stop:
         stop = _after_end(array, start, reading.end_id)
         number += 1
-        _check_ids(file, array[start:stop], start, reading.vocab_size)
-        report.advance((stop - start) * array.dtype.itemsize)
+        segment = _segment(file, array, start, stop, reading, report)
         report.lengths[stop - start] += 1
-        yield Document(piece.file, number, _key(file, start), [Segment(array[start:stop])], closed=True)
+        yield Document(piece.file, number, _key(file, start), [segment], closed=True)
         start = stop
     report.records[piece.file] = number
-
-
-def _stretches(file: Input, array: np.ndarray, piece: Piece, reading: Reading, report: Report) -> Iterator[Segment]:
-    for start in range(piece.start, piece.stop, TOKEN_BLOCK):
-        tokens = array[start : min(start + TOKEN_BLOCK, piece.stop)]
-        _check_ids(file, tokens, start, reading.vocab_size)
-        report.advance(tokens.nbytes)
-        yield Segment(tokens)
 
 
 def _key(file: Input, start: int) -> bytes:
     return hashlib.sha256(f"{file.name}/{start}".encode("utf-8", "surrogateescape")).digest()
 
 
-def _check_ids(file: Input, tokens: np.ndarray, start: int, vocab_size: int) -> None:
-    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+def _segment(file: Input, array: np.ndarray, start: int, stop: int, reading: Reading, report: Report) -> Segment:
+    """The elements from `start` to `stop`. Raises `ConfigError` for an id that the vocabulary does not have."""
+    tokens = array[start:stop]
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= reading.vocab_size))
     if len(wrong):
         raise ConfigError(
             f"--input: {file.shown} holds the id {tokens[wrong[0]]} at element {start + wrong[0]}, which the "
-            f"vocabulary of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
+            f"vocabulary of {reading.vocab_size} does not have; give the right --vocab-size or --token-dtype"
         )
+    report.advance(tokens.nbytes)
+    return Segment(tokens)
 
 
 def _after_end(array: np.ndarray, start: int, end_id: int) -> int:
