@@ -189,12 +189,11 @@ def open_grain(
     `fields`. Raises `ConfigError` for what cannot be trained on, and `UnreadableError` where reading fails.
     """
     vocab_size, tokenizer = _vocabulary(settings, key, like)
-    paths = {"train": settings.train, "eval": settings.eval}
     elements, samples = {}, {}
     for split in SPLITS:
-        if (path := paths[split]) is None:
+        name, path = f"{key}.{split}", getattr(settings, split)
+        if path is None:
             continue
-        name = f"{key}.{split}"
         first, again = (
             Elements(_dataset(path, name), name, path, settings.elements, vocab_size, fields) for _ in range(2)
         )
@@ -289,9 +288,8 @@ def _sampled(first: Elements, again: Elements) -> list[Element | None]:
 
 
 def _equal(one: Element | None, other: Element | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    first, second = one or {}, other or {}  # a document that is left out is None
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
 def _kept(file: Path, count: int) -> _Index | None:

@@ -34,7 +34,7 @@ NAMELESS = "none"
 _TOKENIZERS = ("bytes", "huggingface", NAMELESS)
 
 
-class _OddError(Exception):
+class _OddError(ValueError):
     """A manifest of another shape. The text says what of it."""
 
 
@@ -43,10 +43,12 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest | {"seal": json_digest(manifest)}
 
 
-def unsealed(record: dict[str, Any]) -> dict[str, Any] | None:
-    """What a record says besides its seal; None if the seal does not fit it."""
+def unsealed(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record says besides its seal. Raises `ValueError` if the seal does not fit it."""
     content = {name: value for name, value in record.items() if name != "seal"}
-    return content if sealed(content) == record else None
+    if sealed(content) != record:
+        raise _OddError("its seal does not fit what it says")
+    return content
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
@@ -81,8 +83,8 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         )
     try:
         _check_shape(manifest)
-        if version != UNSEALED and unsealed(manifest) is None:
-            raise _OddError("its seal does not fit what it says")
+        if version != UNSEALED:
+            unsealed(manifest)
     except _OddError as error:
         raise ConfigError(f"{key}: {path} is damaged: {error}; {again}") from None
     return dict(manifest)

@@ -130,8 +130,6 @@ def kept(home: StoragePath) -> RunTokenizer | None:
     )
     try:
         record = unsealed(json.loads(read(path).decode()))
-        if record is None:
-            raise damaged
         if (record["format"], record["version"]) != (FORMAT, VERSION):
             raise ConfigError(f"{path} is of version {record['version']}, this jaxmnt reads {VERSION}; use a newer one")
         text = None
@@ -144,7 +142,7 @@ def kept(home: StoragePath) -> RunTokenizer | None:
         if not _makes_sense(found):
             raise damaged
     except (FileNotFoundError, NotADirectoryError):
-        if (path.parent / MANIFEST).exists():
+        if path.exists():
             raise damaged from None  # it names a file that is not there
         return None
     except OSError as error:

@@ -118,16 +118,13 @@ class StoredTokens(TokenStream):
     ):
         """`ids`, below which all tokens are, is given where files may hold others; `folder` and `names` then say where
         the shards are."""
-        self._offsets = [0]
-        for array in tokens:
-            self._offsets.append(self._offsets[-1] + len(array))
+        self._bounds = np.cumsum([0, *map(len, tokens)])
         # Plain views: a memmap's own indexing is slow.
         self._tokens = [np.asarray(array) for array in tokens]
         self._learn = None if learn is None else [np.asarray(array) for array in learn]
         super().__init__(document_starts, end_of_document)
         self._ids, self._folder, self._names = ids, folder, names
-        self._bounds = np.array(self._offsets, np.int64)
-        self.tokens, self.has_learn_mask = self._offsets[-1], learn is not None
+        self.tokens, self.has_learn_mask = int(self._bounds[-1]), learn is not None
 
     def read(self, start: int, out: np.ndarray) -> None:
         self._copy(self._tokens, start, out)
@@ -145,8 +142,8 @@ class StoredTokens(TokenStream):
     def refuse(self, offsets: np.ndarray) -> NoReturn:
         assert self._ids is not None
         for offset in np.unique(offsets[(offsets >= 0) & (offsets < self.tokens)]).tolist():
-            shard = bisect_right(self._offsets, offset) - 1
-            place = offset - self._offsets[shard]
+            shard = bisect_right(self._bounds, offset) - 1
+            place = offset - int(self._bounds[shard])
             if (token := int(self._tokens[shard][place])) >= self._ids:
                 raise ConfigError(
                     f"data.path: {self._folder / self._names[shard]} is damaged: it holds the id {token} at element "
@@ -171,10 +168,10 @@ class StoredTokens(TokenStream):
 
     def _copy(self, shards: list[np.ndarray], start: int, out: np.ndarray) -> None:
         """Copies across the ends of shards."""
-        shard = bisect_right(self._offsets, start) - 1
+        shard = bisect_right(self._bounds, start) - 1
         done = 0
         while done < len(out):
-            first = start + done - self._offsets[shard]
+            first = start + done - int(self._bounds[shard])
             piece = shards[shard][first : first + len(out) - done]
             out[done : done + len(piece)] = piece
             done += len(piece)

@@ -171,21 +171,25 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
 
 def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
     """The columns to read. Raises `ConfigError` if they are not there, or hold no text where that is wanted."""
-    known = schema.names
-    wanted = fields_to_read(known, reading) if reading.chat else [reading.text_field]
-    if not set(SHAPES).isdisjoint(wanted) if reading.chat else reading.text_field in known:
-        kind = None if reading.chat else schema.types[known.index(reading.text_field)]
-        if kind is not None and not _is_text(kind):
-            raise ConfigError(
-                f"--input: {file.shown}: its column {printable(reading.text_field)} holds {printable(str(kind)[:80])}, "
-                "which is not text; --text-field names another"
-            )
+    known, columns = schema.names, f"its columns: {names_of(schema.names)}"
+    if reading.chat:
+        wanted = fields_to_read(known, reading)
+        if set(SHAPES).isdisjoint(wanted):
+            raise ConfigError(f"--input: {file.shown} has no column {KNOWN}; {columns}")
         return wanted
-    lacking = KNOWN if reading.chat else printable(reading.text_field)
-    advice = "" if reading.chat else what_it_holds(known)
-    raise ConfigError(
-        f"--input: {file.shown} has no column {lacking}; its columns: {names_of(known)}{advice and '; ' + advice}"
-    )
+    field = reading.text_field
+    if field not in known:
+        advice = what_it_holds(known)
+        raise ConfigError(
+            f"--input: {file.shown} has no column {printable(field)}; {columns}{advice and '; ' + advice}"
+        )
+    kind = schema.types[known.index(field)]
+    if not _is_text(kind):
+        raise ConfigError(
+            f"--input: {file.shown}: its column {printable(field)} holds {printable(str(kind)[:80])}, which is not "
+            "text; --text-field names another"
+        )
+    return [field]
 
 
 def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str], reading: Reading) -> None:

@@ -184,12 +184,9 @@ def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = N
 def read_record(path: Path) -> dict[str, Any]:
     """What `write_record` has published. Raises `ConfigError` if it is not that any more."""
     try:
-        record = unsealed(json.loads(storage.read(path).decode()))
+        return unsealed(json.loads(storage.read(path).decode()))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
-    if record is None:
-        raise _damaged(path)
-    return record
 
 
 def _damaged(path: Path) -> ConfigError:
