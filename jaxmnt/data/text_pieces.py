@@ -6,6 +6,7 @@ context must not lose one. So the pieces of a text, encoded by `encode_pieces` o
 the text that the ids of the whole text decode to; and `decode_after` is decode(context + tokens) minus decode(context).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -43,21 +44,19 @@ def encode_pieces(tokenizer: Tokenizer, texts: Sequence[Sequence[Piece]]) -> lis
     text, and a token across the boundary belongs to the later piece.
     """
     encoded = [[np.empty(0, np.uint32) for _ in pieces] for pieces in texts]
-    apart: dict[Form, list[tuple[int, int]]] = {}
+    apart: dict[Form, list[tuple[int, int]]] = defaultdict(list)
     for number, pieces in enumerate(texts):
         filled = [index for index, piece in enumerate(pieces) if piece.text]
         for group in _groups(tokenizer, pieces, filled):
             form = Form(pieces[group[0]].markup, begins=group[0] == filled[0], ends=group[-1] == filled[-1])
             if len(group) == 1:
-                apart.setdefault(form, []).append((number, group[0]))
+                apart[form].append((number, group[0]))
                 continue
-            together = [pieces[index].text for index in group]
-            ids_of_group = tokenizer.encode_joined(together, form)
+            ids_of_group = tokenizer.encode_joined([pieces[index].text for index in group], form)
             for index, ids in zip(group, ids_of_group, strict=True):
                 encoded[number][index] = ids
     for form, indices in apart.items():
-        alike = [texts[number][index].text for number, index in indices]
-        ids_of_texts = tokenizer.encode_batch(alike, form)
+        ids_of_texts = tokenizer.encode_batch([texts[number][index].text for number, index in indices], form)
         for (number, index), ids in zip(indices, ids_of_texts, strict=True):
             encoded[number][index] = ids
     return encoded
@@ -96,9 +95,7 @@ def decode_after(tokenizer: Tokenizer, context: Any, tokens: Any) -> str:
 def _tail(tokenizer: Tokenizer, context: np.ndarray) -> tuple[np.ndarray, str]:
     """Returns the last tokens of a context, and their text, which begins with a whole character."""
     latest = len(context) - _CONTEXT_TOKENS
-    for start in range(latest, latest - _LONGEST_CHARACTER, -1):
-        if start <= 0:
-            break
+    for start in range(latest, max(0, latest - _LONGEST_CHARACTER), -1):
         text = tokenizer.decode(context[start:])
         if text and not text.startswith(_INCOMPLETE):
             return context[start:], text

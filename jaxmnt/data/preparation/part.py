@@ -87,13 +87,14 @@ class ShardWriter:
     def __init__(self, job: Job, split: str, part: int, attempt: Attempt):
         self._job, self._split, self._part, self._attempt = job, split, part, attempt
         self._shards: list[dict[str, Any]] = []
-        self._open: tuple[NpyWriter, NpyWriter | None] | None = None
+        self._open: dict[str, NpyWriter] = {}
+        """The files of the present shard by kind: tokens, and perhaps learn."""
         self._starts, self._origins = array("q"), array("q")
         self.documents = self.tokens = 0
 
     def begin_document(self, file: int, record: int) -> None:
         """The tokens added from now on belong to a document of this origin."""
-        start = self._shard()[0].length  # which may begin a shard, and a list of its documents
+        start = self._shard()["tokens"].length  # which may begin a shard, and a list of its documents
         self._starts.append(start)
         self._origins.extend((file, record))
         self.documents += 1
@@ -101,41 +102,40 @@ class ShardWriter:
     def add(self, tokens: np.ndarray, learn: bool) -> None:
         self.tokens += len(tokens)
         while len(tokens):
-            writer, mask = self._shard()
-            piece = tokens[: self._job.settings.shard_tokens - writer.length]
-            writer.append(piece)
-            if mask is not None:
-                mask.append(np.full(len(piece), learn, np.uint8))
+            files = self._shard()
+            piece = tokens[: self._job.settings.shard_tokens - files["tokens"].length]
+            files["tokens"].append(piece)
+            if "learn" in files:
+                files["learn"].append(np.full(len(piece), learn, np.uint8))
             tokens = tokens[len(piece) :]
 
     def close(self) -> dict[str, Any]:
         """The split's entry in the part's record."""
-        if self._open is not None:
-            self._close_shard(*self._open)
+        if self._open:
+            self._close_shard()
         return {"documents": self.documents, "tokens": self.tokens, "shards": self._shards}
 
-    def _shard(self) -> tuple[NpyWriter, NpyWriter | None]:
-        """Returns the files of a shard that takes at least one more token: its tokens, and its mask if it has one."""
-        if self._open is not None and self._open[0].length >= self._job.settings.shard_tokens:
-            self._close_shard(*self._open)
-        if self._open is None:
-            mask = self._writer("learn", np.dtype(np.uint8)) if self._job.settings.reading.chat else None
-            self._open = self._writer("tokens", self._job.dtype), mask
+    def _shard(self) -> dict[str, NpyWriter]:
+        """Returns the files of a shard that takes at least one more token."""
+        if self._open and self._open["tokens"].length >= self._job.settings.shard_tokens:
+            self._close_shard()
+        if not self._open:
+            self._open = {"tokens": self._writer("tokens", self._job.dtype)}
+            if self._job.settings.reading.chat:
+                self._open["learn"] = self._writer("learn", np.dtype(np.uint8))
         return self._open
 
-    def _close_shard(self, writer: NpyWriter, mask: NpyWriter | None) -> None:
+    def _close_shard(self) -> None:
         starts = self._writer("documents", np.dtype(np.int64))
         starts.append(np.array(self._starts, np.int64))
         # The records of origins are counted within the part until all parts are known: see run.py.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
         save_array(self._job.work / origins_name(self._split, self._name), origins, self._attempt)
-        digests = {self._file("tokens"): writer.close(), self._file("documents"): starts.close()}
-        if mask is not None:
-            digests[self._file("learn")] = mask.close()
-        self._shards.append(
-            {"name": self._name, "tokens": writer.length, "documents": len(self._starts), "sha256": digests}
-        )
-        self._open, self._starts, self._origins = None, array("q"), array("q")
+        files = self._open | {"documents": starts}
+        digests = {self._file(kind): file.close() for kind, file in files.items()}
+        tokens = self._open["tokens"].length
+        self._shards.append({"name": self._name, "tokens": tokens, "documents": len(self._starts), "sha256": digests})
+        self._open, self._starts, self._origins = {}, array("q"), array("q")
 
     @property
     def _name(self) -> str:
