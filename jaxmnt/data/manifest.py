@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import json_digest, read
+from jaxmnt.strict_json import json_text
 
 FORMAT = "jaxmnt-tokens"
 VERSION = 3
@@ -41,6 +42,11 @@ class _OddError(ValueError):
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with its seal."""
     return manifest | {"seal": json_digest(manifest)}
+
+
+def sealed_text(record: dict[str, Any]) -> str:
+    """A record with its seal, as a file."""
+    return json_text(sealed(record), indent=1, sort_keys=True) + "\n"
 
 
 def unsealed(record: dict[str, Any]) -> dict[str, Any]:

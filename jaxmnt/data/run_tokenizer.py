@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.data import Data
-from jaxmnt.data.manifest import NAMELESS, sealed, unsealed
+from jaxmnt.data.manifest import NAMELESS, sealed_text, unsealed
 from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.storage import StoragePath, publish, read
-from jaxmnt.strict_json import json_text
 
 FOLDER = "tokenizer"
 MANIFEST = "manifest.json"
@@ -80,7 +79,7 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)
         if found.text is not None:
             publish(folder / TOKENIZER_FILE, found.text)
-        publish(folder / MANIFEST, json_text(sealed(_record(found)), indent=1, sort_keys=True) + "\n")
+        publish(folder / MANIFEST, sealed_text(_record(found)))
     except OSError as error:
         if isinstance(error, UserError):
             raise

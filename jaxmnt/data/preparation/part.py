@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxmnt import storage
-from jaxmnt.data.manifest import SPLITS, sealed, unsealed
+from jaxmnt.data.manifest import SPLITS, sealed_text, unsealed
 from jaxmnt.data.preparation.attempts import Attempt, publish_if_absent
 from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Part, Settings, split_of, unreadable
@@ -173,12 +173,12 @@ def read_array(path: Path, *shape: int | None) -> np.ndarray:
 
 def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = None) -> None:
     """Publishes what a preparation that goes on later will need, sealed; with an attempt, if there is none yet."""
-    value = sealed(json.loads(json_text(record)))  # with keys as they will be read
+    text = sealed_text(json.loads(json_text(record)))  # with keys as they will be read
     if attempt is None:
-        publish(path, as_json(value))
+        publish(path, text)
         return
     with attempt.writing(path) as stream:
-        stream.write(as_json(value).encode())
+        stream.write(text.encode())
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -194,10 +194,6 @@ def _damaged(path: Path) -> ConfigError:
         f"--output: {path} of an unfinished preparation is damaged, or of an older version; remove the output and "
         "prepare again"
     )
-
-
-def as_json(value: Any) -> str:
-    return json_text(value, indent=1, sort_keys=True) + "\n"
 
 
 def cannot_write(output: Path, error: OSError) -> UserError:

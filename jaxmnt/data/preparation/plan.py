@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxmnt import storage
-from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed
+from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed_text
 from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.preparation.documents import Counts
 from jaxmnt.data.preparation.inputs import Input, LeftOut, Part, Settings, is_unchanged
@@ -23,7 +23,6 @@ from jaxmnt.data.preparation.part import (
     COUNTED,
     WORK,
     Job,
-    as_json,
     counts_path,
     origins_name,
     read_array,
@@ -295,7 +294,7 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
         "splits": splits,
     }
     with attempt.writing(job.output / MANIFEST) as stream:
-        stream.write(as_json(sealed(manifest)).encode())
+        stream.write(sealed_text(manifest).encode())
     return summary
 
 
