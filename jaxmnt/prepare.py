@@ -13,7 +13,8 @@ from jaxmnt.errors import ConfigError, ExitCode, counted, printable
 from jaxmnt.storage import read
 
 if TYPE_CHECKING:
-    from jaxmnt.data.preparation import Settings, Summary
+    from jaxmnt.data.preparation.inputs import Settings
+    from jaxmnt.data.preparation.plan import Summary
     from jaxmnt.telemetry.progress import StatusLine
 
 _BAR = 24
@@ -41,7 +42,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--workers: {options.workers} is not a number of processes; give 1 or more")
 
     from jaxmnt.config.load import as_typed
-    from jaxmnt.data.preparation import Selection, build
+    from jaxmnt.data.preparation.inputs import Selection
+    from jaxmnt.data.preparation.run import build
     from jaxmnt.telemetry.progress import count, duration, size, status_line
 
     if options.chat and _has_chat_template(options.tokenizer):
@@ -146,8 +148,8 @@ class _Rate:
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
-    from jaxmnt.data.preparation import Settings
     from jaxmnt.data.preparation.documents import Reading
+    from jaxmnt.data.preparation.inputs import Settings
 
     trained, own_ids = options.train_tokenizer, options.vocab_size is not None
     if trained is not None and options.tokenizer is not None:

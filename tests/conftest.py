@@ -25,7 +25,8 @@ import pytest
 from hypothesis import settings
 
 from jaxmnt.config.load import apply_overrides, parse_config
-from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.run import build
 from jaxmnt.telemetry.events import read_lines
 
 # Programs of one device that several tests compile are compiled once, also across processes. The folder is private;

@@ -137,8 +137,9 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def _prepared(folder: Path) -> None:
     """Two shards a split, with a tokenizer of its own and a mask of what is learnt."""
-    from jaxmnt.data.preparation import Selection, Settings, build
     from jaxmnt.data.preparation.documents import Reading
+    from jaxmnt.data.preparation.inputs import Selection, Settings
+    from jaxmnt.data.preparation.run import build
 
     (folder / "text").mkdir()
     talk = [
@@ -204,7 +205,8 @@ def _cut_off(*_: Any) -> None:
 
 
 def build_again(text: Path, output: Path) -> None:
-    from jaxmnt.data.preparation import Selection, Settings, build
+    from jaxmnt.data.preparation.inputs import Selection, Settings
+    from jaxmnt.data.preparation.run import build
 
     build(Selection([text]), output, Settings(eval_fraction=0.3, part_bytes=600), lambda *progress: None)
 

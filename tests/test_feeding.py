@@ -17,7 +17,8 @@ from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data.__main__ import main as data_command
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.run import build
 from jaxmnt.data.rows import batch_digest, row_digests
 from jaxmnt.data.sources import open_sources, stage
 from jaxmnt.data.store import open_prepared

@@ -18,7 +18,8 @@ from test_fuzz import HangsError, _limited, _loud, _place, gone, hurry, snapshot
 
 from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.config.load import parse_config
-from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.run import build
 from jaxmnt.errors import ExitCode, UserError
 from jaxmnt.train import train
 

@@ -21,9 +21,11 @@ from conftest import command, mostly_slow
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.preparation import Selection, Settings, build, run
+from jaxmnt.data.preparation import run
 from jaxmnt.data.preparation.attempts import Attempt
 from jaxmnt.data.preparation.documents import Reading
+from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.run import build
 from jaxmnt.data.preparation.text import TEXT_PIECE
 from jaxmnt.data.rows import Windows, batch_digest, row_digests
 from jaxmnt.data.sources import open_sources

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.data.preparation.chat import conversation_of
 from jaxmnt.data.preparation.documents import BadRecordError, Reading
+from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.run import build
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import Bytes
 from jaxmnt.errors import ConfigError

@@ -15,11 +15,12 @@ from conftest import command as run_command
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import tokenizer as tokenizers
 from jaxmnt.data.batches import EvaluationData, TrainingData
-from jaxmnt.data.preparation import Selection, Settings, build
 from jaxmnt.data.preparation.documents import Reading
+from jaxmnt.data.preparation.inputs import Selection, Settings
 from jaxmnt.data.preparation.json_lines import Lines
 from jaxmnt.data.preparation.parquet import columns_of
 from jaxmnt.data.preparation.part import read_array
+from jaxmnt.data.preparation.run import build
 from jaxmnt.data.rows import make_reader
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared

@@ -36,7 +36,8 @@ from markdown import write_between
 from jaxmnt.checkpoint.commit import NOTE, newest_valid, open_checkpoint, valid_checkpoints
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError
-from jaxmnt.data.preparation import Selection, Settings, build
+from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.run import build
 from jaxmnt.errors import ExitCode
 
 MOMENTS = ("start", "compile", "restore", "first step", "step", "evaluate", "begin", "write", "commit", "prune")
