@@ -320,18 +320,14 @@ class PreparedData:
         dtype = np.dtype(_KINDS.get(kind, self.manifest["dtype"]))
         width = (2,) if kind == "origins" else ()
         if array.dtype != dtype or array.shape[1:] != width or array.ndim == 0 or not array.flags.c_contiguous:
-            raise ConfigError(
-                f"data.path: {path} holds {array.dtype} of shape {array.shape}, where {dtype} belongs; {_AGAIN}"
-            )
-        if len(array) != shard[length]:
-            raise ConfigError(
-                f"data.path: {path} has {len(array)} {length}, the manifest says {shard[length]}; {_AGAIN}"
-            )
-        if size != array.offset + array.nbytes:
-            raise ConfigError(
-                f"data.path: {path} has {size} bytes, where its header says {array.offset + array.nbytes}; {_AGAIN}"
-            )
-        return array
+            wrong = f"holds {array.dtype} of shape {array.shape}, where {dtype} belongs"
+        elif len(array) != shard[length]:
+            wrong = f"has {len(array)} {length}, the manifest says {shard[length]}"
+        elif size != array.offset + array.nbytes:
+            wrong = f"has {size} bytes, where its header says {array.offset + array.nbytes}"
+        else:
+            return array
+        raise ConfigError(f"data.path: {path} {wrong}; {_AGAIN}")
 
 
 def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,33 +50,6 @@ class Form(NamedTuple):
 WHOLE = Form()
 
 
-class Tokenizer(Protocol):
-    """What preparing data and sampling need of a tokenizer."""
-
-    vocab_size: int
-    end_of_document: int | None
-    """The id that follows every document, and that stands before the first. None: there is no such id."""
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """What goes into the manifest, and what `make_tokenizer` makes the same tokenizer of."""
-
-    def encode_batch(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
-        """Returns the token ids of each text, without ends of documents, in an unsigned dtype."""
-
-    def encode_joined(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
-        """Returns the token ids of the joined text, divided among the texts it is made of.
-
-        A token across a boundary belongs to the text that its last character is in.
-        """
-
-    def can_cut(self, before: str, after: str) -> bool:
-        """Returns whether the two texts, encoded apart, decode to what their joined text decodes to."""
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """Text of token ids; ids that are no text (such as the end of document) are left out."""
-
-
 class Bytes:
     """UTF-8 bytes as ids 0–255, and 256 for the end of a document."""
 
@@ -102,6 +75,9 @@ class Bytes:
 
 class HuggingFace:
     """A tokenizer.json of the `tokenizers` library."""
+
+    end_of_document: int | None
+    """The id that follows every document, and that stands before the first. None: there is no such id."""
 
     def __init__(self, path: Path, end_token: str | None = None, *, for_text: bool = False, content: str | None = None):
         """`for_text` says that documents will be encoded: these need an end, and one that cannot occur in them.
@@ -156,6 +132,7 @@ class HuggingFace:
 
     @property
     def description(self) -> dict[str, Any]:
+        """What goes into the manifest, and what `make_tokenizer` makes the same tokenizer of."""
         return {
             "name": "huggingface",
             "sha256": self._digest,
@@ -164,11 +141,16 @@ class HuggingFace:
         }
 
     def encode_batch(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
+        """Returns the token ids of each text, without ends of documents, in an unsigned dtype."""
         if all(len(text) <= _STRETCH for text in texts) or self._plain.pre_tokenizer is None:
             return self._encode(texts, form)
         return [np.concatenate(list(self._long(text, form))) for text in texts]
 
     def encode_joined(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
+        """Returns the token ids of the joined text, divided among the texts it is made of.
+
+        A token across a boundary belongs to the text that its last character is in.
+        """
         encoding = self._tokenizer(form).encode("".join(texts), add_special_tokens=False)
         ids, stops = np.array(encoding.ids, np.uint32), np.cumsum([len(text) for text in texts])
         last_characters = np.array([max(0, stop - 1) for _, stop in encoding.offsets], np.int64)
@@ -178,6 +160,7 @@ class HuggingFace:
         return [ids[text_of_token == number] for number in range(len(texts))]
 
     def can_cut(self, before: str, after: str) -> bool:
+        """Returns whether the two texts, encoded apart, decode to what their joined text decodes to."""
         if self._lossless:
             return True
         if self._prefixed_token_in([before, after]) is not None:
@@ -267,6 +250,7 @@ class HuggingFace:
         return changed
 
     def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of token ids; ids that are no text (such as the end of document) are left out."""
         return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
 
     def _find_end(self, wanted: str | None, path: Path, *, needed: bool) -> str | None:
@@ -282,6 +266,10 @@ class HuggingFace:
                 f"--end-token: {path} has none of {', '.join(_KNOWN_ENDS)}; name the token that ends a document"
             )
         return end
+
+
+Tokenizer = Bytes | HuggingFace
+"""What they share is described at `HuggingFace`."""
 
 
 def _within_a_text(part: dict[str, Any] | None, form: Form) -> dict[str, Any] | None:

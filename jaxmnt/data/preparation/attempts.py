@@ -41,33 +41,35 @@ class Attempt:
     @contextmanager
     def writing(self, path: Path, replace: bool = False) -> Iterator[BinaryIO]:
         """Publishes what is written inside, whole and durably; with `replace` in place of what is there."""
-        temporary = self.temporary(path)
-        with temporary.open("xb") as stream:
+        with self.temporary(path).open("xb") as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+            self.publish(stream, path, replace)
+
+    def publish(self, stream: BinaryIO, path: Path, replace: bool = False) -> None:
+        """Gives a file that is written whole its name, durably; with `replace` in place of what is there.
+
+        Else a file of another attempt stays. Raises `UserError` if it holds other bytes.
+        """
+        stream.flush()
+        os.fsync(stream.fileno())
+        temporary = self.temporary(path)
         if replace:
             temporary.replace(path)
-        else:
-            publish_if_absent(temporary, path)
+            return
+        try:
+            _link(temporary, path)
+        except FileExistsError:
+            if file_digest(temporary) != file_digest(path):
+                raise UserError(
+                    f"--output: {path} was written by another attempt and holds other bytes; remove the output and "
+                    "prepare the data again"
+                ) from None
+        temporary.unlink(missing_ok=True)
 
     def remove_unpublished(self) -> None:
         """Removes what this attempt has written and not published."""
         for path in self._work.glob(f"*.{self._name}.tmp"):
             path.unlink(missing_ok=True)
-
-
-def publish_if_absent(temporary: Path, path: Path) -> None:
-    """Gives a whole file its name. A file of another attempt stays; raises `UserError` if it holds other bytes."""
-    try:
-        _link(temporary, path)
-    except FileExistsError:
-        if file_digest(temporary) != file_digest(path):
-            raise UserError(
-                f"--output: {path} was written by another attempt and holds other bytes; remove the output and prepare "
-                "the data again"
-            ) from None
-    temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(work: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ import numpy as np
 
 from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed_text, unsealed
-from jaxmnt.data.preparation.attempts import Attempt, publish_if_absent
+from jaxmnt.data.preparation.attempts import Attempt
 from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Part, Settings, split_of, unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
@@ -58,10 +57,9 @@ class NpyWriter:
     """A one-dimensional .npy file that is appended to, and that appears under its name when it is whole."""
 
     def __init__(self, path: Path, attempt: Attempt, dtype: np.dtype):
-        self._path, self._dtype = path, dtype
-        self._temporary = attempt.temporary(path)
+        self._path, self._attempt, self._dtype = path, attempt, dtype
         self.length = 0
-        self._file: BinaryIO = self._temporary.open("xb", buffering=2**20)
+        self._file: BinaryIO = attempt.temporary(path).open("xb", buffering=2**20)
         self._file.write(b"\0" * _HEADER_BYTES)
 
     def append(self, values: np.ndarray) -> None:
@@ -73,12 +71,9 @@ class NpyWriter:
         """Finishes the file, durably, and returns its SHA-256."""
         self._file.seek(0)
         self._file.write(_npy_header(self._dtype, self.length))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._attempt.publish(self._file, self._path)
         self._file.close()
-        digest = file_digest(self._temporary)
-        publish_if_absent(self._temporary, self._path)
-        return digest
+        return file_digest(self._path)
 
 
 class ShardWriter:
