@@ -18,6 +18,7 @@ from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import printable
 
 _BAR = 40
+_WIDTH = 60
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
@@ -121,12 +122,10 @@ def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | N
 
 
 def _decoded(tokenizer: Tokenizer | None, tokens: np.ndarray, context: Sequence[int] | np.ndarray = ()) -> str:
-    return "" if tokenizer is None else f"  {_shorten(decode_after(tokenizer, context, tokens))}"
-
-
-def _shorten(text: str, width: int = 60) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= width else f"{shown[: width - 2]}…{shown[-1]}"
+    if tokenizer is None:
+        return ""
+    shown = repr(decode_after(tokenizer, context, tokens))
+    return f"  {shown if len(shown) <= _WIDTH else f'{shown[: _WIDTH - 2]}…{shown[-1]}'}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

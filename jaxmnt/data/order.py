@@ -89,7 +89,11 @@ class Order:
         for number in range(len(phases) - 1):
             used = self._used_in_phase(number, int(self._first_rows[number + 1] - self._first_rows[number]))
             self._before.append(self._before[-1] + used)
-        self._ahead = self._ahead_of_weights(newest) if branches else np.zeros(len(rows), np.int64)
+        self._ahead = np.zeros(len(rows), np.int64)
+        """How many rows more of each source the origins have read than the present weights say."""
+        if branches:
+            used = np.array([newest.used.get(name, 0) for name in self.names], np.int64)
+            self._ahead = used - self._used_by_weights(newest.step)
         # A block is made once for all the steps that touch it.
         self._block = functools.lru_cache(maxsize=64)(self._make_block)
 
@@ -143,11 +147,6 @@ class Order:
         number = int(self.numbers(step, [0])[0])
         phase = int(np.searchsorted(self._first_rows, number, side="right")) - 1
         return self._before[phase] + self._used_in_phase(phase, number - int(self._first_rows[phase]))
-
-    def _ahead_of_weights(self, branch: BranchPoint) -> np.ndarray:
-        """How many rows more of each source the origins have read than the present weights say."""
-        used = np.array([branch.used.get(name, 0) for name in self.names], np.int64)
-        return used - self._used_by_weights(branch.step)
 
     def _used_in_phase(self, phase: int, rows: int) -> np.ndarray:
         blocks, rest = divmod(rows, BLOCK)

@@ -223,7 +223,9 @@ class PreparedData:
         """Opens a split. Raises `ConfigError` naming a shard that is missing or not of its length."""
         shards = self.manifest["splits"][split]["shards"]
         tokens = [self._load(split, "tokens", shard, "tokens") for shard in shards]
-        learn = [self._load(split, "learn", shard, "tokens") for shard in shards] if self._has_learn else None
+        learn = (
+            [self._load(split, "learn", shard, "tokens") for shard in shards] if self.manifest["learn_mask"] else None
+        )
         return StoredTokens(
             tokens,
             lambda: self._document_starts(split),
@@ -276,10 +278,6 @@ class PreparedData:
                     f"data.path: {self.path / name} is damaged: its SHA-256 is not the manifest's; "
                     "copy it again from where it is whole, or prepare the data again"
                 )
-
-    @property
-    def _has_learn(self) -> bool:
-        return bool(self.manifest["learn_mask"])
 
     @functools.cached_property
     def _source_names(self) -> list[str]:

@@ -220,18 +220,16 @@ class HuggingFace:
 
         return set() if self._parts["normalizer"] is None else types(self._parts["normalizer"])
 
-    @cached_property
-    def _prefixed_tokens(self) -> list[str]:
-        """Added tokens that are matched with what the normalizer puts before a text."""
-        if "Prepend" not in self._normalizers:
-            return []
-        tokens = self._plain.get_added_tokens_decoder().values()
-        return sorted(token.content for token in tokens if token.normalized)
-
     def _prefixed_token_in(self, texts: Sequence[str], markup: bool = False) -> str | None:
-        """Returns the first of these tokens in the texts. Without markup, names of special tokens are plain text."""
-        tokens = [token for token in self._prefixed_tokens if markup or token not in self.special]
-        return next((token for token in tokens if any(token in text for text in texts)), None)
+        """Returns an added token in the texts that is matched with what the normalizer puts before a text.
+
+        Without markup, names of special tokens are plain text.
+        """
+        if "Prepend" not in self._normalizers:
+            return None
+        added = self._plain.get_added_tokens_decoder().values()
+        names = sorted(token.content for token in added if token.normalized and (markup or not token.special))
+        return next((name for name in names if any(name in text for text in texts)), None)
 
     def _tokenizer(self, form: Form) -> Any:
         """Returns the library's tokenizer for texts of this form."""

@@ -5,6 +5,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
@@ -45,17 +46,15 @@ def _next_line(stream: BinaryIO, start: int) -> int:
 
 
 def compressed_blocks(file: Input, raw: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
+    if file.path.suffix.lower() == ".gz":
+        blocks = iter(partial(gzip.GzipFile(fileobj=raw).read, _BLOCK), b"")
+    else:
+        blocks = _zstandard_blocks(file, raw)
     read = 0
-    for block in _gzip_blocks(raw) if file.path.suffix.lower() == ".gz" else _zstandard_blocks(file, raw):
+    for block in blocks:
         advance(raw.tell() - read)
         read = raw.tell()
         yield block
-
-
-def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    with gzip.open(raw) as stream:
-        while block := stream.read(_BLOCK):
-            yield block
 
 
 def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
