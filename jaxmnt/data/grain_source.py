@@ -46,6 +46,9 @@ Progress = Callable[[str], None]
 class GrainData:
     """Offers what `PreparedData` offers, except for streams of whole rows. Made by `open_grain`."""
 
+    path: str
+    """That of the training dataset."""
+    vocab_size: int
     elements: dict[str, Elements]
     """By split; a split that there is not is left out."""
     tokenizer: dict[str, Any]
@@ -62,14 +65,6 @@ class GrainData:
             return self.sampled
         indices = "".join(self._indices[split].digest for split in sorted(self._indices))
         return self.sampled + hashlib.sha256(indices.encode()).hexdigest()
-
-    @property
-    def path(self) -> str:
-        return self.elements["train"].path
-
-    @property
-    def vocab_size(self) -> int:
-        return self.elements["train"].vocab_size
 
     @property
     def ids(self) -> int:
@@ -123,11 +118,12 @@ class GrainData:
         """Writes the index of each split into the folder, unless it is there. Raises `UnreadableError`."""
         for split in [] if self.holds_rows else self.elements:
             found = self._index(split, progress)
-            if self.index_folder is None or not found.is_new:
+            file = self._index_file(split)
+            if file is None or not found.is_new:
                 continue
-            with _usable(self.index_folder):
-                self.index_folder.mkdir(parents=True, exist_ok=True)
-                publish_bytes(self._index_file(split), bytes.fromhex(found.digest) + found.table.tobytes())
+            with _usable(file.parent):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                publish_bytes(file, bytes.fromhex(found.digest) + found.table.tobytes())
 
     def load_index(self, *, made_elsewhere: bool) -> None:
         """Holds the index of each split in memory, from here on independent of the folder.
@@ -135,7 +131,7 @@ class GrainData:
         With `made_elsewhere` another process has written it. Raises `PreflightError` if it does not appear here.
         """
         for split in [] if self.holds_rows else self.elements:
-            file = None if self.index_folder is None else self._index_file(split)
+            file = self._index_file(split)
             until = time.monotonic() + _APPEARS_SECONDS
             while made_elsewhere and file is not None and _kept(file, len(self.elements[split])) is None:
                 if time.monotonic() > until:
@@ -149,9 +145,8 @@ class GrainData:
     def _index(self, split: str, progress: Progress = lambda name: None) -> "_Index":
         """The index in memory, in the folder, or made by reading all documents."""
         if split not in self._indices:
-            elements, found = self.elements[split], None
-            if self.index_folder is not None:
-                found = _kept(self._index_file(split), len(elements))
+            elements, file = self.elements[split], self._index_file(split)
+            found = None if file is None else _kept(file, len(elements))
             if found is None:
                 table = measured(elements, self.tokenizer["end_of_document"], progress)
                 found = _Index(table, hashlib.sha256(table).hexdigest(), is_new=True)
@@ -160,9 +155,8 @@ class GrainData:
             self._indices[split] = found
         return self._indices[split]
 
-    def _index_file(self, split: str) -> Path:
-        assert self.index_folder is not None
-        return self.index_folder / f"{self.sampled[:16]}-{split}"
+    def _index_file(self, split: str) -> Path | None:
+        return None if self.index_folder is None else self.index_folder / f"{self.sampled[:16]}-{split}"
 
 
 @dataclass(frozen=True)
@@ -189,7 +183,8 @@ def open_grain(
     `fields`. Raises `ConfigError` for what cannot be trained on, and `UnreadableError` where reading fails.
     """
     vocab_size, tokenizer = _vocabulary(settings, key, like)
-    elements, samples = {}, {}
+    digest = hashlib.sha256(json.dumps([settings.elements, vocab_size, tokenizer["end_of_document"]]).encode())
+    elements = {}
     for split in SPLITS:
         name, path = f"{key}.{split}", getattr(settings, split)
         if path is None:
@@ -198,15 +193,12 @@ def open_grain(
             Elements(_dataset(path, name), name, path, settings.elements, vocab_size, fields) for _ in range(2)
         )
         elements[split] = first
-        samples[split] = _sampled(first, again)
-    digest = hashlib.sha256(json.dumps([settings.elements, vocab_size, tokenizer["end_of_document"]]).encode())
-    for split, found in samples.items():
-        digest.update(f"{split} {len(elements[split])}".encode())
-        for element in found:
+        digest.update(f"{split} {len(first)}".encode())
+        for element in _sampled(first, again):
             for name, array in sorted((element or {}).items()):
                 digest.update(f"{name} {len(array)}".encode() + array.astype(array.dtype.newbyteorder("<")).tobytes())
     folder = None if run_dir is None else run_dir / INDEX_FOLDER
-    return GrainData(elements, tokenizer, digest.hexdigest(), folder)
+    return GrainData(elements["train"].path, vocab_size, elements, tokenizer, digest.hexdigest(), folder)
 
 
 def _vocabulary(settings: Grain, key: str, like: Any) -> tuple[int, dict[str, Any]]:
