@@ -151,19 +151,13 @@ class DocumentStream(TokenStream):
         self.tokens, self.has_learn_mask = int(lengths.sum()), bool(index[:, 2].any())
         self._recent = _Recent(self._read_document)
 
-    def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        self._copy(starts, outs, "tokens")
-
-    def read_all_learn(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        self._copy(starts, outs, "weights")
-
-    def _copy(self, starts: np.ndarray, outs: Sequence[np.ndarray], name: str) -> None:
+    def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
         documents = self.documents(starts)
         within = starts - self.document_starts[documents]
         for out, document, first in zip(outs, documents.tolist(), within.tolist(), strict=True):
             done = 0
             while done < len(out):
-                piece = self._recent.get(document)[name][first : first + len(out) - done]
+                piece = self._recent.get(document)[field][first : first + len(out) - done]
                 out[done : done + len(piece)] = piece
                 done, document, first = done + len(piece), document + 1, 0
 

@@ -127,7 +127,7 @@ class Windows:
         """Overwrites the weights of all tokens that the stream has."""
         real = np.clip(self.stream.tokens - starts, 0, self.length)
         some = np.flatnonzero(real)
-        self.stream.read_all_learn(starts[some], [weights[row, : real[row]] for row in some.tolist()])
+        self.stream.read_all(starts[some], [weights[row, : real[row]] for row in some.tolist()], "weights")
         self.stream.check_learn(weights)
 
     def _documents(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -181,7 +181,7 @@ class Packed:
         self.stream.read_all(starts, [targets[stretch] for stretch in stretches])
         weights = (~is_padding).astype(np.float32)
         if self.stream.has_learn_mask:
-            self.stream.read_all_learn(starts, [weights[stretch] for stretch in stretches])
+            self.stream.read_all(starts, [weights[stretch] for stretch in stretches], "weights")
             self.stream.check_learn(weights)
         if self.stream.end_of_document is None:
             weights[row[opens], column[opens]] = 0

@@ -79,15 +79,15 @@ class TokenStream(ABC):
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Copies tokens from offset `start` on into `out`; there must be as many."""
-        self.read_all(np.array([start], np.int64), [out])
+        if len(out):
+            self.read_all(np.array([start], np.int64), [out])
 
     @abstractmethod
-    def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        """Like `read`, of many stretches."""
+    def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
+        """Copies many stretches, none of them empty.
 
-    @abstractmethod
-    def read_all_learn(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        """Like `read_all`, of the mask of targets: 0 where a token is none. Only if there is a mask."""
+        The field `weights`, which only a stream with a mask has, is the mask of targets: 0 where a token is none.
+        """
 
     def holds_ids(self, tokens: np.ndarray) -> bool:
         """Whether int32 tokens that were read are all of the vocabulary: one comparison of their maximum."""
@@ -120,21 +120,23 @@ class StoredTokens(TokenStream):
         the shards are."""
         self._bounds = np.cumsum([0, *map(len, tokens)])
         # Plain views: a memmap's own indexing is slow.
-        self._tokens = [np.asarray(array) for array in tokens]
-        self._learn = None if learn is None else [np.asarray(array) for array in learn]
+        self._shards = {"tokens": [np.asarray(array) for array in tokens]}
+        if learn is not None:
+            self._shards["weights"] = [np.asarray(array) for array in learn]
         super().__init__(document_starts, end_of_document)
         self._ids, self._folder, self._names = ids, folder, names
         self.tokens, self.has_learn_mask = int(self._bounds[-1]), learn is not None
 
-    def read(self, start: int, out: np.ndarray) -> None:
-        self._copy(self._tokens, start, out)
-
-    def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        self._copy_all(self._tokens, starts, outs)
-
-    def read_all_learn(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        assert self._learn is not None
-        self._copy_all(self._learn, starts, outs)
+    def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
+        """One slice a stretch: a copy of a thousand tokens costs as much as the Python around it."""
+        shards, shard = self._shards[field], np.searchsorted(self._bounds, starts, side="right") - 1
+        local = (starts - self._bounds[shard]).tolist()
+        for out, number, first, start in zip(outs, shard.tolist(), local, starts.tolist(), strict=True):
+            piece = shards[number][first : first + len(out)]
+            if len(piece) == len(out):
+                out[:] = piece
+            else:
+                self._copy(shards, start, out)
 
     def holds_ids(self, tokens: np.ndarray) -> bool:
         return self._ids is None or not tokens.size or int(tokens.view(np.uint32).max()) < self._ids
@@ -144,7 +146,7 @@ class StoredTokens(TokenStream):
         for offset in np.unique(offsets[(offsets >= 0) & (offsets < self.tokens)]).tolist():
             shard = bisect_right(self._bounds, offset) - 1
             place = offset - int(self._bounds[shard])
-            if (token := int(self._tokens[shard][place])) >= self._ids:
+            if (token := int(self._shards["tokens"][shard][place])) >= self._ids:
                 raise ConfigError(
                     f"data.path: {self._folder / self._names[shard]} is damaged: it holds the id {token} at element "
                     f"{place}, and its ids are below {self._ids}; {_AGAIN}"
@@ -154,17 +156,6 @@ class StoredTokens(TokenStream):
     def check_learn(self, weights: np.ndarray) -> None:
         if weights.max(initial=0) > 1:
             raise ConfigError(f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {_AGAIN}")
-
-    def _copy_all(self, shards: list[np.ndarray], starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        """One slice a stretch: a copy of a thousand tokens costs as much as the Python around it."""
-        shard = np.searchsorted(self._bounds, starts, side="right") - 1
-        local = (starts - self._bounds[shard]).tolist()
-        for out, number, first, start in zip(outs, shard.tolist(), local, starts.tolist(), strict=True):
-            piece = shards[number][first : first + len(out)]
-            if len(piece) == len(out):
-                out[:] = piece
-            else:
-                self._copy(shards, start, out)
 
     def _copy(self, shards: list[np.ndarray], start: int, out: np.ndarray) -> None:
         """Copies across the ends of shards."""
