@@ -39,12 +39,12 @@ class Settings:
 
 Kind = Literal["text", "jsonl", "compressed", "parquet", "tokens"]
 
-_KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl",
-    ".json.gz": "compressed", ".json.zst": "compressed",
-    ".jsonl.gz": "compressed", ".ndjson.gz": "compressed", ".jsonl.zst": "compressed", ".ndjson.zst": "compressed",
-    ".parquet": "parquet", ".npy": "tokens", ".bin": "tokens",
-}  # fmt: skip
+_SUFFIXES: dict[Kind, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "compressed": (".json.gz", ".jsonl.gz", ".ndjson.gz", ".json.zst", ".jsonl.zst", ".ndjson.zst"),
+    "parquet": (".parquet",),
+    "tokens": (".npy", ".bin"),
+}
 
 _PARTS = 64
 _SMALLEST_PART, _LARGEST_PART = 2**22, 2**28
@@ -326,8 +326,8 @@ def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, 
 
 
 def _kind(path: Path) -> Kind:
-    suffixes = [suffix for suffix in _KINDS if path.name.lower().endswith(suffix)]
-    return _KINDS[max(suffixes, key=len)] if suffixes else "text"
+    name = path.name.lower()
+    return next((kind for kind, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), "text")
 
 
 FRACTION = 0.02
