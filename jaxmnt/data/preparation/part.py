@@ -36,9 +36,10 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """What all parts have in common."""
+    """What is prepared, from what, and where."""
 
     inputs: list[Input]
+    parts: list[Part]
     output: Path
     settings: Settings
     """The vocabulary and the end of documents in `reading` are those of the tokenizer, once that is known."""
@@ -46,6 +47,16 @@ class Job:
     @property
     def work(self) -> Path:
         return self.output / WORK
+
+    def record_path(self, part: int) -> Path:
+        """Where the record of a part is; its presence says that the part is done."""
+        return self.work / f"part-{part:05d}.json"
+
+    def counts_path(self, part: int) -> Path:
+        return self.work / f"counts-{part:05d}.npy"
+
+    def origins_path(self, split: str, shard: str) -> Path:
+        return self.work / f"{split}-origins-{shard}.npy"
 
     @property
     def dtype(self) -> np.dtype:
@@ -125,7 +136,7 @@ class ShardWriter:
         starts.append(np.array(self._starts, np.int64))
         # The records of origins are counted within the part until all parts are known: see run.py.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
-        save_array(self._job.work / origins_name(self._split, self._name), origins, self._attempt)
+        save_array(self._job.origins_path(self._split, self._name), origins, self._attempt)
         files = self._open | {"documents": starts}
         digests = {self._file(kind): file.close() for kind, file in files.items()}
         tokens = self._open["tokens"].length
@@ -141,10 +152,6 @@ class ShardWriter:
 
     def _writer(self, kind: str, dtype: np.dtype) -> NpyWriter:
         return NpyWriter(self._job.output / self._split / self._file(kind), self._attempt, dtype)
-
-
-def origins_name(split: str, shard: str) -> str:
-    return f"{split}-origins-{shard}.npy"
 
 
 def save_array(path: Path, array: np.ndarray, attempt: Attempt) -> None:
@@ -231,15 +238,6 @@ COUNTED = [field.name for field in fields(Counts)]
 """What a part's record says of `Counts`."""
 
 
-def record_path(work: Path, part: int) -> Path:
-    """Where the record of a part is; its presence says that the part is done."""
-    return work / f"part-{part:05d}.json"
-
-
-def counts_path(work: Path, part: int) -> Path:
-    return work / f"counts-{part:05d}.npy"
-
-
 def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Does one part. Raises `ConfigError` for bad input, `UserError` when the output cannot be written."""
     report, attempt = Report(skip_bad=job.settings.skip_bad, advance=advance), Attempt(job.work)
@@ -254,10 +252,10 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
                 counts[split].add(tokens)
                 writers[split].add(tokens, learn)
         splits = {split: writer.close() for split, writer in writers.items()}
-        save_array(counts_path(job.work, part.number), np.stack([counts[split].total() for split in SPLITS]), attempt)
+        save_array(job.counts_path(part.number), np.stack([counts[split].total() for split in SPLITS]), attempt)
         record = {"splits": splits, "records": report.records, "lengths": report.lengths}
         record |= {name: getattr(report, name) for name in COUNTED}
-        write_record(record_path(job.work, part.number), record, attempt)
+        write_record(job.record_path(part.number), record, attempt)
     except OSError as error:
         raise cannot_write(job.output, error) from error
     finally:

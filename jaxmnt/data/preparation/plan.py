@@ -18,16 +18,13 @@ from jaxmnt import storage
 from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed_text
 from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.preparation.documents import Counts
-from jaxmnt.data.preparation.inputs import Input, LeftOut, Part, Settings, is_unchanged
+from jaxmnt.data.preparation.inputs import Input, LeftOut, Settings, is_unchanged
 from jaxmnt.data.preparation.part import (
     COUNTED,
     WORK,
     Job,
-    counts_path,
-    origins_name,
     read_array,
     read_record,
-    record_path,
     save_array,
     write_record,
 )
@@ -250,9 +247,9 @@ class Summary(Counts):
         return f"{'; '.join(reasons) or 'it holds no documents'}{(self.remarks and f' ({self.remarks[0]})') or ''}"
 
 
-def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
+def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     """Puts the parts' records together and writes the manifest, last of all."""
-    records, attempt = [read_record(record_path(job.work, part.number)) for part in parts], Attempt(job.work)
+    records, attempt = [read_record(job.record_path(part.number)) for part in job.parts], Attempt(job.work)
     splits = _splits_of(job, records, attempt)
     summary = _summary(records, splits)
     summary.empty_files, summary.not_read = [file.name for file in job.inputs if not file.size], not_read
@@ -272,8 +269,8 @@ def commit(job: Job, parts: list[Part], tokenizer: Tokenizer | None, not_read: L
     names = [name for name in (SOURCES, TOKENIZER_FILE) if (job.output / name).exists()]
     reading = job.settings.reading
     counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
-    for part in parts:  # one at a time: there may be many, each as large as the vocabulary
-        counts += read_array(counts_path(job.work, part.number), *counts.shape)
+    for part in job.parts:  # one at a time: there may be many, each as large as the vocabulary
+        counts += read_array(job.counts_path(part.number), *counts.shape)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -315,7 +312,7 @@ def _with_origins(
     job: Job, split: str, shard: dict[str, Any], before: Counter[int], attempt: Attempt
 ) -> dict[str, Any]:
     """The shard's entry with its file of origins, in which records now count from the start of their file."""
-    origins = read_array(job.work / origins_name(split, shard["name"]), None, 2)
+    origins = read_array(job.origins_path(split, shard["name"]), None, 2)
     for file in np.unique(origins[:, 0]).tolist():
         origins[origins[:, 0] == file, 1] += before[file]
     name = f"origins-{shard['name']}.npy"

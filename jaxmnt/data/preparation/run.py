@@ -18,7 +18,7 @@ from jaxmnt import storage
 from jaxmnt.data.manifest import LARGEST_VOCABULARY, TOKENIZER_FILE
 from jaxmnt.data.preparation.attempts import remove_leftovers
 from jaxmnt.data.preparation.inputs import Input, Part, Selection, Settings, cut_into_parts, decide, find_inputs
-from jaxmnt.data.preparation.part import Job, cannot_write, do_part, held_out_documents, record_path
+from jaxmnt.data.preparation.part import Job, cannot_write, do_part, held_out_documents
 from jaxmnt.data.preparation.plan import (
     Summary,
     check_output,
@@ -39,12 +39,12 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""
 
 
-def prepare_tokenizer(job: Job, parts: list[Part], progress: Progress) -> Tokenizer | None:
+def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
     """The tokenizer, its file in the output. None for token arrays that no tokenizer goes with."""
     settings, target = job.settings, job.output / TOKENIZER_FILE
     if settings.train_tokenizer is not None:
         if not target.exists():
-            publish(target, _train(job, settings.train_tokenizer, parts, progress))
+            publish(target, _train(job, settings.train_tokenizer, progress))
         return choose_tokenizer(str(target), settings.end_token)
     if settings.tokenizer is None:
         return None
@@ -79,7 +79,7 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
         )
 
 
-def _train(job: Job, vocab_size: int, parts: list[Part], progress: Progress) -> str:
+def _train(job: Job, vocab_size: int, progress: Progress) -> str:
     """Trains a BPE on documents for training, up to the same number of characters of each part."""
     if vocab_size < 300:
         raise ConfigError(f"--train-tokenizer: {vocab_size} leaves no room beside 256 bytes; give 300 or more")
@@ -89,7 +89,7 @@ def _train(job: Job, vocab_size: int, parts: list[Part], progress: Progress) -> 
         raise ConfigError(
             "--train-tokenizer: token arrays have tokens of another tokenizer; prepare them by themselves"
         )
-    each = max(_TRAINING_BYTES // max(1, len(parts)), 1)
+    each = max(_TRAINING_BYTES // max(1, len(job.parts)), 1)
     total = min(sum(file.size for file in job.inputs), _TRAINING_BYTES)
     done = 0
 
@@ -107,7 +107,7 @@ def _train(job: Job, vocab_size: int, parts: list[Part], progress: Progress) -> 
                     if taken >= each:
                         return
 
-    return train_bpe(chain.from_iterable(map(texts, parts)), vocab_size)
+    return train_bpe(chain.from_iterable(map(texts, job.parts)), vocab_size)
 
 
 _POLL_SECONDS = 0.2
@@ -218,16 +218,16 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
         raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its rights") from error
     inputs, settings = decide(inputs, settings)
     check_kinds(inputs, settings)
-    parts, job = cut_into_parts(inputs, settings), Job(inputs, output, settings)
+    job = Job(inputs, cut_into_parts(inputs, settings), output, settings)
     try:
         with claimed(output):
             check_plan(job)
             remove_leftovers(job.work)
-            tokenizer = prepare_tokenizer(job, parts, progress)
+            tokenizer = prepare_tokenizer(job, progress)
             job = _with_vocabulary(job, tokenizer)
-            _do_parts(job, parts, tokenizer, progress)
+            _do_parts(job, tokenizer, progress)
             check_unchanged(inputs)
-            summary = commit(job, parts, tokenizer, not_read)
+            summary = commit(job, tokenizer, not_read)
             summary.named = [file.shown for file in inputs if file.split == "eval" and not selection.eval_inputs]
             return summary
     except OSError as error:
@@ -258,10 +258,10 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
     return replace(job, settings=replace(settings, reading=reading))
 
 
-def _do_parts(job: Job, parts: list[Part], tokenizer: Tokenizer | None, progress: Progress) -> None:
+def _do_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:
     total = sum(file.size for file in job.inputs)
-    left = [part for part in parts if not record_path(job.work, part.number).exists()]
-    done_before = sum(_bytes(job, part) for part in parts) - sum(_bytes(job, part) for part in left)
+    left = [part for part in job.parts if not job.record_path(part.number).exists()]
+    done_before = sum(_bytes(job, part) for part in job.parts) - sum(_bytes(job, part) for part in left)
     show = lambda done: progress("preparing", min(done_before + done, total), total)
     show(0)
     description = None if tokenizer is None else tokenizer.description
