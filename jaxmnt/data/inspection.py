@@ -84,10 +84,10 @@ def batch(
     tokens = training.batch(step - 1, everyone)
     yield f"batch of step {step}: {len(everyone)} rows, batch_digest {batch_digest(row_digests(tokens['tokens']))}"
     for row in everyone[:limit]:
-        name = training.names[int(located.source[row])]
-        reader, number = training.readers[name], int(located.row[row])
+        name = training.names[located.source[row]]
+        reader, number = training.readers[name], located.row[row]
         kind = "packed" if isinstance(reader, Packed) else "row" if isinstance(reader, GivenRows) else "window"
-        targets = int((tokens["weights"][row] > 0).sum())
+        targets = (tokens["weights"][row] > 0).sum()
         yield (
             f"row {row}: {name}, {kind} {number:,} of epoch {located.epoch[row] + 1}, "
             f"{targets} targets of {config.data.sequence_length}"
@@ -108,13 +108,13 @@ def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | N
     documents = reader.stream.documents(offsets)
     edges = np.flatnonzero(np.diff(documents)) + 1
     for place, piece in zip([0, *edges.tolist()], np.split(offsets, edges), strict=True):
-        document = int(documents[place])
+        document = documents[place]
         origin = part.origin("train", document)
-        first = int(piece[0] - reader.stream.document_starts[document])
+        first = piece[0] - reader.stream.document_starts[document]
         context = np.empty(min(first, LONGEST_CONTEXT), np.int64)
-        reader.stream.read(int(piece[0]) - len(context), context)
+        reader.stream.read(piece[0] - len(context), context)
         values = np.empty(len(piece), np.int64)
-        reader.stream.read(int(piece[0]), values)
+        reader.stream.read(piece[0], values)
         yield (
             f"  {place:>6}  {len(piece):>6} tokens from {first:,} of document {document:,}"
             f"  {printable(origin.file)}:{origin.record}{_decoded(tokenizer, values, context)}"

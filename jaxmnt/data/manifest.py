@@ -93,7 +93,7 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
             unsealed(manifest)
     except _OddError as error:
         raise ConfigError(f"{key}: {path} is damaged: {error}; {again}") from None
-    return dict(manifest)
+    return manifest
 
 
 def how_to_prepare() -> str:
@@ -186,7 +186,7 @@ def _fields(value: Any, where: str, names: Sequence[str], also: Sequence[str] = 
 
 def _whole(value: Any, where: str, least: int = 0, most: int = _TOKENS_AT_MOST) -> int:
     _refuse_unless(type(value) is int and least <= value <= most, where, value)
-    return int(value)
+    return value
 
 
 def _number(value: Any, where: str, most: float) -> None:

@@ -180,8 +180,7 @@ class Sources:
     @property
     def end_of_document(self) -> int | None:
         """The id that follows every document; None where none does."""
-        end = self.tokenizer["end_of_document"]
-        return None if end is None else int(end)
+        return self.tokenizer["end_of_document"]
 
     @property
     def folder(self) -> Path:
@@ -228,7 +227,7 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
         name: _open(named[name].path, f"{key}.path") for name, key in keys.items() if named[name].grain.train is None
     }
     like, folder = next(iter(prepared.values()), None), None if run_dir is None else Path(run_dir)
-    parts = {
+    parts: dict[str, Part] = {
         name: prepared.get(name) or open_grain(named[name].grain, f"{key}.grain", like, folder, batch_fields(settings))
         for name, key in keys.items()
     }
@@ -236,13 +235,13 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     sets = {name: _open(entry.path, f"data.eval_sets.{name}.path") for name, entry in chosen}
     sources = Sources(parts, sets)
     known = sources.vocab_size, sources.tokenizer
-    for name, part in sets.items():
-        if (part.vocab_size, part.tokenizer) != known:
+    for name, held_out in sets.items():
+        if (held_out.vocab_size, held_out.tokenizer) != known:
             raise ConfigError(
                 f"data.eval_sets.{name}: it was prepared with another tokenizer than the data that is trained on; "
                 "prepare it with the same"
             )
-        _check(part)
+        _check(held_out)
     for name, part in parts.items():
         if (part.vocab_size, part.tokenizer) != known:
             differ = (

@@ -178,12 +178,12 @@ class PreparedData:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
+        return self.manifest["vocab_size"]
 
     @property
     def ids(self) -> int:
         """Each id that occurs is below this. A vocabulary may have special tokens that no text holds."""
-        return int(self.manifest.get("largest_id", self.vocab_size - 1)) + 1
+        return self.manifest.get("largest_id", self.vocab_size - 1) + 1
 
     @property
     def tokenizer(self) -> dict[str, Any]:
@@ -197,18 +197,17 @@ class PreparedData:
     @property
     def is_sealed(self) -> bool:
         """Whether the manifest would show a change. Those of the version before have no seal."""
-        return bool(self.manifest["version"] != UNSEALED)
+        return self.manifest["version"] != UNSEALED
 
     def tokens(self, split: str) -> int:
-        return int(self.manifest["splits"][split]["tokens"])
+        return self.manifest["splits"][split]["tokens"]
 
     def documents(self, split: str) -> int:
-        return int(self.manifest["splits"][split]["documents"])
+        return self.manifest["splits"][split]["documents"]
 
     def unigram_nats(self, split: str) -> float | None:
         """What knowing only the training text's token frequencies costs on this split, in nats a token."""
-        value = self.manifest["unigram_nats"][split]
-        return None if value is None else float(value)
+        return self.manifest["unigram_nats"][split]
 
     def stream(self, split: str) -> TokenStream:
         """Opens a split. Raises `ConfigError` naming a shard that is missing or not of its length."""

@@ -117,7 +117,7 @@ class HuggingFace:
         plain = self._plain.encode(_SAMPLE, add_special_tokens=False).ids
         whole = self._plain.encode(_SAMPLE, add_special_tokens=True).ids
         if not plain:
-            return list(whole)
+            return whole
         return next(whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
 
     @property
@@ -128,7 +128,7 @@ class HuggingFace:
     @property
     def ids(self) -> dict[str, int]:
         """The id of each token."""
-        return dict(self._plain.get_vocab(with_added_tokens=True))
+        return self._plain.get_vocab(with_added_tokens=True)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class HuggingFace:
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of token ids; ids that are no text (such as the end of document) are left out."""
-        return str(self._plain.decode([int(token) for token in tokens], skip_special_tokens=True))
+        return self._plain.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def _find_end(self, wanted: str | None, path: Path, *, needed: bool) -> str | None:
         vocabulary = self.ids
@@ -329,7 +329,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
     # Words as ByteLevel finds them end at every place that is looked at.
     pieces = (piece for text in texts for piece in _stretches(text, lambda before, after: True))
     tokenizer.train_from_iterator(pieces, trainer)
-    return str(tokenizer.to_str())
+    return tokenizer.to_str()
 
 
 def make_tokenizer(description: dict[str, Any], folder: Path, content: str | None = None) -> Tokenizer:

@@ -84,21 +84,19 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
     if shape == "prompt" and isinstance(fields["prompt"], str):
         return _prompt_and_completion(fields)
     if shape == "messages":
-        rendered, turns = ["messages", "system"], _turns(fields["messages"], "messages", _MESSAGES, reading)
+        rendered, turns = ["messages"], _turns(fields, "messages", _MESSAGES, reading)
     elif shape == "conversations":
-        turns = _turns(fields["conversations"], "conversations", _CONVERSATIONS, reading)
-        rendered = ["conversations", "system"]
+        rendered, turns = ["conversations"], _turns(fields, "conversations", _CONVERSATIONS, reading)
     elif shape == "instruction":
-        rendered, turns = ["instruction", "input", "output", "system", "history"], _of_instruction(fields)
+        rendered, turns = ["instruction", "input", "output", "history"], _of_instruction(fields)
     elif shape == "prompt" and isinstance(fields.get("completion"), list):
-        asked = _turns(fields["prompt"], "prompt", _MESSAGES, reading)
-        answered = _turns(fields["completion"], "completion", _MESSAGES, reading)
-        rendered = ["prompt", "completion", "system"]
-        turns = [*(turn._replace(learn=False) for turn in asked), *answered]
+        asked = _turns(fields, "prompt", _MESSAGES, reading)
+        answered = _turns(fields, "completion", _MESSAGES, reading)
+        rendered, turns = ["prompt", "completion"], [*(turn._replace(learn=False) for turn in asked), *answered]
     else:
         raise _lacks_fields(fields)
     turns = _with_system(fields.get("system"), turns)
-    _refuse_other_fields(fields, rendered, "the record", [turn.content for turn in turns])
+    _refuse_other_fields(fields, [*rendered, "system"], "the record", [turn.content for turn in turns])
     return Conversation(_as_chatml(turns), turns[-1].learn)
 
 
@@ -120,7 +118,8 @@ def _lacks_fields(fields: Mapping[str, Any]) -> BadRecordError:
     return BadRecordError(f"needs {KNOWN} as text; its fields: {names}")
 
 
-def _turns(messages: Any, field: str, shape: _Shape, reading: Reading) -> list[Turn]:
+def _turns(record: Mapping[str, Any], field: str, shape: _Shape, reading: Reading) -> list[Turn]:
+    messages = record[field]
     if not isinstance(messages, list):
         raise BadRecordError(f"{field} is {kind_of(messages)}; it must be a list")
     if not messages:
@@ -175,7 +174,7 @@ def _text_of_part(part: Any, where: str) -> str:
     if not isinstance(part.get("text"), str):
         raise BadRecordError(f"{where}: text is {kind_of(part.get('text'))}; it must be text")
     _refuse_other_fields(part, ["type", "text"], where)
-    return str(part["text"])
+    return part["text"]
 
 
 def _of_instruction(fields: Mapping[str, Any]) -> list[Turn]:
@@ -185,7 +184,7 @@ def _of_instruction(fields: Mapping[str, Any]) -> list[Turn]:
     turns = []
     for pair in _pairs(fields.get("history")):
         turns += [Turn("user", pair[0], False), Turn("assistant", pair[1], False)]
-    question = f"{instruction}\n\n{extra}" if extra else str(instruction)
+    question = f"{instruction}\n\n{extra}" if extra else instruction
     return [*turns, Turn("user", question, False), Turn("assistant", str(output), output != "")]
 
 
