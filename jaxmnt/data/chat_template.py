@@ -1,8 +1,8 @@
 """Rendering a conversation by a tokenizer's own template, in a process of its own.
 
 A template is somebody else's program. It runs in Jinja's sandbox, which keeps it from Python's objects, and in a child
-process with little memory and time, which keeps it from running for ever: python -m jaxmnt.data.chat_template reads a
-JSON object from its input and writes the text.
+process with little memory and time, which keeps it from running for ever: python -m jaxmnt.data.chat_template reads the
+template and its variables as JSON from its input and writes the text.
 """
 
 import datetime
@@ -92,15 +92,13 @@ def render(template: str, messages: Sequence[Message], variables: Mapping[str, A
     `variables` are what the template reads besides: names of special tokens, tools, and what else the user gives.
     Raises `ConfigError` for a template that raises, takes too long or too much memory, or is none.
     """
-    request = {
-        "template": template,
-        "messages": list(messages),
-        "variables": dict(variables),
-        "begins_turn": begins_turn,
-    }
+    all_variables = {
+        "tools": None, "documents": None, **variables,
+        "messages": list(messages), "add_generation_prompt": begins_turn,
+    }  # fmt: skip
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__], input=json.dumps(request).encode(), capture_output=True,
+            [sys.executable, "-m", __name__], input=json.dumps([template, all_variables]).encode(), capture_output=True,
             timeout=_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -123,7 +121,7 @@ def _child() -> None:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         _refuse("this needs the jinja2 library; install it with: pip install 'jaxmnt[data]'")
-    request = json.loads(sys.stdin.buffer.read())
+    template, variables = json.loads(sys.stdin.buffer.read())
 
     class Generation(Extension):
         """{% generation %} marks the model's own turns for training; here it shows what is inside."""
@@ -144,11 +142,7 @@ def _child() -> None:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
-        variables = {"tools": None, "documents": None} | request["variables"]
-        text = environment.from_string(request["template"]).render(
-            variables | {"messages": request["messages"], "add_generation_prompt": request["begins_turn"]}
-        )
-        content = text.encode()
+        content = environment.from_string(template).render(variables).encode()
     except Exception as error:  # whatever somebody else's program raises
         _refuse(f"{type(error).__name__}: {error}")
     if len(content) > _LONGEST:

@@ -167,8 +167,9 @@ def read_array(path: Path, *shape: int | None) -> np.ndarray:
         array = np.load(io.BytesIO(storage.read(path)), allow_pickle=False)
     except Exception as error:  # on a damaged header NumPy raises what it likes
         raise _damaged(path) from error
-    wanted = tuple(there if one is None else one for one, there in zip(shape, array.shape, strict=False))
-    if len(shape) != array.ndim or array.shape != wanted or array.dtype != np.int64:
+    lengths = zip(shape, array.shape, strict=False)
+    fits = len(shape) == array.ndim and all(length in (None, there) for length, there in lengths)
+    if not fits or array.dtype != np.int64:
         raise _damaged(path)
     return array
 
