@@ -220,7 +220,7 @@ def _tokenizer(
 ) -> "tuple[Tokenizer, int, int | None]":
     """What turns text into the run's tokens and back, how many ids there are, and the end of a document's."""
     from jaxmnt.data.manifest import NAMELESS
-    from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer, load
+    from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer
 
     known = _known(run, given, checkpoint)
     if known is not None and known.name == "synthetic":
@@ -228,7 +228,7 @@ def _tokenizer(
     if known is not None and known.name != NAMELESS:
         tokenizer = known.open()
         if given is not None:
-            chosen = choose_tokenizer(given, known.description.get("end_token"), for_text=False)
+            chosen = choose_tokenizer(given, known.description.get("end_token"))
             if chosen.description != tokenizer.description:
                 raise ConfigError(
                     f"--tokenizer: {given} is not the one that the run was trained with, which it keeps; leave it out"
@@ -239,7 +239,7 @@ def _tokenizer(
             "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
             "path of the tokenizer.json that made them"
         )
-    named = load(given)
+    named = choose_tokenizer(given)
     if known is None:
         return named, named.vocab_size, named.end_of_document
     if isinstance(named, HuggingFace) and named.vocab_size != known.vocab_size:

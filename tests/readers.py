@@ -366,7 +366,7 @@ def _gone_on_with(folder: Path) -> Any:
 def _tokenizer(folder: Path) -> Any:
     from jaxmnt.data.tokenizer import choose_tokenizer
 
-    tokenizer = choose_tokenizer(str(folder / "data" / "tokenizer.json"), None)
+    tokenizer = choose_tokenizer(str(folder / "data" / "tokenizer.json"), for_text=True)
     ids = tokenizer.encode_batch(["some words, and more"])[0]
     tokenizer.decode(ids)
     return tokenizer.vocab_size, tokenizer.end_of_document, ids.max()

@@ -24,7 +24,7 @@ from jaxmnt.data.preparation.run import build
 from jaxmnt.data.rows import make_reader
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
-from jaxmnt.data.tokenizer import Bytes, HuggingFace, load, make_tokenizer
+from jaxmnt.data.tokenizer import Bytes, HuggingFace, choose_tokenizer, make_tokenizer
 from jaxmnt.errors import ConfigError
 from jaxmnt.prepare import main
 
@@ -430,7 +430,7 @@ def test_a_tokenizer_without_an_end_goes_with_arrays(tmp_path):
     data = open_prepared(tmp_path / "out")
     assert data.tokenizer["end_of_document"] is None and len(tokens_of(tmp_path / "out")) == 1
     assert make_tokenizer(data.tokenizer, tmp_path / "out").decode(np.array([1, 2, 3])).replace(" ", "") == "bcd"
-    assert load(str(tmp_path)).end_of_document is None and load("bytes").end_of_document == 256
+    assert choose_tokenizer(str(tmp_path)).end_of_document is None and choose_tokenizer("bytes").end_of_document == 256
     (tmp_path / "t.txt").write_text("abc")
     with pytest.raises(ConfigError, match="name the token that ends a document"):
         prepare(tmp_path / "t.txt", tmp_path / "o", tokenizer=str(tmp_path))

@@ -351,8 +351,11 @@ def make_tokenizer(description: dict[str, Any], folder: Path, content: str | Non
     )
 
 
-def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True) -> Tokenizer:
-    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json or of its folder."""
+def choose_tokenizer(given: str, end_token: str | None = None, *, for_text: bool = False) -> Tokenizer:
+    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json or of its folder.
+
+    For tokens that are there already it may know no end of a document; `for_text` says that documents will be encoded.
+    """
     if given == "bytes":
         if end_token is not None:
             raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
@@ -371,11 +374,6 @@ def choose_tokenizer(given: str, end_token: str | None, *, for_text: bool = True
 def file_of_tokenizer(given: str) -> Path:
     """The tokenizer.json at a path, which may be that of its folder."""
     return Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
-
-
-def load(given: str) -> Tokenizer:
-    """A tokenizer for tokens that are there already, as for sampling; it may know no end of a document."""
-    return choose_tokenizer(given, None, for_text=False)
 
 
 def _library() -> Any:

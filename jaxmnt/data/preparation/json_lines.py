@@ -21,28 +21,18 @@ _ZSTANDARD_PIECE = 2**9
 
 def plain_blocks(stream: BinaryIO, piece: Piece, advance: Callable[[int], None]) -> Iterator[bytes]:
     """The lines that begin in this stretch of the file."""
-    place = _next_line(stream, piece.start) if piece.start else 0
-    stream.seek(place)
-    block = b"\n"
+    if piece.start:  # the line that begins before the stretch is passed over
+        stream.seek(piece.start - 1)
+        while (line := stream.readline(_BLOCK)) and not line.endswith(b"\n"):
+            pass
+    place, block = stream.tell(), b"\n"
     while place < piece.stop and (block := stream.read(min(_BLOCK, piece.stop - place))):
         place += len(block)
         advance(len(block))
         yield block
-    while not block.endswith(b"\n") and (block := stream.read(_BLOCK)):  # the last line goes on behind the stretch
-        block = block[: block.find(b"\n") + 1] or block
+    while not block.endswith(b"\n") and (block := stream.readline(_BLOCK)):  # the last line goes on behind the stretch
         advance(len(block))
         yield block
-
-
-def _next_line(stream: BinaryIO, start: int) -> int:
-    """Where the first line begins that does not begin before `start`."""
-    place = start - 1
-    stream.seek(place)
-    while block := stream.read(_BLOCK):
-        if end := block.find(b"\n") + 1:
-            return place + end
-        place += len(block)
-    return place
 
 
 def compressed_blocks(file: Input, raw: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:

@@ -201,13 +201,10 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str
     try:
         with file.path.open("rb") as stream:
             for group, columns in zip(large, columns_of(file.path, large), strict=True):
-                sizes = [
-                    largest_page(stream, column)
-                    for column in columns
-                    if column.field in wanted and column.uncompressed > limit
-                ]
-                if sizes and max(sizes) > limit:
-                    raise _large_page(file, metadata, group, max(sizes))
+                read = [column for column in columns if column.field in wanted and column.uncompressed > limit]
+                size = max((largest_page(stream, column) for column in read), default=0)
+                if size > limit:
+                    raise _large_page(file, metadata, group, size)
     except ValueError as error:
         raise damaged_parquet(file, error) from error
 

@@ -45,7 +45,7 @@ def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
     if settings.train_tokenizer is not None:
         if not target.exists():
             publish(target, _train(job, settings.train_tokenizer, progress))
-        return choose_tokenizer(str(target), settings.end_token)
+        return choose_tokenizer(str(target), settings.end_token, for_text=True)
     if settings.tokenizer is None:
         return None
     has_text = any(file.kind != "tokens" for file in job.inputs)
