@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 SOURCES = "sources.txt"
 TOKENIZER_FILE = "tokenizer.json"
 SPLITS = ("train", "eval")
+HOW_TO_PREPARE = "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
 LARGEST_VOCABULARY = 2**31
 
 _TOKENS_AT_MOST = 2**62
@@ -74,7 +75,7 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         manifest = json.loads(read(path).decode(), parse_constant=_no_number)
     except FileNotFoundError:
         raise ConfigError(
-            f"{key}: {directory} has no {MANIFEST}, so it is not prepared data, or was not finished; {how_to_prepare()}"
+            f"{key}: {directory} has no {MANIFEST}, so it is not prepared data, or was not finished; {HOW_TO_PREPARE}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         deep = isinstance(error, RecursionError)
@@ -94,10 +95,6 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
     except _OddError as error:
         raise ConfigError(f"{key}: {path} is damaged: {error}; {again}") from None
     return manifest
-
-
-def how_to_prepare() -> str:
-    return "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
 
 
 def _no_number(name: str) -> float:

@@ -36,14 +36,8 @@ class SyntheticData:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = self.ids = vocab_size
-
-    @property
-    def tokenizer(self) -> dict[str, Any]:
-        return {"name": "synthetic", "end_of_document": self.vocab_size - 1}
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(f"synthetic/{self.vocab_size}".encode()).hexdigest()
+        self.tokenizer = {"name": "synthetic", "end_of_document": vocab_size - 1}
+        self.digest = hashlib.sha256(f"synthetic/{vocab_size}".encode()).hexdigest()
 
     def tokens(self, split: str) -> int:
         return _TOKENS[split]

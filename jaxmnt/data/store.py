@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxmnt.data.manifest import SOURCES, SPLITS, UNSEALED, content_digest, how_to_prepare, read_manifest
+from jaxmnt.data.manifest import HOW_TO_PREPARE, SOURCES, SPLITS, UNSEALED, content_digest, read_manifest
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import read
 
@@ -325,7 +325,7 @@ def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ConfigError(f"{key}: {path} is not a directory; {how_to_prepare()}")
+        raise ConfigError(f"{key}: {path} is not a directory; {HOW_TO_PREPARE}")
     return PreparedData(directory, read_manifest(directory, key))
 
 
