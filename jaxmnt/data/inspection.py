@@ -111,13 +111,12 @@ def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | N
         document = documents[place]
         origin = part.origin("train", document)
         first = piece[0] - reader.stream.document_starts[document]
-        context = np.empty(min(first, LONGEST_CONTEXT), np.int64)
-        reader.stream.read(piece[0] - len(context), context)
-        values = np.empty(len(piece), np.int64)
-        reader.stream.read(piece[0], values)
+        before = min(first, LONGEST_CONTEXT)
+        tokens = np.empty(before + len(piece), np.int64)
+        reader.stream.read(piece[0] - before, tokens)
         yield (
             f"  {place:>6}  {len(piece):>6} tokens from {first:,} of document {document:,}"
-            f"  {printable(origin.file)}:{origin.record}{_decoded(tokenizer, values, context)}"
+            f"  {printable(origin.file)}:{origin.record}{_decoded(tokenizer, tokens[before:], tokens[:before])}"
         )
 
 

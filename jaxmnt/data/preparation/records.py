@@ -81,11 +81,8 @@ def names_of(fields: Iterable[Any]) -> str:
 
 def key_of(segments: list[Segment]) -> bytes:
     """Returns the digest that decides whether a document is held out."""
-    digest = hashlib.sha256()
-    for segment in segments:
-        assert isinstance(segment.content, str)
-        digest.update(segment.content.encode("utf-8"))
-    return digest.digest()
+    text = "".join(str(segment.content) for segment in segments)
+    return hashlib.sha256(text.encode("utf-8")).digest()
 
 
 def _without_surrogates(text: str | np.ndarray) -> str:

@@ -58,24 +58,19 @@ def _check_utf8(stream: BinaryIO, reading: Reading, report: Report) -> None:
 
 def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Segment]:
     rest = b""
-    while block := _read_block(file, stream):
-        report.advance(len(block))
-        block = rest + block
-        is_last = len(block) < TEXT_PIECE
-        lines = len(block) if is_last else block.rfind(b"\n") + 1
-        # A line that is longer than a block is cut between characters.
-        text, taken = codecs.utf_8_decode(block[: lines or len(block)], "replace", is_last)
-        yield Segment(text)
-        rest = block[taken:]
-    if rest:
-        yield Segment(rest.decode("utf-8", errors="replace"))
-
-
-def _read_block(file: Input, stream: BinaryIO) -> bytes:
-    """Reads on. Raised by whoever takes the segments, an OSError would pass for one of the output."""
     try:
-        return stream.read(TEXT_PIECE)
-    except OSError as error:
+        while block := stream.read(TEXT_PIECE):
+            report.advance(len(block))
+            block = rest + block
+            is_last = len(block) < TEXT_PIECE
+            lines = len(block) if is_last else block.rfind(b"\n") + 1
+            # A line that is longer than a block is cut between characters.
+            text, taken = codecs.utf_8_decode(block[: lines or len(block)], "replace", is_last)
+            yield Segment(text)
+            rest = block[taken:]
+        if rest:
+            yield Segment(rest.decode("utf-8", errors="replace"))
+    except OSError as error:  # it would pass for an error of the output where the segments are written
         raise ConfigError(f"--input: {file.shown} cannot be read: {error.strerror or error}") from error
 
 
