@@ -144,24 +144,21 @@ def read_lines(file: Input, piece: Piece, reading: Reading, report: Report) -> I
     """The lines that begin in this stretch of the file."""
     with file.path.open("rb") as stream:
         lines = Lines(plain_blocks(stream, piece, report.advance), reading.max_document)
-        name = lambda line: f"{file.shown}:{_lines_before(file, piece) + line}"
-        yield from _documents(lines, piece, name, reading, report)
+        yield from _documents(lines, file, piece, reading, report)
 
 
 def read_compressed(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
     with file.path.open("rb") as raw:
         lines = Lines(compressed_blocks(file, raw, report.advance), reading.max_document)
         try:
-            yield from _documents(lines, piece, lambda line: f"{file.shown}:{line}", reading, report)
+            yield from _documents(lines, file, piece, reading, report)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(
                 f"--input: {file.shown} is damaged after line {lines.number}: {printable(str(error))}"
             ) from error
 
 
-def _documents(
-    lines: Lines, piece: Piece, name: Callable[[int], str], reading: Reading, report: Report
-) -> Iterator[Document]:
+def _documents(lines: Lines, file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
     for line in lines:
         number = lines.number
         if line and number == 1 and piece.start == 0:
@@ -175,7 +172,7 @@ def _documents(
             else:
                 report.empty += 1
         except BadRecordError as error:
-            report.refuse(error, name(number))
+            report.refuse(error, f"{file.shown}:{_lines_before(file, piece) + number}")
     report.records[piece.file] = lines.number
     report.empty += lines.blank
 
