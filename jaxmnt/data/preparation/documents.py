@@ -124,6 +124,12 @@ class Report(Counts):
         if self.skipped <= _NAMED:
             self.remarks.append(f"{where}: {error}")
 
+    def replace_invalid(self, wrong: str, reading: Reading) -> None:
+        """Counts a document of which something is replaced. Raises `BadRecordError` unless that is wanted."""
+        if not reading.replace_invalid:
+            raise BadRecordError(wrong)
+        self.replaced += 1
+
     def leave_out_binary(self, name: str) -> None:
         self.binary += 1
         if self.binary <= _NAMED:

@@ -150,7 +150,6 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
     parquet = open_parquet(file)
     groups = list(range(piece.start, piece.stop))
     before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
-    rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
     wanted = _columns(file, parquet.schema_arrow, reading)
     if reading.long_documents == "error":
         _check_pages(file, parquet.metadata, groups, wanted, reading)
@@ -166,7 +165,7 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
                     report.refuse(error, f"{file.shown}: row {before + number}")
     except ArrowException as error:
         raise damaged_parquet(file, error) from error
-    report.records[piece.file] = rows
+    report.records[piece.file] = number
 
 
 def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
@@ -256,10 +255,8 @@ def _split(text: bytes, number: int, file: int, reading: Reading, report: Report
         for _, stop in _pieces(text, reading.max_document, "strict"):
             start = stop
     except UnicodeDecodeError as error:
-        if not reading.replace_invalid:
-            where = f"at byte {start + error.start} of {printable(reading.text_field)}"
-            raise BadRecordError(f"not valid UTF-8 {where}") from error
-        report.replaced += 1
+        where = f"at byte {start + error.start} of {printable(reading.text_field)}"
+        report.replace_invalid(f"not valid UTF-8 {where}", reading)
     report.split += 1
     key = b""
     for piece, _ in _pieces(text, reading.max_document, "replace"):

@@ -37,10 +37,8 @@ def documents_of(record: Any, number: int, file: int, reading: Reading, report: 
         return
     try:
         key = key_of(segments)
-    except UnicodeEncodeError as error:  # JSON can spell halves of characters
-        if not reading.replace_invalid:
-            raise BadRecordError("holds half of a character (a lone surrogate)") from error
-        report.replaced += 1
+    except UnicodeEncodeError:  # JSON can spell halves of characters
+        report.replace_invalid("holds half of a character (a lone surrogate)", reading)
         segments = [segment._replace(content=_without_surrogates(segment.content)) for segment in segments]
         key = key_of(segments)
     yield Document(file, number, key, segments, end_is_target=end_is_target)
@@ -51,9 +49,7 @@ def decoded(raw: bytes, where: str, reading: Reading, report: Report) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        if not reading.replace_invalid:
-            raise BadRecordError(f"not valid UTF-8 at byte {error.start} of {where}") from error
-        report.replaced += 1
+        report.replace_invalid(f"not valid UTF-8 at byte {error.start} of {where}", reading)
         return raw.decode("utf-8", errors="replace")
 
 

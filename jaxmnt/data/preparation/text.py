@@ -51,9 +51,7 @@ def _check_utf8(stream: BinaryIO, reading: Reading, report: Report) -> None:
             place += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        if not reading.replace_invalid:
-            raise BadRecordError(f"not valid UTF-8 near byte {place + error.start}") from error
-        report.replaced += 1
+        report.replace_invalid(f"not valid UTF-8 near byte {place + error.start}", reading)
 
 
 def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Segment]:
