@@ -86,9 +86,8 @@ class Order:
         self._shares = [block_shares(phase.weights) for phase in phases]
         self._layouts = [_spread(shares) for shares in self._shares]
         self._before = [np.zeros(len(rows), np.int64)]
-        for number in range(len(phases) - 1):
-            used = self._used_in_phase(number, int(self._first_rows[number + 1] - self._first_rows[number]))
-            self._before.append(self._before[-1] + used)
+        for number, (first, after) in enumerate(pairwise(self._first_rows.tolist())):
+            self._before.append(self._before[-1] + self._used_in_phase(number, after - first))
         self._ahead = np.zeros(len(rows), np.int64)
         """How many rows more of each source the origins have read than the present weights say."""
         if branches:

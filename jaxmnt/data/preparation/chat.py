@@ -4,6 +4,7 @@ Nothing that changes the meaning of a conversation is dropped. Each field is ren
 on the list of fields without meaning for the text, or the record is refused and the error names the field.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,15 +16,14 @@ SHAPES = ("messages", "conversations", "instruction", "prompt")
 
 KNOWN = "messages, conversations, instruction and output, or prompt and completion"
 
-_WITHOUT_MEANING = frozenset({
-    "id", "ids", "idx", "index", "uid", "uuid", "guid", "hash", "url", "urls", "source", "sources", "origin", "dataset",
-    "subset", "split", "license", "author", "annotator", "version", "model", "created", "created_at", "updated_at",
-    "timestamp", "date", "meta", "metadata", "category", "categories", "topic", "topics", "tags", "domain", "language",
-    "lang", "locale", "difficulty", "quality", "score", "scores", "rating", "ratings", "length", "num_turns",
-    "num_tokens", "cache_control",
-})  # fmt: skip
-_WITHOUT_MEANING_BY_BEGINNING = ("num_", "score_")
-_WITHOUT_MEANING_BY_END = ("_id", "_ids", "_idx", "_index", "_hash", "_url", "_score", "_scores", "_count")
+_WITHOUT_MEANING = re.compile(
+    r"""ids? | idx | index | uid | uuid | guid | hash | urls? | sources? | origin | dataset | subset | split | license
+    | author | annotator | version | model | created | created_at | updated_at | timestamp | date | meta | metadata
+    | category | categories | topics? | tags | domain | language | lang | locale | difficulty | quality | scores?
+    | ratings? | length | cache_control
+    | (num|score)_.* | .*_(ids?|idx|index|hash|url|scores?|count)""",
+    re.VERBOSE | re.DOTALL,
+)
 """Fields that say something about a record or a message and do not belong to its text, by name and by parts of it."""
 
 _EMPTY_LISTS = ("", "[]", "{}", "null")
@@ -102,7 +102,9 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
 
 def fields_to_read(names: Iterable[str], reading: Reading) -> list[str]:
     """Returns those of a record's fields that must be looked at, in order."""
-    return [name for name in names if name not in reading.ignored_fields and not _is_without_meaning(name)]
+    return [
+        name for name in names if name not in reading.ignored_fields and not _WITHOUT_MEANING.fullmatch(name.lower())
+    ]
 
 
 def _prompt_and_completion(fields: dict[str, Any]) -> Conversation:
@@ -216,19 +218,18 @@ def _refuse_other_fields(
     """Raises `BadRecordError` if fields hold something that is neither rendered nor without meaning for the text."""
     for name in sorted(fields):
         value = fields[name]
-        if name in rendered or _is_without_meaning(name) or _is_empty(value) or _repeats(name, value, texts):
+        if (
+            name in rendered
+            or _WITHOUT_MEANING.fullmatch(name.lower())
+            or _is_empty(value)
+            or _repeats(name, value, texts)
+        ):
             continue
         shown = shortened(name)
         raise BadRecordError(
             f"{where} holds {shown}, which --chat does not render: without it the text could mean something else",
             f"to train without the field: --ignore-fields {shown}",
         )
-
-
-def _is_without_meaning(name: str) -> bool:
-    name = name.lower()
-    by_part = name.startswith(_WITHOUT_MEANING_BY_BEGINNING) or name.endswith(_WITHOUT_MEANING_BY_END)
-    return by_part or name in _WITHOUT_MEANING
 
 
 def _is_empty(value: Any) -> bool:

@@ -39,12 +39,13 @@ class Settings:
 
 Kind = Literal["text", "jsonl", "compressed", "parquet", "tokens"]
 
-_SUFFIXES: dict[Kind, tuple[str, ...]] = {
-    "jsonl": (".jsonl", ".ndjson"),
-    "compressed": (".json.gz", ".jsonl.gz", ".ndjson.gz", ".json.zst", ".jsonl.zst", ".ndjson.zst"),
-    "parquet": (".parquet",),
-    "tokens": (".npy", ".bin"),
+_NAMES: dict[Kind, str] = {
+    "jsonl": r".*\.(jsonl|ndjson)",
+    "compressed": r".*\.(json|jsonl|ndjson)\.(gz|zst)",
+    "parquet": r".*\.parquet",
+    "tokens": r".*\.(npy|bin)",
 }
+"""What files of each kind are called; all others are text."""
 
 _PARTS = 64
 _SMALLEST_PART, _LARGEST_PART = 2**22, 2**28
@@ -327,7 +328,7 @@ def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, 
 
 def _kind(path: Path) -> Kind:
     name = path.name.lower()
-    return next((kind for kind, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), "text")
+    return next((kind for kind, pattern in _NAMES.items() if re.fullmatch(pattern, name, re.DOTALL)), "text")
 
 
 FRACTION = 0.02
