@@ -195,13 +195,10 @@ class Sources:
 
     def at(self, paths: dict[str, Path]) -> "Sources":
         """The same data read from other folders."""
-        return Sources(
-            {
-                name: replace(part, path=paths[name]) if isinstance(part, PreparedData) else part
-                for name, part in self.parts.items()
-            },
-            self.eval_sets,
-        )
+        moved = {
+            name: replace(part, path=paths[name]) for name, part in self.parts.items() if isinstance(part, PreparedData)
+        }
+        return replace(self, parts=self.parts | moved)
 
     @property
     def _first(self) -> Part:

@@ -41,8 +41,8 @@ def kind_of(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return "NaN, a number" if value != value else "a number"
-    kinds: tuple[tuple[type, str], ...] = ((str, "text"), (list, "a list"), (dict, "an object"))
-    return next((words for kind, words in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
+    kinds: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 class Document(NamedTuple):
