@@ -223,11 +223,18 @@ def _describe(name: str, path: Path, split: Literal["train", "eval"] | None) -> 
     return Input(name, path, _kind(path), status.st_size, status.st_mtime_ns, split)
 
 
-def is_unchanged(file: Input) -> bool:
-    try:
-        return _describe(file.name, file.path, file.split) == file
-    except OSError:
-        return False
+def check_unchanged(inputs: Sequence[Input]) -> None:
+    """Raises `ConfigError` if a file is not what it was when it was found."""
+    for file in inputs:
+        try:
+            is_same = _describe(file.name, file.path, file.split) == file
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise ConfigError(
+                f"--input: {file.shown} was changed or taken away while it was being prepared; "
+                "remove the output and prepare the data again"
+            )
 
 
 def cut_into_parts(inputs: Sequence[Input], settings: Settings) -> list[Part]:

@@ -18,7 +18,7 @@ from jaxmnt import storage
 from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed_text
 from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.preparation.documents import Counts
-from jaxmnt.data.preparation.inputs import Input, LeftOut, Settings, is_unchanged
+from jaxmnt.data.preparation.inputs import Input, LeftOut, Settings
 from jaxmnt.data.preparation.part import (
     COUNTED,
     WORK,
@@ -181,15 +181,6 @@ def _allows_more(before: dict[str, Any], plan: dict[str, Any], work: Path) -> bo
         and plan["settings"]["train_tokenizer"] is None
         and not any(read_record(path)["skipped"] for path in work.glob("part-*.json"))
     )
-
-
-def check_unchanged(inputs: list[Input]) -> None:
-    for file in inputs:
-        if not is_unchanged(file):
-            raise ConfigError(
-                f"--input: {file.shown} was changed or taken away while it was being prepared; "
-                "remove the output and prepare the data again"
-            )
 
 
 def _tokenizer_digest(path: Path) -> str | None:

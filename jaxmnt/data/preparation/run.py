@@ -17,17 +17,18 @@ from typing import Any
 from jaxmnt import storage
 from jaxmnt.data.manifest import LARGEST_VOCABULARY, TOKENIZER_FILE
 from jaxmnt.data.preparation.attempts import remove_leftovers
-from jaxmnt.data.preparation.inputs import Input, Part, Selection, Settings, cut_into_parts, decide, find_inputs
-from jaxmnt.data.preparation.part import Job, cannot_write, do_part, held_out_documents
-from jaxmnt.data.preparation.plan import (
-    Summary,
-    check_output,
-    check_plan,
+from jaxmnt.data.preparation.inputs import (
+    Input,
+    Part,
+    Selection,
+    Settings,
     check_unchanged,
-    claimed,
-    commit,
-    remove_work,
+    cut_into_parts,
+    decide,
+    find_inputs,
 )
+from jaxmnt.data.preparation.part import Job, cannot_write, do_part, held_out_documents
+from jaxmnt.data.preparation.plan import Summary, check_output, check_plan, claimed, commit, remove_work
 from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
