@@ -121,9 +121,14 @@ class HuggingFace:
         return next(whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
 
     @property
+    def _added(self) -> Any:
+        """The added tokens, special ones among them."""
+        return self._plain.get_added_tokens_decoder().values()
+
+    @property
     def special(self) -> set[str]:
         """Tokens that no text makes, but their names as markup."""
-        return {token.content for token in self._plain.get_added_tokens_decoder().values() if token.special}
+        return {token.content for token in self._added if token.special}
 
     @property
     def ids(self) -> dict[str, int]:
@@ -206,7 +211,7 @@ class HuggingFace:
     @cached_property
     def _lossless(self) -> bool:
         """Whether every text decodes to itself, wherever it is cut: bytes that nothing changes before."""
-        ordinary = [token for token in self._plain.get_added_tokens_decoder().values() if not token.special]
+        ordinary = [token for token in self._added if not token.special]
         drops_blanks = any(token.lstrip or token.rstrip for token in ordinary)
         is_bytes = self._parts["normalizer"] is None and (self._parts["decoder"] or {}).get("type") == "ByteLevel"
         return is_bytes and not drops_blanks
@@ -227,8 +232,7 @@ class HuggingFace:
         """
         if "Prepend" not in self._normalizers:
             return None
-        added = self._plain.get_added_tokens_decoder().values()
-        names = sorted(token.content for token in added if token.normalized and (markup or not token.special))
+        names = sorted(token.content for token in self._added if token.normalized and (markup or not token.special))
         return next((name for name in names if any(name in text for text in texts)), None)
 
     def _tokenizer(self, form: Form) -> Any:
@@ -255,7 +259,7 @@ class HuggingFace:
         vocabulary = self.ids
         if wanted is not None:
             if wanted not in vocabulary:
-                special = sorted(token.content for token in self._plain.get_added_tokens_decoder().values())
+                special = sorted(token.content for token in self._added)
                 raise ConfigError(f"--end-token: {path} has no token {wanted!r}; {nearest(wanted, special[:20])}")
             return wanted
         end = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
