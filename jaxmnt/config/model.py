@@ -1,11 +1,22 @@
 """Settings of the model: its family, its sizes, and what only some families have."""
 
+import functools
+from importlib.resources import files
 from typing import Any, Literal, Self
 
+import yaml
 from pydantic import field_validator, model_validator
 
-from jaxmnt.config.presets import preset
 from jaxmnt.config.section import Section, key
+from jaxmnt.errors import nearest, printable
+
+
+@functools.cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Returns the settings of published models by name."""
+    text = files("jaxmnt.config").joinpath("presets.yaml").read_text(encoding="utf-8")
+    models: dict[str, dict[str, Any]] = yaml.safe_load(text)["models"]
+    return models
 
 
 class RopeScaling(Section):
@@ -108,7 +119,10 @@ class Model(Section):
         """The preset's settings where none are given."""
         if not isinstance(raw, dict) or not isinstance(raw.get("preset"), str):
             return raw
-        settings = preset(raw["preset"])
+        name, known = raw["preset"], presets()
+        if name not in known:
+            raise ValueError(f"model.preset: {printable(name)} is not known; {nearest(name, sorted(known))}")
+        settings = known[name]
         scaling = raw.get("rope_scaling")
         both = {"rope_scaling": settings.get("rope_scaling", {}) | scaling} if isinstance(scaling, dict) else {}
         return settings | raw | both
