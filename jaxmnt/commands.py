@@ -132,7 +132,7 @@ def expect_separator(arguments: Sequence[str], example: str) -> None:
 
 def path_argument(text: str) -> str:
     """Returns the path that an option names, with its home: bash replaces no `~` in `--output=~/a`."""
-    from jaxmnt.config.paths import with_home
+    from jaxmnt.config.load import with_home
 
     if not text.startswith("~"):
         return text

@@ -17,17 +17,16 @@ from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import parse_config
-from jaxmnt.config.presets import PRESETS
+from jaxmnt.config.model import presets
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.huggingface import export as exports
 from jaxmnt.huggingface.config import read_config, write_config
-from jaxmnt.huggingface.fits import folder_origin, refuse_what_does_not_fit
+from jaxmnt.huggingface.fits import different_settings, folder_origin, refuse_what_does_not_fit
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
-from jaxmnt.models.computation import different_settings
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.train import train
@@ -458,7 +457,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_slow({10, 21, 25, 34}, list(PRESETS)))
+@pytest.mark.parametrize("name", mostly_slow({10, 21, 25, 34}, list(presets())))
 def test_a_published_model_has_the_parameters_of_the_reference(name):
     model = parse_config({"model": {"preset": name}}).model
     written = json.loads((REFERENCE / "presets.json").read_text())[name]

@@ -20,7 +20,6 @@ from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke
 from jaxmnt.launch.job import job
-from jaxmnt.launch.pod import to_yaml
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
 ON_GKE = ["launch.image=i", "launch.mounts=['runs:/runs']", "run.dir=/runs/a", "data.path=/runs/words"]
@@ -74,7 +73,7 @@ STRANGE += ["x " * 900]
 def test_every_text_stays_one(reader):
     """As a value, as a name, and in a list; numbers and booleans stay what they are."""
     tree = {"names": {text: text for text in STRANGE}, "list": STRANGE, "yes": 1, "y": True, "number": 3, "ratio": 0.5}
-    assert reader(to_yaml(tree, {"more": None})) == [tree, {"more": None}]
+    assert reader(gke.to_yaml(tree, {"more": None})) == [tree, {"more": None}]
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -16,10 +16,9 @@ from test_calibration import of_a_cpu
 from jaxmnt.bench import __main__ as command
 from jaxmnt.bench import scaling
 from jaxmnt.bench.scaling import Wanted, check
-from jaxmnt.bench.show import as_text, draw
 from jaxmnt.config import load_config
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.report.scaling import FILE, FOLDER, Point, Scaling, Study, read_study
+from jaxmnt.report.scaling import FILE, FOLDER, Point, Scaling, Study, as_text, draw, read_study
 from jaxmnt.telemetry.events import event_file
 
 

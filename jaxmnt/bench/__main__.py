@@ -18,8 +18,7 @@ from jaxmnt.errors import ConfigError, ExitCode, printable
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     from jaxmnt.bench.scaling import Wanted, check, measure
-    from jaxmnt.bench.show import as_text, draw
-    from jaxmnt.report.scaling import FILE, FOLDER, check_counts
+    from jaxmnt.report.scaling import FILE, FOLDER, as_text, check_counts, draw
 
     config = load_config(options.config, options.overrides)
     assert config.run.dir is not None

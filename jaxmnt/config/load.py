@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from jaxmnt.config.explain import COMMAND_LINE, explain, source_of
-from jaxmnt.config.paths import is_path, with_homes
+from jaxmnt.config.explain import COMMAND_LINE, explain, field_of, source_of
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
 from jaxmnt.errors import ConfigError, printable, shortened, summary
 
@@ -78,7 +77,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     if isinstance(tree["run"], dict) and tree["run"].setdefault("dir", f"runs/{path.stem}") in (None, ""):
         where = source_of("run.dir", sources) or path
         raise ConfigError(f"{where}: run.dir: is empty; name a folder, or leave it out for runs/{path.stem}")
-    tree = with_homes(tree, lambda dotted: source_of(dotted, sources) or str(path))
+    tree = _with_homes(tree, lambda dotted: source_of(dotted, sources) or str(path))
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -316,7 +315,7 @@ def _apply(tree: dict[str, Any], override: str) -> str:
             f"override {shortened(repr(override))}: {shortened(repr(comment))} is a comment in YAML; "
             f"for a text with # write {printable(as_typed(dotted, text))}"
         )
-    if value is None and text.strip() == "~" and is_path(dotted):
+    if value is None and text.strip() == "~" and _is_path(dotted):
         raise ConfigError(f"command line: {dotted}: ~ is null in YAML; name a folder in the home, such as ~/runs/a")
     *parents, last = dotted.split(".")
     place = tree
@@ -372,3 +371,57 @@ def import_dotted(path: str, key: str, wanted: str) -> Any:
             f"{key}: {printable(path)} cannot be imported: {printable(summary(error))}; it must be the dotted path of "
             f"{wanted}, in a module that can be imported where the run is started"
         ) from error
+
+
+# -- settings that are paths: `~` in them means a home, and variables of the shell are refused
+
+_HUGGING_FACE = "hf:"
+"""Stands before the folder in run.init_from."""
+
+
+def _is_path(dotted: str) -> bool:
+    """Returns whether a key takes a path, or a list of paths."""
+    field = field_of(dotted)
+    return field is not None and isinstance(field.json_schema_extra, dict) and "path" in field.json_schema_extra
+
+
+def _with_homes(tree: dict[Any, Any], source_of: Callable[[str], str], prefix: str = "") -> dict[Any, Any]:
+    """Returns the tree with `~` replaced in every path. `source_of` says where a key was written.
+
+    Raises `ConfigError` for a variable of the shell, and for `~NAME` if there is no such user.
+    """
+    expanded: dict[Any, Any] = {}
+    for name, value in tree.items():
+        dotted = f"{prefix}{name}"
+        if isinstance(value, dict):
+            expanded[name] = _with_homes(value, source_of, f"{dotted}.")
+        elif not _is_path(dotted):
+            expanded[name] = value
+        elif isinstance(value, list):
+            expanded[name] = [_with_checked_home(item, dotted, source_of) for item in value]
+        else:
+            expanded[name] = _with_checked_home(value, dotted, source_of)
+    return expanded
+
+
+def with_home(path: str) -> str:
+    """Returns the path with `~` or `~NAME` replaced. Raises `ValueError` if there is no such user."""
+    prefix = _HUGGING_FACE if path.startswith(_HUGGING_FACE) else ""
+    expanded = os.path.expanduser(path.removeprefix(prefix))  # noqa: PTH111 (pathlib drops what a path ends with)
+    if expanded.startswith("~"):
+        user = expanded.partition("/")[0]
+        raise ValueError(f"there is no user {user[1:]}; write the path out, or ./{user} for a folder of that name")
+    return f"{prefix}{expanded}"
+
+
+def _with_checked_home(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any:
+    """Returns the path with its home. What is not text is left for the schema to refuse."""
+    if not isinstance(value, str):
+        return value
+    where = f"{source_of(dotted)}: {dotted}: {shortened(repr(value))}"
+    if "$" in value:
+        raise ConfigError(f"{where} has a $, and settings expand no variables; write the path out, or ~ for the home")
+    try:
+        return with_home(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error

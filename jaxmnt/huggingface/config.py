@@ -40,7 +40,7 @@ _IF_FALSE = frozenset({"use_mrope", "rope_interleaved", "gradient_checkpointing"
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 _WINDOWS = ("layer_types", "sliding_window_pattern")
 
-_SCALING = {
+SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_positions",
     "low_freq_factor": "low_frequency_factor",
@@ -50,7 +50,8 @@ _SCALING = {
     "truncate": "truncate",
     "attention_factor": "attention_factor",
 }
-_OF_TYPE = {
+"""Keys of a scaling there, and the settings of `model.rope_scaling` that they are."""
+OF_TYPE = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": (
@@ -274,10 +275,10 @@ def _scaling(parameters: Mapping[str, Any], tree: Mapping[str, Any], where: str)
         raise ConfigError(f"{where}: partial_rotary_factor must be 1: heads are rotated whole here")
     if kind == "default":
         return {}
-    if not isinstance(kind, str) or kind not in _OF_TYPE:
-        raise ConfigError(f"{where}: rope_type is {printable(str(kind))}; known are default, {', '.join(_OF_TYPE)}")
+    if not isinstance(kind, str) or kind not in OF_TYPE:
+        raise ConfigError(f"{where}: rope_type is {printable(str(kind))}; known are default, {', '.join(OF_TYPE)}")
     given = {key: value for key, value in parameters.items() if value is not None and key != "partial_rotary_factor"}
-    known = {*_OF_TYPE[kind], "rope_type", "type", "rope_theta", "finetuned"}
+    known = {*OF_TYPE[kind], "rope_type", "type", "rope_theta", "finetuned"}
     scales = {key: given.pop(key) for key in ("mscale", "mscale_all_dim") if key in given and kind == "yarn"}
     if stray := sorted(set(given) - known):
         raise ConfigError(f"{where}: {printable(stray[0])} is not a key that rope_type {kind} has here")
@@ -286,9 +287,9 @@ def _scaling(parameters: Mapping[str, Any], tree: Mapping[str, Any], where: str)
     if missing := [key for key in _ALWAYS if key in known and key not in given]:
         raise ConfigError(f"{where}: {missing[0]} is missing, which rope_type {kind} needs")
     for key, value in [*given.items(), *scales.items()]:
-        if key in (*_SCALING, *scales) and key != "truncate":
+        if key in (*SCALING, *scales) and key != "truncate":
             _check_number(key, value, where)
-    found = {_SCALING[key]: given[key] for key in _OF_TYPE[kind] if key in given}
+    found = {SCALING[key]: given[key] for key in OF_TYPE[kind] if key in given}
     if "attention_factor" not in found and len(scales) == 2:
         factor = lambda scale: 0.1 * scale * math.log(found["factor"]) + 1
         found["attention_factor"] = factor(scales["mscale"]) / factor(scales["mscale_all_dim"])
@@ -301,9 +302,9 @@ def _written_rope(model: Model, optional: Any) -> dict[str, Any]:
         return {}
     scaling = model.rope_scaling
     stretched: dict[str, Any] = {"rope_type": "default" if scaling.type == "none" else scaling.type}
-    for key in _OF_TYPE.get(scaling.type, ()):
-        value = getattr(scaling, _SCALING[key])
-        if (value is not None and value != RopeScaling.model_fields[_SCALING[key]].default) or key in _ALWAYS:
+    for key in OF_TYPE.get(scaling.type, ()):
+        value = getattr(scaling, SCALING[key])
+        if (value is not None and value != RopeScaling.model_fields[SCALING[key]].default) or key in _ALWAYS:
             stretched[key] = value
     full = {"rope_theta": model.rope_theta, **stretched}
     old: dict[str, Any] = {"rope_theta": model.rope_theta}

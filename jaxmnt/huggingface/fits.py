@@ -1,27 +1,37 @@
 """Whether a run can begin with the weights of another: its model computes the same, and its ids mean the same text."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import config_of, tokenizer_of
-from jaxmnt.config.load import parse_config
+from jaxmnt.config.load import flat, parse_config
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, nearest, printable
-from jaxmnt.huggingface.config import read_config
+from jaxmnt.huggingface.config import OF_TYPE, SCALING, read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder
-from jaxmnt.models.computation import SIZES, computed_settings, different_settings
 from jaxmnt.models.contract import define
-from jaxmnt.models.registry import build_family
+from jaxmnt.models.registry import OPTIONAL, build_family, family_class
 
 SCHEME = "hf:"
 """How `run.init_from` names a folder of Hugging Face."""
 
 LIST = "run.init_from_changes"
 _TOKENIZER = "tokenizer"
+
+_NOT_COMPUTED = ("preset", "dropout", "attention", "overlap")
+"""Settings that name a source, regularise training, or choose between programs for the same function."""
+
+SIZES = (
+    "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+    "tie_embeddings", "max_positions",
+)  # fmt: skip
+"""Settings on which the shapes of parameters depend."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +147,44 @@ def _other_model(origin: Origin, different: dict[str, tuple[object, object]], un
 
 def _yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def computed_settings(model: Model) -> dict[str, Any]:
+    """Returns the settings that decide what a model computes, by dotted key, with defaults written out.
+
+    The model must be complete (`complete_model`). Raises `ConfigError` for a family that is not known.
+    """
+    kind = family_class(model.family)
+    settings = flat(model.model_dump(exclude={*_NOT_COMPUTED, "rope_scaling"}))
+    settings = {key: value for key, value in settings.items() if key not in OPTIONAL or key in kind.settings}
+    if "max_positions" in kind.settings:
+        del settings["rope_theta"]
+    else:
+        scaling = model.rope_scaling
+        settings["rope_scaling.type"] = scaling.type
+        names = [SCALING[key] for key in OF_TYPE.get(scaling.type, ())]
+        settings |= {f"rope_scaling.{name}": getattr(scaling, name) for name in names}
+        if scaling.type == "yarn" and scaling.attention_factor is None:
+            settings["rope_scaling.attention_factor"] = 0.1 * math.log(scaling.factor) + 1
+    defaults = {
+        "local_rope_theta": model.rope_theta,
+        "sliding_window_pattern": getattr(kind, "pattern_length", None),
+        "attention_scale": None if model.head_dim is None else model.head_dim**-0.5,
+    }
+    return settings | {key: default for key, default in defaults.items() if key in settings and settings[key] is None}
+
+
+def different_settings(one: Model, other: Model) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of each setting in which two models compute something else, sorted by dotted key.
+
+    Numbers count as equal within 10⁻⁶, since config.json holds some of them in another form.
+    """
+    first, second = computed_settings(one), computed_settings(other)
+    pairs = {key: (first.get(key), second.get(key)) for key in sorted(first.keys() | second.keys())}
+    return {key: pair for key, pair in pairs.items() if not _equal(*pair)}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) or isinstance(other, float):
+        return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)

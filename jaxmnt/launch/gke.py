@@ -8,26 +8,28 @@ import hashlib
 import os.path
 import re
 import secrets
+import shlex
 import subprocess
+from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Any
 
+import yaml
+
 from jaxmnt.config.load import dump_for_hosts
-from jaxmnt.distributed.authentication import RUN_KEY_BYTES
+from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.launchers import DEFAULT_PORT
 from jaxmnt.errors import ConfigError, ExitCode, UserError, printable, remark
-from jaxmnt.launch.job import Job
-from jaxmnt.launch.pod import (
-    CONFIG_FILE,
-    CONFIG_FOLDER,
-    CONTAINER,
-    KEY_FIELD,
-    Manifest,
-    key_name,
-    pod,
-    to_json,
-    to_yaml,
-)
+from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
+from jaxmnt.strict_json import json_text
+
+Manifest = dict[str, Any]
+
+_CONTAINER = "train"
+_CONFIG_FOLDER, _CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
+_KEY_FIELD = "key"
+_IMAGES_USER = 1000
+"""Of our Dockerfile: volumes are writable for this group."""
 
 _JOB = "workers"
 _DIGITS = 6
@@ -46,7 +48,7 @@ def render(wanted: Job) -> str:
     """
     config, jobset = manifests(wanted)
     return to_yaml(config, jobset) + _KEY_NOTE.format(
-        namespace=config["metadata"]["namespace"], secret=key_name(config["metadata"]["name"]), field=KEY_FIELD,
+        namespace=config["metadata"]["namespace"], secret=_key_name(config["metadata"]["name"]), field=_KEY_FIELD,
         size=RUN_KEY_BYTES,
     )  # fmt: skip
 
@@ -74,7 +76,7 @@ def manifests(wanted: Job, salt: str = "") -> list[Manifest]:
         "kind": "ConfigMap",
         "metadata": metadata | {"name": config_name},
         "immutable": True,
-        "data": {CONFIG_FILE: text},
+        "data": {_CONFIG_FILE: text},
     }
     jobset = _jobset(wanted, name, config_name, metadata)
     _check_folders(wanted, jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
@@ -93,8 +95,8 @@ def _check_folders(wanted: Job, pod: Manifest) -> None:
     """What a run reads has to be in the pod, and what it writes has to outlive it. Raises `ConfigError`."""
     config = wanted.config
     gone = {one.get("name") for one in _items(pod, "volumes") if any(kind in one for kind in _GONE_WITH_THE_POD)}
-    train = [one for one in _items(pod, "containers") if one.get("name") == CONTAINER]
-    mounts = [one for one in _items(train[0], "volumeMounts") if one.get("mountPath") != CONFIG_FOLDER]
+    train = [one for one in _items(pod, "containers") if one.get("name") == _CONTAINER]
+    mounts = [one for one in _items(train[0], "volumeMounts") if one.get("mountPath") != _CONFIG_FOLDER]
     read = {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
     read |= {"data.path": config.data.path}
     written = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}
@@ -127,11 +129,6 @@ def _name(wanted: Job) -> str:
     name = name if name[:1].isalpha() else f"run-{name}"
     digest = hashlib.sha256(str(wanted.run_dir).encode()).hexdigest()[:_DIGITS]
     return f"{name[: _LONGEST_NAME - _DIGITS - 1].strip('-')}-{digest}"
-
-
-def _address(name: str) -> str:
-    """Of process 0."""
-    return f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"
 
 
 def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Manifest:
@@ -173,11 +170,11 @@ def _rule(name: str, action: str, patterns: list[str]) -> Manifest:
 
 def _job(wanted: Job, name: str, config_name: str) -> Manifest:
     """The template of the Indexed Job: as many pods as nodes, all of which fail when one does."""
-    nodes = wanted.config.launch.nodes
+    nodes, coordinator = wanted.config.launch.nodes, f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"
     stop: Manifest = {"action": "FailJob"}
     codes = [[int(ExitCode.CONFIG)], [int(ExitCode.STOPPED)]]
     rules = [
-        stop | {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": values}} for values in codes
+        stop | {"onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": values}} for values in codes
     ]
     rules.append(stop | {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
     return {
@@ -187,9 +184,163 @@ def _job(wanted: Job, name: str, config_name: str) -> Manifest:
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": rules},
-            "template": pod(wanted, _address(name), config_name),
+            "template": _pod_template(wanted, coordinator, config_name),
         }
     }
+
+
+# -- the pods: one for each host, with a shell as their first process
+
+
+def _pod_template(wanted: Job, coordinator: str, config_name: str) -> Manifest:
+    """The template, with what the config adds to it."""
+    annotations = wanted.config.gke.annotations
+    metadata = {"metadata": {"annotations": dict(sorted(annotations.items()))}} if annotations else {}
+    return metadata | {"spec": _merged(_pod(wanted, coordinator, config_name), wanted.config.gke.pod)}
+
+
+def _key_name(config_name: str) -> str:
+    """Of the Secret with the run's key."""
+    return f"{config_name}-key"
+
+
+def _merged(ours: Any, more: Any) -> Any:
+    """Mappings are merged, so are items of lists that have one name, and other items added; else `more` counts."""
+    if isinstance(ours, dict) and isinstance(more, dict):
+        return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in more.items()}
+    if isinstance(ours, list) and isinstance(more, list):
+        named = {_called(item): item for item in more if _called(item)}
+        known = {_called(item) for item in ours}
+        joined = [_merged(item, named[_called(item)]) if _called(item) in named else item for item in ours]
+        return joined + [item for item in more if not _called(item) or _called(item) not in known]
+    return more
+
+
+def _called(item: Any) -> str | None:
+    """What tells an item of a list from the others; mounts of one volume may be several."""
+    return item.get("mountPath", item.get("name")) if isinstance(item, dict) else None
+
+
+def _pod(wanted: Job, coordinator: str, config_name: str) -> Manifest:
+    gke, launch = wanted.config.gke, wanted.config.launch
+    selector, tolerations = dict(gke.node_selector), list[Manifest]()
+    if launch.gpus_per_node:
+        selector["cloud.google.com/gke-accelerator"] = gke.accelerator
+        tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
+    if gke.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+        tolerations.append(
+            {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        )
+    pod: Manifest = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": gke.grace_seconds,
+        "securityContext": {"fsGroup": _IMAGES_USER, "fsGroupChangePolicy": "OnRootMismatch"},
+        "containers": [_container(wanted, coordinator, config_name)],
+        "volumes": _volumes(wanted, config_name),
+    }
+    optional: Manifest = {
+        "nodeSelector": dict(sorted(selector.items())),
+        "tolerations": tolerations,
+        "serviceAccountName": gke.service_account,
+        "priorityClassName": gke.priority,
+    }
+    if gke.host_network:
+        optional |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return pod | {key: value for key, value in optional.items() if value}
+
+
+def _container(wanted: Job, coordinator: str, config_name: str) -> Manifest:
+    gke, launch = wanted.config.gke, wanted.config.launch
+    variables = environment(wanted.config) | {
+        "JAX_NUM_PROCESSES": str(launch.nodes),
+        "JAX_COORDINATOR_ADDRESS": coordinator,
+    }
+    # Optional: who applies a manifest by hand need not make the Secret.
+    key = {"secretKeyRef": {"name": _key_name(config_name), "key": _KEY_FIELD, "optional": True}}
+    asked = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
+    resources = {what: _amount(amount) for what, amount in asked.items() if amount}
+    mounts = [mount.split(":", 1) for mount in launch.mounts]
+    container: Manifest = {
+        "name": _CONTAINER,
+        "image": launch.image,
+        "command": ["bash", "-c", _literal(_script(wanted))],
+        "env": [
+            *({"name": variable, "value": _literal(value)} for variable, value in sorted(variables.items())),
+            {"name": RUN_KEY, "valueFrom": key},
+        ],
+        "ports": [{"containerPort": DEFAULT_PORT}],
+        "volumeMounts": [
+            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's, not ours
+            *({"name": f"data-{number}", "mountPath": path} for number, (_, path) in enumerate(mounts)),
+        ],
+    }
+    return container | ({"resources": {"limits": resources}} if resources else {})
+
+
+def _script(wanted: Job) -> str:
+    launch = wanted.config.launch
+    template = files("jaxmnt.launch").joinpath("templates/pod.sh").read_text(encoding="utf-8")
+    command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}", *wanted.flags]
+    setup = "\n".join(f"    {line}" for line in [*ending_on_failure(launch.setup), *key_needed(wanted.flags)] or [":"])
+    return filled(template, setup=setup, command=shlex.join(command))
+
+
+def _literal(text: str) -> str:
+    """Kubernetes puts variables into commands and values, $(NAME), and takes $$ for one $."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
+
+
+def _amount(amount: float | str) -> str:
+    """As Kubernetes writes it: 100 and 100.0 are the same."""
+    return str(int(amount)) if isinstance(amount, float) and amount.is_integer() else str(amount)
+
+
+def _volumes(wanted: Job, config_name: str) -> list[Manifest]:
+    memory = {"medium": "Memory", "sizeLimit": f"{wanted.config.gke.shared_memory_gib}Gi"}
+    claims = [mount.split(":", 1)[0] for mount in wanted.config.launch.mounts]
+    return [
+        {"name": "config", "configMap": {"name": config_name}},
+        {"name": "shared-memory", "emptyDir": memory},
+        *(
+            {"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}}
+            for number, claim in enumerate(claims)
+        ),
+    ]
+
+
+_FIELD = re.compile(r"[a-z][A-Za-z]{2,}")
+"""Names that are left plain, unless they are a word of YAML."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts all text into quotes, but for names of fields; text of several lines is shown line by line."""
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().represent_mapping(tag, mapping, flow_style)
+        for name, _ in node.value:
+            if _FIELD.fullmatch(name.value):
+                name.style = None
+        return node
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else '"')
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(*manifests: Manifest) -> str:
+    """For people, and for `kubectl apply -f -`."""
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=float("inf"))
+
+
+# -- submission
 
 
 def submit(wanted: Job) -> str:
@@ -200,7 +351,7 @@ def submit(wanted: Job) -> str:
     # Of a JobSet that was just deleted, Kubernetes may still be about to delete what belonged to it, by name.
     config, jobset = manifests(wanted, salt=secrets.token_hex())
     metadata = config["metadata"]
-    key = run_key_secret(metadata, key_name(metadata["name"]), KEY_FIELD, RUN_KEY_BYTES)
+    key = _run_key_secret(metadata)
     # Kueue lets go what waits in its queues.
     return create(jobset, [key, config], resume=not wanted.config.gke.queue)
 
@@ -215,15 +366,15 @@ def create(jobset: Manifest, belongings: list[Manifest], *, resume: bool) -> str
     """
     metadata = jobset["metadata"]
     suspended = jobset | {"spec": jobset["spec"] | {"suspend": True}}
-    uid = _kubectl("the JobSet", "create", "-f", "-", "-o", "jsonpath={.metadata.uid}", text=to_json(suspended))
+    uid = _kubectl("the JobSet", "create", "-f", "-", "-o", "jsonpath={.metadata.uid}", text=json_text(suspended))
     try:
         owner = {name: jobset[name] for name in ("apiVersion", "kind")} | {"name": metadata["name"], "uid": uid}
         said = [f"{_RESOURCE}/{metadata['name']} created"]
         for one in belongings:
             owned = one | {"metadata": one["metadata"] | {"ownerReferences": [owner]}}
-            said.append(_kubectl(f"the {one['kind']}", "create", "-f", "-", text=to_json(owned)))
+            said.append(_kubectl(f"the {one['kind']}", "create", "-f", "-", text=json_text(owned)))
         if resume:
-            go = ("--type=merge", "--patch", to_json({"spec": {"suspend": False}}))
+            go = ("--type=merge", "--patch", json_text({"spec": {"suspend": False}}))
             _kubectl("to resume the JobSet", "patch", *_named(metadata), *go)
     except BaseException:
         _take_back(metadata)
@@ -231,14 +382,14 @@ def create(jobset: Manifest, belongings: list[Manifest], *, resume: bool) -> str
     return "\n".join(said)
 
 
-def run_key_secret(metadata: Manifest, name: str, field: str, size: int) -> Manifest:
-    """A Secret with a key that nobody has seen."""
+def _run_key_secret(metadata: Manifest) -> Manifest:
+    """A Secret with a key that nobody has seen, for the JobSet of a ConfigMap with this metadata."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": metadata | {"name": name},
+        "metadata": metadata | {"name": _key_name(metadata["name"])},
         "immutable": True,
-        "stringData": {field: secrets.token_hex(size)},
+        "stringData": {_KEY_FIELD: secrets.token_hex(RUN_KEY_BYTES)},
     }
 
 
@@ -253,7 +404,7 @@ def _take_back(metadata: Manifest) -> None:
         )
 
 
-def _named(metadata: dict[str, Any]) -> list[str]:
+def _named(metadata: Manifest) -> list[str]:
     return [f"{_RESOURCE}/{metadata['name']}", f"--namespace={metadata['namespace']}"]
 
 
