@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import field_validator, model_validator
 
-from jaxmnt.config.section import Section, key
+from jaxmnt.config.section import Section, breaking_key, key, maths_key
 from jaxmnt.errors import nearest, printable
 
 
@@ -22,23 +22,22 @@ def presets() -> dict[str, dict[str, Any]]:
 class RopeScaling(Section):
     """How rotary positions are stretched beyond the length of training (`models/rotary.py`)."""
 
-    type: Literal["none", "linear", "llama3", "yarn"] = key(
+    type: Literal["none", "linear", "llama3", "yarn"] = maths_key(
         "none", "How rotary positions are stretched: all alike (linear), or the slow ones (llama3, yarn).",
-        resume="maths",
     )  # fmt: skip
-    factor: float = key(1.0, "How many times as long.", resume="maths", ge=1)
-    original_max_positions: int = key(
-        8192, "For llama3 and yarn: the length of training before it was stretched.", resume="maths", ge=1
+    factor: float = maths_key(1.0, "How many times as long.", ge=1)
+    original_max_positions: int = maths_key(
+        8192, "For llama3 and yarn: the length of training before it was stretched.", ge=1
     )
-    low_frequency_factor: float = key(
-        1.0, "For llama3: what turns fewer times than this in that length is stretched.", resume="maths", gt=0
+    low_frequency_factor: float = maths_key(
+        1.0, "For llama3: what turns fewer times than this in that length is stretched.", gt=0
     )
-    high_frequency_factor: float = key(4.0, "For llama3: what turns more times than this is not.", resume="maths", gt=0)
-    beta_fast: float = key(32.0, "For yarn: what turns more times than this is not stretched.", resume="maths", gt=0)
-    beta_slow: float = key(1.0, "For yarn: what turns fewer times than this is stretched.", resume="maths", gt=0)
-    truncate: bool = key(True, "For yarn: round the transition's ends to whole frequencies.", resume="maths")
-    attention_factor: float | None = key(
-        None, "For yarn: multiplies queries and keys; default 0.1 · ln(factor) + 1.", resume="maths", gt=0
+    high_frequency_factor: float = maths_key(4.0, "For llama3: what turns more times than this is not.", gt=0)
+    beta_fast: float = maths_key(32.0, "For yarn: what turns more times than this is not stretched.", gt=0)
+    beta_slow: float = maths_key(1.0, "For yarn: what turns fewer times than this is stretched.", gt=0)
+    truncate: bool = maths_key(True, "For yarn: round the transition's ends to whole frequencies.")
+    attention_factor: float | None = maths_key(
+        None, "For yarn: multiplies queries and keys; default 0.1 · ln(factor) + 1.", gt=0
     )
 
     @model_validator(mode="after")
@@ -57,47 +56,47 @@ class RopeScaling(Section):
 
 
 class Model(Section):
-    family: str = key(
-        "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class.", resume="breaks"
+    family: str = breaking_key(
+        "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class."
     )
     preset: str | None = key(
         None, "Published model, whose settings count where none is given; docs/models.md lists them."
     )
-    vocab_size: int | None = key(
-        None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", resume="breaks", ge=2
+    vocab_size: int | None = breaking_key(
+        None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", ge=2
     )
-    hidden_size: int = key(512, "Width of the residual stream.", resume="breaks", ge=1)
-    num_layers: int = key(8, "Decoder layers.", resume="breaks", ge=1)
-    num_heads: int = key(8, "Query heads.", resume="breaks", ge=1)
-    num_kv_heads: int | None = key(None, "Key and value heads; default num_heads.", resume="breaks", ge=1)
-    head_dim: int | None = key(None, "Width of a head; default hidden_size / num_heads.", resume="breaks", ge=2)
-    intermediate_size: int | None = key(
-        None, "Width of the gated MLP; default 8/3 hidden_size rounded up to 64.", resume="breaks", ge=1
+    hidden_size: int = breaking_key(512, "Width of the residual stream.", ge=1)
+    num_layers: int = breaking_key(8, "Decoder layers.", ge=1)
+    num_heads: int = breaking_key(8, "Query heads.", ge=1)
+    num_kv_heads: int | None = breaking_key(None, "Key and value heads; default num_heads.", ge=1)
+    head_dim: int | None = breaking_key(None, "Width of a head; default hidden_size / num_heads.", ge=2)
+    intermediate_size: int | None = breaking_key(
+        None, "Width of the gated MLP; default 8/3 hidden_size rounded up to 64.", ge=1
     )
-    tie_embeddings: bool = key(False, "Use the embedding as the output head.", resume="breaks")
-    rope_theta: float = key(10000.0, "Base of the rotary embedding's wavelengths.", resume="maths", gt=1)
-    local_rope_theta: float | None = key(
-        None, "The same in layers with a window, which have no rope_scaling; default rope_theta.", resume="maths", gt=1
+    tie_embeddings: bool = breaking_key(False, "Use the embedding as the output head.")
+    rope_theta: float = maths_key(10000.0, "Base of the rotary embedding's wavelengths.", gt=1)
+    local_rope_theta: float | None = maths_key(
+        None, "The same in layers with a window, which have no rope_scaling; default rope_theta.", gt=1
     )
     rope_scaling: RopeScaling = RopeScaling()
-    max_positions: int | None = key(None, "The longest sequence, where positions are learned.", resume="breaks", ge=2)
-    norm_epsilon: float = key(1e-5, "Added to the mean square in RMSNorm.", resume="maths", gt=0)
-    sliding_window: int | None = key(
-        None, "Tokens that a layer with a window sees, its own among them; default all.", resume="breaks", ge=1
+    max_positions: int | None = breaking_key(None, "The longest sequence, where positions are learned.", ge=2)
+    norm_epsilon: float = maths_key(1e-5, "Added to the mean square in RMSNorm.", gt=0)
+    sliding_window: int | None = breaking_key(
+        None, "Tokens that a layer with a window sees, its own among them; default all.", ge=1
     )
-    sliding_window_pattern: int | None = key(
-        None, "One layer of so many has no window, the last; default the family's.", resume="breaks", ge=1
+    sliding_window_pattern: int | None = breaking_key(
+        None, "One layer of so many has no window, the last; default the family's.", ge=1
     )
-    attention_scale: float | None = key(
-        None, "Multiplies the scores of attention; default head_dim to the power of -1/2.", resume="breaks", gt=0
+    attention_scale: float | None = breaking_key(
+        None, "Multiplies the scores of attention; default head_dim to the power of -1/2.", gt=0
     )
-    attention_soft_cap: float | None = key(
-        None, "Bends the scores of attention to stay below it; default no cap.", resume="breaks", gt=0
+    attention_soft_cap: float | None = breaking_key(
+        None, "Bends the scores of attention to stay below it; default no cap.", gt=0
     )
-    logit_soft_cap: float | None = key(
-        None, "Bends the logits to stay below it; default no cap.", resume="breaks", gt=0
+    logit_soft_cap: float | None = breaking_key(
+        None, "Bends the logits to stay below it; default no cap.", gt=0
     )
-    dropout: float = key(0.0, "Dropout on the output of attention and MLP.", resume="maths", ge=0, lt=1)
+    dropout: float = maths_key(0.0, "Dropout on the output of attention and MLP.", ge=0, lt=1)
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."
     )

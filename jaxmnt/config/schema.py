@@ -13,7 +13,7 @@ from jaxmnt.config.data import Data, check_data
 from jaxmnt.config.mesh import Mesh, Pipeline, check_pipeline, complete_mesh
 from jaxmnt.config.model import Model, complete_model
 from jaxmnt.config.monitoring import Telemetry, Watchdog
-from jaxmnt.config.section import Section, key
+from jaxmnt.config.section import Section, breaking_key, key, maths_key
 from jaxmnt.storage import wrong_with_path
 
 NOT_OF_THE_RUN = {"cluster", "launch", "slurm", "gke"}
@@ -65,26 +65,25 @@ class Run(Section):
 
 
 class Train(Section):
-    steps: int = key(1000, "Optimizer steps of the whole run; schedules follow it.", resume="maths", ge=1)
+    steps: int = maths_key(1000, "Optimizer steps of the whole run; schedules follow it.", ge=1)
     microbatch_size: int | None = key(
         None, "Rows of a batch shard in one microbatch; default all of them, without accumulation.", ge=1
     )
-    precision: Literal["auto", "float32", "bfloat16", "float8"] = key(
+    precision: Literal["auto", "float32", "bfloat16", "float8"] = maths_key(
         "auto", "Compute precision; auto is bfloat16 on GPU and float32 on CPU. float8 is bfloat16 with attention's "
         "projections and the MLP in float8. Parameters are float32.",
-        resume="maths",
     )  # fmt: skip
-    float8_least: int = key(
-        1024, "Products with fewer inputs or outputs than this on a device stay in bfloat16.", resume="maths", ge=16
+    float8_least: int = maths_key(
+        1024, "Products with fewer inputs or outputs than this on a device stay in bfloat16.", ge=16
     )
     float8_gather: bool = key(
         True, "With float8 and mesh.zero 3, gather the weights that are multiplied in float8 in float8."
     )
-    params_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "Dtype of the stored (master) parameters; bfloat16 loses small updates.", resume="breaks"
+    params_dtype: Literal["float32", "bfloat16"] = breaking_key(
+        "float32", "Dtype of the stored (master) parameters; bfloat16 loses small updates."
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "Dtype in which gradients are reduced over devices.", resume="maths"
+    reduce_dtype: Literal["float32", "bfloat16"] = maths_key(
+        "float32", "Dtype in which gradients are reduced over devices."
     )
     remat: Literal["none", "attention", "dots", "names", "full"] = key(
         "none", "What backward computes again: nothing but attention's scores (none, attention), all but matrix "
@@ -99,10 +98,10 @@ class Train(Section):
     )
     layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
-    loss: str | None = key(
-        None, "Dotted path of a function to minimise (docs/models.md); default cross-entropy.", resume="maths"
+    loss: str | None = maths_key(
+        None, "Dotted path of a function to minimise (docs/models.md); default cross-entropy."
     )
-    z_loss: float = key(0.0, "Weight of the squared log-partition penalty on the logits.", resume="maths", ge=0)
+    z_loss: float = maths_key(0.0, "Weight of the squared log-partition penalty on the logits.", ge=0)
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", ge=0)
     max_bad_steps: int = key(
         10,
@@ -117,35 +116,35 @@ class Train(Section):
 
 
 class OptimizerRule(Section):
-    pattern: str = key(..., "Names of parameters, such as layers.mlp.*; * matches any text.", resume="breaks")
-    kind: Literal["adamw", "muon"] | None = key(None, "Optimizer of these; default adamw.", resume="breaks")
-    weight_decay: float | None = key(None, "Their decay; default that of the section.", resume="breaks", ge=0)
-    learning_rate_factor: float | None = key(None, "Multiplies their learning rate.", resume="breaks", ge=0)
+    pattern: str = breaking_key(..., "Names of parameters, such as layers.mlp.*; * matches any text.")
+    kind: Literal["adamw", "muon"] | None = breaking_key(None, "Optimizer of these; default adamw.")
+    weight_decay: float | None = breaking_key(None, "Their decay; default that of the section.", ge=0)
+    learning_rate_factor: float | None = breaking_key(None, "Multiplies their learning rate.", ge=0)
 
 
 class Optimizer(Section):
-    learning_rate: float = key(3e-4, "Peak learning rate.", resume="maths", gt=0)
-    warmup_steps: int = key(0, "Steps of linear warm-up.", resume="maths", ge=0)
-    schedule: Literal["cosine", "wsd", "constant"] = key(
-        "cosine", "After warm-up: cosine to the end, warm-up-stable-decay, or constant.", resume="maths"
+    learning_rate: float = maths_key(3e-4, "Peak learning rate.", gt=0)
+    warmup_steps: int = maths_key(0, "Steps of linear warm-up.", ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = maths_key(
+        "cosine", "After warm-up: cosine to the end, warm-up-stable-decay, or constant."
     )
-    final_fraction: float = key(0.1, "Learning rate at the end, as a share of the peak.", resume="maths", ge=0, le=1)
-    decay_fraction: float = key(0.2, "Share of the steps that wsd decays over.", resume="maths", gt=0, le=1)
-    weight_decay: float = key(0.1, "Decoupled weight decay; norms are not decayed.", resume="maths", ge=0)
-    beta1: float = key(0.9, "AdamW's decay of the first moment.", resume="maths", ge=0, lt=1)
-    beta2: float = key(0.95, "AdamW's decay of the second moment.", resume="maths", ge=0, lt=1)
-    epsilon: float = key(1e-8, "AdamW's term in the denominator.", resume="maths", gt=0)
-    state_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "Dtype in which AdamW's moments are stored.", resume="breaks"
+    final_fraction: float = maths_key(0.1, "Learning rate at the end, as a share of the peak.", ge=0, le=1)
+    decay_fraction: float = maths_key(0.2, "Share of the steps that wsd decays over.", gt=0, le=1)
+    weight_decay: float = maths_key(0.1, "Decoupled weight decay; norms are not decayed.", ge=0)
+    beta1: float = maths_key(0.9, "AdamW's decay of the first moment.", ge=0, lt=1)
+    beta2: float = maths_key(0.95, "AdamW's decay of the second moment.", ge=0, lt=1)
+    epsilon: float = maths_key(1e-8, "AdamW's term in the denominator.", gt=0)
+    state_dtype: Literal["float32", "bfloat16"] = breaking_key(
+        "float32", "Dtype in which AdamW's moments are stored."
     )
-    rules: list[OptimizerRule] = key(
-        [], "Other settings for some parameters; the first that matches counts.", resume="breaks"
+    rules: list[OptimizerRule] = breaking_key(
+        [], "Other settings for some parameters; the first that matches counts."
     )
-    frozen: list[str] = key(
-        [], "Names of parameters that do not train, such as embedding.*; * matches any text.", resume="breaks"
+    frozen: list[str] = breaking_key(
+        [], "Names of parameters that do not train, such as embedding.*; * matches any text."
     )
     offload: bool = key(False, "Keep AdamW's moments in host memory, where the devices can.")
-    clip_norm: float | None = key(1.0, "Largest global norm of the gradient; null turns it off.", resume="maths", gt=0)
+    clip_norm: float | None = maths_key(1.0, "Largest global norm of the gradient; null turns it off.", gt=0)
 
 
 class Checkpoint(Section):
@@ -212,7 +211,7 @@ class Config(Section):
     """The whole config. Cross-key rules that need no device are checked here; the rest in
     `training.build.build_spec`."""
 
-    seed: int = key(0, "Seed of initialisation, data order and dropout.", resume="breaks", ge=0, lt=2**31)
+    seed: int = breaking_key(0, "Seed of initialisation, data order and dropout.", ge=0, lt=2**31)
     run: Run = Run()
     train: Train = Train()
     data: Data = Data()

@@ -1,5 +1,6 @@
 """What a config is made of: sections with keys."""
 
+from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,6 +17,12 @@ def key(default: Any, text: str, *, resume: Resume = "harmless", path: bool = Fa
     """
     extra: dict[str, Any] = {"resume": resume} | ({"path": True} if path else {})
     return Field(default, description=text, json_schema_extra=extra, **limits)
+
+
+maths_key = partial(key, resume="maths")
+"""Makes a key whose change gives other numbers from there on."""
+breaking_key = partial(key, resume="breaks")
+"""Makes a key whose change a run refuses when it resumes."""
 
 
 class Section(BaseModel):
