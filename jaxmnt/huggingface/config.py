@@ -10,6 +10,9 @@ from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.registry import FAMILIES, OPTIONAL, family_class
 
+Tree = Mapping[str, Any]
+"""An object of JSON."""
+
 _MEANINGLESS = frozenset(
     re.findall(
         r"\w+",
@@ -78,7 +81,7 @@ def families() -> dict[str, tuple[str, HuggingFace]]:
     return found
 
 
-def read_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_config(tree: Tree, where: str) -> dict[str, Any]:
     """The settings of `model` that a config.json asks for; `where` names it in errors.
 
     Raises `ConfigError` for a family that is not known, and for keys that alter the maths in a way that this family
@@ -113,7 +116,7 @@ def read_config(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found | _read_windows(tree, family, found["num_layers"], where)
 
 
-def write_config(model: Model, extra: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(model: Model, extra: Tree) -> dict[str, Any]:
     """config.json for a model of a family that Hugging Face knows.
 
     `extra` has keys that alter nothing, such as token ids, of the config.json that the model came from.
@@ -150,7 +153,7 @@ def _check_can_be_written(model: Model, written: HuggingFace) -> None:
             )
 
 
-def _family_of(tree: Mapping[str, Any], where: str) -> tuple[str, HuggingFace, Mapping[str, Any]]:
+def _family_of(tree: Tree, where: str) -> tuple[str, HuggingFace, Tree]:
     """The family, and the part of the config.json that is about it."""
     known, kind = families(), tree.get("model_type")
     if "quantization_config" in tree:
@@ -170,7 +173,7 @@ def _family_of(tree: Mapping[str, Any], where: str) -> tuple[str, HuggingFace, M
     return family, written, tree
 
 
-def _check_agree(outer: Mapping[str, Any], inner: Mapping[str, Any], written: HuggingFace, where: str) -> None:
+def _check_agree(outer: Tree, inner: Tree, written: HuggingFace, where: str) -> None:
     """Raises `ConfigError` if the config of a larger model says something else of its text model than that says."""
     for key in sorted(written.settings.keys() & outer.keys()):
         own = inner.get(key, written.assumed.get(key))
@@ -193,7 +196,7 @@ def _number(read: Any, value: Any, key: str, where: str) -> Any:
 # -- rotary positions, in the two ways in which files say it
 
 
-def _read_rope(tree: Mapping[str, Any], written: HuggingFace, nested: bool, where: str) -> dict[str, Any]:
+def _read_rope(tree: Tree, written: HuggingFace, nested: bool, where: str) -> dict[str, Any]:
     """Reads the settings of rotary positions, with the precedence that transformers 5 has.
 
     With one set of parameters, a `rope_scaling` that says something replaces `rope_parameters`, and a base that only
@@ -230,7 +233,7 @@ def _read_rope(tree: Mapping[str, Any], written: HuggingFace, nested: bool, wher
     return found | {"local_rope_theta": _local_theta(sliding, tree, written, where)}
 
 
-def _local_theta(sliding: Mapping[str, Any], tree: Mapping[str, Any], written: HuggingFace, where: str) -> float:
+def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace, where: str) -> float:
     """Returns the base of rotary positions in layers with a window."""
     older, default = "rope_local_base_freq", written.assumed.get("rope_theta", 10000.0)
     if older in written.assumed:
@@ -251,7 +254,7 @@ def _theta(value: Any, key: str, where: str) -> float:
     return float(value)
 
 
-def _object(tree: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+def _object(tree: Tree, key: str, where: str) -> Tree:
     value = tree.get(key)
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be an object; correct it")
@@ -263,7 +266,7 @@ def _check_number(key: str, value: Any, where: str, above: float = 0) -> None:
         raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be a number above {above}; correct it")
 
 
-def _scaling(parameters: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _scaling(parameters: Tree, tree: Tree, where: str) -> dict[str, Any]:
     """`model.rope_scaling`; empty for none."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if (older := parameters.get("type", kind)) != kind:
@@ -322,7 +325,7 @@ _ALWAYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "hig
 # -- which layers have a window
 
 
-def _read_windows(tree: Mapping[str, Any], family: str, layers: int, where: str) -> dict[str, Any]:
+def _read_windows(tree: Tree, family: str, layers: int, where: str) -> dict[str, Any]:
     kind, types = family_class(family), tree.get("layer_types")
     written = kind.hugging_face
     assert written is not None

@@ -8,12 +8,11 @@ import argparse
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.distributed.termination import is_device_error
 from jaxmnt.errors import ExitCode
-from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, waited_in_vain
+from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, Record, waited_in_vain
 from jaxmnt.telemetry.events import last_commit
 
 _TRIES, _MOST_FAILURES = 3, 12
@@ -70,7 +69,7 @@ def after(
     return _after_a_failure(earlier, this, restarts, silent=not events)
 
 
-def _after_a_stop(events: list[dict[str, Any]], newest: int) -> tuple[str, str]:
+def _after_a_stop(events: list[Record], newest: int) -> tuple[str, str]:
     """What follows a start that stopped early. Every process notes the stop, but only those that were asked note why;
     process 0's word counts first. Of train.stop_after there is only the end, since nobody asked. Where nobody could
     note anything, 75 alone says: run me again."""
@@ -86,7 +85,7 @@ def _after_a_stop(events: list[dict[str, Any]], newest: int) -> tuple[str, str]:
 
 
 def _after_waiting(
-    earlier: list[dict[str, Any]], this: dict[str, Any], restarts: int, spare_nodes: int | None
+    earlier: list[Record], this: Record, restarts: int, spare_nodes: int | None
 ) -> tuple[str, str]:
     """The same, when processes never appeared: without their node, or in another allocation. The processes limit this
     themselves: after a day they end with 2."""
@@ -97,7 +96,7 @@ def _after_waiting(
 
 
 def _after_a_failure(
-    earlier: list[dict[str, Any]], this: dict[str, Any], restarts: int, *, silent: bool
+    earlier: list[Record], this: Record, restarts: int, *, silent: bool
 ) -> tuple[str, str]:
     """The same, when something went wrong. `silent` is a start of which there is no event."""
     start, blamed = this["start"], this["blamed"]
@@ -114,14 +113,14 @@ def _after_a_failure(
     return "again", f"from step {this['newest']}, {who}"
 
 
-def _tried_twice(earlier: list[dict[str, Any]], this: dict[str, Any]) -> bool:
+def _tried_twice(earlier: list[Record], this: Record) -> bool:
     """Whether the node that is blamed was blamed before in this allocation."""
     start, blamed = this["start"], this["blamed"]
     here = earlier[max(0, len(earlier) - start) :] if start > 0 else []
     return blamed is not None and blamed in [one["blamed"] for one in here]
 
 
-def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
+def _in_vain(starts: list[Record]) -> tuple[int, int]:
     """How many of the last starts failed with the same newest checkpoint: without a node to blame, and in all. Those
     that were cut off from outside, or waited in vain, do not count."""
     unexplained = failures = 0
@@ -134,13 +133,13 @@ def _in_vain(starts: list[dict[str, Any]]) -> tuple[int, int]:
     return unexplained, failures
 
 
-def _of_nodes(events: list[dict[str, Any]], nodes: list[str]) -> list[dict[str, Any]]:
+def _of_nodes(events: list[Record], nodes: list[str]) -> list[Record]:
     """Without those of a process that somebody started in the same run directory elsewhere, where names tell."""
     own = [event for event in events if _node(event.get("host"), None, nodes)]
     return own or events
 
 
-def _blamed(events: list[dict[str, Any]], nodes: list[str]) -> tuple[str, str] | None:
+def _blamed(events: list[Record], nodes: list[str]) -> tuple[str, str] | None:
     """The node at fault, and the words of one who says so.
 
     What a process raises is its program's fault, unless it tells of a broken device. All speak to process 0, so its

@@ -26,6 +26,9 @@ _BAD_FOR_SECONDS = 24 * 3600.0
 _CLOCKS_DIFFER_SECONDS = 600.0
 """Between the hosts of a run, where nobody has set one wrong."""
 
+Record = dict[str, Any]
+"""An event, or an entry of a file here."""
+
 _Shape = dict[str, tuple[type, ...]]
 _NUMBER = (int, float)
 _BAD_NODE: _Shape = {"node": (str,), "why": (str,), "since": _NUMBER, "until": _NUMBER}
@@ -63,21 +66,21 @@ class Ledger:
         bad = [*others, BadNode(node, why, now, now + _BAD_FOR_SECONDS)]
         self._write("bad_nodes.json", [asdict(one) for one in bad])
 
-    def starts(self) -> list[dict[str, Any]]:
+    def starts(self) -> list[Record]:
         return self._read("starts.json", _START, _START_MAY_HAVE)
 
-    def note(self, start: dict[str, Any]) -> None:
+    def note(self, start: Record) -> None:
         """Once, however often it is told."""
         others = [one for one in self.starts() if (one["job"], one.get("began")) != (start["job"], start["began"])]
         self._write("starts.json", [*others, start])
 
-    def events(self, began: float) -> list[dict[str, Any]]:
+    def events(self, began: float) -> list[Record]:
         """Those of all processes since then, in order of time. What lies in the future is of a clock that was ahead."""
         events = _in_order(event for _, event in _events_of(self.run_dir))
         until = time.time() + _CLOCKS_DIFFER_SECONDS
         return [event for event in events if began <= event["time"] <= until]
 
-    def _read(self, name: str, needed: _Shape, optional: _Shape) -> list[dict[str, Any]]:
+    def _read(self, name: str, needed: _Shape, optional: _Shape) -> list[Record]:
         """The sound entries of a file. One with anything else in it is set aside."""
         path = self._folder / name
         try:
@@ -132,25 +135,25 @@ def event_marks(run_dir: Path) -> set[Mark]:
     return {_mark(name, event) for name, event in _events_of(run_dir)}
 
 
-def events_besides(run_dir: Path, earlier: set[Mark]) -> list[dict[str, Any]]:
+def events_besides(run_dir: Path, earlier: set[Mark]) -> list[Record]:
     """The events of all processes that are not among the `earlier` ones, in order of time."""
     return _in_order(event for name, event in _events_of(run_dir) if _mark(name, event) not in earlier)
 
 
-def _events_of(run_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _events_of(run_dir: Path) -> Iterator[tuple[str, Record]]:
     """The events of all processes, each with the name of its file."""
     return ((path.name, event) for path in event_files(run_dir) for event in read_lines(path) if "process" in event)
 
 
-def _mark(name: str, event: dict[str, Any]) -> Mark:
+def _mark(name: str, event: Record) -> Mark:
     return name, event["kind"], float(event["time"])
 
 
-def _in_order(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _in_order(events: Iterable[Record]) -> list[Record]:
     return sorted(events, key=lambda event: float(event["time"]))
 
 
-def waited_in_vain(events: Iterable[dict[str, Any]]) -> bool:
+def waited_in_vain(events: Iterable[Record]) -> bool:
     """Whether a start came to nothing because processes never appeared. The first such event decides: later ones come
     from its end."""
     for event in events:

@@ -44,7 +44,7 @@ _ON_TIMELINE = frozenset({
 })  # fmt: skip
 
 
-def report_of(runs: Sequence[str], price: float | None = None) -> dict[str, Any]:
+def report_of(runs: Sequence[str], price: float | None = None) -> Record:
     """The report of these run directories. With a `price`, an hour of a device cost that.
 
     Raises `ConfigError` for one that has no lines of a run.
@@ -73,7 +73,7 @@ def _labels(runs: Sequence[str]) -> list[str]:
     return [printable("/".join(one)) for one in parts] if len(runs) > 1 else [printable(runs[0])]
 
 
-def _of_run(run: str, price: float | None) -> dict[str, Any]:
+def _of_run(run: str, price: float | None) -> Record:
     run_dir = Path(run)
     attempts, notes = read_run_records(run_dir)
     for attempt in attempts if price is not None else []:
@@ -119,7 +119,7 @@ def _of_run(run: str, price: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> dict[str, Any]:
+def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Record:
     """The numbers that a person asks for first."""
     lines = [line for attempt in attempts for line in attempt.steps]
     evals = [line for attempt in attempts for line in attempt.evals]
@@ -172,7 +172,7 @@ def _is_under_way(run_dir: Path, attempts: Sequence[Attempt]) -> bool:
     return any(abs(now - at) < _UNDER_WAY_SECONDS for at in written)
 
 
-def _attempt(attempt: Attempt, parts: dict[str, float]) -> dict[str, Any]:
+def _attempt(attempt: Attempt, parts: dict[str, float]) -> Record:
     return {
         "attempt": attempt.number,
         "began": attempt.began,
@@ -191,11 +191,11 @@ def _attempt(attempt: Attempt, parts: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _stragglers(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+def _stragglers(attempts: Sequence[Attempt]) -> list[Record]:
     """Who held the others up, in which phase, and from which step to which; devices are told with their host."""
-    found: list[dict[str, Any]] = []
+    found: list[Record] = []
     for attempt in attempts:
-        open_ones: dict[tuple[Any, ...], dict[str, Any]] = {}
+        open_ones: dict[tuple[Any, ...], Record] = {}
         for record in attempt.events:
             kind = record["kind"]
             key = tuple(record.get(name) for name in ("at_fault", "phase", "device", "found_by"))
@@ -219,7 +219,7 @@ def _stragglers(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     return found
 
 
-def _samples(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+def _samples(attempts: Sequence[Attempt]) -> list[Record]:
     """What the model wrote after evaluations, the newest first."""
     told: dict[int, list[dict[str, str]]] = {}
     for record in (record for attempt in attempts for record in attempt.events if record["kind"] == "samples"):
@@ -235,7 +235,7 @@ def _samples(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     return [{"step": step, "samples": told[step]} for step in newest[:1] + _thinned(newest[1:], _MOST_SAMPLES)]
 
 
-def _marks(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+def _marks(attempts: Sequence[Attempt]) -> list[Record]:
     """What is marked in charts, at its step."""
     marks = [
         {"step": attempt.resumed_after, "kind": "restart", "text": f"attempt {attempt.number} goes on"}
@@ -251,8 +251,8 @@ def _marks(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     return sorted(marks, key=lambda mark: mark["step"])
 
 
-def _timeline(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-    kinds: dict[str, list[dict[str, Any]]] = {}
+def _timeline(attempts: Sequence[Attempt]) -> list[Record]:
+    kinds: dict[str, list[Record]] = {}
     for attempt in attempts:
         for record in [_first_event(attempt), *attempt.events]:
             if record["kind"] in _ON_TIMELINE:
@@ -284,7 +284,7 @@ def _in_words(record: Record) -> str:
     return printable(f"{record['kind'].replace('_', ' ')}{step}" + (": " + ", ".join(told) if told else ""))[:300]
 
 
-def _processes(run_dir: Path, phase_lines: Sequence[Record]) -> dict[str, Any]:
+def _processes(run_dir: Path, phase_lines: Sequence[Record]) -> Record:
     """How long processes work for themselves in a step, of those that work longest: quantiles Q of processes P, over
     sums S of some steps each."""
     rows = [line for line in phase_lines if line["kind"] == "processes" and _are_quantiles(line.get("own"))]
@@ -319,7 +319,7 @@ def _hosts(run_dir: Path, processes: set[int]) -> dict[int, str]:
     return found
 
 
-def _config(run_dir: Path) -> tuple[dict[str, Any], str | None]:
+def _config(run_dir: Path) -> tuple[Record, str | None]:
     """The resolved config by dotted keys, as it stands there, whatever version wrote it; and what is wrong with it."""
     path = run_dir / "config.yaml"
     try:
@@ -344,7 +344,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _differences(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _differences(configs: Sequence[Record]) -> list[Record]:
     """Keys whose values differ between runs, with the value in each."""
     keys = {key: None for config in configs for key in config}
     return [
@@ -354,7 +354,7 @@ def _differences(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _about_all(reports: Sequence[dict[str, Any]]) -> list[str]:
+def _about_all(reports: Sequence[Record]) -> list[str]:
     """What to know when runs are compared."""
     if len(reports) < 2:
         return []

@@ -1,24 +1,23 @@
 """The report as lines for a terminal."""
 
-from typing import Any
-
 from jaxmnt.errors import printable
+from jaxmnt.report.history import Record
 from jaxmnt.telemetry.progress import count, duration
 
 _LEAST_SHARE = 0.0005
 """Of the wall time, for a part to have a line."""
 
 
-def summary_text(report: dict[str, Any]) -> str:
+def summary_text(report: Record) -> str:
     runs = [_of_run(run) for run in report["runs"]]
     return "\n\n".join([*runs, *(["\n".join(_compared(report))] if len(runs) > 1 else [])])
 
 
-def failures_text(report: dict[str, Any]) -> str:
+def failures_text(report: Record) -> str:
     return "\n\n".join(_failures(run) for run in report["runs"])
 
 
-def _of_run(run: dict[str, Any]) -> str:
+def _of_run(run: Record) -> str:
     goodput, attempts = run["goodput"], run["attempts"]
     restarts = f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
     wall = goodput["wall_seconds"]
@@ -48,14 +47,14 @@ def _of_run(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _attempt(attempt: dict[str, Any]) -> str:
+def _attempt(attempt: Record) -> str:
     steps = "no step" if attempt["first_step"] is None else f"steps {attempt['first_step']} to {attempt['last_step']}"
     lost = f", {attempt['lost_steps']} more were taken again" if attempt["lost_steps"] else ""
     took = duration(attempt["ended"] - attempt["began"])
     return f"{attempt['attempt']}: {took}, {steps}{lost}; {_how_it_ended(attempt)}"
 
 
-def _how_it_ended(attempt: dict[str, Any]) -> str:
+def _how_it_ended(attempt: Record) -> str:
     if attempt["end"] is None:
         return "under way, or it broke off without a word"
     if attempt["end"] == "end":
@@ -63,7 +62,7 @@ def _how_it_ended(attempt: dict[str, Any]) -> str:
     return printable(f"{attempt['end']}: {attempt['why'] or 'no reason is known'}")
 
 
-def _straggler(one: dict[str, Any]) -> str:
+def _straggler(one: Record) -> str:
     device = "" if one["device"] is None else f", device {one['device']}"
     until = "the end" if one["to_step"] is None else one["to_step"]
     more = f" by {1e3 * one['slower_seconds']:.0f} ms" if one["slower_seconds"] else ""
@@ -71,13 +70,13 @@ def _straggler(one: dict[str, Any]) -> str:
     return printable(f"{who}: {one['phase']}{more}, from step {one['from_step']} to {until}")
 
 
-def _failures(run: dict[str, Any]) -> str:
+def _failures(run: Record) -> str:
     if not run["failures"]:
         return f"run     {printable(run['run'])}: no attempt ended badly"
     return "\n".join([f"run     {printable(run['run'])}", *(_failure(one) for one in run["failures"])])
 
 
-def _failure(one: dict[str, Any]) -> str:
+def _failure(one: Record) -> str:
     who = (
         "" if one["process"] is None else f", process {one['process']}" + (f" on {one['host']}" if one["host"] else "")
     )
@@ -94,7 +93,7 @@ def _failure(one: dict[str, Any]) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _compared(report: dict[str, Any]) -> list[str]:
+def _compared(report: Record) -> list[str]:
     lines = [f"note    {note}" for note in report["notes"]]
     for one in report["config_differences"]:
         lines.append(printable(f"differs {one['key']}: {' | '.join(map(str, one['values']))}"))
