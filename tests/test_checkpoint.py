@@ -33,7 +33,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.names import like, named, nested
-from jaxmnt.checkpoint.reader import Reader, cut
+from jaxmnt.checkpoint.arrays import Reader, cut
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.mesh import Mesh

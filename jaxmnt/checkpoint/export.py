@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed, open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.data.run_tokenizer import RunTokenizer

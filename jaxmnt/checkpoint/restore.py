@@ -16,7 +16,7 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import like, named
-from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.distributed.container import cores
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
@@ -124,7 +124,7 @@ def _read(reader: Reader, placed: dict[str, NamedSharding], manifest: Manifest) 
 
 
 def _pieces(
-    shape: tuple[int, ...], sharding: NamedSharding
+    shape: Shape, sharding: NamedSharding
 ) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
     """The different pieces that this process's devices hold, each with where it goes."""
     pieces: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
@@ -136,7 +136,7 @@ def _pieces(
     return pieces
 
 
-def _spread(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+def _spread(shape: Shape, sharding: NamedSharding) -> NamedSharding:
     """The sharding with the axes over which the array is replicated put to the first dimension that they divide."""
     mesh = sharding.mesh
     split = [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in sharding.spec]

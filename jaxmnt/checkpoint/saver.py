@@ -28,7 +28,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named, nested
-from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.retention import Need, kept, shortage
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.coordination import Vote, broadcast

@@ -23,7 +23,7 @@ import numpy as np
 from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.checkpoint.reader import Reader
+from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
@@ -316,8 +316,8 @@ def _copy(
 
 
 def _pieces(
-    reader: Reader, name: str, shape: tuple[int, ...], part: Part, work: Work, stacked: bool
-) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    reader: Reader, name: str, shape: Shape, part: Part, work: Work, stacked: bool
+) -> Iterator[tuple[Shape, tuple[slice, ...]]]:
     """Pieces of about `_PIECE_BYTES`, where possible of whole chunks: of some layers, or of a part of each. A layer is
     cut along its first input and its first output alone, so that a piece is a rectangle of its matrix."""
     begins, extents = [0] * len(shape), list(shape)

@@ -17,7 +17,7 @@ from jaxmnt.checkpoint.commit import begin, commit
 from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
-from jaxmnt.checkpoint.writer import Writer
+from jaxmnt.checkpoint.arrays import Writer
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data import run_tokenizer

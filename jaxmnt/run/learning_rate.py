@@ -93,7 +93,7 @@ def _updates(checkpoint: Committed) -> int:
     """Updates of the optimizer before a checkpoint, which the schedule counts: bad steps are none."""
     if _BAD_STEPS not in checkpoint.manifest.arrays:  # of an earlier version
         return checkpoint.step
-    from jaxmnt.checkpoint.reader import Reader
+    from jaxmnt.checkpoint.arrays import Reader
 
     try:
         return checkpoint.step - int(Reader(checkpoint, [_BAD_STEPS]).read(_BAD_STEPS))
