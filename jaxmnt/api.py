@@ -143,7 +143,7 @@ def load_run(
     """
     text = str(directory) if step is None else f"{directory}@{step}"
     checkpoint = find(text, "load_run")
-    config = config_of(checkpoint)
+    config = checkpoint.config
     tokenizer = tokenizer_of(text, checkpoint)
     sizes = parse_config({"mesh": {"data": 1} | dict(mesh or {})}, "load_run").mesh
     available = list(devices or jax.local_devices())

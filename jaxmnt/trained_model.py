@@ -156,7 +156,7 @@ def find_model(run: str, tokenizer: str | None) -> Named:
 
     checkpoint = find(run, "--run")
     files = companions.kept(roots_of(run, checkpoint))
-    config = config_of(checkpoint)
+    config = checkpoint.config
     return Named(checkpoint, config, files, _vocabulary(run, tokenizer, checkpoint, config, files))
 
 

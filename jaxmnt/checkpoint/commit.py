@@ -13,6 +13,7 @@ A step that is a link counts like any other, but what it leads to is somebody's 
 import contextlib
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 from jaxmnt import storage
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
+from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Config
 from jaxmnt.errors import UserError, printable
 from jaxmnt.storage import StoragePath
 
@@ -42,6 +45,11 @@ class Committed:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def config(self) -> Config:
+        """The config of its run when it was written. Raises `ConfigError` for one that this version cannot read."""
+        return parse_config(self.manifest.config, f"the config in {self.path}")
 
 
 def step_of(name: str) -> int | None:
@@ -69,8 +77,10 @@ def open_checkpoint(path: StoragePath, run: str | None = None) -> Committed:
     """
     try:
         return _opened(path, run)
+    except UserError:
+        raise
     except OSError as error:
-        if error.errno not in storage.NO_FILE or isinstance(error, UserError):
+        if error.errno not in storage.NO_FILE:
             raise
         raise DamagedError(f"its file {printable(str(error.filename))} cannot be read: {error.strerror}") from error
 
@@ -131,23 +141,18 @@ def _is_directory(path: StoragePath) -> bool:
 
 def valid_checkpoints(root: StoragePath, run: str | None = None) -> list[Committed]:
     """The whole checkpoints, oldest first. Raises `OtherFormatError`."""
-    found = []
-    for _, path in step_directories(root):
-        try:
-            found.append(open_checkpoint(path, run))
-        except DamagedError:
-            continue
-    return found
+    return list(_whole(step_directories(root), run))
 
 
 def newest_valid(root: StoragePath, run: str | None = None) -> Committed | None:
     """The newest whole checkpoint, passing over whatever is not. Raises `OtherFormatError`."""
-    for _, path in reversed(step_directories(root)):
-        try:
-            return open_checkpoint(path, run)
-        except DamagedError:
-            continue
-    return None
+    return next(_whole(reversed(step_directories(root)), run), None)
+
+
+def _whole(steps: Iterable[tuple[int, StoragePath]], run: str | None) -> Iterator[Committed]:
+    for _, path in steps:
+        with contextlib.suppress(DamagedError):
+            yield open_checkpoint(path, run)
 
 
 def quarantine(path: StoragePath) -> StoragePath:

@@ -1,4 +1,4 @@
-"""Verifying a checkpoint, comparing two, and exporting one."""
+"""Verifying a checkpoint, and exporting one."""
 
 import fcntl
 import os
@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed, open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.arrays import Reader
-from jaxmnt.checkpoint.refs import config_of
-from jaxmnt.config.describe import Change, changes
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, printable
@@ -42,37 +39,6 @@ def verify(path: StoragePath, run: str | None, tell: Callable[[str], None] = lam
     if wrong:
         raise DamagedError("; ".join(wrong))
     return checkpoint
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What two checkpoints differ in."""
-
-    config: list[Change]
-    only_first: list[str]
-    only_second: list[str]
-    other_kind: list[str]
-    """Arrays of another shape or dtype."""
-    other_content: list[str]
-    same: list[str]
-
-
-def compare(one: Committed, other: Committed) -> Difference:
-    """From the manifests alone: the digest of a content is the same in any run and at any step."""
-    first, second = one.manifest, other.manifest
-    a, b = first.arrays, second.arrays
-    both = sorted(a.keys() & b.keys())
-    kind = lambda array: (array.shape, array.dtype)
-    alike = [name for name in both if kind(a[name]) == kind(b[name])]
-    configs = [config_of(found) for found in (one, other)]
-    return Difference(
-        changes(*configs),
-        sorted(a.keys() - b.keys()),
-        sorted(b.keys() - a.keys()),
-        [name for name in both if name not in alike],
-        [name for name in alike if a[name].content != b[name].content],
-        [name for name in alike if a[name].content == b[name].content],
-    )
 
 
 _INDEX = "model.safetensors.index.json"

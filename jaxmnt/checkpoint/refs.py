@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxmnt.checkpoint.commit import Committed, newest_valid, open_checkpoint, step_directories, step_of
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, wrong_with
-from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError, printable
@@ -145,7 +144,7 @@ def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
 
     Raises `ConfigError` if neither is there.
     """
-    config = config_of(checkpoint)
+    config = checkpoint.config
     return of_run(roots_of(text, checkpoint), config.data, folders_started_in(text, checkpoint, config))
 
 

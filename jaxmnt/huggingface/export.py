@@ -24,7 +24,6 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.arrays import Reader, Shape
-from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
@@ -94,7 +93,7 @@ def plan_export(
     Raises `ConfigError` for a family that Hugging Face does not know.
     """
     manifest = checkpoint.manifest
-    config = config_of(checkpoint)
+    config = checkpoint.config
     if tokenizer is not None:
         companions = fitting(companions, tokenizer)
         if manifest.tokens > 0 and tokenizer.name != "synthetic":

@@ -66,7 +66,7 @@ def folder_origin(folder: Folder, key: str) -> Origin:
 
 def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:
     """Describes the run of a checkpoint, which `source` names."""
-    model = config_of(checkpoint).model
+    model = checkpoint.config.model
     root = checkpoint.path.parent.parent
     try:
         tokenizer = tokenizer_of(source, checkpoint)

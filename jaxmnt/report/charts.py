@@ -5,7 +5,7 @@ highest, so that a spike of one step among 100,000 is seen.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -69,10 +69,10 @@ def charts_of(attempts: Sequence[Attempt], phases: Sequence[Record], resources: 
         *_model(lines),
         *_resources(resources),
     ]  # fmt: skip
-    return [chart for chart in found if chart is not None]
+    return [_drawn(chart) for chart in found if any(value is not None for one in chart.series for value in one.values)]
 
 
-def _loss(lines: Sequence[Record], evals: Sequence[Record]) -> Chart | None:
+def _loss(lines: Sequence[Record], evals: Sequence[Record]) -> Chart:
     """Of training, and held out: of all sources together and, where there are several, of each."""
     held_out: dict[int, Record] = {line["step"]: line for line in evals}
     steps = sorted({line["step"] for line in lines} | set(held_out))
@@ -89,28 +89,26 @@ def _loss(lines: Sequence[Record], evals: Sequence[Record]) -> Chart | None:
         "Mean over the targets of a step, where it has some; the steps at which attempts began are marked, and bad "
         "steps."
     )
-    return _chart(Chart("loss", "Loss", what, "nats/token", steps, series, log=True))
+    return Chart("loss", "Loss", what, "nats/token", steps, series, log=True)
 
 
 def _of(
     lines: Sequence[Record], id: str, title: str, what: str, unit: str, fields: dict[str, str], *,
     factor: float = 1.0, log: bool = False,
-) -> Chart | None:  # fmt: skip
+) -> Chart:  # fmt: skip
     """Fields of the lines of steps, by the name that each series has."""
     series = [Series(name, [_scaled(line.get(field), factor) for line in lines]) for name, field in fields.items()]
     told = series[:1] + [one for one in series[1:] if one.values != series[0].values]
-    return _chart(Chart(id, title, what, unit, [line["step"] for line in lines], told, log=log))
+    return Chart(id, title, what, unit, [line["step"] for line in lines], told, log=log)
 
 
-def _ettr(attempts: Sequence[Attempt], lines: Sequence[Record]) -> Chart | None:
+def _ettr(attempts: Sequence[Attempt], lines: Sequence[Record]) -> Chart:
     shares: list[float | None] = [100 * share for share in sliding_ettr(attempts)]
     what = "Share of the last hour, or of the run so far, that went into steps that count."
-    return _chart(
-        Chart("ettr", "Goodput (ETTR)", what, "%", [line["step"] for line in lines], [Series("last hour", shares)])
-    )
+    return Chart("ettr", "Goodput (ETTR)", what, "%", [line["step"] for line in lines], [Series("last hour", shares)])
 
 
-def _phases(lines: Sequence[Record]) -> Chart | None:
+def _phases(lines: Sequence[Record]) -> Chart:
     """Mean seconds of each phase, without those that took no time."""
     means = [_mapping(line, "mean") for line in lines]
     series = [
@@ -119,12 +117,10 @@ def _phases(lines: Sequence[Record]) -> Chart | None:
         if any(mean.get(phase) for mean in means)
     ]
     what = "Mean over the processes, by the clock of each one's main thread."
-    return _chart(
-        Chart("phases", "Where each step goes", what, "ms", [line["step"] for line in lines], series, style="stack")
-    )
+    return Chart("phases", "Where each step goes", what, "ms", [line["step"] for line in lines], series, style="stack")
 
 
-def _noise(attempts: Sequence[Attempt]) -> Chart | None:
+def _noise(attempts: Sequence[Attempt]) -> Chart:
     """Where it was measured: over the steps of an attempt up to each."""
     steps: list[int] = []
     scales: list[float | None] = []
@@ -134,10 +130,10 @@ def _noise(attempts: Sequence[Attempt]) -> Chart | None:
         steps += [line["step"] for line in attempt.steps]
         scales += noise_scales(attempt.steps, small, rows)
     what = f"Rows, by the squares of gradients over {STEPS} steps: of a batch beyond it, more rows are of little use."
-    return _chart(Chart("noise", "Gradient noise scale", what, "rows", steps, [Series("scale", scales)], log=True))
+    return Chart("noise", "Gradient noise scale", what, "rows", steps, [Series("scale", scales)], log=True)
 
 
-def _model(lines: Sequence[Record]) -> Iterable[Chart | None]:
+def _model(lines: Sequence[Record]) -> Iterable[Chart]:
     """Metrics of the model's layers, a chart for each."""
     told = [_mapping(line, "model") for line in lines]
     steps = [line["step"] for line in lines]
@@ -148,20 +144,20 @@ def _model(lines: Sequence[Record]) -> Iterable[Chart | None]:
             series = [Series(str(place), [_entry(value, place) for value in values]) for place in range(widest)]
         else:
             series = [Series(name, [_value(value) for value in values])]
-        yield _chart(Chart(f"model.{name}", f"Model: {name}", "A metric of the model's layers.", "", steps, series))
+        yield Chart(f"model.{name}", f"Model: {name}", "A metric of the model's layers.", "", steps, series)
 
 
-def _resources(lines: Sequence[Record]) -> Iterable[Chart | None]:
+def _resources(lines: Sequence[Record]) -> Iterable[Chart]:
     """Of lines that tell the mean and the extremes over processes of each quantity."""
     steps = [line.get("step", 0) for line in lines]
 
     def chart(
         id: str, title: str, what: str, unit: str, fields: dict[str, tuple[str, str]], factor: float = 1.0
-    ) -> Chart | None:
+    ) -> Chart:
         read = lambda line, field, which: _scaled(_extreme(_mapping(line, "of").get(field), which), factor)
         series = [Series(name, [read(line, field, which) for line in lines]) for name, (field, which) in fields.items()]
         quiet = not any(value for one in series for value in one.values)
-        return None if quiet else _chart(Chart(id, title, what, unit, steps, series))
+        return Chart(id, title, what, unit, steps, [] if quiet else series)
 
     most, mean, least = "max", "mean", "min"
     yield chart("memory", "Memory", "Of devices and of host processes; the most among all.", "GiB", {
@@ -193,35 +189,34 @@ def _extreme(told: Any, which: str) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
-def _chart(chart: Chart) -> Chart | None:
-    """With as many steps as can be told apart, and without series that have no value; None if no series has one."""
+def _drawn(chart: Chart) -> Chart:
+    """Returns a chart with as many steps as can be told apart, and without series that have no value."""
     series = [one for one in chart.series if any(value is not None for value in one.values)]
-    if not series:
-        return None
-    rows = _rows_to_draw([one.values for one in series], MOST_POINTS, together=chart.style == "stack")
-    ceiling = _ceiling([one.values for one in series]) if chart.style == "stack" else None
-    shown = [Series(one.name, [_rounded(one.values[row]) for row in rows], one.points) for one in series]
-    steps = [chart.steps[row] for row in rows]
-    return Chart(chart.id, chart.title, chart.what, chart.unit, steps, shown, chart.style, chart.log, ceiling)
+    values_SN = np.array([[np.nan if value is None else value for value in one.values] for one in series])
+    stack = chart.style == "stack"
+    rows = _rows_to_draw(values_SN, MOST_POINTS, together=stack)
+    shown = [replace(one, values=[_rounded(one.values[row]) for row in rows]) for one in series]
+    ceiling = _ceiling(values_SN) if stack else None
+    return replace(chart, steps=[chart.steps[row] for row in rows], series=shown, ceiling=ceiling)
 
 
-def _ceiling(columns: Sequence[Sequence[float | None]]) -> float | None:
-    sums = np.nansum(np.array([[np.nan if one is None else one for one in column] for column in columns]), axis=0)
+def _ceiling(values_SN: np.ndarray) -> float | None:
+    sums = np.nansum(values_SN, axis=0)
     most = 1.3 * float(np.quantile(sums, 0.97))
     return most if 0 < 3 * most < float(sums.max()) else None
 
 
-def _rows_to_draw(columns: Sequence[Sequence[float | None]], most: int, *, together: bool) -> list[int]:
-    """About `most` rows, of which those stay that hold an extreme of a column, or of all columns' sum if they are
-    drawn `together`; the first, the last, and rows at which a value is missing for the first time stay, too."""
-    count = len(columns[0])
+def _rows_to_draw(values_SN: np.ndarray, most: int, *, together: bool) -> list[int]:
+    """About `most` of the N rows of S series, of which those stay that hold an extreme of a series, or of all their sum
+    if they are drawn `together`; the first, the last, and rows at which a value is missing for the first time stay,
+    too."""
+    count = values_SN.shape[1]
     if count <= most:
         return list(range(count))
-    values = np.array([[np.nan if one is None else one for one in column] for column in columns])
-    # Columns with few values are kept whole, so that they do not crowd out the others.
-    sparse = np.isfinite(values).sum(axis=1) <= most // 4
-    kept = {0, count - 1, *np.flatnonzero(np.isfinite(values[sparse]).any(axis=0)).tolist()}
-    dense = values[~sparse]
+    # Series with few values are kept whole, so that they do not crowd out the others.
+    sparse = np.isfinite(values_SN).sum(axis=1) <= most // 4
+    kept = {0, count - 1, *np.flatnonzero(np.isfinite(values_SN[sparse]).any(axis=0)).tolist()}
+    dense = values_SN[~sparse]
     if together and len(dense):
         dense = np.nansum(dense, axis=0, keepdims=True)
     stretches = max(2, most // (2 * max(1, len(dense))))
