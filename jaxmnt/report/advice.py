@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmnt.report.history import Attempt, Record, number
+from jaxmnt.report.history import Attempt, Record, events_of, number
 from jaxmnt.report.noise import STEPS, noise_scale
 from jaxmnt.telemetry.progress import size
 from jaxmnt.telemetry.reliability import best_interval, seconds_between_failures
@@ -38,8 +38,9 @@ class _Seen:
     """The event of the newest compile: what was expected of it, and its memory."""
 
     @property
-    def steps(self) -> int:
-        return sum(len(attempt.steps) for attempt in self.attempts)
+    def running(self) -> float:
+        """Seconds of all attempts."""
+        return sum(attempt.seconds for attempt in self.attempts)
 
 
 def advise(
@@ -48,8 +49,8 @@ def advise(
     """Those rules that apply, what costs most first."""
     if not math.isfinite(typical):
         return []
-    compiles = [record for attempt in attempts for record in attempt.events if record["kind"] == "compile"]
-    seen = _Seen(attempts, config, typical, _mean_phases(phase_lines), compiles[-1] if compiles else {})
+    program = (events_of(attempts, "compile") or [{}])[-1]
+    seen = _Seen(attempts, config, typical, _mean_phases(phase_lines), program)
     found = [one for rule in RULES for one in rule(seen)]
     return sorted(found, key=lambda one: (-one.share, one.rule, one.evidence))
 
@@ -136,9 +137,7 @@ def _memory(seen: _Seen) -> Iterator[Advice]:
 
 def _checkpoints(seen: _Seen) -> Iterator[Advice]:
     """Too often or too rarely, by what an interval t costs: C / t for saves and t / 2M for steps that are lost."""
-    commits = [
-        record for attempt in seen.attempts for record in attempt.events if record["kind"] == "checkpoint_commit"
-    ]
+    commits = events_of(seen.attempts, "checkpoint_commit")
     blocked = [number(record, "blocked_seconds") for record in commits]
     cost = statistics.fmean(blocked) if blocked else 0.0
     work = sum(number(line, "step_seconds") for attempt in seen.attempts for line in attempt.steps)
@@ -148,9 +147,8 @@ def _checkpoints(seen: _Seen) -> Iterator[Advice]:
     if config.get("checkpoint.every_minutes") == "auto" and config.get("checkpoint.every_steps") == 0:
         return  # it weighs the same by itself
     failures = sum(attempt.end in ("failed", "hang", "peer_lost", None) for attempt in seen.attempts[:-1])
-    running = sum(attempt.seconds for attempt in seen.attempts)
     mean, known = seconds_between_failures(
-        seen.config.get("checkpoint.hours_between_failures"), failures, running, seen.attempts[-1].devices
+        config.get("checkpoint.hours_between_failures"), failures, seen.running, seen.attempts[-1].devices
     )
     best, taken = best_interval(cost, mean), work / len(commits)
     lost = lambda interval: cost / interval + interval / (2 * mean)
@@ -191,25 +189,21 @@ def _recompilations(seen: _Seen) -> Iterator[Advice]:
     changed = lambda attempt: any(record["kind"] == "config_change" for record in attempt.events)
     laps = [attempt.laps.get("compile", 0.0) for attempt in seen.attempts if not changed(attempt)]
     again = sum(laps[1:])
-    running = sum(attempt.seconds for attempt in seen.attempts)
-    if len(laps) > 1 and laps[0] and again / len(laps[1:]) > max(20.0, 0.5 * laps[0]) and running:
+    if len(laps) > 1 and laps[0] and again / len(laps[1:]) > max(20.0, 0.5 * laps[0]) and seen.running:
         yield Advice(
             "recompilations",
             f"{len(laps) - 1} restarts compiled for {again:.0f} s, though the program was known",
             "set run.compile_cache to a folder that all hosts share and that stays",
-            again / running,
+            again / seen.running,
         )
 
 
 def _evaluations(seen: _Seen) -> Iterator[Advice]:
     seconds = sum(number(line, "seconds") for attempt in seen.attempts for line in attempt.evals)
-    running = sum(attempt.seconds for attempt in seen.attempts)
-    if running and seconds / running > _EVALUATION:
+    share = seconds / seen.running if seen.running else 0.0
+    if share > _EVALUATION:
         yield Advice(
-            "evaluations",
-            f"evaluations take {seconds / running:.0%} of the time",
-            "raise train.eval_every",
-            seconds / running,
+            "evaluations", f"evaluations take {share:.0%} of the time", "raise train.eval_every", share
         )
 
 

@@ -17,7 +17,7 @@ from jaxmnt.report.advice import advise
 from jaxmnt.report.charts import charts_of
 from jaxmnt.report.failures import failures
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
-from jaxmnt.report.history import Attempt, Record, has_no_targets, number, read_run_records
+from jaxmnt.report.history import Attempt, Record, events_of, has_no_targets, number, read_run_records
 from jaxmnt.report.scaling import read_study
 from jaxmnt.telemetry.events import FORMAT, PHASE_LINES, RESOURCES, event_files, read_lines
 from jaxmnt.telemetry.phase_log import QUANTILES
@@ -64,13 +64,14 @@ def _labels(runs: Sequence[str]) -> list[str]:
     """Short names by which runs can be told apart: their paths without what all have in common."""
     if len(set(runs)) < len(runs):
         return [f"{place} {run}" for place, run in enumerate(runs, 1)]
-    parts = [list(Path(run).absolute().parts) for run in runs]
-    if len(runs) > 1:
-        while min(map(len, parts)) > 1 and len({one[0] for one in parts}) == 1:
-            parts = [one[1:] for one in parts]
-        while min(map(len, parts)) > 1 and len({one[-1] for one in parts}) == 1:
-            parts = [one[:-1] for one in parts]
-    return [printable("/".join(one)) for one in parts] if len(runs) > 1 else [printable(runs[0])]
+    if len(runs) == 1:
+        return [printable(runs[0])]
+    parts = [Path(run).absolute().parts for run in runs]
+    while min(map(len, parts)) > 1 and len({one[0] for one in parts}) == 1:
+        parts = [one[1:] for one in parts]
+    while min(map(len, parts)) > 1 and len({one[-1] for one in parts}) == 1:
+        parts = [one[:-1] for one in parts]
+    return [printable("/".join(one)) for one in parts]
 
 
 def _of_run(run: str, price: float | None) -> Record:
@@ -140,7 +141,7 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Rec
         "mfu": _mean(line.get("mfu") for line in recent),
         "hfu": _mean(line.get("hfu") for line in recent),
         "seconds_left": left * typical if left is not None and left > 0 and math.isfinite(typical) else None,
-        "bad_steps": sum(record["kind"] == "bad_step" for attempt in attempts for record in attempt.events),
+        "bad_steps": len(events_of(attempts, "bad_step")),
         "steps_without_targets": sum(map(has_no_targets, lines)),
         "restarts": len(attempts) - 1,
     }
@@ -222,7 +223,7 @@ def _stragglers(attempts: Sequence[Attempt]) -> list[Record]:
 def _samples(attempts: Sequence[Attempt]) -> list[Record]:
     """What the model wrote after evaluations, the newest first."""
     told: dict[int, list[dict[str, str]]] = {}
-    for record in (record for attempt in attempts for record in attempt.events if record["kind"] == "samples"):
+    for record in events_of(attempts, "samples"):
         samples = record.get("samples")
         if "step" in record and isinstance(samples, list):
             pairs = [(one.get("prompt"), one.get("text")) for one in samples if isinstance(one, dict)]
@@ -242,10 +243,9 @@ def _marks(attempts: Sequence[Attempt]) -> list[Record]:
         for attempt in attempts[1:]
     ]
     for kind in _MARKED:
-        told = [record for attempt in attempts for record in attempt.events if record["kind"] == kind]
         marks += [
             {"step": record["step"], "kind": kind, "text": _in_words(record)}
-            for record in _thinned(told)
+            for record in _thinned(events_of(attempts, kind))
             if "step" in record
         ]
     return sorted(marks, key=lambda mark: mark["step"])
@@ -254,17 +254,14 @@ def _marks(attempts: Sequence[Attempt]) -> list[Record]:
 def _timeline(attempts: Sequence[Attempt]) -> list[Record]:
     kinds: dict[str, list[Record]] = {}
     for attempt in attempts:
-        for record in [_first_event(attempt), *attempt.events]:
+        start = {"kind": "start", "time": attempt.began, "step": attempt.resumed_after}
+        for record in [start, *attempt.events]:
             if record["kind"] in _ON_TIMELINE:
                 one = {"time": record["time"], "attempt": attempt.number, "text": _in_words(record)}
                 kinds.setdefault(record["kind"], []).append(one | {"kind": record["kind"]})
     return sorted(
         (one for told in kinds.values() for one in _thinned(told)), key=lambda one: (one["time"], one["attempt"])
     )
-
-
-def _first_event(attempt: Attempt) -> Record:
-    return {"kind": "start", "time": attempt.began, "step": attempt.resumed_after}
 
 
 def _thinned(records: list[Any], most: int = _MOST_MARKS) -> list[Any]:

@@ -75,49 +75,38 @@ def failures(
 ) -> list[Failure]:
     """Of these attempts, with the seconds of each one's parts. `over` is whether the last one is known to be no longer
     under way, though nothing says how it ended."""
-    told = _by_attempt(run_dir, attempts)
-    noted = _noted_starts(run_dir)
-    found = []
-    for place, (attempt, of_parts) in enumerate(zip(attempts, parts, strict=True)):
-        following = attempts[place + 1] if place + 1 < len(attempts) else None
+    told, noted, found = _by_attempt(run_dir, attempts), _noted_starts(run_dir), []
+    for place, (attempt, seconds, following) in enumerate(zip(attempts, parts, [*attempts[1:], None], strict=True)):
         if attempt.end not in _BAD and (attempt.end is not None or (following is None and not over)):
             continue
-        first = _first(told[place].bad)
-        process = _process_at_fault(first)
+        bad = told[place].bad
+        first = _first(bad)
+        process, host = _at_fault(first)
         hang = first is not None and first["kind"] == "hang"
         written = [_sizes(one, process or 0) for one in told[place : place + 2]]
         source, lines = _telling_lines(run_dir, process or 0, hang, attempt, *written)
+        lost, whole = seconds["again"] + seconds["hang"] + seconds["failure"], cost_of([attempt])
+        done = attempt.steps[-1]["step"] if attempt.steps else attempt.resumed_after
         found.append(
-            _failure(attempt, of_parts, told[place].bad, following, source, lines, _noted_code(noted, attempt))
+            Failure(
+                attempt=attempt.number,
+                time=first["time"] if first else attempt.ended,
+                step=done + attempt.lost_steps,
+                kind=first["kind"] if first else "killed",
+                why=str(first.get("why") or "no reason is known") if first else "it broke off without a word",
+                process=process,
+                host=host,
+                lines=lines,
+                source=source,
+                told_by=len({record.get("process") for record in bad}),
+                exit_code=_noted_code(noted, attempt),
+                lost_steps=attempt.lost_steps,
+                lost_seconds=lost,
+                cost=None if whole is None or not attempt.seconds else whole * lost / attempt.seconds,
+                then=_then(attempt, following),
+            )
         )
     return found
-
-
-def _failure(
-    attempt: Attempt, parts: dict[str, float], bad: list[Record], following: Attempt | None, source: str | None,
-    lines: list[str], exit_code: int | None,
-) -> Failure:  # fmt: skip
-    first = _first(bad)
-    lost = parts["again"] + parts["hang"] + parts["failure"]
-    whole = cost_of([attempt])
-    done = attempt.steps[-1]["step"] if attempt.steps else attempt.resumed_after
-    return Failure(
-        attempt=attempt.number,
-        time=first["time"] if first else attempt.ended,
-        step=done + attempt.lost_steps,
-        kind=first["kind"] if first else "killed",
-        why=str(first.get("why") or "no reason is known") if first else "it broke off without a word",
-        process=_process_at_fault(first),
-        host=_host_at_fault(first),
-        lines=lines,
-        source=source,
-        told_by=len({record.get("process") for record in bad}),
-        exit_code=exit_code,
-        lost_steps=attempt.lost_steps,
-        lost_seconds=lost,
-        cost=None if whole is None or not attempt.seconds else whole * lost / attempt.seconds,
-        then=_then(attempt, following),
-    )
 
 
 def _first(bad: list[Record]) -> Record | None:
@@ -126,18 +115,14 @@ def _first(bad: list[Record]) -> Record | None:
     return min(bad, key=lambda record: (_BAD[record["kind"]], not own(record), record["time"]), default=None)
 
 
-def _process_at_fault(first: Record | None) -> int | None:
+def _at_fault(first: Record | None) -> tuple[int | None, str | None]:
+    """The process and the host that an event blames: its own if it blames none, but no process for a lost peer."""
     if first is None:
-        return None
-    blamed = first.get("at_fault")
-    return blamed if blamed is not None or first["kind"] == "peer_lost" else first.get("process")
-
-
-def _host_at_fault(first: Record | None) -> str | None:
-    if first is None:
-        return None
-    blamed: str | None = first.get("at_fault_host")
-    return blamed if blamed or first.get("at_fault") is not None else first.get("host")
+        return None, None
+    process, host = first.get("at_fault"), first.get("at_fault_host")
+    if process is not None:
+        return process, host
+    return None if first["kind"] == "peer_lost" else first.get("process"), host or first.get("host")
 
 
 def _then(attempt: Attempt, following: Attempt | None) -> str:

@@ -209,6 +209,11 @@ def _share_out(lines: list[Record], attempts: list[Attempt]) -> None:
         attempt.ended = max(attempt.ended, line["time"])
 
 
+def events_of(attempts: Sequence[Attempt], kind: str) -> list[Record]:
+    """Returns the events of one kind of all attempts, in order."""
+    return [record for attempt in attempts for record in attempt.events if record["kind"] == kind]
+
+
 def has_no_targets(line: Record) -> bool:
     """Returns whether the batch of a step had no target, by the step's line. A bad step has no loss either, but has
     targets."""
