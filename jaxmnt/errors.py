@@ -66,12 +66,17 @@ class PeerError(UserError):
     exit_code = ExitCode.PEER
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """A phrase naming the closest known name, or the known names if none is close."""
+def closest(name: str, known: list[str]) -> str | None:
+    """Returns the known name that is most like this one; None if none is like it."""
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A phrase naming the closest known name, or the known names if none is close."""
+    close = closest(name, known)
+    return f"did you mean {close}?" if close else f"known: {', '.join(known)}"
 
 
 def printable(text: str) -> str:
@@ -138,22 +143,20 @@ def report(action: Callable[[], int], *, debug: bool = False, where: str = "") -
 
     `where` names the process and host when there are several.
     """
-    prefix = f"jaxmnt: {where}: " if where else "jaxmnt: "
+    code = ExitCode.FAILURE
     try:
         return int(action())
     except UserError as error:
         if debug:
             traceback.print_exc()
-        print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
-        return int(error.exit_code)
+        text, code = f"error: {error}", error.exit_code
     except KeyboardInterrupt:
-        print(f"{prefix}interrupted", file=sys.stderr, flush=True)
-        return int(ExitCode.FAILURE)
+        text = "interrupted"
     except Exception as error:
         if not debug and isinstance(error, OSError) and error.errno in _FULL and error.filename:
-            name = printable(str(error.filename))
-            print(f"{prefix}error: {name} cannot be written: {error.strerror}; make room", file=sys.stderr, flush=True)
-            return int(ExitCode.FAILURE)
-        traceback.print_exc()
-        print(f"{prefix}error: {summary(error)}", file=sys.stderr, flush=True)
-        return int(ExitCode.FAILURE)
+            text = f"error: {printable(str(error.filename))} cannot be written: {error.strerror}; make room"
+        else:
+            traceback.print_exc()
+            text = f"error: {summary(error)}"
+    print(f"jaxmnt: {where}: {text}" if where else f"jaxmnt: {text}", file=sys.stderr, flush=True)
+    return int(code)

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from jaxmnt.config.schema import Config
 from jaxmnt.config.synonyms import section_for, setting_for
-from jaxmnt.errors import nearest, printable, shortened
+from jaxmnt.errors import closest, printable, shortened
 
 
 class SchemaPath(NamedTuple):
@@ -211,24 +211,22 @@ def _suggestion(dotted: str, value: Any) -> str:
         return _section_suggestion(last, str(next(iter(value))), known)
     if meant := setting_for(last, ".".join(parents)):
         return f"did you mean {meant.key}?" + (f" ({meant.note})" if meant.note else "")
-    hint = nearest(last, known)
-    if not hint.startswith("did you mean"):
-        everywhere = {key.rpartition(".")[2]: key for key in _all_keys()}
-        other = nearest(last, list(everywhere))
-        if other.startswith("did you mean"):
-            return f"did you mean {everywhere[other.removeprefix('did you mean ').rstrip('?')]}?"
-    return hint.replace("did you mean ", f"did you mean {'.'.join(parents)}.") if parents else hint
+    if close := closest(last, known):
+        return f"did you mean {'.'.join([*parents, close])}?"
+    everywhere = {key.rpartition(".")[2]: key for key in _all_keys()}
+    if other := closest(last, list(everywhere)):
+        return f"did you mean {everywhere[other]}?"
+    return f"known: {', '.join(known)}"
 
 
 def _section_suggestion(name: str, inner: str, known: list[str]) -> str:
     """Of a section that is none, whose first key is `inner`."""
-    hint = nearest(name, known)
-    section = hint.removeprefix("did you mean ").rstrip("?") if hint.startswith("did you mean") else section_for(name)
+    section = closest(name, known) or section_for(name)
     if section and inner in (section_fields([section]) or {}):
         return f"did you mean {section}.{inner}?"
     if meant := setting_for(inner, section or ""):
         return f"did you mean {meant.key}?" + (f" ({meant.note})" if meant.note else "")
-    return f"did you mean {section}?" if section else hint
+    return f"did you mean {section}?" if section else f"known: {', '.join(known)}"
 
 
 def _all_keys() -> list[str]:

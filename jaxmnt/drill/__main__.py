@@ -85,7 +85,6 @@ def _possible(faults: list[Fault], prefix: list[str], *, named: bool) -> list[Fa
 
 _CUTTING = "it needs unshare, ip and the right to make a network namespace, and processes on this machine"
 
-
 _MARK = "drill.txt"
 
 
@@ -104,22 +103,8 @@ def _may_cut(prefix: list[str]) -> bool:
     """Whether processes can be put into a network of their own: on this machine, where the kernel lets us."""
     if prefix or not shutil.which("unshare") or not shutil.which("ip"):
         return False
-    try_it = [
-        "unshare",
-        "--map-root-user",
-        "--net",
-        "ip",
-        "rule",
-        "add",
-        "pref",
-        "9",
-        "ipproto",
-        "tcp",
-        "sport",
-        "9",
-        "blackhole",
-    ]
-    return subprocess.run(try_it, capture_output=True).returncode == 0
+    try_it = "unshare --map-root-user --net ip rule add pref 9 ipproto tcp sport 9 blackhole"
+    return subprocess.run(try_it.split(), capture_output=True).returncode == 0
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ class Drill:
     def _attempt(self, faults: list[Fault], run_dir: Path, name: str) -> Attempt:
         plan, journal, log = (self.folder / f"{name}{end}" for end in (".json", ".journal", ".log"))
         in_data = [fault for start in self.plan for fault in start if fault.act == "poison"]
-        planned = [fault.plain() for fault in dict.fromkeys([*faults, *in_data])]
+        planned = [asdict(fault) for fault in dict.fromkeys([*faults, *in_data])]
         plan.write_text(json_text({"faults": planned, "journal": str(journal)}))
         own_network = _OWN_NETWORK if any(fault.namespace for fault in faults) else []
         began, before = time.time(), _whole(run_dir)

@@ -1,7 +1,6 @@
 """The faults that a drill can force: where, on whom, and what should be heard of them."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from jaxmnt.errors import ConfigError, nearest
 
@@ -27,10 +26,6 @@ class Fault:
     """Whether the processes are put into a network of their own, whose connections may be cut."""
     resumes: bool = False
     """Whether it comes in a start that has a checkpoint to go on from."""
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 FAULTS = (
     # What does not end the processes comes first: it happens in the same start as the next that does.

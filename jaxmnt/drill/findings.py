@@ -1,6 +1,6 @@
 """What a drill found: for each fault whether it was heard of, named rightly, and made good."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Finding:
 
 def findings(drill: Drill, undisturbed: Path) -> list[Finding]:
     """One for each fault of a drill that is over."""
-    expected = {line["step"]: line["loss"] for line in read_lines(undisturbed / METRICS) if _is_step(line)}
+    expected = {line["step"]: line["loss"] for line in read_lines(undisturbed / METRICS) if line["kind"] == "train"}
     found = []
     for attempt, following in zip(drill.attempts, [*drill.attempts[1:], None], strict=True):
         for fault in attempt.faults:
@@ -58,7 +58,7 @@ def findings(drill: Drill, undisturbed: Path) -> list[Finding]:
     ending = drill.attempts[-1].code == ExitCode.FINISHED and drill.attempts[-1].losses == expected
     if ending and _final(drill.run_dir) == _final(undisturbed):
         return found
-    return [Finding(**{**vars(one), "identical": False}) for one in found]
+    return [replace(one, identical=False) for one in found]
 
 
 def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | None, *, identical: bool) -> Finding:
@@ -121,12 +121,8 @@ def _when(fault: Fault, attempt: Attempt, process: int) -> float | None:
 
 def _otherwise(attempt: Attempt, processes: list[int]) -> str:
     """The last of each one's events, in words."""
-    said = []
-    for process in processes:
-        events = attempt.events.get(process) or [{"kind": "nothing"}]
-        last = events[-1]
-        said.append(f"process {process}: {last['kind']} {last.get('why', '')}".strip())
-    return "; ".join(said)
+    last = {process: (attempt.events.get(process) or [{"kind": "nothing"}])[-1] for process in processes}
+    return "; ".join(f"process {number}: {one['kind']} {one.get('why', '')}".strip() for number, one in last.items())
 
 
 def _names(fault: Fault, attempt: Attempt, process: int, event: dict[str, Any]) -> bool:
@@ -134,9 +130,8 @@ def _names(fault: Fault, attempt: Attempt, process: int, event: dict[str, Any]) 
     if fault.act == "poison":
         return bool(event.get("step") == fault.offset)
     if fault.act == "damage":
-        return f"checkpoint {_newest(attempt.before)} " in str(event.get("why")) or event.get("step") == _newest(
-            attempt.before
-        )
+        newest = _newest(attempt.before)
+        return f"checkpoint {newest} " in str(event.get("why")) or event.get("step") == newest
     if fault.act == "terminate":
         return fault.victim not in (None, process) or event["asked_by"] == "SIGTERM"
     if fault.act == "fill":
@@ -146,10 +141,6 @@ def _names(fault: Fault, attempt: Attempt, process: int, event: dict[str, Any]) 
     if fault.act == "cut":  # nobody can tell which end of a link it was
         return event.get("at_fault") in (None, fault.victim)
     return bool(event.get("at_fault") == fault.victim)
-
-
-def _is_step(line: dict[str, object]) -> bool:
-    return line["kind"] == "train"
 
 
 def _final(run_dir: Path) -> object:

@@ -35,6 +35,8 @@ _STEP_SECONDS = 0.1
 _FOR_EVER_SECONDS = 1e6
 _EVALUATED = 2
 """Batches of an evaluation."""
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+"""Acts that are a signal to this process."""
 
 
 class DrillError(RuntimeError):
@@ -102,7 +104,7 @@ class FaultInjector:
 
         batches = EvaluationData.batches
         some = lambda *given, **named: islice(batches(*given, **named), _EVALUATED)
-        _replace(EvaluationData, "batches", some)
+        setattr(EvaluationData, "batches", some)  # noqa: B010 (mypy allows no method to be assigned)
         _before(Feed, "take", lambda *_: time.sleep(_STEP_SECONDS))
         for step in idle_steps:
             _before(Feed, "take", _nth(step, lambda *_: time.sleep(_IDLE_SECONDS)))
@@ -112,12 +114,8 @@ class FaultInjector:
             self._fill_disk(fault)
             return
         self._note(fault)
-        if fault.act == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.act == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault.act == "terminate":
-            os.kill(os.getpid(), signal.SIGTERM)
+        if fault.act in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[fault.act])
         elif fault.act == "exit":
             os._exit(0)
         elif fault.act == "hang":
@@ -230,10 +228,6 @@ def _nth(number: int, act: Callable[..., None]) -> Callable[..., None]:
     return count
 
 
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(owner, name, function)
-
-
 def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
     original = getattr(owner, name)
 
@@ -241,7 +235,7 @@ def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
         act(*arguments)
         return original(*arguments, **named)
 
-    _replace(owner, name, wrapped)
+    setattr(owner, name, wrapped)
 
 
 def _after(owner: Any, name: str, act: Callable[..., None]) -> None:
@@ -252,7 +246,7 @@ def _after(owner: Any, name: str, act: Callable[..., None]) -> None:
         act(*arguments)
         return result
 
-    _replace(owner, name, wrapped)
+    setattr(owner, name, wrapped)
 
 
 if __name__ == "__main__":
