@@ -89,9 +89,6 @@ class Address:
         with _in_words(self):
             return bytes(self._blob().download_as_bytes())
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        return self.read_bytes().decode(encoding)
-
     def write_bytes(self, content: bytes) -> None:
         with _in_words(self):
             self._blob().upload_from_string(content, content_type="application/octet-stream")

@@ -29,11 +29,11 @@ from orbax.checkpoint._src import asyncio_utils
 
 from jaxmnt.checkpoint import commit, digest, manifest, reader, retention, saver
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
+from jaxmnt.checkpoint.arrays import Reader, cut
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.names import like, named, nested
-from jaxmnt.checkpoint.arrays import Reader, cut
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.mesh import Mesh

@@ -95,7 +95,9 @@ def tensors_of(definition, params):
             whole = found.setdefault(part.name, np.zeros(part.whole, np.float32))
             matrix = whole[:, None] if whole.ndim == 1 else whole
             (top, left), (rows, columns) = part.offset, part.matrix
-            matrix[top : top + rows, left : left + columns] = part.to_matrix(array)
+            turned = part.tensor.transposed and part.tensor.inputs > 0
+            piece = array.reshape(columns, rows).T if turned else array.reshape(rows, columns)
+            matrix[top : top + rows, left : left + columns] = piece
     return found
 
 

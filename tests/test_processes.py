@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from conftest import child_of, command, events, launch, losses, metrics
 
-from jaxmnt.checkpoint.commit import newest_valid, valid_checkpoints
 from jaxmnt.checkpoint.arrays import Reader
+from jaxmnt.checkpoint.commit import newest_valid, valid_checkpoints
 from jaxmnt.distributed import authentication, rendezvous_server
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.rendezvous import join

@@ -13,9 +13,9 @@ from conftest import events, launch, losses, metrics
 
 from jaxmnt import train as train_module
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
+from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, valid_checkpoints
 from jaxmnt.checkpoint.manifest import Manifest
-from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.refs import RunFile, find
 from jaxmnt.config.describe import changes
 from jaxmnt.config.load import parse_config

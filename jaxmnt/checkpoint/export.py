@@ -12,9 +12,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxmnt.checkpoint import digest
+from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.commit import Committed, open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, printable

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.checkpoint import digest
+from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import like, named
-from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.distributed.container import cores
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
@@ -123,9 +123,7 @@ def _read(reader: Reader, placed: dict[str, NamedSharding], manifest: Manifest) 
     }
 
 
-def _pieces(
-    shape: Shape, sharding: NamedSharding
-) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
+def _pieces(shape: Shape, sharding: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
     """The different pieces that this process's devices hold, each with where it goes."""
     pieces: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():

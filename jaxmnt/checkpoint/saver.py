@@ -23,12 +23,12 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.commit import Committed, begin, commit, open_checkpoint, prune, remove_cut_off, valid_checkpoints
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named, nested
-from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.retention import Need, kept, shortage
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.coordination import Vote, broadcast

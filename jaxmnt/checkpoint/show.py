@@ -158,10 +158,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> None:
         print(line)
 
 
-def size(count: int) -> str:
-    return size(count)
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": _list,
     "verify": _verify,

@@ -93,9 +93,7 @@ class Model(Section):
     attention_soft_cap: float | None = breaking_key(
         None, "Bends the scores of attention to stay below it; default no cap.", gt=0
     )
-    logit_soft_cap: float | None = breaking_key(
-        None, "Bends the logits to stay below it; default no cap.", gt=0
-    )
+    logit_soft_cap: float | None = breaking_key(None, "Bends the logits to stay below it; default no cap.", gt=0)
     dropout: float = maths_key(0.0, "Dropout on the output of attention and MLP.", ge=0, lt=1)
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."

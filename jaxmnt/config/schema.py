@@ -98,9 +98,7 @@ class Train(Section):
     )
     layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
-    loss: str | None = maths_key(
-        None, "Dotted path of a function to minimise (docs/models.md); default cross-entropy."
-    )
+    loss: str | None = maths_key(None, "Dotted path of a function to minimise (docs/models.md); default cross-entropy.")
     z_loss: float = maths_key(0.0, "Weight of the squared log-partition penalty on the logits.", ge=0)
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", ge=0)
     max_bad_steps: int = key(
@@ -134,12 +132,8 @@ class Optimizer(Section):
     beta1: float = maths_key(0.9, "AdamW's decay of the first moment.", ge=0, lt=1)
     beta2: float = maths_key(0.95, "AdamW's decay of the second moment.", ge=0, lt=1)
     epsilon: float = maths_key(1e-8, "AdamW's term in the denominator.", gt=0)
-    state_dtype: Literal["float32", "bfloat16"] = breaking_key(
-        "float32", "Dtype in which AdamW's moments are stored."
-    )
-    rules: list[OptimizerRule] = breaking_key(
-        [], "Other settings for some parameters; the first that matches counts."
-    )
+    state_dtype: Literal["float32", "bfloat16"] = breaking_key("float32", "Dtype in which AdamW's moments are stored.")
+    rules: list[OptimizerRule] = breaking_key([], "Other settings for some parameters; the first that matches counts.")
     frozen: list[str] = breaking_key(
         [], "Names of parameters that do not train, such as embedding.*; * matches any text."
     )

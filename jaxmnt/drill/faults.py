@@ -27,6 +27,7 @@ class Fault:
     resumes: bool = False
     """Whether it comes in a start that has a checkpoint to go on from."""
 
+
 FAULTS = (
     # What does not end the processes comes first: it happens in the same start as the next that does.
     Fault("NaN in a batch", "poison", "batch", EVERYONE, "bad_step", offset=3, ends=False),

@@ -14,9 +14,8 @@ from jaxmnt.checkpoint.refs import roots_of
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import UserError
-from jaxmnt.huggingface.folder import COMPANIONS, CONFIG
+from jaxmnt.huggingface.folder import COMPANIONS, CONFIG, json_bytes
 from jaxmnt.storage import StoragePath, publish_bytes, read
-from jaxmnt.strict_json import json_text
 
 KEPT = "huggingface"
 GENERATION = "generation_config.json"
@@ -52,8 +51,7 @@ def fitting(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes
         return files
     found = {}
     for name in sorted({CONFIG, GENERATION} & files.keys()):
-        tree = _without_ids(json.loads(files[name]))
-        found[name] = (json_text(tree, indent=2, sort_keys=True) + "\n").encode()
+        found[name] = json_bytes(_without_ids(json.loads(files[name])))
     return found
 
 
@@ -71,13 +69,13 @@ def ended(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes]:
         ids = [] if known is None else known if isinstance(known, list) else [known]
         if end not in ids:
             inner["eos_token_id"] = [end, *ids] if ids else end
-            found[name] = (json_text(tree, indent=2, sort_keys=True) + "\n").encode()
+            found[name] = json_bytes(tree)
     for name in sorted({"tokenizer_config.json", "special_tokens_map.json"} & files.keys()) if word else []:
         tree = json.loads(files[name])
         known = tree.get("eos_token")
         if (known.get("content") if isinstance(known, dict) else known) != word:
             tree["eos_token"] = word
-            found[name] = (json_text(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+            found[name] = json_bytes(tree, ensure_ascii=False)
     return found
 
 
@@ -96,7 +94,7 @@ def keep(home: StoragePath, files: dict[str, bytes]) -> None:
         (home / KEPT).mkdir(parents=True, exist_ok=True)
         for name, content in sorted(files.items()):
             publish_bytes(home / KEPT / name, content)
+    except UserError:
+        raise
     except OSError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{home / KEPT} cannot be written: {error.strerror}; fix that") from error

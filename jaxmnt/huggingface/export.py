@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmnt.checkpoint import digest
+from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.companions import ended, fitting
 from jaxmnt.huggingface.config import write_config
-from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE
+from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE, json_bytes
 from jaxmnt.huggingface.tensors import Part, parts_of, rounded
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
@@ -119,7 +119,7 @@ def plan_export(
         about[TOKENIZER_FILE] = tokenizer.text.encode()
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.description.get("end_token")}
         about.setdefault("tokenizer_config.json", (json_text(told, indent=2) + "\n").encode())
-    about[CONFIG] = (json_text(tree, indent=2, sort_keys=True) + "\n").encode()
+    about[CONFIG] = json_bytes(tree)
     files = divided(parts, np.dtype(wanted).itemsize, file_bytes)
     untaught_rows = config.model.vocab_size - model.vocab_size
     export = Export(checkpoint, parts, files, np.dtype(wanted), about, untaught_rows)
@@ -127,7 +127,7 @@ def plan_export(
         places = {part.name: file for file in files for part in export.tensors(file)}
         total = sum(_bytes(part, export.dtype) for file in files for part in export.tensors(file))
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        about[INDEX] = (json_text(index, indent=2, sort_keys=True) + "\n").encode()
+        about[INDEX] = json_bytes(index)
     return export
 
 
@@ -160,9 +160,9 @@ def write_export(
     except ConfigError:
         shutil.rmtree(building, ignore_errors=True)  # the same command would fail again
         raise
+    except UserError:
+        raise
     except OSError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
             f"{error.filename or building} cannot be written: {error.strerror or error}; fix that and run the same "
             "command again, which goes on"

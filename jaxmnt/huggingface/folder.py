@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from jaxmnt.errors import ConfigError, UserError, nearest, printable
 from jaxmnt.huggingface.tensors import Part
 from jaxmnt.models.huggingface import HuggingFace
+from jaxmnt.strict_json import json_text
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 COMPANIONS = (
@@ -254,6 +255,11 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{key}: {path} must be an object; copy it again")
     return tree
+
+
+def json_bytes(tree: dict[str, Any], **options: Any) -> bytes:
+    """Returns an object as the content of a JSON file, as Hugging Face lays it out; `options` are `json_text`'s."""
+    return (json_text(tree, indent=2, sort_keys=True, **options) + "\n").encode()
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:

@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.checkpoint.names import like, named
 from jaxmnt.checkpoint.arrays import aligned
+from jaxmnt.checkpoint.names import like, named
 from jaxmnt.checkpoint.restore import raise_together
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmnt.checkpoint.arrays import Writer
 from jaxmnt.checkpoint.commit import begin, commit
 from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
-from jaxmnt.checkpoint.arrays import Writer
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data import run_tokenizer

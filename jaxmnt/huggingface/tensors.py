@@ -56,16 +56,8 @@ class Part(NamedTuple):
 
     def to_parameter(self, matrix: Any) -> Any:
         """Our array from rows and columns, in NumPy or JAX."""
-        return (matrix.T if self._turned else matrix).reshape(self.shape)
-
-    def to_matrix(self, array: Any) -> Any:
-        """Rows and columns from our array, in NumPy or JAX."""
-        rows, columns = self.matrix
-        return array.reshape(columns, rows).T if self._turned else array.reshape(rows, columns)
-
-    @property
-    def _turned(self) -> bool:
-        return self.tensor.transposed and self.tensor.inputs > 0
+        turned = self.tensor.transposed and self.tensor.inputs > 0
+        return (matrix.T if turned else matrix).reshape(self.shape)
 
 
 def parts_of(definition: Definition) -> dict[str, list[Part]]:

@@ -84,9 +84,7 @@ def _after_a_stop(events: list[Record], newest: int) -> tuple[str, str]:
     return "end", f"stopped by {stopped_by or 'train.stop_after'}"
 
 
-def _after_waiting(
-    earlier: list[Record], this: Record, restarts: int, spare_nodes: int | None
-) -> tuple[str, str]:
+def _after_waiting(earlier: list[Record], this: Record, restarts: int, spare_nodes: int | None) -> tuple[str, str]:
     """The same, when processes never appeared: without their node, or in another allocation. The processes limit this
     themselves: after a day they end with 2."""
     blamed = this["blamed"]
@@ -95,9 +93,7 @@ def _after_waiting(
     return "requeue", f"{blamed or 'a node'} did not connect"
 
 
-def _after_a_failure(
-    earlier: list[Record], this: Record, restarts: int, *, silent: bool
-) -> tuple[str, str]:
+def _after_a_failure(earlier: list[Record], this: Record, restarts: int, *, silent: bool) -> tuple[str, str]:
     """The same, when something went wrong. `silent` is a start of which there is no event."""
     start, blamed = this["start"], this["blamed"]
     unexplained, failures = _in_vain([*earlier, this])

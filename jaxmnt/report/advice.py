@@ -202,9 +202,7 @@ def _evaluations(seen: _Seen) -> Iterator[Advice]:
     seconds = sum(number(line, "seconds") for attempt in seen.attempts for line in attempt.evals)
     share = seconds / seen.running if seen.running else 0.0
     if share > _EVALUATION:
-        yield Advice(
-            "evaluations", f"evaluations take {share:.0%} of the time", "raise train.eval_every", share
-        )
+        yield Advice("evaluations", f"evaluations take {share:.0%} of the time", "raise train.eval_every", share)
 
 
 def _learning_rate(seen: _Seen) -> Iterator[Advice]:
