@@ -65,8 +65,9 @@ def restore(
     read_seconds = time.perf_counter() - started  # not the waiting for slower processes
     raise_together(f"{where}: read", trouble, identity)
     started = time.perf_counter()
-    if verify:
-        _verify(where, checkpoint.manifest, arrays, identity)
+    if verify and (wrong := differing(where, checkpoint.manifest, arrays, identity)):
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
     verify_seconds = time.perf_counter() - started
     taken = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
     for name, leaf in wanted.items():
@@ -164,13 +165,6 @@ def differing(where: str, manifest: Manifest, arrays: dict[str, jax.Array], iden
 
     share = digest.encode(start_digests(arrays).wait())
     return [str(name) for name in json.loads(agree(f"{where}: digests", share, wrong_by, identity, _SECONDS))]
-
-
-def _verify(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> None:
-    """Raises `DamagedError`, in all processes, naming the arrays that are not what was saved."""
-    if wrong := differing(where, manifest, arrays, identity):
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
 
 
 def raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:

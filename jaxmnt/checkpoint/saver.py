@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -183,7 +183,7 @@ class Saver:
             round.fail(_in_words(error))
         digests = start_digests(arrays)  # after Orbax: on CPU it would compete with it for the cores
         blocked = time.perf_counter() - started
-        shapes = {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
+        described = {name: Array(tuple(array.shape), str(array.dtype), "") for name, array in arrays.items()}
 
         def finish() -> None:
             try:
@@ -191,8 +191,10 @@ class Saver:
                     round.answer(encode(digests.wait()))
                 else:
                     self._stray = response
-                failure = round.conclude(lambda answers: self._commit(step, describe(_described(shapes, answers))))
-                size = sum(Array(*described, "").bytes for described in shapes.values())
+                failure = round.conclude(
+                    lambda answers: self._commit(step, describe(_with_contents(described, answers)))
+                )
+                size = sum(array.bytes for array in described.values())
                 self._saved = SaveResult(step, failure, self._not_removed, time.perf_counter() - started, size)
             except BaseException as error:  # handed to the main thread, which raises it
                 self._lost = error
@@ -280,9 +282,9 @@ def _stands(path: StoragePath, manifest: Manifest) -> bool:
         return False
 
 
-def _described(shapes: dict[str, tuple[tuple[int, ...], str]], answers: list[str]) -> dict[str, Array]:
-    contents = decode(sorted(shapes), answers)
-    return {name: Array(*shapes[name], contents[name]) for name in shapes}
+def _with_contents(arrays: dict[str, Array], answers: list[str]) -> dict[str, Array]:
+    contents = decode(sorted(arrays), answers)
+    return {name: replace(array, content=contents[name]) for name, array in arrays.items()}
 
 
 def _in_words(error: BaseException) -> str:

@@ -33,14 +33,7 @@ def field_of(dotted: str) -> FieldInfo | None:
 
 def section_fields(parents: Sequence[str]) -> dict[str, FieldInfo] | None:
     """The fields of a section, given as the names on the way to it; None if that is no section."""
-    section: Any = Config
-    for parent in parents:
-        if get_origin(section) in (dict, list):
-            section = get_args(section)[-1]
-        elif is_section(section) and parent in section.model_fields:
-            section = section.model_fields[parent].annotation
-        else:
-            return None
+    section = find(parents).annotation
     return dict(section.model_fields) if is_section(section) else None
 
 

@@ -113,7 +113,7 @@ def read_config(tree: Tree, where: str) -> dict[str, Any]:
                 raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be 1 or more; correct it")
     found.setdefault("intermediate_size", 4 * found["hidden_size"])  # where GPT-2's n_inner says nothing
     found |= _read_rope(tree, written, "local_rope_theta" in family_class(family).settings, where)
-    return found | _read_windows(tree, family, found["num_layers"], where)
+    return found | _read_windows(tree, family, written.reads_pattern, found["num_layers"], where)
 
 
 def write_config(model: Model, extra: Tree) -> dict[str, Any]:
@@ -325,10 +325,8 @@ _ALWAYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "hig
 # -- which layers have a window
 
 
-def _read_windows(tree: Tree, family: str, layers: int, where: str) -> dict[str, Any]:
+def _read_windows(tree: Tree, family: str, reads_pattern: bool, layers: int, where: str) -> dict[str, Any]:
     kind, types = family_class(family), tree.get("layer_types")
-    written = kind.hugging_face
-    assert written is not None
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise ConfigError(f"{where}: layer_types must be a list of {layers}, one for each layer; correct it")
     if "sliding_window_pattern" not in kind.settings:
@@ -340,7 +338,7 @@ def _read_windows(tree: Tree, family: str, layers: int, where: str) -> dict[str,
     length = tree.get("sliding_window_pattern")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ConfigError(f"{where}: sliding_window_pattern is {printable(str(length))}, and must be 1 or more")
-    if types is None and length not in (None, getattr(kind, "pattern_length", None)) and not written.reads_pattern:
+    if types is None and length not in (None, getattr(kind, "pattern_length", None)) and not reads_pattern:
         raise ConfigError(
             f"{where}: sliding_window_pattern is {length}, which transformers does not read in the family {family}; "
             "write layer_types"

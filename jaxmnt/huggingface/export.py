@@ -38,7 +38,6 @@ from jaxmnt.strict_json import json_text
 
 _PIECE_BYTES = 256 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LONG_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class Work(NamedTuple):
@@ -111,8 +110,9 @@ def plan_export(
     tree = write_config(model, own | theirs | {"max_position_embeddings": max(longest)})
     parts = parts_of(definition)
     wanted = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
-    if wanted not in _LONG_NAMES.values():
-        raise ConfigError(f"--dtype: {wanted} is not one of {', '.join(_LONG_NAMES.values())}")
+    known = [dtype.name for dtype in DTYPES.values()]
+    if wanted not in known:
+        raise ConfigError(f"--dtype: {wanted} is not one of {', '.join(known)}")
     tree |= {"dtype": wanted, "torch_dtype": wanted}
     about = {name: content for name, content in companions.items() if name != CONFIG}
     if tokenizer is not None and tokenizer.text is not None:
@@ -180,7 +180,8 @@ def _write_share(
 ) -> bool:
     building.mkdir(parents=True, exist_ok=True)
     own = sorted(export.files)[process::processes]
-    reader = Reader(export.checkpoint, sorted({_stored(name) for file in own for name in _parameters(export, file)}))
+    names = {_stored(name) for file in own for work in export.files[file] for name in work.parameters}
+    reader = Reader(export.checkpoint, sorted(names))
     for file in own:
         if not (building / f"{file}.digests").exists():
             _write_file(export, reader, file, building, tell)
@@ -241,11 +242,6 @@ def _bundles(parts: dict[str, list[Part]]) -> list[tuple[str, ...]]:
     for name, several in sorted(parts.items()):
         by_tensor.setdefault(several[0].name, []).append(name)
     return [tuple(names) for names in by_tensor.values()]
-
-
-def _parameters(export: Export, file: str) -> Iterator[str]:
-    for work in export.files[file]:
-        yield from work.parameters
 
 
 def _stored(parameter: str) -> str:

@@ -77,7 +77,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
                 reading[following] = begin(following)
             arrays[name] = _converted(matrices_URC, parts[name][0], wanted[name])
             del matrices_URC
-    reader.close()
+    folder.close()
     raise_together(f"load {path.name}", reader.trouble, identity)
     return Loaded(like(abstract, arrays), reader.bytes, time.perf_counter() - started)
 
@@ -112,9 +112,6 @@ class _Reader:
                 self._fill(part, top, own[: max(0, rows - top)])
             shards.append(jax.device_put(memory, SingleDeviceSharding(device)))
         return jax.make_array_from_single_device_arrays(shape, spread, shards)
-
-    def close(self) -> None:
-        self._folder.close()
 
     def _fill(self, part: Part, top: int, own: np.ndarray) -> None:
         """Rows of a part from `top` on."""
