@@ -21,13 +21,12 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.report.scaling import FILE, FOLDER, as_text, check_counts, draw
 
     config = load_config(options.config, options.overrides)
-    assert config.run.dir is not None
     counts = _counts(options.processes)
     check_counts(counts)
     wanted = Wanted(
         config_file=options.config, config=config, overrides=tuple(options.overrides), processes=counts,
         modes=("weak", "strong") if options.mode == "both" else (options.mode,), steps=options.steps,
-        rounds=options.rounds, folder=options.output or Path(config.run.dir) / FOLDER,
+        rounds=options.rounds, folder=options.output or config.run_dir / FOLDER,
         devices_per_process=options.devices_per_process, cores_per_process=options.cores_per_process,
         slurm=options.slurm, calibration=options.calibration, predicts=not options.no_prediction,
     )  # fmt: skip

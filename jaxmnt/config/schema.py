@@ -4,6 +4,7 @@ Nothing here knows about devices or files: a config can be parsed, printed and c
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -266,6 +267,12 @@ class Config(Section):
         return self.model_copy(
             update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         )
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory, which every config that was loaded has."""
+        assert self.run.dir is not None
+        return Path(self.run.dir)
 
     @property
     def nccl_timeout_seconds(self) -> float:

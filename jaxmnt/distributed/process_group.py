@@ -55,12 +55,11 @@ def joined(
         with telling(heartbeat):
             yield heartbeat
         return
-    assert config.run.dir is not None
     digest, trouble, log = "", None, os.devnull
     key = secrets.token_bytes()  # fits none: without a key it can only say that it was here
     try:
-        log = str(_native_log(Path(config.run.dir), identity))
-        key = authentication.run_key(Path(config.run.dir))
+        log = str(_native_log(config.run_dir, identity))
+        key = authentication.run_key(config.run_dir)
         digest = digest_of_data()
     except UserError as error:
         trouble = error

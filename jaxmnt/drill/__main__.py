@@ -31,7 +31,6 @@ def main(arguments: list[str]) -> int:
     possible = _possible(chosen(options.faults), prefix, named=options.faults is not None)
     if options.devices_per_process < 1:
         raise ConfigError(f"--devices-per-process: {options.devices_per_process} is not a number from 1 up; correct it")
-    assert config.run.dir is not None
     folder = _fresh(Path(options.dir or f"{config.run.dir}.drill").absolute())
     tell = functools.partial(print, flush=True, file=sys.stderr if options.json else sys.stdout)
     found = []

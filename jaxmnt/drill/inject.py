@@ -47,11 +47,10 @@ def main(arguments: list[str]) -> int:
     plan, _, *train_arguments = arguments
     options = parse_arguments(train_arguments)
     config = load_config(options.config, options.overrides)
-    assert config.run.dir is not None
     identity = identify(config.cluster)
     told = json.loads(Path(plan).read_text(encoding="utf-8"))
     faults = [Fault(**fault) for fault in told["faults"]]
-    injector = FaultInjector(identity, Path(told["journal"]), Path(config.run.dir))
+    injector = FaultInjector(identity, Path(told["journal"]), config.run_dir)
     injector.pace([fault.offset for fault in faults if fault.moment == "idle"])
     for fault in faults:
         if fault.victim in (None, identity.process_id):

@@ -139,8 +139,7 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
-        assert self.config.run.dir is not None
-        return Path(self.config.run.dir).absolute()
+        return self.config.run_dir.absolute()
 
     @property
     def frozen_file(self) -> Path:

@@ -72,11 +72,6 @@ class Local:
     cores: int | None = None
     """Of each process; None: on CPUs they share all."""
 
-    @property
-    def run_dir(self) -> Path:
-        assert self.config.run.dir is not None
-        return Path(self.config.run.dir)
-
 
 def launch(local: Local, processes: int, restarts: Restarts) -> int:
     """Runs a config in `processes` processes, again after failures as `restarts` has it; returns the exit code.
@@ -86,17 +81,17 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
     `ConfigError` for arguments that no process could use.
     """
     outlive_output()
-    log_dir = _log_dir(local)
+    run_dir, log_dir = local.config.run_dir, _log_dir(local)
     with _LocalProcesses(local, log_dir) as crew:
         while True:
-            earlier = event_marks(local.run_dir)
+            earlier = event_marks(run_dir)
             outcome = crew.run(processes)
             if outcome.why:
                 remark(outcome.why)
             if crew.asked:
                 return outcome.code
-            waited = outcome.code == ExitCode.STOPPED and waited_in_vain(events_besides(local.run_dir, earlier))
-            verdict = restarts.after(outcome.code, processes, last_commit(local.run_dir), waited=waited)
+            waited = outcome.code == ExitCode.STOPPED and waited_in_vain(events_besides(run_dir, earlier))
+            verdict = restarts.after(outcome.code, processes, last_commit(run_dir), waited=waited)
             if verdict.why:
                 remark(verdict.why)
             if verdict.processes is None:
@@ -383,7 +378,7 @@ def local_run(
 
 def _log_dir(local: Local) -> Path:
     """Makes the run's folder of logs."""
-    log_dir = local.run_dir / "logs"
+    log_dir = local.config.run_dir / "logs"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

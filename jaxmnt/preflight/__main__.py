@@ -42,7 +42,6 @@ def main(arguments: list[str]) -> int:
 
     keep_programs_of_one_cpu_alone()
     exit_handler = ExitHandler(identity.label)
-    assert config.run.dir is not None
     if options.nccl_debug:
         from jaxmnt.preflight.links import write_logs_to
 
@@ -147,8 +146,7 @@ def _concluded(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
 
 
 def _nccl_folder(config: Config) -> Path:
-    assert config.run.dir is not None
-    return Path(config.run.dir) / "preflight"
+    return config.run_dir / "preflight"
 
 
 def explain(cluster: Cluster, *, as_json: bool = False) -> int:

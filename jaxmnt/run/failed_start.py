@@ -2,7 +2,6 @@
 
 import socket
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Self
 
 from jaxmnt.config.schema import Config
@@ -33,8 +32,7 @@ class FailedStartRecorder:
     """
 
     def __init__(self, config: Config, identity: Identity, exit_handler: ExitHandler):
-        assert config.run.dir is not None
-        self._run_dir, self._identity, self._exit_handler = Path(config.run.dir), identity, exit_handler
+        self._run_dir, self._identity, self._exit_handler = config.run_dir, identity, exit_handler
         self._notify = config.run.notify
         self._over = False
         self._held = ExitStack()

@@ -166,9 +166,8 @@ def stop_request(
     works `beside` the run: the file is for the run, and removed when it is obeyed."""
     if identity.process_id != 0:
         return StopRequest(None, at_once, None, early)
-    assert config.run.dir is not None
     seconds = seconds_left(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
-    return StopRequest(None if beside else Path(config.run.dir), at_once, seconds, early)
+    return StopRequest(None if beside else config.run_dir, at_once, seconds, early)
 
 
 def seconds_left(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:
