@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxmnt.checkpoint.refs import config_of, find, folders_started_in, tokenizer_of
-from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import RowSource, TrainingData
@@ -21,14 +20,12 @@ from jaxmnt.data.order import BranchPoint
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.data.text_pieces import decode_after
-from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.run.branch import branch_points
 from jaxmnt.run.rundir import branches_of
-from jaxmnt.training.build import inference_spec
+from jaxmnt.trained_model import restored
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
 
 class Run:
@@ -151,8 +148,7 @@ def load_run(
     if needed > len(available):
         raise ConfigError(f"mesh: it needs {needed} devices, and there are {len(available)}; make it smaller")
     chosen = available if -1 in sizes.sizes().values() else available[:needed]
-    spec = inference_spec(config, tokenizer.vocab_size, sizes, chosen)
-    state = restore(checkpoint, model_state(canonical_abstract(spec, abstract_state(spec))), Identity()).state
+    spec, state = restored(checkpoint, config, tokenizer.vocab_size, sizes, chosen)
     folder = next(iter(folders_started_in(text, checkpoint, config)), Path.cwd())
     branches = branch_points(checkpoint.manifest.lineage)
     return Run(config, checkpoint.step, state, spec, tokenizer, folder, branches)

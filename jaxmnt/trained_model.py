@@ -15,6 +15,8 @@ from jaxmnt.commands import Parser, path_argument
 from jaxmnt.errors import ConfigError, printable
 
 if TYPE_CHECKING:
+    import jax
+
     from jaxmnt.checkpoint.commit import Committed
     from jaxmnt.config import Config
     from jaxmnt.config.mesh import Mesh
@@ -99,16 +101,12 @@ class Named:
         """The model on the mesh that `overrides` say, of this process's devices."""
         import jax
 
-        from jaxmnt.checkpoint.restore import restore
-        from jaxmnt.distributed.identity import Identity
-        from jaxmnt.training.build import inference_spec
         from jaxmnt.training.inference import Generator
-        from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
         devices = jax.local_devices()
-        spec = inference_spec(self.config, self.vocabulary.size, _mesh(self.config, overrides, len(devices)), devices)
-        wanted = model_state(canonical_abstract(spec, abstract_state(spec)))
-        state, generator = restore(self.checkpoint, wanted, Identity()).state, Generator(spec)
+        mesh = _mesh(self.config, overrides, len(devices))
+        spec, state = restored(self.checkpoint, self.config, self.vocabulary.size, mesh, devices)
+        generator = Generator(spec)
         weights = generator.place(state.pop("params"), state.pop("buffers", {}))
         return TrainedModel(spec, generator, weights, self.vocabulary, self.window)
 
@@ -127,6 +125,21 @@ class Named:
             if not reads(template, name):
                 raise ConfigError(f"{where}: the chat template of the model does not read {printable(name)}; remove it")
         return render(template, messages, special_tokens(self.files) | dict(variables or {}), begins_turn)
+
+
+def restored(
+    checkpoint: "Committed", config: "Config", vocab_size: int, mesh: "Mesh", devices: "Sequence[jax.Device]"
+) -> "tuple[StepSpec, dict[str, Any]]":
+    """Returns the model of a checkpoint, for data with so many ids, on a mesh of these devices: what is static about
+    it, and its parameters and buffers."""
+    from jaxmnt.checkpoint.restore import restore
+    from jaxmnt.distributed.identity import Identity
+    from jaxmnt.training.build import inference_spec
+    from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
+
+    spec = inference_spec(config, vocab_size, mesh, devices)
+    wanted = model_state(canonical_abstract(spec, abstract_state(spec)))
+    return spec, restore(checkpoint, wanted, Identity()).state
 
 
 def add_arguments(parser: Parser) -> None:
