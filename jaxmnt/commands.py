@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser as all commands have it, and their subcommands.
 
     Description and epilog are wrapped, but for lines that begin with a space. `codes` are the exit codes that the
-    command can end with, `unknown` is what is said of an argument that it does not know.
+    command can end with.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class Parser(argparse.ArgumentParser):
         codes: Mapping[ExitCode, str] | None = None,
         description: str | None = None,
         epilog: str = "",
-        unknown: str = "",
         **rest: Any,
     ):
         rest.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -66,7 +65,6 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(path_argument(text)))
         self.add_argument("--debug", action="store_true", help="show a traceback with an error")
         self._takes_settings = False
-        self._unknown = unknown
 
     def add_settings(self) -> None:
         """Lets the command take key=value arguments, as `overrides`."""
@@ -95,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         advice = f"{self.prog} --help shows what it takes"
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown:
-            advice = self._unknown or (self._takes_settings and _as_setting(unknown[1])) or advice
+            advice = (self._takes_settings and _as_setting(unknown[1])) or advice
         raise ConfigError(f"{message}; {advice}")
 
 

@@ -180,7 +180,7 @@ def _vocabulary(
     too."""
     from jaxmnt.data.tokenizer import HuggingFace
 
-    found, known, end = _tokenizer(run, tokenizer, checkpoint, config)
+    found, known, end = _tokenizer(run, tokenizer, checkpoint)
     assert config.model.vocab_size is not None
     size = min(known, config.model.vocab_size)  # a vocabulary may have more than a model, as Gemma 3's
     ends = {end} if end is not None else set()
@@ -228,9 +228,7 @@ def _mesh(config: "Config", overrides: Sequence[str], devices: int) -> "Mesh":
     return parse_config(tree, "the command line").mesh
 
 
-def _tokenizer(
-    run: str, given: str | None, checkpoint: "Committed", config: "Config"
-) -> "tuple[Tokenizer, int, int | None]":
+def _tokenizer(run: str, given: str | None, checkpoint: "Committed") -> "tuple[Tokenizer, int, int | None]":
     """What turns text into the run's tokens and back, how many ids there are, and the end of a document's."""
     from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer

@@ -31,6 +31,11 @@ _POLL_SECONDS = 2.0
 _SKIPPED = 3
 """The first of so many parts of the steps of a run does not count."""
 
+_Case = tuple[Mode, int]
+"""How a run scales, and its number of processes."""
+_Prediction = tuple[float | None, dict[str, float]]
+"""Seconds of a step, and of exposed communication by axis."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -92,9 +97,8 @@ class _Measured:
     devices: int
     environment: dict[str, str]
     """Versions, and the kind of its devices."""
-    expected: float | None
-    """Seconds of a step by the data sheet of its GPUs."""
-    expected_exposed: dict[str, float]
+    expected: _Prediction
+    """By the data sheet of its GPUs."""
 
 
 def check(wanted: Wanted) -> None:
@@ -143,8 +147,8 @@ def _gpus(wanted: Wanted) -> list[str]:
 
 def measure(wanted: Wanted, say: Callable[[str], None]) -> Study:
     """All runs, in turn: each round has one of each. Raises `UserError` for a run that fails."""
-    found: dict[tuple[Mode, int], list[_Measured]] = {}
-    predictions: dict[tuple[Mode, int], tuple[float, dict[str, float]]] = {}
+    found: dict[_Case, list[_Measured]] = {}
+    predictions: dict[_Case, _Prediction] = {}
     rates: dict[int, Path] = {}
     for number in range(1, wanted.rounds + 1):
         for mode, processes in _cases(wanted):
@@ -162,7 +166,7 @@ def measure(wanted: Wanted, say: Callable[[str], None]) -> Study:
     return _study(wanted, found, predictions)
 
 
-def _cases(wanted: Wanted) -> Iterator[tuple[Mode, int]]:
+def _cases(wanted: Wanted) -> Iterator[_Case]:
     """The smallest number is the same in weak and in strong scaling, and is run once."""
     for processes in wanted.processes:
         for mode in wanted.modes:
@@ -172,13 +176,13 @@ def _cases(wanted: Wanted) -> Iterator[tuple[Mode, int]]:
 
 def _study(
     wanted: Wanted,
-    found: dict[tuple[Mode, int], list[_Measured]],
-    predictions: dict[tuple[Mode, int], tuple[float, dict[str, float]]],
+    found: dict[_Case, list[_Measured]],
+    predictions: dict[_Case, _Prediction],
 ) -> Study:
     def point(mode: Mode, processes: int) -> Point:
         key = (mode, processes) if (mode, processes) in found else (wanted.modes[0], processes)
         runs = found[key]
-        expected = predictions.get(key, (runs[0].expected, runs[0].expected_exposed))
+        expected = predictions.get(key, runs[0].expected)
         return Point(
             processes=processes,
             devices=runs[0].devices,
@@ -273,8 +277,7 @@ def _read(run_dir: Path, steps: int) -> _Measured:
         phases={name: statistics.fmean(line["mean"].get(name, 0.0) for line in phases) for name in PHASES if phases},
         devices=start["devices"],
         environment=start.get("environment") or {},
-        expected=compiled.get("expected_step_seconds"),
-        expected_exposed=exposed if isinstance(exposed, dict) else {},
+        expected=(compiled.get("expected_step_seconds"), exposed if isinstance(exposed, dict) else {}),
     )
 
 
@@ -297,8 +300,8 @@ def _calibrate(wanted: Wanted, processes: int, say: Callable[[str], None]) -> Pa
     return file
 
 
-def _predict(wanted: Wanted, mode: Mode, processes: int, devices: int, rates: Path) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and of exposed communication by axis. Raises `UserError` where there is no prediction."""
+def _predict(wanted: Wanted, mode: Mode, processes: int, devices: int, rates: Path) -> _Prediction:
+    """Raises `UserError` where there is no prediction."""
     kind, hosts = read_calibration(rates).kind, processes if wanted.slurm else 1
     target = ["--devices", str(devices)] if kind == CPU else ["--target", _target(kind), "--hosts", str(hosts)]
     target += ["--devices-per-host", str(devices // hosts)]

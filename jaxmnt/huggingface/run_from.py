@@ -38,7 +38,7 @@ _LONGEST = 4096
 """What `data.sequence_length` is said to be, where the model does not tell how long its texts may be."""
 
 
-def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None] = lambda name: None) -> Path:
+def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None]) -> Path:
     """Writes a new run directory, and returns where its checkpoint is.
 
     `dtype` is that of the parameters, float32 or bfloat16. `tell` hears the name of each. Raises `ConfigError` for a

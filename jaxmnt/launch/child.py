@@ -16,6 +16,9 @@ from jaxmnt.errors import remark
 _DESCRIPTORS = 256
 """Where copies of stdout may be."""
 
+_Place = tuple[int, int] | None
+"""What a descriptor leads to, by device and inode; None if it is closed."""
+
 
 def main(arguments: list[str]) -> None:
     pipe, log, module, *others = arguments
@@ -26,7 +29,7 @@ def main(arguments: list[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _watch(pipe: int, log: str, to_launcher: set[tuple[int, int] | None]) -> None:
+def _watch(pipe: int, log: str, to_launcher: set[_Place]) -> None:
     """Waits for the end of the launcher, which never writes."""
     while os.read(pipe, 1):
         pass
@@ -36,7 +39,7 @@ def _watch(pipe: int, log: str, to_launcher: set[tuple[int, int] | None]) -> Non
     os.killpg(0, number)  # a group of our own, with whatever we have started
 
 
-def _lead_output(log: str, to_launcher: set[tuple[int, int] | None]) -> None:
+def _lead_output(log: str, to_launcher: set[_Place]) -> None:
     """Into the log, wherever it went to the launcher: a write into a pipe that nobody reads fails."""
     try:
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -47,8 +50,7 @@ def _lead_output(log: str, to_launcher: set[tuple[int, int] | None]) -> None:
             os.dup2(file, descriptor, inheritable=descriptor < 3)
 
 
-def _place(descriptor: int) -> tuple[int, int] | None:
-    """What a descriptor leads to; None if it is closed."""
+def _place(descriptor: int) -> _Place:
     try:
         found = os.fstat(descriptor)
     except OSError:

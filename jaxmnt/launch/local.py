@@ -254,7 +254,7 @@ def _discard(sink: TextIO) -> None:
     os.close(nowhere)
 
 
-def _watch(children: list[_Child], asked: Sequence[int] = ()) -> _Child | None:
+def _watch(children: list[_Child], asked: Sequence[int]) -> _Child | None:
     """Waits for all to end well (None), or for the first to fail by itself.
 
     A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; the

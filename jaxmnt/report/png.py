@@ -9,6 +9,9 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 """Okabe and Ito's, which people tell apart who see colours otherwise; also by the kind of line."""
 _STYLES = ("-", "--", ":", "-.")
 
+_Of = tuple[str, dict[str, Any], list[Any]]
+"""A run that has a chart: its label, the chart, its marks."""
+
 
 def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
     """A file for each chart, of all runs together; a stack of each run by itself.
@@ -37,9 +40,9 @@ def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
     return written
 
 
-def _together(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str, dict[str, Any], list[Any]]]]]:
-    """File name, title, and of each run that has the chart: the run, its chart, its marks."""
-    found: dict[str, tuple[str, list[tuple[str, dict[str, Any], list[Any]]]]] = {}
+def _together(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[_Of]]]:
+    """File name, title, and the runs that have the chart."""
+    found: dict[str, tuple[str, list[_Of]]] = {}
     for place, run in enumerate(runs):
         for chart in run["charts"]:
             apart = chart["style"] == "stack" and len(runs) > 1
@@ -50,7 +53,7 @@ def _together(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str
     return [(safe(name), title, charts) for name, (title, charts) in found.items()]
 
 
-def _draw(axes: Any, title: str, charts: list[tuple[str, dict[str, Any], list[Any]]], *, several: bool) -> None:
+def _draw(axes: Any, title: str, charts: list[_Of], *, several: bool) -> None:
     first = charts[0][1]
     if first["style"] == "stack":
         values = [[value or 0.0 for value in one["values"]] for one in first["series"]]
