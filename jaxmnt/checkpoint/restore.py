@@ -25,6 +25,9 @@ from jaxmnt.strict_json import json_text
 
 State = dict[str, Any]
 
+_Pieces = dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]
+"""Pieces of an array, by where each dimension of them begins and ends, with the devices that hold each."""
+
 _BYTES_IN_FLIGHT = (16 << 20) * cores()
 """Asked for and not on a device yet. More than the cores can work on only costs memory, and time to get it."""
 _SECONDS = 3600.0
@@ -124,9 +127,9 @@ def _read(reader: Reader, placed: dict[str, NamedSharding], manifest: Manifest) 
     }
 
 
-def _pieces(shape: Shape, sharding: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
+def _pieces(shape: Shape, sharding: NamedSharding) -> _Pieces:
     """The different pieces that this process's devices hold, each with where it goes."""
-    pieces: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
+    pieces: _Pieces = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         bounds = tuple(part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True))

@@ -20,10 +20,13 @@ from jaxmnt.storage import StoragePath, publish_bytes, read
 KEPT = "huggingface"
 GENERATION = "generation_config.json"
 
+Files = dict[str, bytes]
+"""Contents by name."""
 
-def found_in(folder: StoragePath) -> dict[str, bytes]:
+
+def found_in(folder: StoragePath) -> Files:
     """The files of a folder by name; empty if it has no config.json."""
-    found: dict[str, bytes] = {}
+    found: Files = {}
     for name in (CONFIG, *COMPANIONS):
         try:
             found[name] = read(folder / name)
@@ -32,19 +35,19 @@ def found_in(folder: StoragePath) -> dict[str, bytes]:
     return found if CONFIG in found else {}
 
 
-def kept(homes: Sequence[StoragePath]) -> dict[str, bytes]:
+def kept(homes: Sequence[StoragePath]) -> Files:
     """The files that a run has in one of its places."""
     return next((found for home in homes if (found := found_in(home / KEPT))), {})
 
 
-def of_source(weights: Path | None, source: str | None, checkpoint: Committed | None) -> dict[str, bytes]:
+def of_source(weights: Path | None, source: str | None, checkpoint: Committed | None) -> Files:
     """The files that came with what a run begins with: a folder, or a checkpoint that `source` names."""
     if weights is not None:
         return found_in(weights)
     return {} if source is None or checkpoint is None else kept(roots_of(source, checkpoint))
 
 
-def fitting(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes]:
+def fitting(files: Files, tokenizer: RunTokenizer) -> Files:
     """Returns the files for a run with this tokenizer: if theirs is another, without it, its template and its ids."""
     text = files.get(TOKENIZER_FILE)
     if text is None or same_vocabulary(of_file(text.decode(), 0), tokenizer):
@@ -55,7 +58,7 @@ def fitting(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes
     return found
 
 
-def ended(files: dict[str, bytes], tokenizer: RunTokenizer) -> dict[str, bytes]:
+def ended(files: Files, tokenizer: RunTokenizer) -> Files:
     """Returns the files so that they name what ended the documents of the data as an end of texts.
 
     Other ids that end a text for them, such as that of a turn, stay.
@@ -88,7 +91,7 @@ def _without_ids(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def keep(home: StoragePath, files: dict[str, bytes]) -> None:
+def keep(home: StoragePath, files: Files) -> None:
     """Writes them into a run's directory. By process 0."""
     try:
         (home / KEPT).mkdir(parents=True, exist_ok=True)

@@ -28,10 +28,10 @@ from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.huggingface.companions import ended, fitting
+from jaxmnt.huggingface.companions import Files, ended, fitting
 from jaxmnt.huggingface.config import write_config
 from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE, json_bytes
-from jaxmnt.huggingface.tensors import Part, parts_of, rounded
+from jaxmnt.huggingface.tensors import Part, Parts, parts_of, rounded
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.strict_json import json_text
@@ -53,10 +53,10 @@ class Export:
     """What becomes of a checkpoint: the files, and what each holds. The same in all processes."""
 
     checkpoint: Committed
-    parts: dict[str, list[Part]]
+    parts: Parts
     files: dict[str, list[Work]]
     dtype: np.dtype
-    about: dict[str, bytes]
+    about: Files
     """The other files of the folder, by name."""
     untaught_rows: int
     """Of the checkpoint's vocabulary, which are left out."""
@@ -81,7 +81,7 @@ class Export:
 
 def plan_export(
     checkpoint: Committed,
-    companions: dict[str, bytes],
+    companions: Files,
     tokenizer: RunTokenizer | None,
     dtype: str | None,
     file_bytes: int,
@@ -214,7 +214,7 @@ def _publish(export: Export, building: Path, folder: Path) -> bool:
 # -- which file holds what
 
 
-def divided(parts: dict[str, list[Part]], item: int, file_bytes: int) -> dict[str, list[Work]]:
+def divided(parts: Parts, item: int, file_bytes: int) -> dict[str, list[Work]]:
     """Files of about so many bytes."""
     files: list[list[Work]] = [[]]
     room = file_bytes
@@ -236,7 +236,7 @@ def divided(parts: dict[str, list[Part]], item: int, file_bytes: int) -> dict[st
     return {f"model-{n + 1:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files)}
 
 
-def _bundles(parts: dict[str, list[Part]]) -> list[tuple[str, ...]]:
+def _bundles(parts: Parts) -> list[tuple[str, ...]]:
     """The parameters, those together that are parts of the same tensors."""
     by_tensor: dict[str, list[str]] = {}
     for name, several in sorted(parts.items()):

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxmnt.errors import ConfigError, UserError, nearest, printable
-from jaxmnt.huggingface.tensors import Part
+from jaxmnt.huggingface.tensors import Parts
 from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.strict_json import json_text
 
@@ -79,7 +79,7 @@ class Folder:
                 found[here] = Stored(file, shape, DTYPES[kind], begin)
         return found
 
-    def check(self, written: HuggingFace, parts: Mapping[str, list[Part]], *, tied: bool) -> dict[str, Stored]:
+    def check(self, written: HuggingFace, parts: Parts, *, tied: bool) -> dict[str, Stored]:
         """The tensors, if they are those of a model with these parameters. Names what is missing, too much or of
         another shape."""
         found = self.tensors(written)

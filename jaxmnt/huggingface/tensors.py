@@ -60,7 +60,11 @@ class Part(NamedTuple):
         return (matrix.T if turned else matrix).reshape(self.shape)
 
 
-def parts_of(definition: Definition) -> dict[str, list[Part]]:
+Parts = dict[str, list[Part]]
+"""Of each parameter, such as layers.attention.query: one, or one for each layer of its stack."""
+
+
+def parts_of(definition: Definition) -> Parts:
     """For each parameter, such as layers.attention.query, its tensors: one, or one for each layer of its stack.
 
     Raises `ConfigError` for a family that is not in the files of Hugging Face.
@@ -72,7 +76,7 @@ def parts_of(definition: Definition) -> dict[str, list[Part]]:
             "to the class (docs/models.md)"
         )
     numbers = _layer_numbers(definition)
-    found: dict[str, list[Part]] = {}
+    found: Parts = {}
     for path, leaf in jax.tree.leaves_with_path(definition.abstract):
         name = parameter_name(path)
         group, _, rest = name.partition(".")
