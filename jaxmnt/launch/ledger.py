@@ -4,19 +4,28 @@ None of it may keep a run from being started again: what is damaged is set aside
 """
 
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from jaxmnt.distributed.termination import ABANDONED, PEERS
 from jaxmnt.errors import UserError, printable, remark
-from jaxmnt.storage import NO_FILE, publish, read
+from jaxmnt.storage import NO_FILE, first_free, move, publish, read
 from jaxmnt.strict_json import json_text
-from jaxmnt.telemetry.events import FAILED_START, event_files, read_lines
+from jaxmnt.telemetry.events import (
+    FAILED_START,
+    IsRight,
+    event_files,
+    is_count,
+    is_number,
+    is_text,
+    is_truth,
+    or_null,
+    read_lines,
+)
 
 RAISED, TRAINED = "failed", "started"
 BLAMING = ("peer_lost", "hang", FAILED_START, ABANDONED)
@@ -29,11 +38,10 @@ _CLOCKS_DIFFER_SECONDS = 600.0
 Record = dict[str, Any]
 """An event, or an entry of a file here."""
 
-_Shape = dict[str, tuple[type, ...]]
-_NUMBER = (int, float)
-_BAD_NODE: _Shape = {"node": (str,), "why": (str,), "since": _NUMBER, "until": _NUMBER}
-_START: _Shape = {"job": (str,), "start": (int,), "code": (int,), "newest": (int,), "blamed": (str, NoneType)}
-_START_MAY_HAVE: _Shape = {"began": (*_NUMBER, NoneType), "cancelled": (bool,), "waited": (bool,)}
+_BAD_NODE = {"node": is_text, "why": is_text, "since": is_number, "until": is_number}
+_START = {"job": is_text, "start": is_count, "code": is_count, "newest": is_count, "blamed": or_null(is_text)}
+_START_MAY_HAVE = {"began": or_null(is_number), "cancelled": is_truth, "waited": is_truth}
+"""Fields of the entries, and what they hold."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +88,15 @@ class Ledger:
         until = time.time() + _CLOCKS_DIFFER_SECONDS
         return [event for event in events if began <= event["time"] <= until]
 
-    def _read(self, name: str, needed: _Shape, optional: _Shape) -> list[Record]:
+    def _read(self, name: str, needed: dict[str, IsRight], optional: dict[str, IsRight]) -> list[Record]:
         """The sound entries of a file. One with anything else in it is set aside."""
         path = self._folder / name
         try:
             content = json.loads(read(path).decode())
         except FileNotFoundError:
             return []
-        except (ValueError, RecursionError):
-            content = None
-        except OSError as error:
-            if error.errno not in NO_FILE:
+        except (ValueError, RecursionError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in NO_FILE:
                 raise UserError(
                     f"{printable(str(path))}: cannot be read: {error.strerror}; see to its file system"
                 ) from error
@@ -104,11 +110,9 @@ class Ledger:
         return sound
 
     def _set_aside(self, path: Path, kept: int) -> None:
-        taken = {other.name for other in path.parent.glob(f"{path.name}.damaged-*")} if path.parent.is_dir() else set()
-        number = next(number for number in range(len(taken) + 1) if f"{path.name}.damaged-{number}" not in taken)
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+        aside = first_free(path, (f".damaged-{number}" for number in count()))
         try:
-            path.rename(aside)
+            move(path, aside)
             told = f"it is set aside as {aside.name}"
         except OSError as error:
             told = f"it could not be set aside ({error.strerror})"
@@ -164,19 +168,10 @@ def waited_in_vain(events: Iterable[Record]) -> bool:
     return False
 
 
-def _fits(record: object, needed: _Shape, optional: _Shape) -> bool:
+def _fits(record: object, needed: dict[str, IsRight], optional: dict[str, IsRight]) -> bool:
     """Whether a record has all that is needed, and nothing of a wrong type."""
     return (
         isinstance(record, dict)
-        and all(name in record and _is(record[name], kinds) for name, kinds in needed.items())
-        and all(_is(record[name], kinds) for name, kinds in optional.items() if name in record)
+        and needed.keys() <= record.keys()
+        and all(is_right(record[name]) for name, is_right in (needed | optional).items() if name in record)
     )
-
-
-def _is(value: object, kinds: tuple[type, ...]) -> bool:
-    """Types as in JSON, where a boolean is no number; numbers are finite, and below 2**62."""
-    if isinstance(value, bool):
-        return bool in kinds
-    if isinstance(value, (int, float)) and not (isinstance(value, float) and not math.isfinite(value)):
-        return isinstance(value, kinds) and abs(value) < 2**62
-    return isinstance(value, (str, NoneType)) and isinstance(value, kinds)

@@ -52,38 +52,46 @@ _LATEST = 1e11
 """Unix seconds; a time in milliseconds is none."""
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return (type(value) is int and abs(value) < 1 << 63) or (type(value) is float and math.isfinite(value))
 
 
-def _or_null(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def is_truth(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+IsRight = Callable[[Any], bool]
+"""Says whether a field holds what it should."""
+
+
+def or_null(is_right: IsRight) -> IsRight:
     return lambda value: value is None or is_right(value)
 
 
-_RIGHT: dict[str, Callable[[Any], bool]] = {
-    "kind": _is_text,
-    "time": lambda value: _is_number(value) and 0 <= value < _LATEST,
-    "host": _is_text,
-    "why": _is_text,
-    "asked_by": _or_null(_is_text),
-    "reason": _or_null(_is_text),
-    "at_fault": _or_null(_is_count),
-    "at_fault_host": _or_null(_is_text),
-    "phase": _is_text,
-    "device": _or_null(_is_count),
-    "found_by": _is_text,
-    "finished": lambda value: isinstance(value, bool),
-    "loss": _or_null(_is_number),
-    "grad_norm": _or_null(_is_number),
-    **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens", "format"), _is_count),
+_RIGHT: dict[str, IsRight] = {
+    "kind": is_text,
+    "time": lambda value: is_number(value) and 0 <= value < _LATEST,
+    "host": is_text,
+    "why": is_text,
+    "asked_by": or_null(is_text),
+    "reason": or_null(is_text),
+    "at_fault": or_null(is_count),
+    "at_fault_host": or_null(is_text),
+    "phase": is_text,
+    "device": or_null(is_count),
+    "found_by": is_text,
+    "finished": is_truth,
+    "loss": or_null(is_number),
+    "grad_norm": or_null(is_number),
+    **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens", "format"), is_count),
     **dict.fromkeys(
         (
             "step_seconds",
@@ -97,7 +105,7 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
             "mfu",
             "hfu",
         ),
-        _or_null(_is_number),
+        or_null(is_number),
     ),
 }
 """What these fields hold, in whatever record they are."""
@@ -109,7 +117,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line.strip(_PADDING).decode())
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not _is_text(record.get("kind")):
+    if not isinstance(record, dict) or not is_text(record.get("kind")):
         return None
     if any(name not in record for name in ("time", *_NEEDED.get(record["kind"], ()))):
         return None
