@@ -19,7 +19,7 @@ import yaml
 from jaxmnt.config.load import dump_for_hosts
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.launchers import DEFAULT_PORT
-from jaxmnt.errors import ConfigError, ExitCode, UserError, printable, remark
+from jaxmnt.errors import ConfigError, UserError, printable, remark
 from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
 from jaxmnt.strict_json import json_text
 
@@ -137,56 +137,18 @@ def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Man
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": gke.queue}
     if gke.topology:
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": gke.topology}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
-            "successPolicy": {"operator": "All"},
-            "failurePolicy": {
-                "maxRestarts": launch.restarts,
-                "rules": [
-                    _rule("wrongConfig", "FailJobSet", [f"exit code {int(ExitCode.CONFIG)} matching"]),
-                    _rule(
-                        "runAgain", "RestartJobSetAndIgnoreMaxRestarts",
-                        [f"exit code {int(ExitCode.STOPPED)} matching", "condition DisruptionTarget matching"],
-                    ),
-                ],
-            },
-            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": _job(wanted, name, config_name)}],
-        },
-    }  # fmt: skip
+    jobset: Manifest = yaml.safe_load(_template("jobset.yaml"))
+    jobset["metadata"], spec = metadata, jobset["spec"]
+    spec["network"]["subdomain"] = name
+    spec["failurePolicy"]["maxRestarts"] = launch.restarts
+    workers = spec["replicatedJobs"][0]["template"]["spec"]
+    workers["parallelism"] = workers["completions"] = launch.nodes
+    workers["template"] = _pod_template(wanted, f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}", config_name)
+    return jobset
 
 
-def _rule(name: str, action: str, patterns: list[str]) -> Manifest:
-    return {
-        "name": name,
-        "action": action,
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [f".*{pattern}.*" for pattern in patterns],
-    }
-
-
-def _job(wanted: Job, name: str, config_name: str) -> Manifest:
-    """The template of the Indexed Job: as many pods as nodes, all of which fail when one does."""
-    nodes, coordinator = wanted.config.launch.nodes, f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"
-    stop: Manifest = {"action": "FailJob"}
-    codes = [[int(ExitCode.CONFIG)], [int(ExitCode.STOPPED)]]
-    rules = [
-        stop | {"onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": values}} for values in codes
-    ]
-    rules.append(stop | {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
-    return {
-        "spec": {
-            "parallelism": nodes,
-            "completions": nodes,
-            "completionMode": "Indexed",
-            "backoffLimit": 0,
-            "podFailurePolicy": {"rules": rules},
-            "template": _pod_template(wanted, coordinator, config_name),
-        }
-    }
+def _template(name: str) -> str:
+    return files("jaxmnt.launch").joinpath(f"templates/{name}").read_text(encoding="utf-8")
 
 
 # -- the pods: one for each host, with a shell as their first process
@@ -281,10 +243,9 @@ def _container(wanted: Job, coordinator: str, config_name: str) -> Manifest:
 
 def _script(wanted: Job) -> str:
     launch = wanted.config.launch
-    template = files("jaxmnt.launch").joinpath("templates/pod.sh").read_text(encoding="utf-8")
     command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}", *wanted.flags]
     setup = "\n".join(f"    {line}" for line in [*ending_on_failure(launch.setup), *key_needed(wanted.flags)] or [":"])
-    return filled(template, setup=setup, command=shlex.join(command))
+    return filled(_template("pod.sh"), setup=setup, command=shlex.join(command))
 
 
 def _literal(text: str) -> str:
