@@ -215,25 +215,25 @@ def _run(wanted: Wanted, mode: Mode, processes: int) -> _Measured:
     run_dir = wanted.folder / f"{mode}-{processes}"
     settings = [*wanted.settings(mode, processes), as_override("run.dir", str(run_dir))]
     start = _submit if wanted.slurm else _launch
-    start(wanted, processes, run_dir, ["--config", str(wanted.config_file), *settings], "--fresh")
+    start(wanted, processes, run_dir, ["--config", str(wanted.config_file), *settings, "--fresh"])
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     return _read(run_dir, wanted.steps)
 
 
-def _launch(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str], *more: str) -> None:
+def _launch(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str]) -> None:
     gpus, each = _gpus(wanted), wanted.devices_per_process
     own = [] if each is None or gpus else ["--devices-per-process", str(each)]
     own += [] if wanted.cores_per_process is None else ["--cores-per-process", str(wanted.cores_per_process)]
     preflight = ["--preflight"] if "--calibrate" in arguments else []
     # `launch local` shares out what is visible.
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: processes * each])} if each and gpus else {}
-    _call(["local", "--processes", str(processes), *own, *preflight, "--", *arguments, *more], run_dir, visible)
+    _call(["local", "--processes", str(processes), *own, *preflight, "--", *arguments], run_dir, visible)
 
 
-def _submit(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str], *more: str) -> None:
+def _submit(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str]) -> None:
     """A job, and waits for its end."""
     before = read_lines(event_file(run_dir, 0))
-    told = _call(["slurm", "--nodes", str(processes), *arguments, *more], run_dir)
+    told = _call(["slurm", "--nodes", str(processes), *arguments], run_dir)
     job = re.match(r"job (\d+)", told)
     assert job is not None, told
     while _is_there(job[1]):

@@ -10,7 +10,6 @@ import re
 import secrets
 import shlex
 import subprocess
-from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxmnt.config.load import dump_for_hosts
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.launchers import DEFAULT_PORT
 from jaxmnt.errors import ConfigError, UserError, printable, remark
-from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
+from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed, template
 from jaxmnt.strict_json import json_text
 
 Manifest = dict[str, Any]
@@ -137,7 +136,7 @@ def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Man
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": gke.queue}
     if gke.topology:
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": gke.topology}
-    jobset: Manifest = yaml.safe_load(_template("jobset.yaml"))
+    jobset: Manifest = yaml.safe_load(template("jobset.yaml"))
     jobset["metadata"], spec = metadata, jobset["spec"]
     spec["network"]["subdomain"] = name
     spec["failurePolicy"]["maxRestarts"] = launch.restarts
@@ -145,10 +144,6 @@ def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Man
     workers["parallelism"] = workers["completions"] = launch.nodes
     workers["template"] = _pod_template(wanted, f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}", config_name)
     return jobset
-
-
-def _template(name: str) -> str:
-    return files("jaxmnt.launch").joinpath(f"templates/{name}").read_text(encoding="utf-8")
 
 
 # -- the pods: one for each host, with a shell as their first process
@@ -245,7 +240,7 @@ def _script(wanted: Job) -> str:
     launch = wanted.config.launch
     command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}", *wanted.flags]
     setup = "\n".join(f"    {line}" for line in [*ending_on_failure(launch.setup), *key_needed(wanted.flags)] or [":"])
-    return filled(_template("pod.sh"), setup=setup, command=shlex.join(command))
+    return filled("pod.sh", setup=setup, command=shlex.join(command))
 
 
 def _literal(text: str) -> str:

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,14 @@ def key_needed(flags: list[str]) -> list[str]:
     return [f'[ -n "${RUN_KEY}" ] || {{ echo {shlex.quote(text)} >&2; exit {int(ExitCode.CONFIG)}; }}']
 
 
-def filled(template: str, **values: str) -> str:
-    """With `@name@` replaced by a value: what else there is belongs to the shell."""
-    return re.sub(r"@(\w+)@", lambda slot: values[slot[1]], template)
+def template(name: str) -> str:
+    """Returns the text of a file in templates/."""
+    return files("jaxmnt.launch").joinpath(f"templates/{name}").read_text(encoding="utf-8")
+
+
+def filled(name: str, **values: str) -> str:
+    """Returns a template with `@name@` replaced by a value: what else there is belongs to the shell."""
+    return re.sub(r"@(\w+)@", lambda slot: values[slot[1]], template(name))
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -38,9 +38,10 @@ _CLOCKS_DIFFER_SECONDS = 600.0
 Record = dict[str, Any]
 """An event, or an entry of a file here."""
 
-_BAD_NODE = {"node": is_text, "why": is_text, "since": is_number, "until": is_number}
-_START = {"job": is_text, "start": is_count, "code": is_count, "newest": is_count, "blamed": or_null(is_text)}
-_START_MAY_HAVE = {"began": or_null(is_number), "cancelled": is_truth, "waited": is_truth}
+_Fields = dict[str, IsRight]
+_BAD_NODE: _Fields = {"node": is_text, "why": is_text, "since": is_number, "until": is_number}
+_START: _Fields = {"job": is_text, "start": is_count, "code": is_count, "newest": is_count, "blamed": or_null(is_text)}
+_START_MAY_HAVE: _Fields = {"began": or_null(is_number), "cancelled": is_truth, "waited": is_truth}
 """Fields of the entries, and what they hold."""
 
 
@@ -88,7 +89,7 @@ class Ledger:
         until = time.time() + _CLOCKS_DIFFER_SECONDS
         return [event for event in events if began <= event["time"] <= until]
 
-    def _read(self, name: str, needed: dict[str, IsRight], optional: dict[str, IsRight]) -> list[Record]:
+    def _read(self, name: str, needed: _Fields, optional: _Fields) -> list[Record]:
         """The sound entries of a file. One with anything else in it is set aside."""
         path = self._folder / name
         try:
@@ -168,7 +169,7 @@ def waited_in_vain(events: Iterable[Record]) -> bool:
     return False
 
 
-def _fits(record: object, needed: dict[str, IsRight], optional: dict[str, IsRight]) -> bool:
+def _fits(record: object, needed: _Fields, optional: _Fields) -> bool:
     """Whether a record has all that is needed, and nothing of a wrong type."""
     return (
         isinstance(record, dict)

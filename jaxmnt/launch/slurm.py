@@ -3,7 +3,6 @@
 import os
 import shlex
 import subprocess
-from importlib.resources import files
 from pathlib import Path
 
 from jaxmnt.config.load import as_override, last_of_each
@@ -20,14 +19,13 @@ _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTE
 def render(wanted: Job) -> str:
     """The script, for sbatch."""
     config, launch = wanted.config, wanted.config.launch
-    template = files("jaxmnt.launch").joinpath("templates/slurm.sh").read_text(encoding="utf-8")
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment(config).items()]
     setup = [*ending_on_failure(launch.setup), *lines, *key_needed(wanted.flags)] or [":"]
     srun = "".join(f" {shlex.quote(option)}" for option in config.slurm.srun_options)
     wait_seconds = round(wanted.start_timeout_seconds(config.cluster.start_timeout_seconds))
     waits = [as_override("cluster.start_timeout_seconds", wait_seconds)] if launch.wait_minutes is not None else []
     return filled(
-        template,
+        "slurm.sh",
         options="\n".join(f"#SBATCH {shlex.quote(option)}" for option in _options(wanted)),
         directory=shlex.quote(str(Path.cwd())),
         run_dir=shlex.quote(str(wanted.run_dir)),

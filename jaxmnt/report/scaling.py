@@ -58,22 +58,20 @@ class Scaling(_Part):
 
     def efficiencies(self, point: Point) -> list[float]:
         """In each round: rows a second and device, over those of the first point."""
-        first = self.points[0]
-        share = (point.rows / point.devices) / (first.rows / first.devices)
-        return [share * one / other for one, other in zip(first.seconds, point.seconds, strict=True)]
+        seconds = zip(self.points[0].seconds, point.seconds, strict=True)
+        return [self._share(point) * one / other for one, other in seconds]
 
     def predicted(self, point: Point) -> float | None:
         """The efficiency that the predictions have."""
         first = self.points[0]
         if first.predicted is None or point.predicted is None:
             return None
-        return (point.rows / point.devices) / (first.rows / first.devices) * first.predicted / point.predicted
+        return self._share(point) * first.predicted / point.predicted
 
     def cause(self, point: Point) -> str:
         """What takes most of the time that is lost against the first point."""
-        first = self.points[0]
-        share = (point.rows / point.devices) / (first.rows / first.devices)
-        lost = {name: seconds - share * first.phases.get(name, 0.0) for name, seconds in point.phases.items()}
+        share, first = self._share(point), self.points[0].phases
+        lost = {name: seconds - share * first.get(name, 0.0) for name, seconds in point.phases.items()}
         if not lost or max(lost.values()) <= 0:
             return "no phase takes longer than it should"
         phase = max(sorted(lost), key=lambda name: lost[name])
@@ -82,6 +80,11 @@ class Scaling(_Part):
         if phase in ("device", "dispatch") and axis is not None:
             text += f"; a prediction has {1e3 * point.exposed[axis]:,.0f} ms of exposed communication along {axis}"
         return text
+
+    def _share(self, point: Point) -> float:
+        """Returns the rows of a device, over those of the first point."""
+        first = self.points[0]
+        return (point.rows / point.devices) / (first.rows / first.devices)
 
     def warnings(self) -> list[str]:
         """Of the points whose efficiency is low."""
