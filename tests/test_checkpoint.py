@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src import asyncio_utils
 
-from jaxmnt.checkpoint import commit, digest, manifest, reader, retention, saver
+from jaxmnt.checkpoint import arrays, commit, digest, manifest, retention, saver
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.arrays import Reader, cut
 from jaxmnt.checkpoint.device_digest import start_digests
@@ -614,13 +614,13 @@ def test_a_job_whose_lock_was_taken_stops(tmp_path, quick_lock):
 def test_a_job_that_has_lost_its_lock_commits_nothing(tiny, tmp_path, monkeypatch):
     """Suspended over its next sign of life, it does not know it yet when a save is about to be committed."""
     monkeypatch.setattr(lock, "_BEAT_SECONDS", 600)
-    original, others = reader.Reader.open_all, lock._describe_me()
+    original, others = arrays.Reader.open_all, lock._describe_me()
 
     def lose(opened):
         original(opened)
         (tmp_path / "run" / "lock.json").write_text(others)
 
-    monkeypatch.setattr(reader.Reader, "open_all", lose)
+    monkeypatch.setattr(arrays.Reader, "open_all", lose)
     with pytest.raises(UserError, match=r"another job has taken the lock of .*run, process"):
         train(tiny(), devices=one_device())
     root = tmp_path / "run" / "checkpoints"
@@ -703,7 +703,7 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_taken_for_damage(tiny, finis
     config = tiny()
     shutil.copytree(finished, config.run.dir)
     shutil.rmtree(Path(config.run.dir) / "checkpoints" / "20")
-    monkeypatch.setattr(reader.ts, "open", lambda *_, **__: Refused())
+    monkeypatch.setattr(arrays.ts, "open", lambda *_, **__: Refused())
     with pytest.raises(UserError, match="cannot be reached: PERMISSION_DENIED") as caught:
         train(config, devices=one_device())
     assert not isinstance(caught.value, DamagedError)

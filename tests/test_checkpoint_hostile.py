@@ -17,7 +17,7 @@ import pytest
 from conftest import events, losses
 
 from jaxmnt import storage
-from jaxmnt.checkpoint import commit, manifest, reader, retention
+from jaxmnt.checkpoint import arrays, commit, manifest, retention
 from jaxmnt.checkpoint import export as exporting
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
 from jaxmnt.checkpoint.commit import open_checkpoint
@@ -188,7 +188,7 @@ def test_a_server_of_files_that_fails_is_no_damage(whole_run, tmp_path):
     for code, kind in ((errno.ESTALE, UserError), (errno.EIO, UserError), (errno.ENOTCONN, UserError),
                        (errno.ELOOP, DamagedError)):  # fmt: skip
         told = ValueError(f"UNKNOWN: Error reading: {os.strerror(code)} [spec='{{}}'] [os_error_code='{code}']")
-        assert type(reader._explained("params/w", told)) is kind
+        assert type(arrays._explained("params/w", told)) is kind
     run = tmp_path / "run"
     shutil.copytree(whole_run.run.dir, run)
     checkpoint = open_checkpoint(run / "checkpoints" / "20")
@@ -196,7 +196,7 @@ def test_a_server_of_files_that_fails_is_no_damage(whole_run, tmp_path):
         path.unlink()
         path.symlink_to(path.name)
     with pytest.raises(DamagedError) as caught:
-        reader.Reader(checkpoint).open_all()
+        arrays.Reader(checkpoint).open_all()
     assert f"[os_error_code='{errno.ELOOP}']" in str(caught.value.__cause__), "as TensorStore writes it"
 
 

@@ -18,13 +18,12 @@ from jaxmnt.errors import ConfigError, ExitCode, printable
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     from jaxmnt.bench.scaling import Wanted, check, measure
-    from jaxmnt.report.scaling import FILE, FOLDER, as_text, check_counts, draw
+    from jaxmnt.report.scaling import FILE, FOLDER, as_text, draw
 
     config = load_config(options.config, options.overrides)
-    counts = _counts(options.processes)
-    check_counts(counts)
     wanted = Wanted(
-        config_file=options.config, config=config, overrides=tuple(options.overrides), processes=counts,
+        config_file=options.config, config=config, overrides=tuple(options.overrides),
+        processes=_counts(options.processes),
         modes=("weak", "strong") if options.mode == "both" else (options.mode,), steps=options.steps,
         rounds=options.rounds, folder=options.output or config.run_dir / FOLDER,
         devices_per_process=options.devices_per_process, cores_per_process=options.cores_per_process,
@@ -44,7 +43,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    counts = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if len(counts) < 2 or list(counts) != sorted(set(counts)) or counts[0] < 1:
+        told = ",".join(map(str, counts))
+        raise ConfigError(f"--processes: {told} must be two or more rising numbers from 1 up, such as 1,2,4")
+    return counts
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -205,7 +205,6 @@ def _read_rope(tree: Tree, written: HuggingFace, nested: bool, where: str) -> di
     if "n_positions" in written.settings:
         return {}  # learned positions
     parameters, scaling = _object(tree, "rope_parameters", where), _object(tree, "rope_scaling", where)
-    default = written.assumed.get("rope_theta", 10000.0)
     if not nested:
         full = scaling or parameters
         if kinds := sorted(full.keys() & {_SLIDING, _FULL}):
@@ -213,8 +212,7 @@ def _read_rope(tree: Tree, written: HuggingFace, nested: bool, where: str) -> di
                 f"{where}: rope_parameters.{kinds[0]} is for families with other rotary positions in layers with a "
                 "window; write its keys directly into rope_parameters"
             )
-        theta = _theta(full.get("rope_theta", tree.get("rope_theta", default)), "rope_theta", where)
-        return {"rope_theta": theta, "rope_scaling": _scaling(full, tree, where)}
+        return _base_and_scaling(full, tree, written, where)
     if stray := sorted(parameters.keys() - {_SLIDING, _FULL}):
         raise ConfigError(
             f"{where}: rope_parameters.{printable(stray[0])} is not for a kind of layer, and transformers does not "
@@ -222,8 +220,7 @@ def _read_rope(tree: Tree, written: HuggingFace, nested: bool, where: str) -> di
         )
     full, sliding = (_object(parameters, kind, f"{where}: rope_parameters") for kind in (_FULL, _SLIDING))
     full = {**(full or {"rope_type": "default"}), **scaling}
-    theta = _theta(full.get("rope_theta", tree.get("rope_theta", default)), "rope_theta", where)
-    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(full, tree, where)}
+    found = _base_and_scaling(full, tree, written, where)
     if full.get("truncate") is False:
         raise ConfigError(f"{where}: rope_parameters.{_FULL}.truncate is false, which transformers does not read here")
     if _scaling(sliding, tree, f"{where}: rope_parameters.{_SLIDING}"):
@@ -231,6 +228,13 @@ def _read_rope(tree: Tree, written: HuggingFace, nested: bool, where: str) -> di
             f"{where}: rope_parameters.{_SLIDING} is scaled, and layers with a window are not stretched here"
         )
     return found | {"local_rope_theta": _local_theta(sliding, tree, written, where)}
+
+
+def _base_and_scaling(parameters: Tree, tree: Tree, written: HuggingFace, where: str) -> dict[str, Any]:
+    """Returns the settings of rotary positions in layers without a window."""
+    default = written.assumed.get("rope_theta", 10000.0)
+    theta = _theta(parameters.get("rope_theta", tree.get("rope_theta", default)), "rope_theta", where)
+    return {"rope_theta": theta, "rope_scaling": _scaling(parameters, tree, where)}
 
 
 def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace, where: str) -> float:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from jaxmnt.errors import ConfigError
 from jaxmnt.telemetry.phases import DOING
 from jaxmnt.telemetry.progress import count, seconds_text, table
 
@@ -145,13 +144,6 @@ def read_study(run_dir: Path) -> tuple[Study | None, str | None]:
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no scaling study of this version"
         return None, f"{file} cannot be read: {why}"
-
-
-def check_counts(counts: tuple[int, ...]) -> None:
-    """Raises `ConfigError` for numbers of processes that cannot be compared."""
-    if len(counts) < 2 or list(counts) != sorted(set(counts)) or counts[0] < 1:
-        told = ",".join(map(str, counts))
-        raise ConfigError(f"--processes: {told} must be two or more rising numbers from 1 up, such as 1,2,4")
 
 
 def as_text(study: Study) -> str:
