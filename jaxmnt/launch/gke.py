@@ -27,8 +27,6 @@ Manifest = dict[str, Any]
 _CONTAINER = "train"
 _CONFIG_FOLDER, _CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
 _KEY_FIELD = "key"
-_IMAGES_USER = 1000
-"""Of our Dockerfile: volumes are writable for this group."""
 
 _JOB = "workers"
 _DIGITS = 6
@@ -142,18 +140,27 @@ def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Man
     spec["failurePolicy"]["maxRestarts"] = launch.restarts
     workers = spec["replicatedJobs"][0]["template"]["spec"]
     workers["parallelism"] = workers["completions"] = launch.nodes
-    workers["template"] = _pod_template(wanted, f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}", config_name)
+    coordinator = f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"
+    workers["template"] = _pod_template(wanted, coordinator, config_name, workers["template"]["spec"])
     return jobset
 
 
 # -- the pods: one for each host, with a shell as their first process
 
 
-def _pod_template(wanted: Job, coordinator: str, config_name: str) -> Manifest:
-    """The template, with what the config adds to it."""
-    annotations = wanted.config.gke.annotations
-    metadata = {"metadata": {"annotations": dict(sorted(annotations.items()))}} if annotations else {}
-    return metadata | {"spec": _merged(_pod(wanted, coordinator, config_name), wanted.config.gke.pod)}
+def _pod_template(wanted: Job, coordinator: str, config_name: str, pod: Manifest) -> Manifest:
+    """Fills in the pod of the template, and adds what else the config says of it."""
+    gke = wanted.config.gke
+    pod["terminationGracePeriodSeconds"] = gke.grace_seconds
+    [container], [config, memory] = pod["containers"], pod["volumes"]
+    config["configMap"]["name"], memory["emptyDir"]["sizeLimit"] = config_name, f"{gke.shared_memory_gib}Gi"
+    for number, mount in enumerate(wanted.config.launch.mounts):
+        claim, path = mount.split(":", 1)
+        pod["volumes"].append({"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        container["volumeMounts"].append({"name": f"data-{number}", "mountPath": path})
+    _fill_in(container, wanted, coordinator, config_name)
+    metadata = {"metadata": {"annotations": dict(sorted(gke.annotations.items()))}} if gke.annotations else {}
+    return metadata | {"spec": _merged(pod | _placement(wanted), gke.pod)}
 
 
 def _key_name(config_name: str) -> str:
@@ -178,10 +185,11 @@ def _called(item: Any) -> str | None:
     return item.get("mountPath", item.get("name")) if isinstance(item, dict) else None
 
 
-def _pod(wanted: Job, coordinator: str, config_name: str) -> Manifest:
-    gke, launch = wanted.config.gke, wanted.config.launch
+def _placement(wanted: Job) -> Manifest:
+    """Returns the fields of a pod that say on which nodes it is, and as whom."""
+    gke = wanted.config.gke
     selector, tolerations = dict(gke.node_selector), list[Manifest]()
-    if launch.gpus_per_node:
+    if wanted.config.launch.gpus_per_node:
         selector["cloud.google.com/gke-accelerator"] = gke.accelerator
         tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
     if gke.spot:
@@ -189,25 +197,18 @@ def _pod(wanted: Job, coordinator: str, config_name: str) -> Manifest:
         tolerations.append(
             {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
         )
-    pod: Manifest = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": gke.grace_seconds,
-        "securityContext": {"fsGroup": _IMAGES_USER, "fsGroupChangePolicy": "OnRootMismatch"},
-        "containers": [_container(wanted, coordinator, config_name)],
-        "volumes": _volumes(wanted, config_name),
-    }
-    optional: Manifest = {
+    fields: Manifest = {
         "nodeSelector": dict(sorted(selector.items())),
         "tolerations": tolerations,
         "serviceAccountName": gke.service_account,
         "priorityClassName": gke.priority,
     }
     if gke.host_network:
-        optional |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return pod | {key: value for key, value in optional.items() if value}
+        fields |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return {name: value for name, value in fields.items() if value}
 
 
-def _container(wanted: Job, coordinator: str, config_name: str) -> Manifest:
+def _fill_in(container: Manifest, wanted: Job, coordinator: str, config_name: str) -> None:
     gke, launch = wanted.config.gke, wanted.config.launch
     variables = environment(wanted.config) | {
         "JAX_NUM_PROCESSES": str(launch.nodes),
@@ -215,25 +216,13 @@ def _container(wanted: Job, coordinator: str, config_name: str) -> Manifest:
     }
     # Optional: who applies a manifest by hand need not make the Secret.
     key = {"secretKeyRef": {"name": _key_name(config_name), "key": _KEY_FIELD, "optional": True}}
+    container["image"], container["command"][2] = launch.image, _literal(_script(wanted))
+    container["env"] = [{"name": name, "value": _literal(value)} for name, value in sorted(variables.items())]
+    container["env"].append({"name": RUN_KEY, "valueFrom": key})
+    container["ports"][0]["containerPort"] = DEFAULT_PORT
     asked = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
-    resources = {what: _amount(amount) for what, amount in asked.items() if amount}
-    mounts = [mount.split(":", 1) for mount in launch.mounts]
-    container: Manifest = {
-        "name": _CONTAINER,
-        "image": launch.image,
-        "command": ["bash", "-c", _literal(_script(wanted))],
-        "env": [
-            *({"name": variable, "value": _literal(value)} for variable, value in sorted(variables.items())),
-            {"name": RUN_KEY, "valueFrom": key},
-        ],
-        "ports": [{"containerPort": DEFAULT_PORT}],
-        "volumeMounts": [
-            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's, not ours
-            *({"name": f"data-{number}", "mountPath": path} for number, (_, path) in enumerate(mounts)),
-        ],
-    }
-    return container | ({"resources": {"limits": resources}} if resources else {})
+    if resources := {what: _amount(amount) for what, amount in asked.items() if amount}:
+        container["resources"] = {"limits": resources}
 
 
 def _script(wanted: Job) -> str:
@@ -251,19 +240,6 @@ def _literal(text: str) -> str:
 def _amount(amount: float | str) -> str:
     """As Kubernetes writes it: 100 and 100.0 are the same."""
     return str(int(amount)) if isinstance(amount, float) and amount.is_integer() else str(amount)
-
-
-def _volumes(wanted: Job, config_name: str) -> list[Manifest]:
-    memory = {"medium": "Memory", "sizeLimit": f"{wanted.config.gke.shared_memory_gib}Gi"}
-    claims = [mount.split(":", 1)[0] for mount in wanted.config.launch.mounts]
-    return [
-        {"name": "config", "configMap": {"name": config_name}},
-        {"name": "shared-memory", "emptyDir": memory},
-        *(
-            {"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}}
-            for number, claim in enumerate(claims)
-        ),
-    ]
 
 
 _FIELD = re.compile(r"[a-z][A-Za-z]{2,}")
