@@ -62,11 +62,6 @@ class Request:
         elif len(self.tokens) == self.room:
             self.finish = "length"
 
-    @property
-    def settled(self) -> str:
-        """The text without a character at its end that is not whole yet."""
-        return self.text if self.finish else self.text.rstrip(_NOT_YET)
-
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
@@ -117,10 +112,11 @@ def _run(model: "TrainedModel", batch: list[tuple[int, Request]], options: argpa
 
 
 def _unstopped(request: Request) -> str:
-    """The text that will stay, whatever comes: not the beginning of what may become a stop string."""
-    text = request.settled
+    """The text that will stay, whatever comes: neither a character at its end that is not whole yet, nor the beginning
+    of what may become a stop string."""
     if request.finish:
-        return text
+        return request.text
+    text = request.text.rstrip(_NOT_YET)
     begun = (length for stop in request.stops for length in range(len(stop)) if text.endswith(stop[:length]))
     return text[: len(text) - max(begun, default=0)]
 

@@ -192,7 +192,16 @@ class Folder:
             raise ConfigError(f"{self._key}: {self.path / INDEX} has no weight_map of files; copy it again")
         files = sorted(set(index.values()))
         for file in files:
-            self._check_name(file)
+            if Path(file).name != file or file in ("", ".", ".."):
+                raise ConfigError(f"{self._key}: {self.path / INDEX} names {printable(file)}, not a file of the folder")
+            if not file.endswith(".safetensors"):
+                raise ConfigError(
+                    f"{self._key}: {self.path / INDEX} names {printable(file)}; only safetensors are read"
+                )
+            if not (self.path / file).is_file():
+                raise ConfigError(
+                    f"{self._key}: {self.path / INDEX} names {printable(file)}, which is not there; copy it"
+                )
         others = [file for file in files if file != SINGLE]
         if others and (self.path / SINGLE).is_file():
             raise ConfigError(
@@ -207,14 +216,6 @@ class Folder:
                     "is there; copy both again"
                 )
         return files
-
-    def _check_name(self, file: str) -> None:
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise ConfigError(f"{self._key}: {self.path / INDEX} names {printable(file)}, not a file of the folder")
-        if not file.endswith(".safetensors"):
-            raise ConfigError(f"{self._key}: {self.path / INDEX} names {printable(file)}; only safetensors are read")
-        if not (self.path / file).is_file():
-            raise ConfigError(f"{self._key}: {self.path / INDEX} names {printable(file)}, which is not there; copy it")
 
     def _opened(self, file: str) -> dict[str, Any]:
         """The header of a file that the library has found sound, by name; places count from the file's beginning."""
