@@ -1,12 +1,17 @@
 """Shared fixtures. Eight virtual CPU devices stand in for a cluster; they must be set up before JAX is imported."""
 
 import os
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-    # Most of the time goes into compiling programs that run for milliseconds: LLVM need not optimise them.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Most of the time goes into compiling programs that run for milliseconds: LLVM need not optimise them, nor compile
+    # their parts side by side. The emitters of fused loops take most of what remains, where they can be turned off.
+    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    if version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import atexit
 import faulthandler
