@@ -198,7 +198,6 @@ print(sorted(join(Identity(0, 2, sys.argv[1]), {}, 30.0, bytes(32))))
 """
 
 
-@pytest.mark.alone
 def test_more_idle_connections_than_process_0_may_have_files(roll):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))

@@ -285,7 +285,6 @@ def test_a_stage_dir_that_cannot_be_written_is_named(tiny, tmp_path):
         train(tiny(f"data.stage_dir={tmp_path / 'file'}"), devices=jax.devices()[:1])
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("damage", "process"),
     mostly_slow({0, 2, 4}, [("missing", 1), ("missing", 0), ("boundaries", 1), ("flipped", 1), ("flipped", 0)]),

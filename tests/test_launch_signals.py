@@ -116,7 +116,6 @@ def test_the_others_may_notice_the_one_that_failed(launcher, tmp_path):
     assert process.returncode == 1 and lines(tmp_path) == ["noticed"]
 
 
-@pytest.mark.alone
 def test_a_launcher_that_is_killed_leaves_nobody_behind(launcher, tmp_path):
     """Also after a restart; what its processes have started goes as well. What they say last is in their logs. All
     starts had one key."""
@@ -152,7 +151,6 @@ def test_a_run_whose_launcher_is_killed_saves_and_stops(tiny_file, tmp_path):
     assert newest_valid(run / "checkpoints").step == stopped["step"] > 0
 
 
-@pytest.mark.alone
 def test_signals_without_end_do_not_replace_the_exit_code(launcher, tmp_path):
     """Not after the processes have ended either, to the last moment of the interpreter."""
     process = launcher("ends slowly")
@@ -163,7 +161,6 @@ def test_signals_without_end_do_not_replace_the_exit_code(launcher, tmp_path):
     assert process.returncode == 75, process.communicate()
 
 
-@pytest.mark.alone
 def test_a_process_that_a_signal_ends_before_it_listens_has_lost_nothing(launcher, tmp_path):
     process = launcher("deaf")
     until(lambda: len(lines(tmp_path)) == 2)
@@ -171,7 +168,6 @@ def test_a_process_that_a_signal_ends_before_it_listens_has_lost_nothing(launche
     assert process.wait(20) == 75, process.communicate()
 
 
-@pytest.mark.alone
 def test_a_launcher_that_is_asked_between_two_starts(launcher, tmp_path):
     process = launcher("fails", processes=1, restarts=3)
     for line in process.stderr:
@@ -181,7 +177,6 @@ def test_a_launcher_that_is_asked_between_two_starts(launcher, tmp_path):
     assert process.wait(20) == 75 and lines(tmp_path) == ["failed"]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("restarts", "code"), [(0, 75), (1, 0)])
 def test_waiting_in_vain_is_no_restart(launcher, tmp_path, restarts, code):
     """Process 1 hangs at its start: the other leaves with 75. Where restarts are allowed it is started again."""
@@ -194,7 +189,6 @@ def test_waiting_in_vain_is_no_restart(launcher, tmp_path, restarts, code):
     assert ("a process did not appear: started again in 1 s" in err) == bool(restarts)
 
 
-@pytest.mark.alone
 def test_a_launcher_without_a_terminal(launcher, tmp_path):
     process = launcher("talks", processes=1, shell=">&- 2>&-")
     assert process.wait(30) == 0
