@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import command, events, losses, metrics, mostly_slow
 
-from jaxmnt import prepare
+from jaxmnt import generate, prepare
 from jaxmnt.checkpoint.commit import newest_valid, step_directories
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.data.manifest import sealed
@@ -325,18 +325,18 @@ def test_torn_lines_of_a_killed_run_do_not_stop_the_next(tiny):
     assert len(events(run, "start")) == 2
 
 
-def test_generate_continues_a_prompt(whole_run):
-    first, second, other = (
-        command("jaxmnt.generate", "--run", whole_run.run.dir, "--prompt", "ab", "--tokens", "12", "--seed", seed)
-        for seed in ("0", "0", "1")
-    )
+def test_generate_continues_a_prompt(whole_run, capfd):
+    """In a process of its own as in this one."""
+    arguments = ("--run", whole_run.run.dir, "--prompt", "ab", "--tokens", "12", "--seed")
+    first = command("jaxmnt.generate", *arguments, "0")
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("ab") and len(first.stdout) > 3
-    assert first.stdout == second.stdout != other.stdout
-    empty = command("jaxmnt.generate", "--run", str(Path(whole_run.run.dir).parent))
-    assert empty.returncode == 2 and "neither a run directory nor a checkpoint" in empty.stderr
-    long = command("jaxmnt.generate", "--run", whole_run.run.dir, "--prompt", "a" * 99)
-    assert long.returncode == 2 and "window of 32" in long.stderr
+    second, other = (generate.main([*arguments, seed]) or capfd.readouterr().out for seed in ("0", "1"))
+    assert first.stdout == second != other
+    with pytest.raises(ConfigError, match="neither a run directory nor a checkpoint"):
+        generate.main(["--run", str(Path(whole_run.run.dir).parent)])
+    with pytest.raises(ConfigError, match="window of 32"):
+        generate.main(["--run", whole_run.run.dir, "--prompt", "a" * 99])
 
 
 def test_window_geometry_of_the_tests(prepared):
