@@ -80,7 +80,6 @@ def test_configs_load_and_are_short(path):
     assert len(path.read_text().splitlines()) < 40
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("shorter", "share"),
     [
