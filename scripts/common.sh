@@ -90,9 +90,11 @@ run_tests() {
     return "$status"
 }
 
-# run_tests_side_by_side PYTHON MARKS [FILE …]: those that need not be alone, of these files if they are given.
+# run_tests_side_by_side PYTHON MARKS [FILE …]: those that need not be alone, of these files if they are given. One more at
+# a time than there are cores, for some wait for a time limit or for a process; at most 4, for the memory.
 run_tests_side_by_side() {
-    "$1" -m pytest -m "$2 and not alone" --numprocesses auto --maxprocesses 4 --dist worksteal "${@:3}"
+    local workers=$(($(nproc) + 1))
+    "$1" -m pytest -m "$2 and not alone" --numprocesses $((workers < 4 ? workers : 4)) --dist worksteal "${@:3}"
 }
 
 # The three tiers, as marks of pytest.
