@@ -12,7 +12,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxmnt.checkpoint.refs import config_of, find, folders_started_in, tokenizer_of
+from jaxmnt.checkpoint.refs import find, folders_started_in, tokenizer_of
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import RowSource, TrainingData

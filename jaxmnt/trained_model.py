@@ -164,7 +164,7 @@ def find_model(run: str, tokenizer: str | None) -> Named:
     from jaxmnt.distributed.local_gpus import keep_to_the_cpu
 
     keep_to_the_cpu(os.environ)  # before what imports JAX
-    from jaxmnt.checkpoint.refs import config_of, find, roots_of
+    from jaxmnt.checkpoint.refs import find, roots_of
     from jaxmnt.huggingface import companions
 
     checkpoint = find(run, "--run")

@@ -134,11 +134,6 @@ def read_run(directory: StoragePath) -> RunFile | None:
     raise ConfigError(f"{path} is damaged ({why}); remove it: the run is then identified by its newest checkpoint")
 
 
-def config_of(checkpoint: Committed) -> Config:
-    """The resolved config that a checkpoint holds. Raises `ConfigError` if this version cannot read it."""
-    return parse_config(checkpoint.manifest.config, f"the config in {checkpoint.path}")
-
-
 def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
     """The tokenizer that the run of a checkpoint keeps, which `text` names; of an older run, that of its data.
 

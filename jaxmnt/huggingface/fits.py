@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import named
-from jaxmnt.checkpoint.refs import config_of, tokenizer_of
+from jaxmnt.checkpoint.refs import tokenizer_of
 from jaxmnt.config.load import flat, parse_config
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary

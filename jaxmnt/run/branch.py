@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import order_of
 from jaxmnt.data.order import BranchPoint, Order
@@ -25,7 +24,7 @@ def branch_points(lineage: Sequence[dict[str, Any]]) -> list[BranchPoint]:
 
 def order_at(checkpoint: Committed) -> Order:
     """The order of rows of a checkpoint's run, of which only the numbers of rows are asked."""
-    config = config_of(checkpoint)
+    config = checkpoint.config
     names = sorted(config.data.sources) or [ONLY]
     return order_of(config, dict.fromkeys(names, 1), branch_points(checkpoint.manifest.lineage))
 
@@ -35,7 +34,7 @@ def branch_point(checkpoint: Committed, config: Config) -> BranchPoint:
 
     Rows of another length are counted so that as many tokens lie before the branch.
     """
-    manifest, earlier = checkpoint.manifest, config_of(checkpoint).data
+    manifest, earlier = checkpoint.manifest, checkpoint.config.data
     if not manifest.data:  # converted weights have read nothing
         return BranchPoint(manifest.step, 0, {})
     order, length = order_at(checkpoint), config.data.sequence_length
@@ -46,7 +45,7 @@ def branch_point(checkpoint: Committed, config: Config) -> BranchPoint:
 
 def branch_remark(checkpoint: Committed, config: Config, point: BranchPoint, different_data: str) -> str | None:
     """What a branch reads otherwise than its origin would have, in a line for people; None if nothing."""
-    earlier, data = config_of(checkpoint).data, config.data
+    earlier, data = checkpoint.config.data, config.data
     rows = f"the branch goes on at row {point.row:,}, where its origin stopped"
     if different_data:
         rows = f"the branch goes on at row {point.row:,} of its own data ({different_data})"

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.describe import PLANNED, Change
 from jaxmnt.config.load import as_typed
 from jaxmnt.config.schema import Config
@@ -104,7 +103,7 @@ def refuse_stop(config: Config, checkpoint: Committed, where: str) -> None:
 
 def refuse_skips(config: Config, checkpoint: Committed) -> None:
     """Raises `ConfigError` if rows that were trained on are passed over now, or those passed over are taken in."""
-    before, now = (Skipped(skipped_ranges(of.data)) for of in (config_of(checkpoint), config))
+    before, now = (Skipped(skipped_ranges(of.data)) for of in (checkpoint.config, config))
     reached = _reached(checkpoint)
     if before.below(reached) != now.below(reached):
         raise ConfigError(
@@ -145,12 +144,12 @@ def _other_weights_behind(config: Config, checkpoint: Committed) -> bool:
     """Whether weights are changed for rows that were read already: then others would be read twice, and some never."""
     reached, order = _reached(checkpoint), order_at(checkpoint)
     behind = lambda one: [change for change in one.data.weight_changes if order.taken(change.from_step) < reached]
-    return bool(behind(config_of(checkpoint)) != behind(config))
+    return bool(behind(checkpoint.config) != behind(config))
 
 
 def _reached(checkpoint: Committed) -> int:
     """The number of the first row that is neither trained on nor passed over."""
-    before = Skipped(skipped_ranges(config_of(checkpoint).data))
+    before = Skipped(skipped_ranges(checkpoint.config.data))
     return int(before.nth(np.array([order_at(checkpoint).taken(checkpoint.manifest.step) - 1]))[0]) + 1
 
 

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.config.load import as_typed
 from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
@@ -46,7 +45,7 @@ class RateChange(NamedTuple):
 
 def rate_change(checkpoint: Committed, config: Config) -> RateChange | None:
     """What this config does to the rate of the step after a checkpoint; None if it stays as it is."""
-    earlier = config_of(checkpoint)
+    earlier = checkpoint.config
     return _between(checkpoint, (earlier.optimizer, earlier.train.steps), (config.optimizer, config.train.steps))
 
 
@@ -58,7 +57,7 @@ def rate_remarks(checkpoint: Committed, config: Config) -> list[str]:
 
 def steps_make_jump(checkpoint: Committed, config: Config) -> bool:
     """Whether the rate jumps because of another `train.steps`, whatever else has changed as well."""
-    earlier = config_of(checkpoint)
+    earlier = checkpoint.config
     if earlier.train.steps == config.train.steps:
         return False
     # A schedule cannot be shorter than its warm-up.

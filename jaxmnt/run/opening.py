@@ -1,6 +1,5 @@
 """How a run is opened: its data, its locks, and where it goes on."""
 
-from jaxmnt.checkpoint.refs import config_of
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.run import report
 from jaxmnt.run.branch import branch_points
@@ -41,7 +40,7 @@ def open_run(process: RunProcess, consent: Consent) -> OpenedRun:
     config = run.config
     if start.kind == "own" and start.checkpoint is not None:
         refuse_other_data(config, run.data.digests, start.checkpoint)  # of datasets more is known now
-        config = with_choices_of(config, config_of(start.checkpoint))
+        config = with_choices_of(config, start.checkpoint.config)
     training_data.branch_at(branch_points(start.lineage))
     opened = OpenedRun(
         **vars(run) | {"config": config}, training_data=training_data, notifier=notifier, locks=locks, start=start

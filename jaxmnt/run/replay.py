@@ -10,7 +10,7 @@ import jax
 from jaxmnt.checkpoint.commit import open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.names import named
-from jaxmnt.checkpoint.refs import CHECKPOINTS, config_of, locate
+from jaxmnt.checkpoint.refs import CHECKPOINTS, locate
 from jaxmnt.checkpoint.restore import differing, restore
 from jaxmnt.config.describe import changes
 from jaxmnt.distributed.coordination import broadcast
@@ -47,7 +47,7 @@ def replay(process: RunProcess, first: int, last: int) -> int:
         checkpoint = open_checkpoint(path)
     except DamagedError as damage:
         raise ConfigError(f"--replay: checkpoint {path} is not whole: {damage}; begin at another") from damage
-    before = config_of(checkpoint)
+    before = checkpoint.config
     run = replace(run, config=with_choices_of(run.config, before))
     different = changes(before, run.config)
     other_maths = [change.key for change in different if change.resume != "harmless"]

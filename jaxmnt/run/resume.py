@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from jaxmnt.checkpoint.commit import Committed, clear_up, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, config_of
+from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import Sources
@@ -122,7 +122,7 @@ def _go_on(
 ) -> Decision:
     """A run that goes on from a checkpoint of its own. Raises `ConfigError` if this config cannot, or has to ask."""
     manifest, accepted, remarks = checkpoint.manifest, None, []
-    different = changes(config_of(checkpoint), config)
+    different = changes(checkpoint.config, config)
     refuse_changes(config, digests, checkpoint, different)
     asked = to_be_accepted(config, checkpoint, different, found.accepted)
     if asked and not consent.accept_changes:

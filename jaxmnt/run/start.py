@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.refs import config_of, find
+from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import of_data
@@ -81,7 +81,7 @@ def begin(config: Config, data: Sources, run: str) -> ResumePoint:
             f"train.steps: {config.train.steps} leaves nothing to do after step {checkpoint.step} of {key}; raise it"
         )
     refuse_stop(config, checkpoint, key)
-    manifest, earlier = checkpoint.manifest, config_of(checkpoint)
+    manifest, earlier = checkpoint.manifest, checkpoint.config
     other_data = different_data(manifest.data, data.digests)
     if not other_data and numbering(earlier) == numbering(config):
         refuse_skips(config, checkpoint)
