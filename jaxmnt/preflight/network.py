@@ -4,6 +4,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxmnt.telemetry.kernel_counters import infiniband, infiniband_ports, listed, text
 
@@ -118,3 +119,19 @@ def _address6(interface: str) -> str:
         if fields[-1] == interface and fields[3] == "00":  # global scope
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
     return ""
+
+
+def megabits(all_facts: list[dict[str, Any]]) -> dict[str, int]:
+    """The speed of the network card that NCCL would use for a GPU, by host; 0 if it is not known."""
+    chosen = {
+        facts["host"]: chosen_by_nccl(
+            [Card(**card) for card in facts["nics"]], facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
+        )
+        for facts in all_facts
+    }
+    sockets = {host: card.megabits if card else 0 for host, card in chosen.items()}
+    for facts in all_facts:
+        ports = [port["gigabits"] for port in facts["fabric"] if port["state"] == "ACTIVE"]
+        if ports and facts["platform"] == "gpu":
+            sockets[facts["host"]] = int(1000 * max(ports))
+    return sockets
