@@ -15,6 +15,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import atexit
 import faulthandler
+import functools
 import json
 import shutil
 import signal
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,37 @@ def tiny_file(prepared, tmp_path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(json.dumps(tree))
     return path
+
+
+_PROGRAMS: dict[tuple, tuple] = {}
+
+
+@pytest.fixture
+def shared_programs(monkeypatch):
+    """Runs in this process that compute the same share their compiled steps and initial state. For tests of what a run
+    does around its steps."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmnt.run import session
+
+    elsewhere = {"run": True, "checkpoint": True, "data": {"path", "stage_dir"}, "train": {"stop_after"}}
+    """What no step reads: where a run reads and writes, and when it saves and stops."""
+    compile_program = session.compile_program
+
+    def shared(config, data_vocab_size, devices=None, hosts=None, resolve=None):
+        key = (config.model_dump_json(exclude=elsewhere), data_vocab_size, None if devices is None else tuple(devices))
+        if key not in _PROGRAMS:
+            program = compile_program(config, data_vocab_size, devices, hosts, resolve)
+            _PROGRAMS[key] = program, functools.cache(program.init)
+        program, initial = _PROGRAMS[key]
+        spec = replace(program.spec, config=config)
+        again = replace(program, spec=replace(spec, config=resolve(spec)))
+        vars(again)["init"] = lambda: jax.tree.map(jnp.copy, initial())  # a step takes the state that it is given
+        vars(again)["evaluate"] = lambda *given: program.evaluate(*given)
+        return again
+
+    monkeypatch.setattr(session, "compile_program", shared)
 
 
 @pytest.fixture(scope="session")

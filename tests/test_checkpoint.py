@@ -53,6 +53,8 @@ from jaxmnt.telemetry.events import history
 from jaxmnt.telemetry.progress import StartClock
 from jaxmnt.train import train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 ALONE = Identity()
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int32), np.dtype(np.int8)]
 

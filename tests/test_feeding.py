@@ -35,6 +35,8 @@ from jaxmnt.training.stage import Layers, always, microbatch_rows
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.weights import LayerWeights, Weights
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:

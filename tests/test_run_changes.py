@@ -31,6 +31,8 @@ from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_
 from jaxmnt.run.start import ResumePoint
 from jaxmnt.train import train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def one_device():
     return jax.devices()[:1]

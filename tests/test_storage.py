@@ -24,6 +24,8 @@ from jaxmnt.run import fresh, lock
 from jaxmnt.storage import storage_path
 from jaxmnt.train import train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="session")
 def cloud():

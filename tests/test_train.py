@@ -26,6 +26,8 @@ from jaxmnt.report.contents import report_of
 from jaxmnt.train import train
 from jaxmnt.training.compile import compile_program
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def one_device():
     return jax.devices()[:1]
