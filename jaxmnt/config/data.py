@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from jaxmnt.config.section import Section, key
+from jaxmnt.config.section import Section, breaking_key, key, maths_key
 from jaxmnt.errors import nearest
 
 
@@ -25,8 +25,8 @@ class Grain(Section):
 class Source(Section):
     path: str | None = key(None, "Prepared data of this source: a directory written by jaxmnt.prepare.", path=True)
     grain: Grain = Grain()
-    weight: float = key(1.0, "Its share of the rows, relative to the others' weights.", resume="maths", ge=0, lt=1e9)
-    on_end: Literal["repeat", "stop"] | None = key(None, "As data.on_end, for this source.", resume="maths")
+    weight: float = maths_key(1.0, "Its share of the rows, relative to the others' weights.", ge=0, lt=1e9)
+    on_end: Literal["repeat", "stop"] | None = maths_key(None, "As data.on_end, for this source.")
 
 
 class EvalSet(Section):
@@ -36,10 +36,8 @@ class EvalSet(Section):
 
 
 class WeightChange(Section):
-    from_step: int = key(
-        ..., "Steps after which the weights change, counted as if no rows were skipped.", resume="maths", ge=1
-    )
-    weights: dict[str, float] = key(..., "New weights by source; sources left out keep theirs.", resume="maths")
+    from_step: int = maths_key(..., "Steps after which the weights change, counted as if no rows were skipped.", ge=1)
+    weights: dict[str, float] = maths_key(..., "New weights by source; sources left out keep theirs.")
 
 
 class Skip(Section):
@@ -57,25 +55,24 @@ class Data(Section):
     grain: Grain = Grain()
     sources: dict[str, Source] = key({}, "Instead of path: sources by name, each with path or grain, and weight.")
     eval_sets: dict[str, EvalSet] = key({}, "What to evaluate besides the sources' own held-out text, by name.")
-    weight_changes: list[WeightChange] = key([], "Other weights from given steps on.", resume="maths")
-    synthetic: int | None = key(
-        None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", resume="breaks", ge=2
+    weight_changes: list[WeightChange] = maths_key([], "Other weights from given steps on.")
+    synthetic: int | None = breaking_key(
+        None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", ge=2
     )
-    skip: list[Skip] = key([], "Rows of the run to skip; those after them move up.", resume="maths")
-    global_batch_size: int = key(64, "Rows per step, over all hosts.", resume="breaks", ge=1)
-    sequence_length: int = key(1024, "Tokens per row.", resume="breaks", ge=2)
-    rows: Literal["windows", "packed"] = key(
+    skip: list[Skip] = maths_key([], "Rows of the run to skip; those after them move up.")
+    global_batch_size: int = breaking_key(64, "Rows per step, over all hosts.", ge=1)
+    sequence_length: int = breaking_key(1024, "Tokens per row.", ge=2)
+    rows: Literal["windows", "packed"] = breaking_key(
         "windows", "A row is a window of the text, or holds whole documents that do not see each other.",
-        resume="breaks",
     )  # fmt: skip
-    document_mask: bool = key(False, "Keep attention and positions inside a document, also in windows.", resume="maths")
-    fields: dict[str, Literal["float32", "int32"]] = key(
+    document_mask: bool = maths_key(False, "Keep attention and positions inside a document, also in windows.")
+    fields: dict[str, Literal["float32", "int32"]] = maths_key(
         {}, "More fields of a row for train.loss, such as {reference: float32}: a number for each token, which Grain "
-        "datasets of rows give.", resume="maths",
+        "datasets of rows give.",
     )  # fmt: skip
-    shuffle: bool = key(True, "Read the rows of an epoch in a random order, another each epoch.", resume="breaks")
-    on_end: Literal["repeat", "stop"] = key(
-        "repeat", "After an epoch begin the next, or refuse a run that would need more.", resume="maths"
+    shuffle: bool = breaking_key(True, "Read the rows of an epoch in a random order, another each epoch.")
+    on_end: Literal["repeat", "stop"] = maths_key(
+        "repeat", "After an epoch begin the next, or refuse a run that would need more."
     )
     verify: bool = key(
         False,

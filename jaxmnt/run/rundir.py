@@ -25,14 +25,12 @@ from jaxmnt.telemetry.events import event_file, last_commit, records
 
 def checkpoint_root(config: Config) -> StoragePath:
     """Where the run's checkpoints are."""
-    assert config.run.dir is not None
-    return storage_path(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir)
+    return storage_path(config.checkpoint.dir) if config.checkpoint.dir else config.run_dir
 
 
 def run_directories(config: Config) -> list[StoragePath]:
     """The run's directory, and where its checkpoints are if that is elsewhere. Each has the run's id, and a lock."""
-    assert config.run.dir is not None
-    directory, elsewhere = Path(config.run.dir), checkpoint_root(config)
+    directory, elsewhere = config.run_dir, checkpoint_root(config)
     return [directory] if is_same_place(directory, elsewhere) else [directory, elsewhere]
 
 

@@ -71,8 +71,7 @@ def run_process(
 
     `devices` are all devices of all processes by default.
     """
-    assert config.run.dir is not None
-    directory, identity = Path(config.run.dir), identity or Identity()
+    directory, identity = config.run_dir, identity or Identity()
     heartbeat = heartbeat or heartbeat_alone(identity)
     watchdog = Watchdog(config.watchdog, directory, identity.process_id, heartbeat)
     with ExitStack() as held:
