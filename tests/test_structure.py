@@ -19,8 +19,6 @@ NAMING_AXES = {
     "config/mesh.py": "the table of axes, and the settings of the mesh",
     "training/build.py": "the section pipeline of the config",
     "plan/estimate.py": "time by axis",
-    "plan/memory.py": "the section pipeline of the config",
-    "plan/candidates.py": "the section pipeline of the config",
     "drill/course.py": "the section pipeline of the config",
     "trained_model.py": "the mesh of a command that calls a model",
     "score.py": "the context of a text, which is no axis",
