@@ -122,25 +122,25 @@ def shared_programs(monkeypatch):
     import jax
     import jax.numpy as jnp
 
-    from jaxmnt.run import session
+    from jaxmnt.run import compiling
 
     elsewhere = {"run": True, "checkpoint": True, "data": {"path", "stage_dir"}, "train": {"stop_after"}}
     """What no step reads: where a run reads and writes, and when it saves and stops."""
-    compile_program = session.compile_program
+    compile_program = compiling.compile_program
 
     def shared(config, data_vocab_size, devices=None, hosts=None, resolve=None):
         key = (config.model_dump_json(exclude=elsewhere), data_vocab_size, None if devices is None else tuple(devices))
         if key not in _PROGRAMS:
             program = compile_program(config, data_vocab_size, devices, hosts, resolve)
             _PROGRAMS[key] = program, functools.cache(program.init)
+            return program
         program, initial = _PROGRAMS[key]
-        spec = replace(program.spec, config=config)
-        again = replace(program, spec=replace(spec, config=resolve(spec)))
+        again = replace(program, spec=replace(program.spec, config=resolve(replace(program.spec, config=config))))
         vars(again)["init"] = lambda: jax.tree.map(jnp.copy, initial())  # a step takes the state that it is given
         vars(again)["evaluate"] = lambda *given: program.evaluate(*given)
         return again
 
-    monkeypatch.setattr(session, "compile_program", shared)
+    monkeypatch.setattr(compiling, "compile_program", shared)
 
 
 @pytest.fixture(scope="session")
