@@ -89,11 +89,9 @@ def priced(search: Search, plan: Plan, wish: Wish, flops_per_token: float, peak:
 def winner(answers: Sequence[Answer], wish: Wish) -> Priced | None:
     """The plan that reaches the goal first, or for the least money; at a tie with fewer GPUs."""
     found = [one for answer in answers for one in answer.priced]
-    if not found:
-        return None
-    if wish.by == "cost":
-        return min(found, key=lambda one: (math.inf if one.goal.cost is None else one.goal.cost, one.gpus))
-    return min(found, key=lambda one: (one.goal.seconds, one.gpus))
+    cost = lambda goal: math.inf if goal.cost is None else goal.cost
+    value = cost if wish.by == "cost" else lambda goal: goal.seconds
+    return min(found, key=lambda one: (value(one.goal), one.gpus), default=None)
 
 
 _WORTH = 0.8

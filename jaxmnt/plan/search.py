@@ -178,13 +178,10 @@ def _prediction(report: dict[str, Any]) -> Prediction:
 
 def _distinct(guesses: Sequence[Guess]) -> list[Guess]:
     """Of those that differ in nothing that an estimate tells apart, the first."""
-    seen, found = set(), []
+    found: dict[tuple[float, int], Guess] = {}
     for guess in guesses:
-        key = (round(guess.seconds, 6), round(guess.memory.peak))
-        if key not in seen:
-            seen.add(key)
-            found.append(guess)
-    return found
+        found.setdefault((round(guess.seconds, 6), round(guess.memory.peak)), guess)
+    return list(found.values())
 
 
 def _overlap(one: Candidate) -> Overlap:
