@@ -26,7 +26,7 @@ from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure
 from jaxmnt.training.compiler_options import GpuMemory
-from jaxmnt.training.levers import find_levers
+from jaxmnt.training.levers import find_levers, parameters_of
 from jaxmnt.training.noise import small_batches
 from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
@@ -99,7 +99,7 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
 def small(spec: StepSpec) -> float:
     """A bound of what `least` leaves out, in bytes a step: scales and biases, and five numbers a token of the loss, in
     every tick of a pipeline."""
-    vectors = [leaf for _, leaf, names in _leaves(spec) if SCALES_AND_BIASES & {*names}]
+    vectors = [leaf for _, leaf, names in parameters_of(spec) if SCALES_AND_BIASES & {*names}]
     elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in vectors)
     tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
     return 2 * 4 * elements + 2 * 5 * 4 * tokens + 4096
@@ -116,14 +116,7 @@ def ideal_state_bytes(spec: StepSpec) -> float:
 
 def _weights(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
     """All parameters but scales and biases, with their names and logical axes."""
-    return [(name, leaf, names) for name, leaf, names in _leaves(spec) if not SCALES_AND_BIASES & {*names}]
-
-
-def _leaves(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
-    leaves = jax.tree.leaves(abstract_state(spec)["params"])
-    return [
-        (name, leaf, axes) for leaf, (name, axes) in zip(leaves, names_of(spec.definition.axes).items(), strict=True)
-    ]
+    return [(name, leaf, names) for name, leaf, names in parameters_of(spec) if not SCALES_AND_BIASES & {*names}]
 
 
 def notes(spec: StepSpec) -> list[str]:
@@ -269,7 +262,7 @@ def parameters(spec: StepSpec) -> list[dict[str, Any]]:
             "bytes_a_device": bytes_a_device(leaf),
             "replicated_axes": list(placement.replicated_axes(names)),
         }
-        for name, leaf, names in _leaves(spec)
+        for name, leaf, names in parameters_of(spec)
     ]
 
 

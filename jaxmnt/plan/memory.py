@@ -20,7 +20,7 @@ from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.chips import read_table
 from jaxmnt.plan.workload import ModelShape, Scheme
 from jaxmnt.training.build import build_spec
-from jaxmnt.training.levers import kept_bytes
+from jaxmnt.training.levers import kept_bytes, parameters_of
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import names_of
@@ -81,14 +81,13 @@ _ADAMW = StateBytes()
 
 def state_bytes(spec: StepSpec) -> StateBytes:
     """Returns what a step's dtypes, its optimizer, and what does not train make of a parameter."""
-    state, count = abstract_state(spec), spec.definition.parameter_count
-    training, names = names_of(spec.trained_axes), names_of(spec.definition.axes)
-    params = jax.tree.leaves(state["params"])
-    moments = [leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim]
-    trained = sum(leaf.size for leaf, name in zip(params, names, strict=True) if name in training)
+    count, training = spec.definition.parameter_count, names_of(spec.trained_axes)
+    params = parameters_of(spec)
+    trained = sum(leaf.size for name, leaf, _ in params if name in training)
     whole = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    on_device = 0 if spec.config.optimizer.offload else whole(moments)
-    return StateBytes(whole(params) / count, on_device / count, 4 * trained / count)
+    moments = [] if spec.config.optimizer.offload else jax.tree.leaves(abstract_state(spec)["optimizer"])
+    on_device = whole(leaf for leaf in moments if leaf.ndim)
+    return StateBytes(whole(leaf for _, leaf, _ in params) / count, on_device / count, 4 * trained / count)
 
 
 class Kept:

@@ -14,10 +14,11 @@ import jax
 from jaxmnt.config.mesh import GATHERING_AXES, REPLICA_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.sharding import is_axes
+from jaxmnt.parallel.sharding import Axes
 from jaxmnt.training import engine
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes
+from jaxmnt.training.trained import names_of
 
 
 class Lever(NamedTuple):
@@ -49,6 +50,13 @@ def told(levers: Sequence[Lever]) -> str:
     return "; ".join(parts) or "raise mesh.fsdp, or take more devices"
 
 
+def parameters_of(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
+    """Returns the name, the shape as it is placed, and the logical axes of each parameter."""
+    leaves = jax.tree.leaves(abstract_state(spec)["params"])
+    named = names_of(spec.definition.axes).items()
+    return [(name, leaf, axes) for leaf, (name, axes) in zip(leaves, named, strict=True)]
+
+
 def kept_bytes(spec: StepSpec) -> int:
     """What forwards leave on a device for their backwards, at most at a time; not what is in host memory."""
     state = abstract_state(spec)
@@ -72,8 +80,7 @@ def _of_zero(spec: StepSpec) -> Iterator[tuple[str, int]]:
     if spec.zero == 3:
         return
     stored = whole = 0
-    leaves = jax.tree.leaves(abstract_state(spec)["params"])
-    for leaf, names in zip(leaves, jax.tree.leaves(spec.definition.axes, is_leaf=is_axes), strict=True):
+    for _, leaf, names in parameters_of(spec):
         if (gathered := spec.placement.gathered_axes(names)) is not None:
             piece = math.prod(leaf.sharding.shard_shape(leaf.shape))
             stored += piece
