@@ -13,7 +13,7 @@ from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.memory import estimate_memory
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.workload import Scheme, model_shape
-from jaxmnt.run.report import rates
+from jaxmnt.run.running import rates
 from jaxmnt.telemetry.flops import token_flops
 from jaxmnt.training.build import build_spec
 

@@ -74,7 +74,7 @@ def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
         status=run.status,
         steps=run.config.train.steps,
         tokens=run.start.tokens,
-        rates=_rates(run.program),
+        rates=rates(run.program),
         epochs=run.training_data.order.epochs,
         timer=monitoring.timer,
         attempt=run.events.attempt,
@@ -85,7 +85,7 @@ def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
     )
 
 
-def _rates(program: Program) -> Rates:
+def rates(program: Program) -> Rates:
     """What the rates of a program's steps are measured by, in the convention of `telemetry.flops`."""
     spec, mesh = program.spec, program.placement.mesh
     config, data = spec.config, spec.config.data
