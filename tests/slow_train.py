@@ -39,10 +39,10 @@ class Slow:
 
     def patch(self) -> None:
         from jaxmnt.checkpoint.saver import Saver
-        from jaxmnt.run import session
+        from jaxmnt.run import input as run_input
         from jaxmnt.training.spec import ControlFlags
 
-        rows, array, save = session.training_rows, ControlFlags.array, Saver.save
+        rows, array, save = run_input.training_rows, ControlFlags.array, Saver.save
 
         def slow_rows(*arguments, **options):
             for row in rows(*arguments, **options):
@@ -59,7 +59,7 @@ class Slow:
             self("save")
             return save(*arguments, **options)
 
-        session.training_rows, ControlFlags.array, Saver.save = slow_rows, slow_array, slow_save
+        run_input.training_rows, ControlFlags.array, Saver.save = slow_rows, slow_array, slow_save
 
 
 def main(arguments: list[str]) -> int:

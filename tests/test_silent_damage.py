@@ -12,7 +12,7 @@ from conftest import command, events, mostly_slow
 from jaxmnt.config.mesh import Mesh
 from jaxmnt.errors import UserError
 from jaxmnt.parallel.sharding import build_mesh
-from jaxmnt.run import session
+from jaxmnt.run import compiling
 from jaxmnt.run.replicas import odd_ones
 from jaxmnt.train import train
 
@@ -31,7 +31,7 @@ def flipped(array: jax.Array, device: jax.Device) -> jax.Array:
 
 def with_flip(monkeypatch, at_step: int, part: str, number: int) -> None:
     """Lets a bit flip in the device of this number just after a step."""
-    original = session.compile_program
+    original = compiling.compile_program
 
     def compile_program(*arguments, **named):
         program = original(*arguments, **named)
@@ -48,7 +48,7 @@ def with_flip(monkeypatch, at_step: int, part: str, number: int) -> None:
 
         return dataclasses.replace(program, step=step)
 
-    monkeypatch.setattr(session, "compile_program", compile_program)
+    monkeypatch.setattr(compiling, "compile_program", compile_program)
 
 
 @pytest.mark.parametrize("part", ["params", "optimizer"])
