@@ -168,7 +168,7 @@ class ARunsDirectory(RuleBasedStateMachine):
         """What each is: whole, damaged, cut off."""
         self.links: dict[int, bool] = {}
         """Those that are links to an archive, and whether the archive is there."""
-        self.set_aside = self.hidden = False
+        self.set_aside = self.hidden = self.committed = False
         self.saved: list[str] = []
         """What is in a file of each checkpoint: it has to be somewhere."""
 
@@ -187,11 +187,18 @@ class ARunsDirectory(RuleBasedStateMachine):
             locks = [entered.enter_context(RunLock(where)) for where in run_directories(self.config)]
             return resume_point(self.config, DATA, Identity(), locks, consent=Consent(**consent))
 
-    @initialize()
-    def first_start(self):
+    @initialize(steps=st.lists(st.tuples(st.sampled_from(["whole", "damaged", "cut off"]), st.booleans()), max_size=4))
+    def first_start(self, steps):
         start = self.resumed()
         assert start.step == 0 and start.checkpoint is None
         self.run = start.run
+        for number, (kind, archived) in enumerate(steps, 1):
+            (self.save_that_is_cut_off if kind == "cut off" else self.save)()
+            if kind == "damaged":
+                self.harm(5 * number)
+            if archived:
+                self.move_to_archive(5 * number)
+        self.start()
 
     @precondition(lambda self: not self.hidden)
     @rule()
@@ -206,7 +213,7 @@ class ARunsDirectory(RuleBasedStateMachine):
         written = Events(self.folder / "run", 0)
         written.write("checkpoint_commit", step=step, seconds=0.1, bytes=1)
         written.close()
-        self.steps[step] = "whole"
+        self.steps[step], self.committed = "whole", True
 
     @precondition(lambda self: not self.hidden)
     @rule()
@@ -220,19 +227,25 @@ class ARunsDirectory(RuleBasedStateMachine):
     def damage(self, data):
         step = self.chosen(data, ["whole"])
         if step is not None and self.links.get(step, True):
-            (self.place(step) / commit.ORBAX_MARKER).unlink()
-            self.steps[step] = "damaged"
+            self.harm(step)
+
+    def harm(self, step):
+        (self.place(step) / commit.ORBAX_MARKER).unlink()
+        self.steps[step] = "damaged"
 
     @rule(data=st.data())
     def archive(self, data):
         step = self.chosen(data, ["whole", "damaged", "cut off"], links=False)
         if step is not None:
-            if self.steps[step] == "cut off":
-                self.steps[step] = "damaged"  # the note beside it does not tell of a link
-            there = Path(tempfile.mkdtemp(dir=self.folder)) / str(step)
-            (self.root / str(step)).rename(there)
-            (self.root / str(step)).symlink_to(there)
-            self.links[step] = True
+            self.move_to_archive(step)
+
+    def move_to_archive(self, step):
+        if self.steps[step] == "cut off":
+            self.steps[step] = "damaged"  # the note beside it does not tell of a link
+        there = Path(tempfile.mkdtemp(dir=self.folder)) / str(step)
+        (self.root / str(step)).rename(there)
+        (self.root / str(step)).symlink_to(there)
+        self.links[step] = True
 
     @rule(data=st.data())
     def archive_comes_or_goes(self, data):
@@ -262,11 +275,15 @@ class ARunsDirectory(RuleBasedStateMachine):
 
     @rule()
     def start(self):
+        """Twice: what the first has cleared up makes no difference to the second."""
+        self.start_once()
+        self.start_once()
+
+    def start_once(self):
         before = held(self.folder)
         present = {} if self.hidden else self.steps
         here = {step: kind for step, kind in present.items() if self.links.get(step, True)}
         newest = max((step for step, kind in here.items() if kind == "whole"), default=0)
-        saved_before = any(kind != "cut off" for kind in self.steps.values()) or self.set_aside
         if not self.hidden and max((step for step, there in self.links.items() if not there), default=0) > newest:
             with pytest.raises(UserError, match="is a broken link; mount or restore") as caught:
                 self.resumed()
@@ -281,7 +298,7 @@ class ARunsDirectory(RuleBasedStateMachine):
             elif "damaged" in here.values() or (self.set_aside and not self.hidden):
                 with pytest.raises(ConfigError, match=r"no whole checkpoint is left in .*, only damaged ones"):
                     self.resumed()
-            elif saved_before:
+            elif self.committed:
                 with pytest.raises(UserError, match="although this run committed one of step") as caught:
                     self.resumed()
                 assert caught.value.exit_code == ExitCode.FAILURE
@@ -331,11 +348,12 @@ class ARunsDirectory(RuleBasedStateMachine):
         start = self.resumed(fresh=True)
         assert start.step == 0 and start.run != self.run
         assert set(self.saved) <= set(held(self.folder).values())
-        self.run, self.steps, self.links, self.set_aside = start.run, {}, {}, False
+        self.run, self.steps, self.links = start.run, {}, {}
+        self.set_aside = self.committed = False
         if self.hidden:
             self.hidden = False
             (self.folder / "hidden").rename(Path(tempfile.mkdtemp(dir=self.folder)) / "forgotten")
 
 
 TestARunsDirectory = ARunsDirectory.TestCase
-TestARunsDirectory.settings = settings(max_examples=40, stateful_step_count=15)
+TestARunsDirectory.settings = settings(max_examples=80, stateful_step_count=10)
