@@ -7,7 +7,7 @@
     python benchmarks/published.py --data FILE               take rows from another file of the same columns
 
 Each source's convention is set first: rows that state TFLOP/s alone are turned into tokens/s by it. What a framework
-does otherwise than this one is in `software`, from its documents, and not fitted: `OtherStep` estimates with it. No row
+does otherwise is in `other_frameworks.py`, from its documents, and not fitted. No row
 has a constant of its own.
 """
 
@@ -21,170 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxmnt.models.contract import AttentionShape, LayerCosts, Product
+from other_frameworks import OtherScheme, OtherStep, decoder, software
+
 from jaxmnt.plan import estimate as estimates
 from jaxmnt.plan import rates as rating
 from jaxmnt.plan.chips import CHIPS, Chip
-from jaxmnt.plan.estimate import Estimate, Habits, Link, Links, Step, Work
-from jaxmnt.plan.rates import Rates
-from jaxmnt.plan.workload import ModelShape, Scheme
-from jaxmnt.telemetry.flops import AGAIN, Again
+from jaxmnt.plan.workload import ModelShape
 
 DATA = Path(__file__).with_name("published_runs.csv")
 BEGIN, END = "<!-- table: benchmarks/published.py -->", "<!-- end of table -->"
 
 LIMITED = replace(CHIPS["h100"], kind="NVIDIA H100", bandwidth=2_400_000_000_000, power=500 / 700)
 """torchtitan's: 96 GB of HBM2e, and 500 W."""
-
-FLASH_2 = {"ampere": 1.0, "hopper": 0.65}
-"""FlashAttention 2 in times of the best kernel: 370 of 600 TFLOP/s forward on an H100 (Shah et al. 2024,
-arXiv:2407.08608)."""
-FLASH_1 = {"ampere": 0.6, "hopper": 0.4}
-"""Its predecessor in Triton: 100 to 140 TFLOP/s on an A100, of 190 (Dao 2023, arXiv:2307.08691)."""
-
-UNFUSED, FUSED_SINGLY = 2.7, 1.1
-"""Bytes that element-wise work moves in times of a program that fuses all it can. By counting operations: torchtitan
-without a compiler has RMSNorm in float32 and rotation of complex numbers, an operation at a time: 84 bytes for each
-number of the residual stream instead of 18, 20 for those of queries and keys instead of 4, 10 for the MLP's instead of
-6. llm-foundry has kernels of its own for these, in bfloat16."""
-
-
-SCORE_PASSES = 8
-"""Reads and writes of attention's scores that go through memory: for the products, the mask, the softmax, its
-dropout."""
-LAUNCH_SECONDS = 4e-6
-"""For each kernel that the host starts."""
-AGAIN_ELSEWHERE = AGAIN | {"half_the_products": Again(0.5, 0, 1), "half_the_layers": Again(0.5, 0.5, 0.5)}
-"""With torchtitan's selective policies: of operations, and of layers."""
-
-
-def decoder(
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab: int,
-    *,
-    gated: bool = True,
-    tied: bool = False,
-) -> ModelShape:
-    """A plain decoder: attention and an MLP in each layer, gated as Llama's or not as GPT's."""
-    head_dim = hidden // heads
-    products = (
-        Product(hidden, (heads + 2 * kv_heads) * head_dim, "outputs"),
-        Product(heads * head_dim, hidden, "inputs"),
-        Product(hidden, (2 if gated else 1) * intermediate, "outputs"),
-        Product(intermediate, hidden, "inputs"),
-    )
-    costs = LayerCosts(products, AttentionShape(heads, head_dim))
-    return ModelShape(((layers, costs),), hidden, vocab, tied)
-
-
-@dataclass(frozen=True)
-class OtherScheme(Scheme):
-    """How a step of another framework is spread: also with ZeRO 0, which shards nothing over `fsdp`."""
-
-    context: int = 1
-    """Ways to split a row."""
-    kv_heads: int = 0
-    """Of the model, whose keys and values are gathered over `context`."""
-
-    @property
-    def devices(self) -> int:
-        return self.data * self.pipeline * self.fsdp * self.context * self.model
-
-    @property
-    def step_tokens(self) -> int:
-        return self.length * self.rows * self.microbatches * self.data * self.fsdp
-
-
-@dataclass(frozen=True)
-class Software(Habits):
-    """What an implementation does of its own. The defaults are nobody's in particular."""
-
-    passes: float = 1.0
-    weight_bytes: float = 0.0
-    hides_gathers: float = 0.9
-    least_exposed: float = 0.0
-    hides_ends: float = 1.0
-    hides_sum: float = 0.9
-    hides_model: float = 0.0
-    exposes_stages: float = 0.1
-    attention: float = 1.0
-    """The rate of its attention, in times of the generation's best kernels; 0: scores go through memory."""
-    sequence_parallel: bool = True
-    """Whether what lies between tensor-parallel products is split over the length, and gathered and scattered."""
-    gradient_bytes: int = 4
-    """Of each number that is reduced."""
-    head_everywhere: bool = True
-    """Whether all stages of a pipeline share the head, or the last one has it."""
-    kernels_a_layer: int = 0
-    """Kernels forward that the host starts one by one; 0: the program is one."""
-
-
-class OtherStep(Step):
-    """A step of another framework."""
-
-    policies = AGAIN_ELSEWHERE
-    scheme: OtherScheme
-    habits: Software
-
-    def __init__(self, model: ModelShape, scheme: OtherScheme, rates: Rates, domain: int, habits: Software):
-        super().__init__(model, scheme, rates, domain, habits)
-        self.gradient_bytes = habits.gradient_bytes
-        self.tokens //= scheme.context
-        self.sizes["fsdp"] *= scheme.context
-        self.shards = self.sizes["fsdp"] if scheme.zero else 1
-        if not habits.head_everywhere:
-            self.head_stages = 1
-
-    def estimate(self) -> Estimate:
-        """With what the host needs longer to start kernels than the device to execute them."""
-        found, scheme = super().estimate(), self.scheme
-        waiting = found.links["model"].exposed if "model" in found.links else 0.0
-        inside = sum((found.products, found.attention, found.elementwise)) + found.head + waiting
-        started = 3 * self.habits.kernels_a_layer * self.model.depth * LAUNCH_SECONDS * scheme.microbatches
-        return replace(found, host=found.host + max(0.0, started - inside))
-
-    def stream_tokens(self) -> int:
-        return super().stream_tokens() if self.habits.sequence_parallel else self.tokens
-
-    def attention(self, layer: LayerCosts, *, backward: bool) -> float:
-        if self.habits.attention:
-            return super().attention(layer, backward=backward) / self.habits.attention
-        products = 2 * self.attention_flops(layer) * (4 if backward else 2) / self.rates.products["bfloat16"]
-        heads = layer.attention.heads / self.scheme.model
-        scores = self.tokens * self.scheme.length * heads * 2 * SCORE_PASSES
-        return products + scores * (2 if backward else 1) / self.rates.memory
-
-    def layer_links(self, layer: LayerCosts, ahead: Work, back: Work) -> Links:
-        return {**super().layer_links(layer, ahead, back), "context": self.keys_and_values(layer, back)}
-
-    def activations(self) -> Link | None:
-        if self.habits.sequence_parallel or self.scheme.model == 1:
-            return super().activations()
-        whole = self.scheme.item * self.tokens * self.model.hidden
-        seconds = (6 if self.policies[self.scheme.remat].products == 1 else 4) * self.ring("all-reduce", whole, "model")
-        return Link(seconds, seconds * (1 - self.habits.hides_model))
-
-    def keys_and_values(self, layer: LayerCosts, back: Work) -> Link | None:
-        """Gathered over `context`, behind attention."""
-        scheme = self.scheme
-        if scheme.context == 1:
-            return None
-        own = scheme.item * self.tokens * 2 * scheme.kv_heads * layer.attention.head_dim / scheme.model
-        hosts = self.spread(scheme.context, scheme.model)
-        seconds = 3 * self.rates.ring("all-gather", own * scheme.context, hosts)
-        behind = self.attention(layer, backward=False) + back.attention
-        return Link(seconds, max(0.0, seconds - behind))
-
-    def gathers_once(self, backward: Work) -> Link | None:
-        """With ZeRO 0 gradients are summed."""
-        if self.scheme.zero or self.sizes["fsdp"] == 1:
-            return super().gathers_once(backward)
-        seconds = self.ring("all-reduce", self.gradient_bytes * self.parameters, "fsdp")
-        return self.behind_backward(seconds, backward)
 
 
 @dataclass(frozen=True)
@@ -202,25 +50,6 @@ class Row:
 
 class OmittedError(ValueError):
     """A row that is left out, and why."""
-
-
-def software(name: str, generation: str) -> Software:
-    """What a framework does otherwise than this one."""
-    flash_1, flash_2 = FLASH_1.get(generation, 1.0), FLASH_2.get(generation, 1.0)
-    compiled = Software(attention=flash_2, head_everywhere=False)
-    return {
-        "torchtitan": replace(compiled, passes=UNFUSED, kernels_a_layer=40),
-        "torchtitan, compiled": compiled,
-        "torchtitan, compiled, async": replace(compiled, hides_model=0.5),
-        "llm-foundry": Software(passes=FUSED_SINGLY, attention=flash_1, gradient_bytes=2, kernels_a_layer=40),
-        "Megatron 2021": Software(
-            attention=0.0, sequence_parallel=False, gradient_bytes=2, head_everywhere=False, hides_gathers=0.0
-        ),
-        "DeepSpeed 2021": Software(attention=0.0, gradient_bytes=2, hides_gathers=0.0),
-        "Megatron, 2024": Software(hides_model=0.5, attention=flash_2, head_everywhere=False),
-        "Megatron": Software(hides_model=0.5, head_everywhere=False),
-        "MaxText": Software(),
-    }[name]
 
 
 def rows_of(path: Path) -> tuple[list[Row], Counter[str]]:

@@ -120,11 +120,10 @@ def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
 
 def complete_mesh(mesh: Mesh) -> Mesh:
     """Checks axis sizes and lets `data` take the rest unless another axis does."""
-    sizes = mesh.sizes()
+    sizes, available = mesh.sizes(), [axis.name for axis in AVAILABLE]
     for axis, size in sizes.items():
         if size is not None and size != -1 and size < 1:
             raise ValueError(f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for the rest")
-        available = [known.name for known in AVAILABLE]
         if axis not in available and size != 1:
             raise ValueError(
                 f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "

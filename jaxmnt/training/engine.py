@@ -157,10 +157,10 @@ class Step:
         """Whether there is one stage."""
         return self.schedule.stages == 1
 
-    def from_(self, params: Params) -> "Step":
+    def with_params(self, params: Params) -> "Step":
         """Returns the same step with other weights, such as copies behind a barrier."""
         weights = self.weights.with_params(params)
-        layers = {name: layers.from_(weights) for name, layers in self.layers.items()}
+        layers = {name: layers.with_weights(weights) for name, layers in self.layers.items()}
         return replace(self, weights=weights, layers=layers, ends=EmbedAndHead(self.spec, weights))
 
     def run(self, tick: Tick, start: Any, last_tick: Tick | None = None) -> Any:
@@ -282,7 +282,7 @@ def _last_tick(step: Step) -> Tick | None:
     def after_others(carry: _Carry, row: TickPlan) -> tuple[_Carry, None]:
         # Else their residuals would be there at the same time, and what they have gathered would be kept for it.
         carry, row, params = jax.lax.optimization_barrier((carry, row, step.weights.params))
-        return _tick(step.from_(params), carry, row, last=True)
+        return _tick(step.with_params(params), carry, row, last=True)
 
     return after_others
 

@@ -77,10 +77,10 @@ class Layers:
         self._backwards: dict[int, Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
 
-    def from_(self, weights: Weights) -> "Layers":
+    def with_weights(self, weights: Weights) -> "Layers":
         """Returns the same layers, taken from other weights."""
         other = copy.copy(self)
-        other._weights = self._weights.from_(weights)
+        other._weights = self._weights.with_weights(weights)
         return other
 
     def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:

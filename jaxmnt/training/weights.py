@@ -114,7 +114,7 @@ class LayerWeights:
         self._spec, self._group, self._weights = spec, group, weights
         self._axes = unstacked(spec.definition.axes[group.name])
 
-    def from_(self, weights: Weights) -> "LayerWeights":
+    def with_weights(self, weights: Weights) -> "LayerWeights":
         """Returns the same, taken from other weights."""
         other = copy.copy(self)
         other._weights = weights
