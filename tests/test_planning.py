@@ -1,20 +1,21 @@
 """What a run will take, before it takes it: estimates from shapes, the search, and what failures cost."""
 
-import importlib.util
 import itertools
 import json
 import random
 import statistics
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import plan_estimates
+import published
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from other_frameworks import decoder
 
 from jaxmnt.config.load import load_config, with_settings
 from jaxmnt.errors import ConfigError
@@ -37,36 +38,23 @@ from jaxmnt.training.build import build_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 H100 = rates_of(CHIPS["h100"])
-
-
-def benchmark(name):
-    """One of the benchmarks, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-LLAMA_8B = benchmark("published").decoder(32, 4096, 32, 8, 14336, 128256)
+LLAMA_8B = decoder(32, 4096, 32, 8, 14336, 128256)
 
 
 def test_published_runs_are_met():
     """Without compiling, the convention of each source set first."""
-    of = benchmark("published")
-    rows, left = of.rows_of(of.DATA)
-    errors = [abs(of.predicted(row, of.standing()) / row.tokens_per_second - 1) for row in rows]
+    rows, left = published.rows_of(published.DATA)
+    errors = [abs(published.predicted(row, published.standing()) / row.tokens_per_second - 1) for row in rows]
     assert len(rows) > 300 and sum(left.values()) + len(rows) > 500
     assert statistics.median(errors) < 0.06
     assert sum(error <= 0.3 for error in errors) > 0.95 * len(errors)
-    assert statistics.fmean(of.ranked(rows, lambda row: of.predicted(row, of.standing()))) > 0.8
+    assert statistics.fmean(published.ranked(rows, lambda row: published.predicted(row, published.standing()))) > 0.8
 
 
 def test_compiled_plans_are_met():
     """In memory, without compiling, those that it was fitted to: half within 1 %, 49 of 50 within 3 %."""
-    of = benchmark("plan_estimates")
-    records = [json.loads(line) for line in of.DATA.read_text().splitlines()]
-    errors = [abs(of.peak_of(record) / record["peak"] - 1) for record in records]
+    records = [json.loads(line) for line in plan_estimates.DATA.read_text().splitlines()]
+    errors = [abs(plan_estimates.peak_of(record) / record["peak"] - 1) for record in records]
     assert len(records) > 100 and statistics.median(errors) < 0.01
     assert sum(error < 0.03 for error in errors) > 0.98 * len(errors)
 
