@@ -11,7 +11,7 @@ import json
 from importlib.metadata import version
 
 from jaxmnt.config.load import parse_config
-from jaxmnt.plan.networks import find_target
+from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.targets import gpu_devices
 
 LENGTHS = (2048, 4096, 8192, 16384)

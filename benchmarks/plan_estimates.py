@@ -22,8 +22,8 @@ from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import AttentionShape, LayerCosts, Product
 from jaxmnt.plan.candidates import CHUNKS, REMATS, Candidate
+from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.memory import KINDS, MULTIPLES, Multiples, estimate_memory, kind_of, multiples_of
-from jaxmnt.plan.networks import find_target
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import ModelShape, Scheme

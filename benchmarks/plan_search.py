@@ -18,7 +18,7 @@ from pathlib import Path
 from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan.__main__ import COMPILED
-from jaxmnt.plan.networks import find_target
+from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.targets import gpu_devices
 

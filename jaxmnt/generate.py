@@ -131,15 +131,16 @@ def _show(shown: str, text: str) -> str:
 
 def _requests(options: argparse.Namespace, named: "Named") -> Iterator[Request]:
     """What is asked for, line by line."""
-    if options.input is None:
-        record: dict[str, Any] = {"prompt": options.prompt}
-        if options.chat:
-            system = [{"role": "system", "content": options.system}] if options.system else []
-            record = {"messages": [*system, {"role": "user", "content": options.prompt}]}
-        yield _request(options, named, "--prompt", record)
-        return
-    for where, record in json_lines(options.input):
-        yield _request(options, named, where, record)
+    lines = [("--prompt", _record(options))] if options.input is None else json_lines(options.input)
+    return (_request(options, named, where, record) for where, record in lines)
+
+
+def _record(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--prompt` asks for, as a line would."""
+    if not options.chat:
+        return {"prompt": options.prompt}
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    return {"messages": [*system, {"role": "user", "content": options.prompt}]}
 
 
 def _request(options: argparse.Namespace, named: "Named", where: str, record: dict[str, Any]) -> Request:

@@ -48,8 +48,7 @@ def main(arguments: list[str]) -> int:
     everything = itertools.chain([first], lines)
     while some := list(itertools.islice(everything, 16 * options.batch)):
         for (record, _), found in zip(some, scores(model, [one for _, one in some], options.batch), strict=True):
-            told = {"log_likelihood": found.log_likelihood, "tokens": found.tokens, "greedy": found.greedy}
-            print(json_text(record | told, ensure_ascii=False), flush=True)
+            print(json_text(record | vars(found), ensure_ascii=False), flush=True)
     return ExitCode.FINISHED
 
 

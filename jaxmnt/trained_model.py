@@ -169,23 +169,20 @@ def find_model(run: str, tokenizer: str | None) -> Named:
 
     checkpoint = find(run, "--run")
     files = companions.kept(roots_of(run, checkpoint))
-    config = checkpoint.config
-    return Named(checkpoint, config, files, _vocabulary(run, tokenizer, checkpoint, config, files))
+    return Named(checkpoint, checkpoint.config, files, _vocabulary(run, tokenizer, checkpoint, files))
 
 
-def _vocabulary(
-    run: str, tokenizer: str | None, checkpoint: "Committed", config: "Config", files: dict[str, bytes]
-) -> Vocabulary:
+def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
     """`files` are what came with the model, if it came from Hugging Face: what starts a text there and what ends it,
     too."""
     from jaxmnt.data.tokenizer import HuggingFace
 
     found, known, end = _tokenizer(run, tokenizer, checkpoint)
-    assert config.model.vocab_size is not None
-    size = min(known, config.model.vocab_size)  # a vocabulary may have more than a model, as Gemma 3's
-    ends = {end} if end is not None else set()
-    ends |= {one for one in _ends_of(files) if one < size}
-    start = [end] if end is not None else []
+    of_model = checkpoint.config.model.vocab_size
+    assert of_model is not None
+    size = min(known, of_model)  # a vocabulary may have more than a model, as Gemma 3's
+    start = [] if end is None else [end]
+    ends = {*start, *(id for id in _ends_of(files) if id < size)}
     # As long as it has not been trained further, a text begins as the model knows it from elsewhere.
     if files and checkpoint.manifest.tokens == 0 and isinstance(found, HuggingFace):
         start = found.start

@@ -22,10 +22,9 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
 from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, winner
 from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
-from jaxmnt.plan.chips import CHIPS
+from jaxmnt.plan.chips import CHIPS, INSTANCES, find_target, network_of
 from jaxmnt.plan.estimate import estimate, uses_float8
 from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
-from jaxmnt.plan.networks import INSTANCES, find_target, network_of
 from jaxmnt.plan.picture import draw
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import rates_of

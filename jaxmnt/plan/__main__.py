@@ -15,8 +15,8 @@ from jaxmnt.commands import HERE, Parser, run_command, write_file
 from jaxmnt.config import Config, load_config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.calibration import check_fits, read_calibration
+from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.goal import RESTART_SECONDS
-from jaxmnt.plan.networks import find_target
 from jaxmnt.strict_json import json_text
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmnt.config.mesh import AVAILABLE, BATCH_AXES, GATHERING_AXES, REPLICA_AXES, STAGE_AXIS, Axis
 from jaxmnt.config.schema import Config
-from jaxmnt.plan.networks import Network
+from jaxmnt.plan.chips import Network
 
 REMATS = ("none", "dots", "full")
 ROWS = (1, 2, 4, 8, 16, 32)

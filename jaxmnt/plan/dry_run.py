@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from jaxmnt.config import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.calibration import check_fits, read_calibration
-from jaxmnt.plan.chips import CHIPS, Chip
-from jaxmnt.plan.networks import Network, find_target
+from jaxmnt.plan.chips import CHIPS, Chip, Network, find_target
 from jaxmnt.plan.targets import gpu_devices, virtual_devices
 from jaxmnt.strict_json import json_text
 

@@ -198,7 +198,7 @@ def collective(instruction: Instruction, devices: int) -> Collective | None:
 def _pairs(line: str) -> tuple[tuple[int, ...], ...]:
     match = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
     assert match, line
-    return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", match.group(1) + "}"))
+    return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", match.group(1)))
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -214,9 +214,7 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     match = re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     assert match, f"replica groups of a form that is not known: {text[:80]}"
     count, size, dims, order = match.groups()
-    ids = np.arange(devices).reshape(_dimensions(dims))
-    ids = ids.transpose(_dimensions(order)) if order else ids
-    return tuple(tuple(int(number) for number in row) for row in ids.reshape(int(count), int(size)))
+    return _rows(_devices_in_order(devices, dims, order).reshape(int(count), int(size)))
 
 
 def _mesh_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -225,15 +223,22 @@ def _mesh_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
     assert match, f"replica groups of a form that is not known: {text[:80]}"
     axes, dims, order, chosen = match.groups()
     names = re.findall(r"'([^']+)'=(\d+)", axes)
-    ids = np.arange(devices)
-    if dims:
-        ids = ids.reshape(_dimensions(dims))
-        ids = ids.transpose(_dimensions(order)) if order else ids
-    ids = ids.reshape([int(size) for _, size in names])
+    ids = _devices_in_order(devices, dims, order).reshape([int(size) for _, size in names])
     together = [index for index, (name, _) in enumerate(names) if name in re.findall(r"'([^']+)'", chosen)]
     apart = [index for index in range(len(names)) if index not in together]
     size = math.prod(ids.shape[index] for index in together)
-    return tuple(tuple(int(number) for number in row) for row in ids.transpose(apart + together).reshape(-1, size))
+    return _rows(ids.transpose(apart + together).reshape(-1, size))
+
+
+def _devices_in_order(devices: int, dims: str | None, order: str | None) -> np.ndarray:
+    """Returns the numbers of devices in an array of these dimensions, with its axes in another order."""
+    ids = np.arange(devices)
+    ids = ids.reshape(_dimensions(dims)) if dims else ids
+    return ids.transpose(_dimensions(order)) if order else ids
+
+
+def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, ids.tolist()))
 
 
 def _dimensions(text: str) -> tuple[int, ...]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product as combinations
 from typing import Any, NamedTuple
 
-from jaxmnt.plan.chips import Chip
-from jaxmnt.plan.networks import Network, network_of
+from jaxmnt.plan.chips import Chip, Network, network_of
 from jaxmnt.telemetry.peaks import peaks_of
 
 START, STEP_WITHIN_HOST, STEP_BETWEEN_HOSTS = 8.4e-6, 3.4e-6, 14e-6

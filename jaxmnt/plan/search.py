@@ -17,10 +17,9 @@ from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.plan.budget import make_report
 from jaxmnt.plan.candidates import Candidate, candidates, precision_setting
-from jaxmnt.plan.chips import Chip
+from jaxmnt.plan.chips import Chip, Network
 from jaxmnt.plan.estimate import Estimate, estimate, uses_float8
 from jaxmnt.plan.memory import Kept, Memory, estimate_memory
-from jaxmnt.plan.networks import Network
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.targets import gpu_devices
@@ -87,17 +86,14 @@ class Search:
         self.shape = model_shape(self.definition)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self.precisions = precisions
-        each: Sequence[str | None] = precisions or (None,)
-        self._each_precision = each
-        self._kept = {
-            one: Kept(config.changed(precision_setting(one)), self.vocab, lambda count: self.devices(count)[:count])
-            for one in each
-        }
-        for one in each:
-            if (dtype := self.dtype(one)) not in rates.products:
+        self._kept: dict[str | None, Kept] = {}
+        for precision in precisions or (None,):
+            if (dtype := self.dtype(precision)) not in rates.products:
                 key = "--precisions" if precisions else "train.precision"
                 raise ConfigError(f"{key}: {chip.kind} has no products in {dtype}; choose another")
-        self._state = self._kept[each[0]].state()
+            setting = precision_setting(precision)
+            self._kept[precision] = Kept(config.changed(setting), self.vocab, lambda count: self.devices(count)[:count])
+        self._state = next(iter(self._kept.values())).state()
 
     def devices(self, gpus: int) -> Sequence[jax.Device]:
         """To compile for."""
@@ -110,10 +106,9 @@ class Search:
 
     def guesses(self, gpus: int, *, pruned: bool = True) -> list[Guess]:
         """All candidates, the fastest first."""
-        ways = candidates(self.config, gpus, self.network, precisions=self._each_precision, pruned=pruned)
-        found = map(self.guess, ways)
-        known = [guess for guess in found if guess is not None]
-        return sorted(known, key=lambda guess: (guess.seconds, str(guess.candidate)))
+        ways = candidates(self.config, gpus, self.network, precisions=tuple(self._kept), pruned=pruned)
+        guesses = filter(None, map(self.guess, ways))
+        return sorted(guesses, key=lambda guess: (guess.seconds, str(guess.candidate)))
 
     def may_fit(self, guess: Guess) -> bool:
         """As far as an estimate can say."""
@@ -167,7 +162,8 @@ class Search:
             took = f"{time.perf_counter() - began:.0f} s to compile"
             room = size(plan.peak) + ("" if plan.fits else ", which does not fit")
             told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {room}, {took}")
-            found += [plan] if plan.fits else []
+            if plan.fits:
+                found.append(plan)
         return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
 
 

@@ -143,16 +143,15 @@ class _Player:
         return now
 
     def _send(self, played: Played, name: str, now: _Now, times: float, started: Started, began: _Now) -> _Now:
-        seconds = self._seconds(played.one)
+        one, seconds = played.one, self._seconds(played.one)
         played.times += times
         played.seconds += times * seconds
-        one = played.one
         link = 2 if one.kind == HOST_COPY else any(len(set(map(self._host_of, group))) > 1 for group in one.groups)
         begin = max(now.work, now.links[link])
         end = begin + seconds
         links = tuple(end if place == link else at for place, at in enumerate(now.links))
         played.span = (begin - began.work, end - began.work, now.work - began.work)
-        if played.one.asynchronous:
+        if one.asynchronous:
             started[name] = (played, now, end)
             return replace(now, links=links)
         played.exposed += times * (end - now.work)

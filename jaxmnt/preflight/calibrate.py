@@ -30,9 +30,8 @@ from jaxmnt.distributed.process_group import host_names, software
 from jaxmnt.models import cudnn
 from jaxmnt.models.kernels import device_capability
 from jaxmnt.plan.calibration import Attention, Calibration, Collective, Products
-from jaxmnt.plan.chips import CHIPS
+from jaxmnt.plan.chips import CHIPS, network_of
 from jaxmnt.plan.hlo import Program
-from jaxmnt.plan.networks import network_of
 from jaxmnt.plan.rates import (
     BETWEEN_HOSTS,
     STEP_BETWEEN_HOSTS,
