@@ -89,7 +89,7 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
     seen = engine.glance(spec, state["params"], state.get("buffers", {})).gathered_in_float8
     found: set[str] = set()
     for group in spec.definition.groups:
-        for place, chosen in seen[group.name].items():
+        for place, chosen in enumerate(seen[group.name]):
             inside = f"{group.name}." if len(group.pattern) == 1 else f"{group.name}.{place}."
             names = [name for name in names_of(axes) if name.startswith(inside)]
             found.update(name for name, yes in zip(names, chosen, strict=True) if yes)

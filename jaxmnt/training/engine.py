@@ -15,7 +15,7 @@ Shapes: A microbatches, B rows of one, L length, S a device's piece of the lengt
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -36,7 +36,7 @@ from jaxmnt.training.schedule_table import Table
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import Layers, Rows, microbatch_rows
 from jaxmnt.training.trained import select
-from jaxmnt.training.weights import BY_ZERO, LayerWeights, Weights
+from jaxmnt.training.weights import BY_ZERO, Weights
 
 FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"
 """Scopes in the compiled program of what a condition may skip."""
@@ -91,7 +91,7 @@ class Glance(NamedTuple):
 
     residuals: dict[str, Residuals]
     """The places for what forwards leave for their backwards: by group, for all slots."""
-    gathered_in_float8: dict[str, dict[int, list[bool]]]
+    gathered_in_float8: dict[str, list[list[bool]]]
     """By group and place in the pattern, which of the parameters."""
 
 
@@ -157,12 +157,6 @@ class Step:
         """Whether there is one stage."""
         return self.schedule.stages == 1
 
-    def with_params(self, params: Params) -> "Step":
-        """Returns the same step with other weights, such as copies behind a barrier."""
-        weights = self.weights.with_params(params)
-        layers = {name: layers.with_weights(weights) for name, layers in self.layers.items()}
-        return replace(self, weights=weights, layers=layers, ends=EmbedAndHead(self.spec, weights))
-
     def run(self, tick: Tick, start: Any, last_tick: Tick | None = None) -> Any:
         """What `tick` makes of `start` over all ticks, the last of which may be another."""
         rows, ticks = self.table.rows(), self.schedule.ticks
@@ -225,10 +219,7 @@ def _layers(
     order = np.array([[-1 if unit is None else unit for unit in row] for row in slots])
     own, depth = jnp.asarray(order)[stage], order.shape[1] // schedule.chunks
     kind = PrefetchedLayers if spec.prefetch else Layers
-    return kind(
-        spec, group, LayerWeights(spec, group, weights), buffers.get(group.name, {}), own, depth,
-        full=bool((order >= 0).all()),
-    )  # fmt: skip
+    return kind(spec, group, weights, buffers, own, depth, full=bool((order >= 0).all()))
 
 
 def _evaluation_tick(
@@ -280,9 +271,10 @@ def _last_tick(step: Step) -> Tick | None:
         return functools.partial(_tick, step, last=True)
 
     def after_others(carry: _Carry, row: TickPlan) -> tuple[_Carry, None]:
-        # Else their residuals would be there at the same time, and what they have gathered would be kept for it.
-        carry, row, params = jax.lax.optimization_barrier((carry, row, step.weights.params))
-        return _tick(step.with_params(params), carry, row, last=True)
+        # Else their residuals would be there at the same time, and what they have gathered would be kept for it. The
+        # layers and the ends take what is behind the barrier, too: they share these weights.
+        carry, row, step.weights.params = jax.lax.optimization_barrier((carry, row, step.weights.params))
+        return _tick(step, carry, row, last=True)
 
     return after_others
 

@@ -23,7 +23,7 @@ from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import Logits, chunk_count
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import Layers, always, microbatch_rows
-from jaxmnt.training.weights import LayerWeights, Weights
+from jaxmnt.training.weights import Weights
 
 _LEAST = 16
 """Lengths are rounded up to a power of two from here on, so that few programs are compiled."""
@@ -300,8 +300,7 @@ def _last_layer(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.
 
 def _layers(spec: StepSpec, group: LayerGroup, weights: Weights, buffers: Params) -> Layers:
     """All units of a group, on one stage."""
-    order = jnp.arange(group.units)
-    return Layers(spec, group, LayerWeights(spec, group, weights), buffers.get(group.name, {}), order, group.units)
+    return Layers(spec, group, weights, buffers, jnp.arange(group.units), group.units)
 
 
 def _cached(

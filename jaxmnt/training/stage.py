@@ -3,7 +3,6 @@
 Shapes: B batch, L length, S a device's piece of the length, D model.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.remat import Backward, Residuals, placed, rematerialise, taken
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.trained import select
-from jaxmnt.training.weights import LayerWeights, PackedLayerWeights, Weights
+from jaxmnt.training.weights import LayerWeights, Weights
 
 When = Callable[[jax.Array | None, Callable[[], Any], Callable[[], Any]], Any]
 """`when(also, go, idle)` is `go()` if this tick has a microbatch and `also` is true (None is), else `idle()`."""
@@ -52,15 +51,15 @@ def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -
 class Layers:
     """The layers of one group in one chunk of a stage, forward and backward.
 
-    `buffers` and `gradients` hold all of this device's units of the group, as `weights` do; `order` says which unit of
-    the group lies in each slot (none: -1), and the chunk has `depth` slots.
+    `weights` and `buffers` are those of all groups and, as `gradients`, hold all of this device's units; `order` says
+    which unit of the group lies in each slot (none: -1), and the chunk has `depth` slots.
     """
 
     def __init__(
         self,
         spec: StepSpec,
         group: LayerGroup,
-        weights: LayerWeights,
+        weights: Weights,
         buffers: Params,
         order: jax.Array,
         depth: int,
@@ -69,7 +68,8 @@ class Layers:
     ):
         """`full` says that no slot of any stage is empty."""
         self._spec, self._group, self._order, self._depth = spec, group, order, depth
-        self._weights, self._buffers, self._full = weights, buffers, full
+        self._weights, self._buffers = LayerWeights(spec, group, weights), buffers.get(group.name, {})
+        self._full = full
         self._trained_axes = unstacked(spec.trained_axes[group.name])
         groups = spec.definition.groups
         self._number = sum(other.num_layers for other in groups[: groups.index(group)])
@@ -77,31 +77,23 @@ class Layers:
         self._backwards: dict[int, Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
 
-    def with_weights(self, weights: Weights) -> "Layers":
-        """Returns the same layers, taken from other weights."""
-        other = copy.copy(self)
-        other._weights = self._weights.with_weights(weights)
-        return other
-
     def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:
         """From now on, weights that layers multiply in float8 alone, and that are gathered."""
-        multiplied = {place: self._multiplied_in_float8(place, x_BSD, rows) for place in range(self.places)}
-        self._weights = PackedLayerWeights(self._weights, multiplied)
+        multiplied = []
+        for place in range(self.places):
+            weights, noted = self._noted(place, x_BSD, rows)
+            multiplied.append([any(leaf is one.weight for one in noted if one.in_float8) for leaf in weights])
+        self._weights.pack(multiplied)
 
     @property
-    def gathered_in_float8(self) -> dict[int, list[bool]]:
+    def gathered_in_float8(self) -> list[list[bool]]:
         """By place in the pattern, which of its parameters."""
-        return self._weights.packed if isinstance(self._weights, PackedLayerWeights) else {}
+        return self._weights.packed
 
     def products(self, x_BSD: jax.Array, rows: Rows) -> tuple[int, int]:
         """Returns how many products of all layers are in float8, and how many there are."""
         noted = [one for place in range(self.places) for one in self._noted(place, x_BSD, rows)[1]]
         return self._group.units * sum(one.in_float8 for one in noted), self._group.units * len(noted)
-
-    def _multiplied_in_float8(self, place: int, x_BSD: jax.Array, rows: Rows) -> list[bool]:
-        """For each weight of a layer."""
-        weights, noted = self._noted(place, x_BSD, rows)
-        return [any(leaf is one.weight for one in noted if one.in_float8) for leaf in weights]
 
     def _noted(self, place: int, x_BSD: jax.Array, rows: Rows) -> tuple[list[jax.Array], list[Noted]]:
         """The weights of a layer and its products, by trying the layer without computing anything."""

@@ -6,7 +6,6 @@ of a whole weight. It is scattered and added up in float32: after each microbatc
 1). Layers and the ends of the model take weights here and give gradients back; how they come does not concern them.
 """
 
-import copy
 from typing import Any
 
 import jax
@@ -26,12 +25,6 @@ class Weights:
     def __init__(self, spec: StepSpec, params: Params):
         """`params`: this device's pieces, as they are placed."""
         self._spec, self.params = spec, params
-
-    def with_params(self, params: Params) -> "Weights":
-        """Returns the same with other arrays, such as copies behind a barrier."""
-        other = copy.copy(self)
-        other.params = params
-        return other
 
     def ready(self, params: Params, axes: Any) -> Params:
         """Returns whole weights in the compute dtype from some of `params`."""
@@ -112,51 +105,38 @@ class LayerWeights:
 
     def __init__(self, spec: StepSpec, group: LayerGroup, weights: Weights):
         self._spec, self._group, self._weights = spec, group, weights
-        self._axes = unstacked(spec.definition.axes[group.name])
+        axes = unstacked(spec.definition.axes[group.name])
+        self._axes = [jax.tree.leaves(group.at(axes, place), is_leaf=is_axes) for place in range(len(group.pattern))]
+        self._scales: list[list[jax.Array | None]] = [[None] * len(names) for names in self._axes]
+        """By place in the pattern, of each weight that travels in float8 the scale, [units]; None of the others."""
 
-    def with_weights(self, weights: Weights) -> "LayerWeights":
-        """Returns the same, taken from other weights."""
-        other = copy.copy(self)
-        other._weights = weights
-        return other
+    def pack(self, multiplied: list[list[bool]]) -> None:
+        """From now on, weights that are multiplied in float8 alone, and that are gathered, travel in float8.
+
+        `multiplied` says, by place in the pattern, which weights are multiplied in float8 alone.
+        """
+        self._scales = [self._scales_at(place, chosen) for place, chosen in enumerate(multiplied)]
+
+    @property
+    def packed(self) -> list[list[bool]]:
+        """Which weights travel in float8, by place in the pattern."""
+        return [[scale is not None for scale in scales] for scales in self._scales]
 
     def take(self, unit: jax.Array, place: int) -> Params:
         """Returns a layer's weights, ready for use."""
-        return self._weights.ready(self._stored(unit, place), self._group.at(self._axes, place))
+        leaves, structure = jax.tree.flatten(self._stacked(place))
+        pieces = [jax.lax.dynamic_index_in_dim(leaf, unit, keepdims=False) for leaf in leaves]
+        whole = [
+            self._weights.ready(piece, names) if scales is None else self._unpacked(piece, scales[unit], names)
+            for piece, scales, names in zip(pieces, self._scales[place], self._axes[place], strict=True)
+        ]
+        return jax.tree.unflatten(structure, whole)
 
     def reduced(self, gradients: Params, axes: Any) -> Params:
         return self._weights.reduced(gradients, axes)
 
-    def _stored(self, unit: jax.Array, place: int) -> Params:
-        pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
-        return jax.tree.map(pick, self._stacked(place))
-
     def _stacked(self, place: int) -> Params:
         return self._group.at(self._weights.params[self._group.name], place)
-
-
-class PackedLayerWeights(LayerWeights):
-    """Layers' weights of which those that are multiplied in float8 alone, and that are gathered, travel in float8."""
-
-    def __init__(self, plain: LayerWeights, multiplied: dict[int, list[bool]]):
-        """`multiplied` says, by place in the pattern, which weights are multiplied in float8 alone."""
-        super().__init__(plain._spec, plain._group, plain._weights)
-        self._scales = {place: self._scales_at(place, chosen) for place, chosen in multiplied.items()}
-        """Of each weight that travels in float8 the scale, [units]; None of the others."""
-
-    @property
-    def packed(self) -> dict[int, list[bool]]:
-        """Which weights travel in float8, by place in the pattern."""
-        return {place: [scale is not None for scale in scales] for place, scales in self._scales.items()}
-
-    def take(self, unit: jax.Array, place: int) -> Params:
-        axes = jax.tree.leaves(self._group.at(self._axes, place), is_leaf=is_axes)
-        leaves, structure = jax.tree.flatten(self._stored(unit, place))
-        whole = [
-            self._weights.ready(leaf, names) if scales is None else self._unpacked(leaf, scales[unit], names)
-            for leaf, scales, names in zip(leaves, self._scales[place], axes, strict=True)
-        ]
-        return jax.tree.unflatten(structure, whole)
 
     def _unpacked(self, weight: jax.Array, scale: jax.Array, names: Axes) -> jax.Array:
         dtype = self._spec.dtype
@@ -164,14 +144,13 @@ class PackedLayerWeights(LayerWeights):
         return unpacked(collectives.unshard_as_it_is(piece, names, self._spec.placement), scale, dtype)
 
     def _scales_at(self, place: int, multiplied: list[bool]) -> list[jax.Array | None]:
-        placement, dtype = self._spec.placement, self._spec.dtype
-        axes = jax.tree.leaves(self._group.at(self._axes, place), is_leaf=is_axes)
+        placement, axes = self._spec.placement, self._axes[place]
         travels = [
             chosen and placement.gathered_axes(names) is not None
             for chosen, names in zip(multiplied, axes, strict=True)
         ]
         only = lambda items: [item for item, chosen in zip(items, travels, strict=True) if chosen]
-        weights = [weight.astype(dtype) for weight in only(jax.tree.leaves(self._stacked(place)))]
+        weights = [weight.astype(self._spec.dtype) for weight in only(jax.tree.leaves(self._stacked(place)))]
         largest = collectives.largest_of_weights(weights, only(axes), placement)
         scales = iter([power_of_two_scale(number, FORWARD) for number in largest])
         return [next(scales) if chosen else None for chosen in travels]
