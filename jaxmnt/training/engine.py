@@ -22,24 +22,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmnt.models.contract import LayerGroup, Params
+from jaxmnt.models.contract import Params
 from jaxmnt.models.layers import zeros_after
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
-from jaxmnt.training.noise import small_batches, squares
-from jaxmnt.training.pipeline_schedule import PipelineSchedule
+from jaxmnt.training.noise import SmallBatches, small_batches, squares
+from jaxmnt.training.pipeline_schedule import PipelineSchedule, Table, schedule_table
 from jaxmnt.training.prefetch import PrefetchedLayers
 from jaxmnt.training.remat import Residuals
-from jaxmnt.training.schedule_table import Table
 from jaxmnt.training.spec import Batch, StepSpec
-from jaxmnt.training.stage import Layers, Rows, microbatch_rows
+from jaxmnt.training.stage import Layers, Pass, Rows, microbatch_rows
 from jaxmnt.training.trained import select
 from jaxmnt.training.weights import BY_ZERO, Weights
 
 FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"
-"""Scopes in the compiled program of what a condition may skip."""
+"""Scopes in the compiled program of what a condition may skip. The ends are called so in the table, too."""
 
 
 RowKeys = Callable[[jax.Array], jax.Array | None]
@@ -68,18 +67,17 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     `row_keys` gives the random keys of a microbatch's rows. Gradients are summed over the axes that weights are
     gathered over, and not yet over those that they are replicated over.
     """
-    step = open_step(spec, params, buffers, batch, row_keys, spec.schedule)
-    small = small_batches(spec)
+    step = open_step(spec, params, buffers, batch, spec.schedule, row_keys)
     end = step.run(functools.partial(_tick, step), _start(step), _last_tick(step))
     found = end.squares
-    if small is not None and not small.of_first_microbatch:
-        found = squares(spec, small, end.gradients)
+    if step.small is not None and not step.small.of_first_microbatch:
+        found = squares(spec, step.small, end.gradients)
     return Results(end.sums, end.layer_sums, step.weights.finished(end.gradients), found)
 
 
 def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
     """The summed loss of this batch shard's rows, by a schedule without backward."""
-    step = open_step(spec, params, buffers, batch, lambda _: None, schedule)
+    step = open_step(spec, params, buffers, batch, schedule)
     return step.run(functools.partial(_evaluation_tick, step), (step.nothing(), no_loss()))[1]
 
 
@@ -122,7 +120,7 @@ def _looked_at(spec: StepSpec, params: Params, buffers: Params, look: Callable[[
     found: list[Found] = []
 
     def local(params: Params, buffers: Params, batch: Batch) -> jax.Array:
-        found.append(look(open_step(spec, params, buffers, batch, lambda _: None, spec.schedule)))
+        found.append(look(open_step(spec, params, buffers, batch, spec.schedule)))
         return jnp.zeros(())
 
     split = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
@@ -151,6 +149,8 @@ class Step:
     fields: Batch
     """[A, B, L] each."""
     row_keys: RowKeys
+    small: SmallBatches | None
+    """Whose gradients are squared, if they are asked for."""
 
     @property
     def alone(self) -> bool:
@@ -159,7 +159,7 @@ class Step:
 
     def run(self, tick: Tick, start: Any, last_tick: Tick | None = None) -> Any:
         """What `tick` makes of `start` over all ticks, the last of which may be another."""
-        rows, ticks = self.table.rows(), self.schedule.ticks
+        rows, ticks = self.table.rows, self.schedule.ticks
         if ticks > 1:
             looped = ticks if last_tick is None else ticks - 1
             start = jax.lax.scan(tick, start, jax.tree.map(lambda array: jnp.asarray(array[:looped]), rows))[0]
@@ -181,10 +181,21 @@ class Step:
         length = spec.placement.local_length(spec.config.data.sequence_length)
         return jnp.zeros((spec.microbatch_rows, length, spec.config.model.hidden_size), spec.dtype)
 
+    def passing(self, row: TickPlan, phase: str, scope: str) -> Pass:
+        """Returns which microbatch goes through which chunk of this stage in a phase of a tick."""
+        microbatch, chunk, slot = row[phase][self.stage]
+        when = functools.partial(_when, self.table.rows[phase][..., 0], microbatch, scope)
+        return Pass(chunk, slot, self.layer_rows(microbatch), when)
+
+    def when_at(self, row: TickPlan, end: str, go: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+        """`go()` in a tick in which a microbatch is at this end of the pipeline (`ENTER`, `LOSS`, `LEAVE`), else
+        `idle()`."""
+        return _when(self.table.rows[end], row[end], end, None, go, idle)
+
     def entering(self, row: TickPlan, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:
         """A stage's input: of the first stage's first chunk the embedding, else what arrived."""
-        embed = lambda: self.ends.embed(self.rows(row["enter"]))
-        x_BSD = _when(self.table.enter, row["enter"], ENTER, None, embed, lambda: arriving_BSD)
+        embed = lambda: self.ends.embed(self.rows(row[ENTER]))
+        x_BSD = self.when_at(row, ENTER, embed, lambda: arriving_BSD)
         return x_BSD if self.alone else jnp.where((self.stage == 0) & (chunk == 0), x_BSD, arriving_BSD)
 
     def handed_on(self, x_BSD: jax.Array, *, forward: bool) -> jax.Array:
@@ -196,44 +207,43 @@ class Step:
 
 
 def open_step(
-    spec: StepSpec, params: Params, buffers: Params, batch: Batch, row_keys: RowKeys, schedule: PipelineSchedule
+    spec: StepSpec,
+    params: Params,
+    buffers: Params,
+    batch: Batch,
+    schedule: PipelineSchedule,
+    row_keys: RowKeys = lambda _: None,
 ) -> Step:
     """Returns what this device has of a step, with the weights gathered that are so once a step."""
     weights = BY_ZERO[spec.zero](spec, params)
     stage = 0 if schedule.stages == 1 else collectives.stage_index()
     fold = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
     fields = {name: fold(field) for name, field in batch.items()}
-    layers = {group.name: _layers(spec, group, weights, buffers, schedule, stage) for group in spec.definition.groups}
-    ends = EmbedAndHead(spec, weights)
-    step = Step(spec, schedule, Table.of(schedule), stage, weights, layers, ends, fields, row_keys)
+    layers, kind = {}, PrefetchedLayers if spec.prefetch else Layers
+    for group in spec.definition.groups:
+        order = np.array([[-1 if unit is None else unit for unit in row] for row in spec.slots[group.name]])
+        own, depth = jnp.asarray(order)[stage], order.shape[1] // schedule.chunks
+        layers[group.name] = kind(spec, group, weights, buffers, own, depth, full=bool((order >= 0).all()))
+    step = Step(
+        spec, schedule, schedule_table(schedule), stage, weights, layers, EmbedAndHead(spec, weights), fields, row_keys,
+        small_batches(spec),
+    )  # fmt: skip
     if spec.float8 and spec.config.train.float8_gather and spec.zero == 3:
         for each in layers.values():
             each.gather_in_float8(step.nothing(), step.layer_rows(jnp.int32(0)))
     return step
 
 
-def _layers(
-    spec: StepSpec, group: LayerGroup, weights: Weights, buffers: Params, schedule: PipelineSchedule, stage: Any
-) -> Layers:
-    slots = spec.slots[group.name]
-    order = np.array([[-1 if unit is None else unit for unit in row] for row in slots])
-    own, depth = jnp.asarray(order)[stage], order.shape[1] // schedule.chunks
-    kind = PrefetchedLayers if spec.prefetch else Layers
-    return kind(spec, group, weights, buffers, own, depth, full=bool((order >= 0).all()))
-
-
 def _evaluation_tick(
     step: Step, carry: tuple[jax.Array, LossSums], row: TickPlan
 ) -> tuple[tuple[jax.Array, LossSums], None]:
     arriving_BSD, sums = carry
-    microbatch, chunk, _ = row["forward"][step.stage]
-    x_BSD = step.entering(row, chunk, arriving_BSD)
-    y_BSD, rows = x_BSD, step.layer_rows(microbatch)
-    when = functools.partial(_when, step.table.forward[..., 0], microbatch, FORWARD)
+    of = step.passing(row, "forward", FORWARD)
+    y_BSD = step.entering(row, of.chunk, arriving_BSD)
     for layers in step.layers.values():
-        y_BSD = layers.evaluate(y_BSD, chunk, rows, when)
-    leaving = lambda: _sum(sums, step.ends.loss(y_BSD, step.rows(row["loss"])))
-    sums = _when(step.table.loss, row["loss"], LOSS, None, leaving, lambda: sums)
+        y_BSD = layers.evaluate(y_BSD, of)
+    leaving = lambda: sums.plus(step.ends.loss(y_BSD, step.rows(row[LOSS])))
+    sums = step.when_at(row, LOSS, leaving, lambda: sums)
     return (step.handed_on(y_BSD, forward=True), sums), None
 
 
@@ -251,7 +261,7 @@ class _Carry(NamedTuple):
 
 
 def _start(step: Step) -> _Carry:
-    nothing, small = step.nothing(), small_batches(step.spec)
+    nothing, small = step.nothing(), step.small
     rows = step.layer_rows(jnp.int32(0))
     empty = {name: layers.empty(step.table.slots, nothing, rows) for name, layers in step.layers.items()}
     pending = jnp.zeros((step.table.pending_slots, *nothing.shape), nothing.dtype)
@@ -291,12 +301,10 @@ def _tick(step: Step, carry: _Carry, row: TickPlan, *, last: bool = False) -> tu
 
 
 def _forward(step: Step, carry: _Carry, row: TickPlan) -> tuple[jax.Array, _Carry]:
-    microbatch, chunk, slot = row["forward"][step.stage]
-    y_BSD, rows = step.entering(row, chunk, carry.arriving), step.layer_rows(microbatch)
-    when = functools.partial(_when, step.table.forward[..., 0], microbatch, FORWARD)
-    residuals, sums = dict(carry.residuals), dict(carry.layer_sums)
+    of = step.passing(row, "forward", FORWARD)
+    y_BSD, residuals, sums = step.entering(row, of.chunk, carry.arriving), dict(carry.residuals), dict(carry.layer_sums)
     for name, layers in step.layers.items():
-        y_BSD, residuals[name], sums[name] = layers.forward(y_BSD, chunk, rows, residuals[name], slot, sums[name], when)
+        y_BSD, residuals[name], sums[name] = layers.forward(y_BSD, of, residuals[name], sums[name])
     return y_BSD, carry._replace(residuals=residuals, layer_sums=sums)
 
 
@@ -304,12 +312,12 @@ def _loss(step: Step, carry: _Carry, row: TickPlan, y_BSD: jax.Array) -> tuple[j
     """The gradient of what comes out of the last stage, in the tick in which it does."""
 
     def leaving() -> tuple[LossSums, jax.Array, Params]:
-        sums, y_gradient_BSD, new = step.ends.loss_and_gradients(y_BSD, step.rows(row["loss"]))
-        return _sum(carry.sums, sums), y_gradient_BSD, _added(step, carry.gradients, new)
+        sums, y_gradient_BSD, new = step.ends.loss_and_gradients(y_BSD, step.rows(row[LOSS]))
+        return carry.sums.plus(sums), y_gradient_BSD, _added(step, carry.gradients, new)
 
     unchanged = {name: carry.gradients[name] for name in step.spec.definition.last}
     stay = lambda: (carry.sums, jnp.zeros_like(y_BSD), unchanged)
-    sums, y_gradient_BSD, new = _when(step.table.loss, row["loss"], LOSS, None, leaving, stay)
+    sums, y_gradient_BSD, new = step.when_at(row, LOSS, leaving, stay)
     return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | new)
 
 
@@ -318,7 +326,7 @@ def _wait(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -
     if not step.table.pending_slots:
         return y_gradient_BSD, carry
     write, read = row["pending"]
-    new = jnp.where(row["loss"] >= 0, y_gradient_BSD, carry.pending[write])
+    new = jnp.where(row[LOSS] >= 0, y_gradient_BSD, carry.pending[write])
     pending = carry.pending.at[write].set(new)
     return pending[read], carry._replace(pending=pending)
 
@@ -326,21 +334,19 @@ def _wait(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -
 def _backward(
     step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array, last: bool
 ) -> tuple[jax.Array, _Carry]:
-    microbatch, chunk, slot = row["backward"][step.stage]
-    rows, gradients = step.layer_rows(microbatch), dict(carry.gradients)
+    of, gradients = step.passing(row, "backward", BACKWARD), dict(carry.gradients)
     if step.alone:
         y_gradient_BSD, gradients = _after_head(step, y_gradient_BSD, gradients)
     else:
-        is_last = (step.stage == step.schedule.stages - 1) & (chunk == step.schedule.chunks - 1)
+        is_last = (step.stage == step.schedule.stages - 1) & (of.chunk == step.schedule.chunks - 1)
         y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
     if step.schedule.ticks == 1:  # not carried from another: they need no room before, nor beside the head's
         late = lambda like: zeros_after(y_gradient_BSD, like)
         gradients |= jax.tree.map(late, {name: gradients[name] for name in step.layers})
-    when = functools.partial(_when, step.table.backward[..., 0], microbatch, BACKWARD)
     x_gradient_BSD = y_gradient_BSD
     for name, layers in reversed(step.layers.items()):
         x_gradient_BSD, gradients[name] = layers.backward(
-            x_gradient_BSD, chunk, rows, carry.residuals[name], slot, gradients[name], when, last=last
+            x_gradient_BSD, of, carry.residuals[name], gradients[name], last=last
         )
     return x_gradient_BSD, carry._replace(gradients=gradients)
 
@@ -357,20 +363,19 @@ def _leave(step: Step, carry: _Carry, row: TickPlan, x_gradient_BSD: jax.Array) 
     """The embedding's gradient, when that of its output comes out of the first stage."""
 
     def leaving() -> Params:
-        new = step.ends.embed_gradient(x_gradient_BSD, step.rows(row["leave"]))
+        new = step.ends.embed_gradient(x_gradient_BSD, step.rows(row[LEAVE]))
         return _added(step, carry.gradients, new)
 
     unchanged = lambda: {name: carry.gradients[name] for name in step.spec.definition.first}
-    new = _when(step.table.leave, row["leave"], LEAVE, None, leaving, unchanged)
+    new = step.when_at(row, LEAVE, leaving, unchanged)
     return carry._replace(gradients=carry.gradients | new)
 
 
 def _squared(step: Step, carry: _Carry, row: TickPlan) -> _Carry:
     """After the first microbatch, the squares of its gradients."""
-    if carry.squares is None:
+    small, before = step.small, carry.squares
+    if small is None or before is None:
         return carry
-    small, before = small_batches(step.spec), carry.squares
-    assert small is not None
     now = lambda: squares(step.spec, small, carry.gradients)
     return carry._replace(squares=jax.lax.cond(row["backward"][step.stage][0] == 0, now, lambda: before))
 
@@ -380,10 +385,6 @@ def _added(step: Step, gradients: Params, new: Params) -> Params:
     axes = {name: step.spec.trained_axes[name] for name in new}
     reduced = step.weights.reduced(select(new, axes), axes)
     return {name: jax.tree.map(jnp.add, gradients[name], reduced[name]) for name in new}
-
-
-def _sum(total: LossSums, new: LossSums) -> LossSums:
-    return LossSums(*map(jnp.add, total, new))
 
 
 def _when(

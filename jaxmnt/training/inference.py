@@ -22,7 +22,7 @@ from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import Logits, chunk_count
 from jaxmnt.training.spec import Batch, StepSpec
-from jaxmnt.training.stage import Layers, always, microbatch_rows
+from jaxmnt.training.stage import Layers, Pass, always, microbatch_rows
 from jaxmnt.training.weights import Weights
 
 _LEAST = 16
@@ -291,10 +291,11 @@ def _rows(tokens_BL: jax.Array, positions_BL: jax.Array) -> Batch:
 def _last_layer(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
     """The output of the last layer for rows of one document each."""
     rows = _rows(tokens_BL, jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape))
-    weights, seen = Weights(spec, params), microbatch_rows(spec, rows, None)
+    weights, none = Weights(spec, params), jnp.int32(0)
+    one = Pass(none, none, microbatch_rows(spec, rows, None), always)
     x_BLD = EmbedAndHead(spec, weights).embed(rows)
     for group in spec.definition.groups:
-        x_BLD = _layers(spec, group, weights, buffers).evaluate(x_BLD, jnp.int32(0), seen, always)
+        x_BLD = _layers(spec, group, weights, buffers).evaluate(x_BLD, one)
     return x_BLD
 
 

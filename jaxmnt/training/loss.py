@@ -33,6 +33,10 @@ class LossSums(NamedTuple):
     cross_entropy: jax.Array
     """In nats: what is reported."""
 
+    def plus(self, new: "LossSums") -> "LossSums":
+        """Returns the sums over the tokens of both."""
+        return LossSums(*map(jnp.add, self, new))
+
 
 @dataclass(frozen=True)
 class Logits:
@@ -154,7 +158,7 @@ def chunked_loss(chunks: LossChunks, x_BLD: jax.Array, head: HeadWeights, rows: 
     def add(sums: LossSums, chunk: tuple[jax.Array, Tokens]) -> tuple[LossSums, None]:
         x_CD, tokens = chunk
         product_CV = _product(x_CD, matrix_DV)
-        return _added(sums, _loss_of(chunks, head.rest, product_CV, tokens)), None
+        return sums.plus(_loss_of(chunks, head.rest, product_CV, tokens)), None
 
     matrix_DV = head.matrix_DV.astype(chunks.dtype)
     return jax.lax.scan(add, no_loss(), _cut(chunks, x_BLD, rows))[0]
@@ -178,7 +182,7 @@ def _with_gradients(
         gradient_CV = gradient_CV.astype(chunks.dtype)
         x_gradient_CD = gradient_CV @ matrix_DV.T
         matrix_gradient_DV += _product(x_CD.T, gradient_CV).astype(matrix_gradient_DV.dtype)
-        return (_added(sums, part), matrix_gradient_DV, jax.tree.map(jnp.add, rest_gradient, new_rest)), x_gradient_CD
+        return (sums.plus(part), matrix_gradient_DV, jax.tree.map(jnp.add, rest_gradient, new_rest)), x_gradient_CD
 
     start = (no_loss(), *jax.tree.map(lambda weight: zeros_after(x_BLD, weight), head))
     (sums, *gradients), x_gradient_NCD = jax.lax.scan(add, start, _cut(chunks, x_BLD, rows))
@@ -199,10 +203,6 @@ chunked_loss.defvjp(_with_gradients, _scaled)
 def no_loss() -> LossSums:
     """Sums over nothing."""
     return LossSums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-
-
-def _added(total: LossSums, new: LossSums) -> LossSums:
-    return LossSums(*map(jnp.add, total, new))
 
 
 def _product(x_CD: jax.Array, matrix_DV: jax.Array) -> jax.Array:

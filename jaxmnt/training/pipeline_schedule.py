@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxmnt.models.contract import LayerGroup
 
 
@@ -190,6 +192,55 @@ def _table(items: list[tuple[int, int, Work]], ticks: int, stages: int) -> Phase
         assert rows[tick][stage] is None, "a stage does one thing at a time"
         rows[tick][stage] = work
     return tuple(map(tuple, rows))
+
+
+class Table(NamedTuple):
+    """A schedule as arrays that the loop over its ticks reads. -1 stands for nothing."""
+
+    rows: dict[str, np.ndarray]
+    """forward, backward: [tick, stage, (microbatch, chunk, slot)].
+    enter: [tick], the microbatch whose embedding goes into the first stage.
+    loss: [tick], the microbatch whose output comes out of the last stage.
+    leave: [tick], the microbatch whose input's gradient comes out of the first stage.
+    pending: [tick, (write, read)], where the loss's gradient waits for the last stage's backward."""
+    slots: int = 0
+    pending_slots: int = 0
+
+
+def schedule_table(schedule: PipelineSchedule) -> Table:
+    """Returns the table of a schedule; that of one without backward has rows for forward, enter and loss."""
+    last = schedule.chunks - 1
+    if not schedule.backward:
+        forward = _phase_array(schedule.forward, [[0] * schedule.stages] * schedule.ticks)
+        return Table({"forward": forward, "enter": _passing(forward, 0, 0), "loss": _passing(forward, -1, last)})
+    writes, reads, slots = schedule.slots()
+    forward, backward = _phase_array(schedule.forward, writes), _phase_array(schedule.backward, reads)
+    loss, used = _passing(forward, -1, last), _passing(backward, -1, last)
+    rows = {
+        "forward": forward,
+        "backward": backward,
+        "enter": _passing(forward, 0, 0),
+        "loss": loss,
+        "leave": _passing(backward, 0, 0),
+        # A microbatch's own number serves as its slot: schedules that wait at all wait for all.
+        "pending": np.maximum(np.stack([loss, used], axis=1), 0),
+    }
+    return Table(rows, slots, 0 if (loss == used).all() else schedule.microbatches)
+
+
+def _phase_array(phase: PhaseTable, slots: list[list[int]]) -> np.ndarray:
+    return np.array(
+        [
+            [(-1, 0, 0) if work is None else (*work, slot) for work, slot in zip(row, slot_row, strict=True)]
+            for row, slot_row in zip(phase, slots, strict=True)
+        ],
+        np.int32,
+    )
+
+
+def _passing(phase: np.ndarray, stage: int, chunk: int) -> np.ndarray:
+    """[tick]: the microbatch that a stage works on in this chunk."""
+    return np.where(phase[:, stage, 1] == chunk, phase[:, stage, 0], -1)
 
 
 def even_sizes(layers: int, pieces: int) -> list[int]:

@@ -48,6 +48,16 @@ def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -
     return Rows(positions, rows["segments"] if apart else None, rotary, row_keys_B)
 
 
+class Pass(NamedTuple):
+    """A microbatch's pass through one chunk of a stage."""
+
+    chunk: jax.Array
+    slot: jax.Array
+    """Where forward leaves what backward needs."""
+    rows: Rows
+    when: When
+
+
 class Layers:
     """The layers of one group in one chunk of a stage, forward and backward.
 
@@ -124,43 +134,25 @@ class Layers:
         residuals = [place(one, space) for one, space in zip(kept, spaces, strict=True)]
         return residuals, jax.tree.map(lambda one: jnp.zeros((units, *one.shape), jnp.float32), sums)
 
-    def forward(
-        self,
-        x_BSD: jax.Array,
-        chunk: jax.Array,
-        rows: Rows,
-        residuals: Residuals,
-        slot: jax.Array,
-        sums: Any,
-        when: When,
-    ) -> tuple[jax.Array, Residuals, Any]:
+    def forward(self, x_BSD: jax.Array, of: Pass, residuals: Residuals, sums: Any) -> tuple[jax.Array, Residuals, Any]:
         """The chunk's output; the residuals, which in this slot have what its backward needs besides weights and rows;
         and the sums with those of this pass added."""
 
         def body(carry: Any, offset: jax.Array) -> tuple[Any, None]:
             x_BSD, residuals, sums, ready = carry
-            unit = chunk * self._depth + offset
-            go = lambda: self._unit_forward(x_BSD, unit, rows, ready)
+            unit = of.chunk * self._depth + offset
+            go = lambda: self._unit_forward(x_BSD, unit, of.rows, ready)
             zeros = jax.tree.map(lambda one: jnp.zeros(one.shape[1:], one.dtype), sums)
-            idle = lambda: (x_BSD, taken(residuals, slot, offset), zeros, ready)
-            x_BSD, kept, new, ready = when(self._filled(unit), go, idle)
-            residuals = placed(residuals, kept, slot, offset)
+            idle = lambda: (x_BSD, taken(residuals, of.slot, offset), zeros, ready)
+            x_BSD, kept, new, ready = of.when(self._filled(unit), go, idle)
+            residuals = placed(residuals, kept, of.slot, offset)
             return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new), ready), None
 
-        x_BSD, residuals, sums, _ = self._scan(body, (x_BSD, residuals, sums, self._first(when)))
+        x_BSD, residuals, sums, _ = self._scan(body, (x_BSD, residuals, sums, self._first(of.when)))
         return x_BSD, residuals, sums
 
     def backward(
-        self,
-        x_gradient_BSD: jax.Array,
-        chunk: jax.Array,
-        rows: Rows,
-        residuals: Residuals,
-        slot: jax.Array,
-        gradients: Params,
-        when: When,
-        *,
-        last: bool = False,
+        self, x_gradient_BSD: jax.Array, of: Pass, residuals: Residuals, gradients: Params, *, last: bool
     ) -> tuple[jax.Array, Params]:
         """The gradient of the chunk's input, and `gradients` with those of its weights added. `last`: after this
         microbatch no other comes.
@@ -171,32 +163,30 @@ class Layers:
 
         def body(carry: tuple[jax.Array, Params], offset: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
             x_gradient_BSD, gradients = carry
-            unit = chunk * self._depth + offset
-            go = lambda: self._unit_backward(x_gradient_BSD, unit, rows, taken(residuals, slot, offset))
+            unit = of.chunk * self._depth + offset
+            go = lambda: self._unit_backward(x_gradient_BSD, unit, of.rows, taken(residuals, of.slot, offset))
             nothing = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
-            x_gradient_BSD, new = when(self._filled(unit), go, nothing)
+            x_gradient_BSD, new = of.when(self._filled(unit), go, nothing)
             return (x_gradient_BSD, jax.tree.map(lambda total, one: total.at[unit].add(one), gradients, new)), None
 
-        end: tuple[jax.Array, Params] = self._scan(body, (x_gradient_BSD, gradients), reverse=True)
-        return end
+        return self._scan(body, (x_gradient_BSD, gradients), reverse=True)
 
-    def evaluate(self, x_BSD: jax.Array, chunk: jax.Array, rows: Rows, when: When) -> jax.Array:
+    def evaluate(self, x_BSD: jax.Array, of: Pass) -> jax.Array:
         """The chunk's output alone."""
 
         def body(x_BSD: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
-            unit = chunk * self._depth + offset
+            unit = of.chunk * self._depth + offset
 
             def go() -> jax.Array:
                 x_out_BSD = x_BSD
                 for place in range(self.places):
-                    arguments = self._arguments(unit, place, rows, self._weights.take(unit, place))
+                    arguments = self._arguments(unit, place, of.rows, self._weights.take(unit, place))
                     x_out_BSD = self._apply(place)(*arguments, x_out_BSD)[0][0]
                 return x_out_BSD
 
-            return when(self._filled(unit), go, lambda: x_BSD), None
+            return of.when(self._filled(unit), go, lambda: x_BSD), None
 
-        end: jax.Array = self._scan(body, x_BSD)
-        return end
+        return self._scan(body, x_BSD)
 
     def call(self, unit: jax.Array, place: int, rows: Rows, x_BSD: jax.Array, cache: Cache) -> LayerOutput:
         """One layer's output for new tokens, with the keys and values of those before in `cache`."""
