@@ -24,7 +24,15 @@ from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.kernels import Kernel, attend
 from jaxmnt.models.layers import Embedding, Head, RMSNorm
 from jaxmnt.models.rotary import Angles, rotary_angles
-from jaxmnt.parallel.sharding import GATHERED, RULES, SCALES_AND_BIASES, Placement, is_axes, parameter_name
+from jaxmnt.parallel.sharding import (
+    GATHERED,
+    RULES,
+    SCALES_AND_BIASES,
+    Placement,
+    is_axes,
+    named_leaves,
+    parameter_name,
+)
 
 Params = dict[str, Any]
 
@@ -250,8 +258,7 @@ def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
     `RULES` split one of its axes as they split features. A weight without the model's width is split nowhere.
     """
     products = []
-    named = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
-    for leaf, (path, names) in zip(jax.tree.leaves(arrays), named, strict=True):
+    for parameter, leaf, names in named_leaves(arrays, axes):
         if SCALES_AND_BIASES & {*names}:
             continue
         place = next((place for place, name in enumerate(names) if name in GATHERED), None)
@@ -259,7 +266,7 @@ def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
         side = "" if place is None or not is_split else "inputs" if place else "outputs"
         width = leaf.shape[place or 0]
         sizes = (leaf.size // width, width) if place else (width, leaf.size // width)
-        products.append(Product(*sizes, side, name=parameter_name(path)))
+        products.append(Product(*sizes, side, name=parameter))
     return tuple(products)
 
 

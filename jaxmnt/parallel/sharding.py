@@ -122,7 +122,7 @@ class Placement:
         """The mesh axes of more than one device that a logical axis is split over."""
         return () if axis is None else tuple(name for name in self.rules[axis] if self.sizes[name] > 1)
 
-    def num_shards(self, axis: str) -> int:
+    def num_shards(self, axis: str | None) -> int:
         """Into how many pieces a logical axis is split."""
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
 
@@ -246,6 +246,13 @@ def is_axes(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and all(name is None or isinstance(name, str) for name in leaf)
 
 
+def named_leaves(tree: Any, axes: Any) -> list[tuple[str, Any, Axes]]:
+    """Returns the name, the leaf and the logical axes of each array of a tree of parameters or buffers."""
+    named = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
+    leaves = zip(jax.tree.leaves(tree), named, strict=True)
+    return [(parameter_name(path), leaf, names) for leaf, (path, names) in leaves]
+
+
 def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
     for axis, names in config.mesh.rules.items():
         if axis not in OVERRIDES:
@@ -285,17 +292,12 @@ def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
 
     `abstract` is the tree of parameters as they are placed, `axes` the tree of their logical axes.
     """
-    leaves = jax.tree.leaves_with_path(abstract)
-    named = jax.tree.leaves(axes, is_leaf=is_axes)
-    total = sum(leaf.size for _, leaf in leaves)
+    leaves = named_leaves(abstract, axes)
+    total = sum(leaf.size for _, leaf, _ in leaves)
     for mesh_axis in (*GATHERING_AXES, *axes_that_split("features", "layers")):
         if placement.sizes[mesh_axis] == 1:
             continue
-        whole = [
-            (parameter_name(path), leaf.size)
-            for (path, leaf), names in zip(leaves, named, strict=True)
-            if mesh_axis in placement.replicated_axes(names)
-        ]
+        whole = [(name, leaf.size) for name, leaf, names in leaves if mesh_axis in placement.replicated_axes(names)]
         share = sum(size for _, size in whole) / total
         if share > WHOLE_SHARE:
             largest = sorted(whole, key=lambda item: (-item[1], item[0]))[:4]

@@ -85,8 +85,7 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
     """Names of parameters."""
     if not spec.float8:
         return set()
-    state, axes = abstract_state(spec), spec.definition.axes
-    seen = engine.glance(spec, state["params"], state.get("buffers", {})).gathered_in_float8
+    axes, seen = spec.definition.axes, engine.glance(spec).gathered_in_float8
     found: set[str] = set()
     for group in spec.definition.groups:
         for place, chosen in enumerate(seen[group.name]):
@@ -138,8 +137,7 @@ def notes(spec: StepSpec) -> list[str]:
             "their weights are stored once, and each device computes the heads that its queries need"
         )
     if spec.float8:
-        state = abstract_state(spec)
-        in_float8, products = engine.float8_products(spec, state["params"], state.get("buffers", {}))
+        in_float8, products = engine.float8_products(spec)
         found.append(
             f"train.precision: {in_float8} of the {products} products of the layers' projections are in float8, all "
             f"else in {spec.dtype.name}"

@@ -21,8 +21,7 @@ from jaxmnt.parallel.sharding import (
     build_mesh,
     build_placement,
     check_whole,
-    is_axes,
-    parameter_name,
+    named_leaves,
     whole_length,
 )
 from jaxmnt.training.loss import load_loss
@@ -30,10 +29,7 @@ from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import PipelineSchedule, build_schedule, unit_slots
 from jaxmnt.training.remat import NAMES
 from jaxmnt.training.spec import Slots, StepSpec, resolve_precision
-from jaxmnt.training.state import (
-    HOST_MEMORY,
-    abstract_state,
-)
+from jaxmnt.training.state import HOST_MEMORY, abstract_state
 from jaxmnt.training.trained import trained_axes
 
 
@@ -131,16 +127,10 @@ def _plan_layout(config: Config, slots: Slots, placement: Placement) -> Layout:
 def _check_sizes(definition: Definition, layout: Layout) -> None:
     """Raises `ConfigError` for the first parameter or buffer that cannot be split as its axes say."""
     placement = layout.placement
-    arrays = (definition.abstract, definition.axes), (definition.abstract_buffers, definition.buffer_axes)
-    leaves = [
-        (parameter_name(path), leaf.shape, names)
-        for abstract, axes in arrays
-        for (path, leaf), names in zip(
-            jax.tree.leaves_with_path(abstract), jax.tree.leaves(axes, is_leaf=is_axes), strict=True
-        )
-    ]
-    for name, shape, names in leaves:
-        for size, axis in zip(shape, names, strict=True):
+    params = named_leaves(definition.abstract, definition.axes)
+    buffers = named_leaves(definition.abstract_buffers, definition.buffer_axes)
+    for name, leaf, names in params + buffers:
+        for size, axis in zip(leaf.shape, names, strict=True):
             if axis in layout.dimensions:
                 expected = len(layout.dimensions[axis].canonical_slots)
                 if size != expected:

@@ -3,27 +3,22 @@
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.sharding import (
-    Axes,
-    Hosts,
-    Placement,
-)
+from jaxmnt.parallel.sharding import Axes, Hosts, Placement
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec, is_planned
-from jaxmnt.training.compiler_options import NO_OPTIONS, GpuMemory, compiler_options, memory_options
+from jaxmnt.training.compiler_options import GpuMemory, compiler_options, memory_options
 from jaxmnt.training.levers import find_levers, told
 from jaxmnt.training.spec import CONTROL_AXES, ControlFlags, State, StepSpec
 from jaxmnt.training.state import (
@@ -167,7 +162,7 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
     Raises `ConfigError` for float8 where no product would be in float8.
     """
     if spec.float8 is not None:
-        _check_float8(spec, spec.float8.least, state)
+        _check_float8(spec, spec.float8.least)
     batch = _abstract_batch(spec)
     shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
 
@@ -182,17 +177,13 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
             state = state | {"optimizer": moved}
         return train_step(spec, state, batch)
 
-    step = jax.jit(
-        on_devices,
-        donate_argnums=0,
-        out_shardings=(shardings, NamedSharding(spec.placement.mesh, P())),
-    )
-    return _compile(spec, step, state, batch, options=memory_options(state, memory))
+    step = jax.jit(on_devices, donate_argnums=0, out_shardings=(shardings, spec.placement.sharding(())))
+    return _compile(spec, step, memory_options(state, memory), state, batch)
 
 
-def _check_float8(spec: StepSpec, least: int, state: State) -> None:
+def _check_float8(spec: StepSpec, least: int) -> None:
     """Raises `ConfigError` if float8 is asked for and would not be used: the numbers would be another precision's."""
-    in_float8, products = engine.float8_products(spec, state["params"], state.get("buffers", {}))
+    in_float8, products = engine.float8_products(spec)
     if in_float8 == 0:
         raise ConfigError(
             f"train.precision: none of the {products} products of the layers' projections would be in float8: on a "
@@ -205,15 +196,13 @@ def _compile_eval(spec: StepSpec, state: State) -> Any:
     batch = _abstract_batch(spec)
     evaluate = jax.jit(
         lambda model, batch: eval_step(spec, model["params"], model.get("buffers", {}), batch),
-        out_shardings=NamedSharding(spec.placement.mesh, P()),
+        out_shardings=spec.placement.sharding(()),
     )
-    return _compile(spec, evaluate, model_state(state), batch)
+    return _compile(spec, evaluate, {}, model_state(state), batch)
 
 
-def _compile(spec: StepSpec, function: Any, *arguments: Any, options: Mapping[str, Any] = NO_OPTIONS) -> Any:
-    # float32 means float32: without this, GPUs would multiply in TF32.
-    precision = "highest" if spec.dtype == jnp.float32 else "default"
-    with jax.default_matmul_precision(precision):
+def _compile(spec: StepSpec, function: Any, options: dict[str, Any], *arguments: Any) -> Any:
+    with jax.default_matmul_precision(spec.matmul_precision):
         return function.lower(*arguments).compile({**compiler_options(spec, "2"), **options})
 
 

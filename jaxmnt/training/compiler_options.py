@@ -3,8 +3,6 @@
 import functools
 import math
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +11,6 @@ import jax.numpy as jnp
 from jaxmnt.parallel.sharding import Axes
 from jaxmnt.training.spec import State, StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device
-
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class GpuMemory(NamedTuple):

@@ -34,6 +34,7 @@ from jaxmnt.training.prefetch import PrefetchedLayers
 from jaxmnt.training.remat import Residuals
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import Layers, Pass, Rows, microbatch_rows
+from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import select
 from jaxmnt.training.weights import BY_ZERO, Weights
 
@@ -93,29 +94,28 @@ class Glance(NamedTuple):
     """By group and place in the pattern, which of the parameters."""
 
 
-def glance(spec: StepSpec, params: Params, buffers: Params) -> Glance:
-    """`params` and `buffers` are abstract, as they are placed."""
+def glance(spec: StepSpec) -> Glance:
+    """Returns what tracing a step tells, without running it."""
 
     def look(step: "Step") -> Glance:
         gathered = {name: layers.gathered_in_float8 for name, layers in step.layers.items()}
         return Glance(_start(step).residuals, gathered)
 
-    return _looked_at(spec, params, buffers, look)
+    return _looked_at(spec, look)
 
 
-def float8_products(spec: StepSpec, params: Params, buffers: Params) -> tuple[int, int]:
-    """Returns how many products of the layers' projections are in float8, and how many there are. `params` and
-    `buffers` are abstract, as they are placed."""
+def float8_products(spec: StepSpec) -> tuple[int, int]:
+    """Returns how many products of the layers' projections are in float8, and how many there are."""
 
     def look(step: "Step") -> list[tuple[int, int]]:
         x_BSD, rows = step.nothing(), step.layer_rows(jnp.int32(0))
         return [layers.products(x_BSD, rows) for layers in step.layers.values()]
 
-    counts = _looked_at(spec, params, buffers, look)
+    counts = _looked_at(spec, look)
     return sum(in_float8 for in_float8, _ in counts), sum(products for _, products in counts)
 
 
-def _looked_at(spec: StepSpec, params: Params, buffers: Params, look: Callable[["Step"], Found]) -> Found:
+def _looked_at(spec: StepSpec, look: Callable[["Step"], Found]) -> Found:
     """Returns what `look` finds in a step that is traced on a device and not computed."""
     found: list[Found] = []
 
@@ -123,13 +123,9 @@ def _looked_at(spec: StepSpec, params: Params, buffers: Params, look: Callable[[
         found.append(look(open_step(spec, params, buffers, batch, spec.schedule)))
         return jnp.zeros(())
 
-    split = lambda tree: jax.tree.map(spec.placement.spec, tree, is_leaf=is_axes)
-    definition = spec.definition
-    function = jax.shard_map(
-        local, mesh=spec.placement.mesh, out_specs=jax.sharding.PartitionSpec(), check_vma=False,
-        in_specs=(split(definition.axes), split(definition.buffer_axes), split(spec.row_axes)),
-    )  # fmt: skip
-    jax.eval_shape(function, params, buffers, spec.abstract_rows())
+    state = abstract_state(spec)
+    function = spec.on_mesh(local, [spec.row_axes], ())
+    jax.eval_shape(function, state["params"], state.get("buffers", {}), spec.abstract_rows())
     return found[0]
 
 

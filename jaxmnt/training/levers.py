@@ -14,11 +14,10 @@ import jax
 from jaxmnt.config.mesh import GATHERING_AXES, REPLICA_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.sharding import Axes
+from jaxmnt.parallel.sharding import Axes, named_leaves
 from jaxmnt.training import engine
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes
-from jaxmnt.training.trained import names_of
 
 
 class Lever(NamedTuple):
@@ -52,15 +51,12 @@ def told(levers: Sequence[Lever]) -> str:
 
 def parameters_of(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
     """Returns the name, the shape as it is placed, and the logical axes of each parameter."""
-    leaves = jax.tree.leaves(abstract_state(spec)["params"])
-    named = names_of(spec.definition.axes).items()
-    return [(name, leaf, axes) for leaf, (name, axes) in zip(leaves, named, strict=True)]
+    return named_leaves(abstract_state(spec)["params"], spec.definition.axes)
 
 
 def kept_bytes(spec: StepSpec) -> int:
     """What forwards leave on a device for their backwards, at most at a time; not what is in host memory."""
-    state = abstract_state(spec)
-    kept = jax.tree.leaves(engine.glance(spec, state["params"], state.get("buffers", {})).residuals)
+    kept = jax.tree.leaves(engine.glance(spec).residuals)
     on_device = (one for one in kept if jax.typeof(one).memory_space != jax.memory.Space.Host)
     return sum(one.dtype.itemsize * math.prod(one.shape) for one in on_device)
 

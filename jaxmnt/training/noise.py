@@ -7,14 +7,14 @@ replicas are summed. So squares are taken of what lies in memory, and nothing is
 
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxmnt.config.mesh import TOKEN_AXES
 from jaxmnt.models.contract import Params
-from jaxmnt.parallel.sharding import Axes, is_axes
+from jaxmnt.parallel.sharding import Axes, named_leaves
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.trained import select
 
@@ -37,7 +37,8 @@ def small_batches(spec: StepSpec) -> SmallBatches | None:
     if not spec.config.telemetry.noise_scale:
         return None
     sizes: Counter[frozenset[str]] = Counter()
-    for leaf, names in _leaves(spec, select(spec.definition.abstract, spec.trained_axes)):
+    leaves = named_leaves(select(spec.definition.abstract, spec.trained_axes), spec.trained_axes)
+    for _, leaf, names in leaves:
         if (apart := _apart(spec, names)) is not None:
             sizes[apart] += leaf.size
     if not sizes:
@@ -46,8 +47,7 @@ def small_batches(spec: StepSpec) -> SmallBatches | None:
     samples = math.prod(spec.placement.sizes[axis] for axis in apart)
     first = spec.placement.stages == 1 and spec.num_microbatches > 1
     share = 1 / (samples * (spec.num_microbatches if first else 1))
-    trained = jax.tree.leaves(spec.trained_axes, is_leaf=is_axes)
-    summed = any(spec.is_reduced_early(names) for names in trained if _apart(spec, names) == apart)
+    summed = any(spec.is_reduced_early(names) for _, _, names in leaves if _apart(spec, names) == apart)
     if share == 1 or (summed and not first):
         return None
     return SmallBatches(share, samples, first, apart)
@@ -55,13 +55,9 @@ def small_batches(spec: StepSpec) -> SmallBatches | None:
 
 def squares(spec: StepSpec, small: SmallBatches, gradients: Params) -> jax.Array:
     """Of a device's gradients, or of all: the sum of their squares, in float32."""
-    chosen = [leaf for leaf, names in _leaves(spec, gradients) if _apart(spec, names) == small.apart]
+    leaves = named_leaves(gradients, spec.trained_axes)
+    chosen = [leaf for _, leaf, names in leaves if _apart(spec, names) == small.apart]
     return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in chosen), jnp.zeros((), jnp.float32))
-
-
-def _leaves(spec: StepSpec, trained: Params) -> list[tuple[Any, Axes]]:
-    axes = jax.tree.leaves(spec.trained_axes, is_leaf=is_axes)
-    return list(zip(jax.tree.leaves(trained), axes, strict=True))
 
 
 def _apart(spec: StepSpec, names: Axes) -> frozenset[str] | None:

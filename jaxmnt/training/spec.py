@@ -1,6 +1,7 @@
 """Everything static that the steps are built from."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,11 @@ class StepSpec:
         return jnp.dtype(self.config.train.reduce_dtype)
 
     @property
+    def matmul_precision(self) -> str:
+        """float32 means float32: by JAX's default, GPUs would multiply in TF32."""
+        return "highest" if self.dtype == jnp.float32 else "default"
+
+    @property
     def zero(self) -> int:
         """The ZeRO stage. Where nobody has resolved `mesh.zero: auto` (`plan/zero.py` does), it is 3."""
         return 3 if self.config.mesh.zero == "auto" else self.config.mesh.zero
@@ -104,6 +110,19 @@ class StepSpec:
             field.name: jax.ShapeDtypeStruct(shape, jnp.dtype(field.dtype), sharding=place(field))
             for field in self.fields
         }
+
+    def on_mesh(self, function: Callable[..., Any], arrays: Sequence[Any], out: Any) -> Callable[..., Any]:
+        """Returns `function(params, buffers, *arrays)` on each device's pieces: of parameters and buffers as they are
+        placed, and of arrays with these logical axes. `out` has the logical axes of what the function returns."""
+        split = lambda axes: jax.tree.map(self.placement.spec, axes, is_leaf=is_axes)
+        return jax.shard_map(
+            function,
+            mesh=self.placement.mesh,
+            in_specs=split((self.definition.axes, self.definition.buffer_axes, *arrays)),
+            out_specs=split(out),
+            # JAX does not check what is replicated: each collective has its own transpose.
+            check_vma=False,
+        )
 
     @property
     def num_microbatches(self) -> int:

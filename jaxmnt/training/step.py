@@ -16,7 +16,6 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.layout import map_with_axes
-from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training import engine, noise
 from jaxmnt.training.loss import LossSums
 from jaxmnt.training.pipeline_schedule import build_schedule
@@ -82,8 +81,7 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
 def updates_applied(state: State) -> jax.Array:
     """Returns the number of updates so far: the optimizer counts them for its schedule. Batches are counted apart:
     a bad step and a step without targets take a batch and apply no update."""
-    count: jax.Array = state["optimizer"]["learning_rate"].count
-    return count
+    return state["optimizer"]["learning_rate"].count
 
 
 def _value_if(has_targets: jax.Array, value: jax.Array) -> jax.Array:
@@ -133,29 +131,17 @@ class Mean(NamedTuple):
 
 def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array) -> Mean:
     """Loss and gradients of one global batch."""
-    placement, definition, whole = spec.placement, spec.definition, jax.sharding.PartitionSpec()
-    layer_axes = {group.name: (group.name,) for group in definition.groups}  # stacked like parameters
-    each = jax.sharding.PartitionSpec(placement.mesh.axis_names)
-    sharded = jax.shard_map(
-        functools.partial(_local_gradients, spec),
-        mesh=placement.mesh,
-        in_specs=(
-            _specs(spec, definition.axes),
-            _specs(spec, definition.buffer_axes),
-            _specs(spec, spec.row_axes),
-            whole,
-        ),
-        out_specs=(whole, whole, whole, _specs(spec, layer_axes), _specs(spec, spec.trained_axes), each),
-        # JAX does not check what is replicated: each collective has its own transpose.
-        check_vma=False,
-    )
+    groups = spec.definition.groups
+    layer_axes = {group.name: (group.name,) for group in groups}  # stacked like parameters
+    out = ((), (), (), layer_axes, spec.trained_axes, ("devices",))
+    sharded = spec.on_mesh(functools.partial(_local_gradients, spec), [spec.row_axes, ()], out)
     sums, tokens, weight, layers, gradients, squared = sharded(params, buffers, _rows(spec, batch), step)
     stored = {
         group.name: jax.tree.map(
             lambda one, name=group.name: spec.layout.to_checkpoint_layout(one, (name, *[None] * (one.ndim - 1))),
             layers[group.name],
         )
-        for group in definition.groups
+        for group in groups
     }
     terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(stored) if path[-1].key == "loss"]
     scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
@@ -175,19 +161,9 @@ def _mean_squares(spec: StepSpec, squared: jax.Array, gradients: Params, scale: 
 
 def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> Metrics:
     """Sums of cross-entropy and of real targets over one global evaluation batch, and whether anybody wants to stop."""
-    definition, whole = spec.definition, jax.sharding.PartitionSpec()
-    sums, tokens = jax.shard_map(
-        functools.partial(_local_evaluation, spec),
-        mesh=spec.placement.mesh,
-        in_specs=(_specs(spec, definition.axes), _specs(spec, definition.buffer_axes), _specs(spec, spec.row_axes)),
-        out_specs=(whole, whole),
-        check_vma=False,
-    )(params, buffers, _rows(spec, batch))
+    sharded = spec.on_mesh(functools.partial(_local_evaluation, spec), [spec.row_axes], ((), ()))
+    sums, tokens = sharded(params, buffers, _rows(spec, batch))
     return {"loss_sum": sums.cross_entropy, "tokens": tokens, "stop": jnp.sum(batch["control"][:, 0])}
-
-
-def _specs(spec: StepSpec, axes: Any) -> Any:
-    return jax.tree.map(spec.placement.spec, axes, is_leaf=is_axes)
 
 
 def _rows(spec: StepSpec, batch: Batch) -> Batch:
