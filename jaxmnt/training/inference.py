@@ -16,13 +16,12 @@ import numpy as np
 
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerGroup, Params
-from jaxmnt.parallel.collectives import index_along, max_over
+from jaxmnt.parallel.collectives import max_over
 from jaxmnt.parallel.layout import map_with_axes
-from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
-from jaxmnt.training.loss import Logits, chunk_count
+from jaxmnt.training.loss import chunk_count, in_chunks, logits_of
 from jaxmnt.training.spec import Batch, StepSpec
-from jaxmnt.training.stage import Layers, Pass, always, microbatch_rows
+from jaxmnt.training.stage import Layers, Pass, Rows, always, microbatch_rows
 from jaxmnt.training.weights import Weights
 
 _LEAST = 16
@@ -42,7 +41,7 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
 
     axes = (spec.definition.axes, spec.definition.buffer_axes)
     placed = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
-    found = _on_mesh(spec, logits, ("batch", "length", "vocab"))(placed, tokens_BL)
+    found = _on_mesh(spec, logits, [("batch", "length")], ("batch", "length", "vocab"), *placed, tokens_BL)
     return found[..., : spec.data_vocab_size]
 
 
@@ -63,22 +62,19 @@ def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
         ends = EmbedAndHead(spec, Weights(spec, params))
         limit = spec.config.train.loss_chunk_mib
         chunks = chunk_count(targets_BL.size, spec.definition.vocab_size, spec.placement, limit)
-        size = -(-targets_BL.size // chunks)
-        cut = lambda x: jnp.pad(x, ((0, chunks * size - len(x)),) + ((0, 0),) * (x.ndim - 1)).reshape(
-            chunks, size, *x.shape[1:]
-        )
 
         def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> Scores:
             y_TD, targets_T = chunk
-            logits = _as_logits(spec, ends.logits(y_TD[None])[0])
+            logits = logits_of(ends.logits(y_TD[None])[0], spec.data_vocab_size, spec.placement)
             picked_T = logits.pick(targets_T)
             best_T = max_over("vocab", jnp.max(logits.values_CV, axis=-1), spec.placement)
             return Scores(picked_T - logits.log_sum_exp(), picked_T >= best_T)
 
-        found = jax.lax.map(of_chunk, (cut(y_BLD.reshape(-1, y_BLD.shape[-1])), cut(targets_BL.reshape(-1))))
+        found = jax.lax.map(of_chunk, (in_chunks(y_BLD, chunks), in_chunks(targets_BL, chunks)))
         return Scores(*(one.reshape(-1)[: targets_BL.size].reshape(targets_BL.shape) for one in found))
 
-    return Scores(*_on_mesh(spec, scores, ("batch", "length"))((params, buffers), tokens_BL, targets_BL))
+    rows = ("batch", "length")
+    return Scores(*_on_mesh(spec, scores, [rows, rows], rows, params, buffers, tokens_BL, targets_BL))
 
 
 @dataclass(frozen=True)
@@ -104,15 +100,13 @@ class Generator:
         self._spec = spec
         axes = (spec.definition.axes, spec.definition.buffer_axes)
         self._placed = jax.jit(lambda trees: map_with_axes(spec.layout.to_device_layout, trees, axes))
-        self._begin = jax.jit(functools.partial(_begin, spec), static_argnums=(0, 1))
-        self._step = jax.jit(functools.partial(_step, spec), static_argnums=(0, 1), donate_argnums=5)
+        self._next = jax.jit(functools.partial(_next_token, spec), static_argnums=(0, 1), donate_argnums=7)
 
     def place(self, params: Params, buffers: Params) -> tuple[Params, Params]:
         """The weights as they are called, from these as they are stored."""
         if not self._spec.layout.dimensions:
             return params, buffers
-        placed: tuple[Params, Params] = self._placed((params, buffers))
-        return placed
+        return self._placed((params, buffers))
 
     def generate(
         self,
@@ -141,22 +135,15 @@ class Generator:
         chosen = replace(sampling, seed=0)  # which is an argument of the program, not a part of it
         draws = Draws(jax.random.key(sampling.seed), put(numbers_B))
         static = (max(width, rounded_length(longest + most)), chosen)
-        lengths = put(lengths_B)
-        token_B, caches = self._begin(*static, *weights, put(tokens_BL), lengths, draws)
+        lengths, zeros, ones = put(lengths_B), put(np.zeros_like(lengths_B)), put(np.ones_like(lengths_B))
+        token_B1, caches = self._next(*static, *weights, put(tokens_BL), zeros, lengths, None, draws)
         for made in range(most):
             following = None
             if made + 1 < most:
-                following = self._step(*static, *weights, token_B, caches, lengths + made, draws)
-            yield np.asarray(token_B)[:count]
+                following = self._next(*static, *weights, token_B1, lengths + made, ones, caches, draws)
+            yield np.asarray(token_B1)[:count, 0]
             if following is not None:
-                token_B, caches = following
-
-
-class Caching(NamedTuple):
-    """How keys and values are kept: in so many places, of tokens at these positions."""
-
-    places: int
-    positions_BQ: jax.Array
+                token_B1, caches = following
 
 
 class Draws(NamedTuple):
@@ -167,48 +154,51 @@ class Draws(NamedTuple):
     """Of the prompts."""
 
 
-def _begin(
+def _next_token(
     spec: StepSpec,
     places: int,
     sampling: Sampling,
     params: Params,
     buffers: Params,
-    tokens_BL: jax.Array,
-    lengths_B: jax.Array,
-    draws: Draws,
-) -> tuple[jax.Array, Any]:
-    """The first new token of each row, and the caches."""
-
-    def run(params: Params, buffers: Params, tokens_BL: jax.Array, lengths_B: jax.Array) -> Any:
-        positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
-        y_BLD, caches = _cached(spec, params, buffers, tokens_BL, Caching(places, positions_BL), None)
-        y_B1D = jnp.take_along_axis(y_BLD, (lengths_B - 1)[:, None, None], axis=1)
-        return EmbedAndHead(spec, Weights(spec, params)).logits(y_B1D)[:, 0], caches
-
-    logits_BV, caches = _generating(spec, run)(params, buffers, tokens_BL, lengths_B)
-    return _sampled(spec, sampling, logits_BV, lengths_B, draws), caches
-
-
-def _step(
-    spec: StepSpec,
-    places: int,
-    sampling: Sampling,
-    params: Params,
-    buffers: Params,
-    token_B: jax.Array,
+    tokens_BQ: jax.Array,
+    starts_B: jax.Array,
+    counts_B: jax.Array,
     caches: Any,
-    positions_B: jax.Array,
     draws: Draws,
 ) -> tuple[jax.Array, Any]:
-    """The token after `token`, which stands at `positions`."""
+    """The token [B, 1] after the first `counts` of these, which stand at the positions from `starts` on, and the caches
+    with keys and values in so many places. `caches` are those of the tokens before; None: there are none."""
 
-    def run(params: Params, buffers: Params, token_B: jax.Array, positions_B: jax.Array, caches: Any) -> Any:
-        caching = Caching(places, positions_B[:, None])
-        y_B1D, kept = _cached(spec, params, buffers, token_B[:, None], caching, caches)
-        return EmbedAndHead(spec, Weights(spec, params)).logits(y_B1D)[:, 0], kept
+    def run(
+        params: Params, buffers: Params, tokens_BQ: jax.Array, starts_B: jax.Array, counts_B: jax.Array, caches: Any
+    ) -> Any:
+        weights, kept = Weights(spec, params), {}
+        positions_BQ = starts_B[:, None] + jnp.arange(tokens_BQ.shape[1], dtype=jnp.int32)
+        seen = Rows(positions_BQ, None, spec.definition.family.rotary(positions_BQ), None)
+        x_BQD = EmbedAndHead(spec, weights).embed(_rows(tokens_BQ, positions_BQ))
+        for group in spec.definition.groups:
+            layers = _layers(spec, group, weights, buffers)
 
-    logits_BV, caches = _generating(spec, run)(params, buffers, token_B, positions_B, caches)
-    return _sampled(spec, sampling, logits_BV, positions_B + 1, draws), caches
+            def unit(
+                x_BQD: jax.Array, scanned: tuple[jax.Array, Any], layers: Layers = layers
+            ) -> tuple[jax.Array, Any]:
+                number, before = scanned
+                new = [Cache(places, positions_BQ, each) for each in before or [None] * layers.places]
+                for place, cache in enumerate(new):
+                    x_BQD = layers.call(number, place, seen, x_BQD, cache).x_BSD
+                return x_BQD, [cache.kept for cache in new]
+
+            units = (jnp.arange(group.units), None if caches is None else caches[group.name])
+            x_BQD, kept[group.name] = jax.lax.scan(unit, x_BQD, units)
+        y_B1D = jnp.take_along_axis(x_BQD, (counts_B - 1)[:, None, None], axis=1)
+        return EmbedAndHead(spec, weights).logits(y_B1D)[:, 0], kept
+
+    by_head = (None, "batch", None, "heads", None)
+    arrays = (("batch", None), ("batch",), ("batch",), by_head)
+    logits_BV, caches = _on_mesh(
+        spec, run, arrays, (("batch", "vocab"), by_head), params, buffers, tokens_BQ, starts_B, counts_B, caches
+    )
+    return _sampled(spec, sampling, logits_BV, starts_B + counts_B, draws)[:, None], caches
 
 
 def _sampled(
@@ -235,53 +225,10 @@ def _sampled(
 # -- on one device of the mesh
 
 
-def _on_mesh(spec: StepSpec, function: Callable[..., Any], out: tuple[str, ...]) -> Callable[..., Any]:
-    """The function of parameters and buffers as they are placed and of arrays [B, L], on each device's pieces."""
-    placement = spec.placement
-
-    def run(weights: tuple[Params, Params], *rows: jax.Array) -> Any:
-        call = jax.shard_map(
-            function,
-            mesh=placement.mesh,
-            in_specs=(*_specs(spec), *[placement.spec(("batch", "length"))] * len(rows)),
-            out_specs=placement.spec(out),
-            check_vma=False,
-        )
-        with _precision(spec):
-            return call(*weights, *rows)
-
-    return run
-
-
-def _generating(spec: StepSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of parameters and buffers as they are placed, of arrays [B, …], and of caches, if it takes any, on
-    each device's pieces. It returns logits [B, V] and caches."""
-    placement = spec.placement
-    kept = placement.spec((None, "batch", None, "heads", None))
-
-    def run(params: Params, buffers: Params, *rest: Any) -> Any:
-        along = [kept if not isinstance(one, jax.Array) else placement.spec(("batch",)) for one in rest]
-        call = jax.shard_map(
-            function,
-            mesh=placement.mesh,
-            in_specs=(*_specs(spec), *along),
-            out_specs=(placement.spec(("batch", "vocab")), kept),
-            check_vma=False,
-        )
-        with _precision(spec):
-            return call(params, buffers, *rest)
-
-    return run
-
-
-def _specs(spec: StepSpec) -> Any:
-    axes = (spec.definition.axes, spec.definition.buffer_axes)
-    return jax.tree.map(spec.placement.spec, axes, is_leaf=is_axes)
-
-
-def _precision(spec: StepSpec) -> Any:
-    """float32 means float32, as in training."""
-    return jax.default_matmul_precision("highest" if spec.dtype == jnp.float32 else "default")
+def _on_mesh(spec: StepSpec, function: Callable[..., Any], arrays: Sequence[Any], out: Any, *arguments: Any) -> Any:
+    """What the function gives on each device's pieces, see `StepSpec.on_mesh`."""
+    with jax.default_matmul_precision(spec.matmul_precision):
+        return spec.on_mesh(function, arrays, out)(*arguments)
 
 
 def _rows(tokens_BL: jax.Array, positions_BL: jax.Array) -> Batch:
@@ -302,38 +249,6 @@ def _last_layer(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.
 def _layers(spec: StepSpec, group: LayerGroup, weights: Weights, buffers: Params) -> Layers:
     """All units of a group, on one stage."""
     return Layers(spec, group, weights, buffers, jnp.arange(group.units), group.units)
-
-
-def _cached(
-    spec: StepSpec, params: Params, buffers: Params, tokens_BQ: jax.Array, caching: Caching, before: Any
-) -> tuple[jax.Array, Any]:
-    """The output of the last layer for new tokens, and the caches, by group."""
-    rows, weights = _rows(tokens_BQ, caching.positions_BQ), Weights(spec, params)
-    x_BQD = EmbedAndHead(spec, weights).embed(rows)
-    family = spec.definition.family
-    seen = microbatch_rows(spec, rows, None)._replace(
-        positions=caching.positions_BQ, segments=None, rotary=family.rotary(caching.positions_BQ)
-    )
-    kept = {}
-    for group in spec.definition.groups:
-        layers = _layers(spec, group, weights, buffers)
-        units = (jnp.arange(group.units), None if before is None else before[group.name])
-
-        def unit(x_BQD: jax.Array, scanned: tuple[jax.Array, Any], layers: Layers = layers) -> tuple[jax.Array, Any]:
-            number, kept_before = scanned
-            caches = [Cache(*caching, each) for each in kept_before or [None] * layers.places]
-            for place, cache in enumerate(caches):
-                x_BQD = layers.call(number, place, seen, x_BQD, cache).x_BSD
-            return x_BQD, [cache.kept for cache in caches]
-
-        x_BQD, kept[group.name] = jax.lax.scan(unit, x_BQD, units)
-    return x_BQD, kept
-
-
-def _as_logits(spec: StepSpec, values_TV: jax.Array) -> Logits:
-    """The logits of this device's part of the vocabulary, of ids that the data has."""
-    ids_V = index_along("vocab", spec.placement) * values_TV.shape[1] + jnp.arange(values_TV.shape[1])
-    return Logits(jnp.where(ids_V < spec.data_vocab_size, values_TV, -jnp.inf), ids_V, spec.placement)
 
 
 def rounded_length(length: int) -> int:

@@ -69,6 +69,15 @@ class Logits:
         return sum_over("vocab", jnp.sum(product_CV, axis=-1), self.placement)
 
 
+def logits_of(values_CV: jax.Array, data_vocab_size: int, placement: Placement) -> Logits:
+    """The logits of this device's part of the vocabulary, of ids that the data has."""
+    size = values_CV.shape[1]
+    ids_V = index_along("vocab", placement) * size + jnp.arange(size)
+    if data_vocab_size < size * placement.num_shards("vocab"):
+        values_CV = jnp.where(ids_V < data_vocab_size, values_CV, -jnp.inf)
+    return Logits(values_CV, ids_V, placement)
+
+
 Tokens = dict[str, jax.Array]
 """The fields of a batch for the tokens of a chunk, [C] each: tokens, targets, weights, segments, positions."""
 
@@ -94,8 +103,7 @@ def load_loss(path: str | None) -> Loss:
     found = import_dotted(path, "train.loss", "a function")
     if not callable(found):
         raise ConfigError(f"train.loss: {printable(path)} must be a function, and is a {type(found).__name__}")
-    loss: Loss = found
-    return loss
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,25 +218,22 @@ def _product(x_CD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
 
 
 def _loss_of(chunks: LossChunks, rest: Any, product_CV: jax.Array, tokens: Tokens) -> LossSums:
-    logits_CV, size = chunks.finish(rest, product_CV), product_CV.shape[1]
-    ids_V = index_along("vocab", chunks.placement) * size + jnp.arange(size)
-    if chunks.data_vocab_size < size * chunks.placement.num_shards("vocab"):
-        logits_CV = jnp.where(ids_V < chunks.data_vocab_size, logits_CV, -jnp.inf)
-    sums = chunks.loss(Logits(logits_CV, ids_V, chunks.placement), tokens)
+    logits = logits_of(chunks.finish(rest, product_CV), chunks.data_vocab_size, chunks.placement)
+    sums = chunks.loss(logits, tokens)
     if not (isinstance(sums, LossSums) and all(jnp.shape(one) == () for one in sums)):
         raise ConfigError("train.loss: the function must return jaxmnt.training.loss.LossSums of two numbers")
     return sums
 
 
 def _cut(chunks: LossChunks, x_BLD: jax.Array, rows: Tokens) -> tuple[jax.Array, Tokens]:
-    """[chunks, C, …] of each, with zeros after the last token."""
+    """[chunks, C, …] of each."""
+    return jax.tree.map(lambda array: in_chunks(array, chunks.chunks), (x_BLD, rows))
 
-    def cut(array: jax.Array) -> jax.Array:
-        count = array.shape[0] * array.shape[1]
-        size = -(-count // chunks.chunks)
-        flat = array.reshape(count, *array.shape[2:])
-        if pad := chunks.chunks * size - count:
-            flat = jnp.pad(flat, ((0, pad),) + ((0, 0),) * (flat.ndim - 1))
-        return flat.reshape(chunks.chunks, size, *flat.shape[1:])
 
-    return cut(x_BLD), {name: cut(rows[name]) for name in sorted(rows)}
+def in_chunks(array_BL: jax.Array, chunks: int) -> jax.Array:
+    """[chunks, C, …] from [B, L, …], with zeros after the last token."""
+    flat = array_BL.reshape(-1, *array_BL.shape[2:])
+    size = -(-len(flat) // chunks)
+    if pad := chunks * size - len(flat):
+        flat = jnp.pad(flat, ((0, pad),) + ((0, 0),) * (flat.ndim - 1))
+    return flat.reshape(chunks, size, *flat.shape[1:])
