@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
+from jaxmnt.parallel.collectives import with_backward
 
 ATTENTION = "attention"
 """Checkpoint name of what attention gives: with it kept, backward does not attend a second time."""
@@ -126,31 +127,7 @@ def _for_each_call(
     step = lambda number, arrays: fill(_call(documents, number, per_call), arrays)
     empty = tuple(jnp.zeros(one.shape, one.dtype) for one in like)
     with jax.named_scope("about_1_rounds"):  # for the plan
-        found: tuple[jax.Array, ...] = jax.lax.fori_loop(0, calls, step, empty)
-    return found
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _packed(
-    options: _Options, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
-) -> jax.Array:
-    return _forward(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)[0]
-
-
-def _forward(
-    options: _Options, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The output, and what backward needs."""
-    batch, length, heads, _ = q_BLHK.shape
-
-    def fill(call: _Call, filled: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.lengths_C, call.first_C1)
-        statistics_TH = statistics_CHL[call.document_T, :, call.place_T]
-        return _chosen(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
-
-    like = (q_BLHK, jax.ShapeDtypeStruct((batch, length, heads), jnp.float32))
-    a_BLHK, statistics_BLH = (checkpoint_name(one, ATTENTION) for one in _for_each_call(segments_BL, fill, like))
-    return a_BLHK, (q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH)
+        return jax.lax.fori_loop(0, calls, step, empty)
 
 
 def _backward(
@@ -174,7 +151,22 @@ def _backward(
     return (*_for_each_call(segments_BL, fill, (q_BLHK, k_BLGK, v_BLGK)), None)
 
 
-_packed.defvjp(_forward, _backward)
+@with_backward(_backward, static=1)
+def _packed(
+    options: _Options, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The output, and what backward needs."""
+    batch, length, heads, _ = q_BLHK.shape
+
+    def fill(call: _Call, filled: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.lengths_C, call.first_C1)
+        statistics_TH = statistics_CHL[call.document_T, :, call.place_T]
+        return _chosen(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
+
+    like = (q_BLHK, jax.ShapeDtypeStruct((batch, length, heads), jnp.float32))
+    a_BLHK, statistics_BLH = (checkpoint_name(one, ATTENTION) for one in _for_each_call(segments_BL, fill, like))
+    return a_BLHK, (q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH)
+
 
 _NOTHING = 1e30
 

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.models.projections import project_gathered, project_scattered
-from jaxmnt.parallel.collectives import index_along
+from jaxmnt.parallel.collectives import index_along, with_backward
 from jaxmnt.parallel.sharding import Placement
 
 INIT_STD = 0.02
@@ -62,18 +62,20 @@ class Embedding(nnx.Module):
         return _look_up(dtype, table_VD, jnp.where(inside_BL, own_BL, table_VD.shape[0]))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _look_up(dtype: jnp.dtype, table_VD: jax.Array, rows_BL: jax.Array) -> jax.Array:
+def _look_up_gradient(
+    dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], gradient_BLD: jax.Array
+) -> tuple[jax.Array, None]:
+    table_VD, rows_BL = saved
+    zeros_VD = zeros_after(gradient_BLD, table_VD)
+    return zeros_VD.at[rows_BL].add(gradient_BLD.astype(table_VD.dtype), mode="drop"), None
+
+
+@with_backward(_look_up_gradient, static=1)
+def _look_up(
+    dtype: jnp.dtype, table_VD: jax.Array, rows_BL: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Rows of a table; zeros for those beyond its end. The gradient is added up in the table's dtype."""
-    return table_VD.astype(dtype).at[rows_BL].get(mode="fill", fill_value=0)
-
-
-_look_up.defvjp(
-    lambda dtype, table_VD, rows_BL: (_look_up(dtype, table_VD, rows_BL), (table_VD, rows_BL)),
-    lambda dtype, saved, gradient_BLD: (
-        zeros_after(gradient_BLD, saved[0]).at[saved[1]].add(gradient_BLD.astype(saved[0].dtype), mode="drop"), None,
-    ),
-)  # fmt: skip
+    return table_VD.astype(dtype).at[rows_BL].get(mode="fill", fill_value=0), (table_VD, rows_BL)
 
 
 class Head(nnx.Module):

@@ -33,7 +33,7 @@ from jaxmnt.models.huggingface import (
 from jaxmnt.models.llama import Block, Llama
 from jaxmnt.models.rotary import Angles
 from jaxmnt.models.windows import Alternating, two_rotaries, window
-from jaxmnt.parallel.collectives import sum_over
+from jaxmnt.parallel.collectives import sum_over, with_backward
 from jaxmnt.parallel.sharding import Placement
 
 LAYER = {
@@ -54,24 +54,9 @@ class ProjectionNorm(nnx.Module):
         return _normalise(self.axis, self.size, self.epsilon, placement, x_BLHK, self.scale[...])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _normalise(
-    axis: str, size: int, epsilon: float, placement: Placement, x_BLHK: jax.Array, scale_HK: jax.Array
-) -> jax.Array:
-    return _normalise_forward(axis, size, epsilon, placement, x_BLHK, scale_HK)[0]
-
-
 _Saved = tuple[jax.Array, jax.Array, jax.Array]
 """x, one over its root mean square, and the scale: backward keeps x once, without float32 copies, under every remat
 policy."""
-
-
-def _normalise_forward(
-    axis: str, size: int, epsilon: float, placement: Placement, x_BLHK: jax.Array, scale_HK: jax.Array
-) -> tuple[jax.Array, _Saved]:
-    squares_BL11 = jnp.sum(jnp.square(x_BLHK.astype(jnp.float32)), axis=(-2, -1), keepdims=True)
-    inverse_BL11 = jax.lax.rsqrt(sum_over(axis, squares_BL11, placement) / size + epsilon)
-    return _scaled(x_BLHK, inverse_BL11, scale_HK), (x_BLHK, inverse_BL11, scale_HK)
 
 
 def _normalise_backward(
@@ -87,7 +72,13 @@ def _normalise_backward(
     return (x_gradient_BLHK + 2 * x32_BLHK * squares_gradient_BL11).astype(x_BLHK.dtype), scale_gradient_HK
 
 
-_normalise.defvjp(_normalise_forward, _normalise_backward)
+@with_backward(_normalise_backward, static=4)
+def _normalise(
+    axis: str, size: int, epsilon: float, placement: Placement, x_BLHK: jax.Array, scale_HK: jax.Array
+) -> tuple[jax.Array, _Saved]:
+    squares_BL11 = jnp.sum(jnp.square(x_BLHK.astype(jnp.float32)), axis=(-2, -1), keepdims=True)
+    inverse_BL11 = jax.lax.rsqrt(sum_over(axis, squares_BL11, placement) / size + epsilon)
+    return _scaled(x_BLHK, inverse_BL11, scale_HK), (x_BLHK, inverse_BL11, scale_HK)
 
 
 def _scaled(x_BLHK: jax.Array, inverse_BL11: jax.Array, scale_HK: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ from jaxmnt.parallel.collectives import (
     piece_of_length,
     scatter_piece_by_piece,
     scatter_sequence,
+    with_backward,
 )
 from jaxmnt.parallel.sharding import Placement
 
@@ -79,11 +80,6 @@ def _chosen_for(x: jax.Array, weight: jax.Array, own: Own, pieces: int = 1) -> H
     return how
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projection(how: How, x: jax.Array, weight: jax.Array, own: Own) -> jax.Array:
-    return _project(how, x, _owned(weight, own))
-
-
 def _projection_backward(how: How, saved: tuple[jax.Array, jax.Array, Own], gradient: jax.Array) -> tuple[Any, ...]:
     x, weight, own = saved
     taken = _owned(weight, own)
@@ -91,10 +87,11 @@ def _projection_backward(how: How, saved: tuple[jax.Array, jax.Array, Own], grad
     return x_gradient, _given_back(weight_gradient, weight, own), None
 
 
-# Not through `_projection` itself, whose inside a remat policy would not see.
-_projection.defvjp(
-    lambda how, x, weight, own: (_project(how, x, _owned(weight, own)), (x, weight, own)), _projection_backward
-)
+@with_backward(_projection_backward, static=1)
+def _projection(
+    how: How, x: jax.Array, weight: jax.Array, own: Own
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Own]]:
+    return _project(how, x, _owned(weight, own)), (x, weight, own)
 
 
 def _owned(weight: jax.Array, own: Own) -> jax.Array:
@@ -137,33 +134,6 @@ def _matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
 _Ring = tuple[jax.Array, tuple[jax.Array, ...], tuple[Own, ...]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _project_ring(
-    how: tuple[How, ...],
-    placement: Placement,
-    x_BSD: jax.Array,
-    weights: tuple[jax.Array, ...],
-    own: tuple[Own, ...],
-) -> tuple[jax.Array, ...]:
-    return _project_ring_forward(how, placement, x_BSD, weights, own)[0]
-
-
-def _project_ring_forward(
-    how: tuple[How, ...],
-    placement: Placement,
-    x_BSD: jax.Array,
-    weights: tuple[jax.Array, ...],
-    own: tuple[Own, ...],
-) -> tuple[tuple[jax.Array, ...], _Ring]:
-    def work(piece_BSD: jax.Array) -> tuple[jax.Array, ...]:
-        each = zip(how, weights, own, strict=True)
-        return tuple(_unseen(_project, one, piece_BSD, _owned(weight, chosen)) for one, weight, chosen in each)
-
-    products, x_BLD = gather_piece_by_piece(x_BSD, placement, work)
-    products = tuple(checkpoint_name(one, PROJECTED) for one in products)
-    return products, (checkpoint_name(x_BLD, WHOLE_SEQUENCE), weights, own)
-
-
 def _project_ring_backward(
     how: tuple[How, ...], placement: Placement, saved: _Ring, gradients: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
@@ -184,19 +154,21 @@ def _project_ring_backward(
     return x_gradient_BSD, tuple(found), (None,) * len(own)
 
 
-_project_ring.defvjp(_project_ring_forward, _project_ring_backward)
+@with_backward(_project_ring_backward, static=2)
+def _project_ring(
+    how: tuple[How, ...],
+    placement: Placement,
+    x_BSD: jax.Array,
+    weights: tuple[jax.Array, ...],
+    own: tuple[Own, ...],
+) -> tuple[tuple[jax.Array, ...], _Ring]:
+    def work(piece_BSD: jax.Array) -> tuple[jax.Array, ...]:
+        each = zip(how, weights, own, strict=True)
+        return tuple(_unseen(_project, one, piece_BSD, _owned(weight, chosen)) for one, weight, chosen in each)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scatter_ring(how: How, placement: Placement, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _scatter_ring_forward(how, placement, x, weight)[0]
-
-
-def _scatter_ring_forward(
-    how: How, placement: Placement, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    part = lambda number: _unseen(_project, how, piece_of_length(x, number, placement), weight)
-    return checkpoint_name(scatter_piece_by_piece(part, placement), SCATTERED), (x, weight)
+    products, x_BLD = gather_piece_by_piece(x_BSD, placement, work)
+    products = tuple(checkpoint_name(one, PROJECTED) for one in products)
+    return products, (checkpoint_name(x_BLD, WHOLE_SEQUENCE), weights, own)
 
 
 def _scatter_ring_backward(
@@ -209,7 +181,12 @@ def _scatter_ring_backward(
     return x_gradient, _weight_gradient(how, x, gradient_BLD, weight)
 
 
-_scatter_ring.defvjp(_scatter_ring_forward, _scatter_ring_backward)
+@with_backward(_scatter_ring_backward, static=2)
+def _scatter_ring(
+    how: How, placement: Placement, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    part = lambda number: _unseen(_project, how, piece_of_length(x, number, placement), weight)
+    return checkpoint_name(scatter_piece_by_piece(part, placement), SCATTERED), (x, weight)
 
 
 def _unseen(product: Callable[..., jax.Array], how: How, *arrays: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmnt.config.model import RopeScaling
+from jaxmnt.parallel.collectives import with_backward
 
 UNSCALED = RopeScaling()
 
@@ -59,8 +60,7 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # as the reference has it: a step
-    ramp: np.ndarray = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
-    return ramp
+    return np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
 
 
 def _attention_factor(scaling: RopeScaling) -> float:
@@ -72,15 +72,6 @@ def _attention_factor(scaling: RopeScaling) -> float:
     return 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
 
 
-@jax.custom_vjp
-def rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
-    """Applies the rotary embedding, pairing the first half of a head with the second as Llama does.
-
-    Its transpose turns back, so that backward needs the angles alone, which are not differentiated.
-    """
-    return _rotate(x_BLHK, angles)
-
-
 def _rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
     cos, sin = angles
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
@@ -88,7 +79,10 @@ def _rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
     return rotated.astype(x_BLHK.dtype)
 
 
-rotate.defvjp(
-    lambda x_BLHK, angles: (_rotate(x_BLHK, angles), angles),
-    lambda angles, gradient_BLHK: (_rotate(gradient_BLHK, (angles[0], -angles[1])), None),
-)
+@with_backward(lambda angles, gradient_BLHK: (_rotate(gradient_BLHK, (angles[0], -angles[1])), None))
+def rotate(x_BLHK: jax.Array, angles: Angles) -> tuple[jax.Array, Angles]:
+    """Applies the rotary embedding, pairing the first half of a head with the second as Llama does.
+
+    Its transpose turns back, so that backward needs the angles alone, which are not differentiated.
+    """
+    return _rotate(x_BLHK, angles), angles

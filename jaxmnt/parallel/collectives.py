@@ -11,7 +11,7 @@ Shapes: B batch, L length, S this device's piece of the length, D model.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -208,8 +208,7 @@ def gather_piece_by_piece(
             whole = jax.lax.dynamic_update_slice_in_dim(whole, part, (own + step) % size * length, axis=1)
         return whole
 
-    whole: tuple[Any, jax.Array] = jax.tree.map(in_order, *found)
-    return whole
+    return jax.tree.map(in_order, *found)
 
 
 def scatter_piece_by_piece(
@@ -302,6 +301,31 @@ def shift_stage(x: jax.Array, placement: Placement, *, forward: bool, circular: 
     ahead, back = (pairs, [(b, a) for a, b in pairs])[:: 1 if forward else -1]
     hand = lambda pairs: lambda x: jax.lax.ppermute(x, STAGE_AXIS, pairs)
     return _with_transpose(hand(ahead), hand(back))(x)
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def with_backward(
+    backward: Callable[..., Any], static: int = 0
+) -> Callable[[Callable[Arguments, tuple[Result, Any]]], Callable[Arguments, Result]]:
+    """Gives a function that returns its result and what `backward` needs of it a gradient by `backward`, and has it
+    return the result alone. Its first `static` arguments are no arrays, and go to `backward` as well, before the rest.
+
+    The inside of the function, its checkpoint names among it, is seen by remat policies.
+    """
+
+    def decorate(forward: Callable[Arguments, tuple[Result, Any]]) -> Callable[Arguments, Result]:
+        @functools.wraps(forward)
+        def result(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            return forward(*arguments, **named)[0]
+
+        function = jax.custom_vjp(result, nondiff_argnums=tuple(range(static)))
+        function.defvjp(forward, backward)
+        return function
+
+    return decorate
 
 
 def _with_transpose(function: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Callable[[Any], Any]:

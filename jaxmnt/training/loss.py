@@ -21,7 +21,7 @@ from jaxmnt.config.load import import_dotted
 from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.layers import zeros_after
-from jaxmnt.parallel.collectives import index_along, max_over, share_of, sum_over
+from jaxmnt.parallel.collectives import index_along, max_over, share_of, sum_over, with_backward
 from jaxmnt.parallel.sharding import Placement
 
 
@@ -106,22 +106,19 @@ def load_loss(path: str | None) -> Loss:
     return found
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_sum_exp(placement: Placement, logits_CV: jax.Array) -> jax.Array:
-    return _exponentials(placement, logits_CV)[0]
+def _log_sum_exp_gradient(
+    placement: Placement, saved: tuple[jax.Array, jax.Array], gradient_C: jax.Array
+) -> tuple[jax.Array]:
+    exponentials_CV, partition_C = saved
+    return (exponentials_CV * (sum_over("vocab", gradient_C, placement) / partition_C)[:, None],)
 
 
-def _exponentials(placement: Placement, logits_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+@with_backward(_log_sum_exp_gradient, static=1)
+def _log_sum_exp(placement: Placement, logits_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     largest_C1 = max_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
     exponentials_CV = jnp.exp(logits_CV - largest_C1)
     partition_C = sum_over("vocab", jnp.sum(exponentials_CV, axis=-1), placement)
     return largest_C1[:, 0] + jnp.log(partition_C), (exponentials_CV, partition_C)
-
-
-_log_sum_exp.defvjp(
-    _exponentials,
-    lambda placement, saved, gradient_C: (saved[0] * (sum_over("vocab", gradient_C, placement) / saved[1])[:, None],),
-)
 
 
 # -- chunk by chunk
