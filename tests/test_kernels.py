@@ -9,7 +9,7 @@ from test_program import equations
 
 from jaxmnt.data.fields import FIELDS
 from jaxmnt.errors import ConfigError
-from jaxmnt.models import cudnn, long_rows
+from jaxmnt.models import blockwise, cudnn
 from jaxmnt.models.kernels import attend, choose_kernel
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.state import abstract_state
@@ -49,7 +49,7 @@ CASES = [
 def test_blockwise_attention_is_exact(
     length, heads, kv_heads, packed, window, soft_cap, sinks, monkeypatch
 ):  # fmt: skip
-    monkeypatch.setattr(long_rows, "BLOCK", 16)
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
     rng = np.random.default_rng(length)
     array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     q, k, v, gradient = (array(2, length, count, 8) for count in (heads, kv_heads, kv_heads, heads))
@@ -204,7 +204,7 @@ def test_no_array_of_packed_rows_grows_with_the_square_of_the_length():
         abstract_state(spec)["params"], batch
     )
     shapes = [variable.aval.shape for equation in equations(jaxpr.jaxpr) for variable in equation.outvars]
-    assert any(long_rows.BLOCK in shape for shape in shapes)
+    assert any(blockwise.BLOCK in shape for shape in shapes)
     assert not [shape for shape in shapes if sum(size >= length for size in shape) > 1]
 
 

@@ -1,4 +1,7 @@
-"""Attention of one block of queries to one block of keys, forward and backward.
+"""Attention of blocks of queries to blocks of keys, forward and backward.
+
+A short row is two halves, each against all its keys at once: on a CPU that is quickest. A long row is a loop over
+blocks of queries, and over the blocks of keys that some of these may see.
 
 Forward keeps a running maximum and sum of each query's softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and
 Staats 2021, arXiv:2112.05682), so that the scores of one block exist at a time. Backward computes them again from the
@@ -8,10 +11,18 @@ Shapes: B batch, L length, H query heads, G key/value heads, K head width, N = B
 key, Q queries and J keys of a block.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmnt.models.cudnn import ATTENTION
+from jaxmnt.parallel.collectives import with_backward
+
+BLOCK = 512
+"""Queries, and keys, of a block of a long row."""
 
 _HIDDEN = -1e30
 """The score of a key that a query may not see. Finite: the difference of two of them must be a number."""
@@ -46,11 +57,9 @@ class Keys(NamedTuple):
     segments_BL: jax.Array | None
 
 
-class Sums(NamedTuple):
-    """Gradients in float32: of a block's queries, and of all keys and values. K before L: so a CPU needs no transposed
-    copy."""
+class KeySums(NamedTuple):
+    """Gradients of all keys and values in float32. K before L: so a CPU needs no transposed copy."""
 
-    q_NRQK: jax.Array
     k_NKL: jax.Array
     v_NKL: jax.Array
 
@@ -85,18 +94,19 @@ class Softmax(NamedTuple):
         shape, values_NRQK = q_NRQK.shape[:-1], jnp.zeros(q_NRQK.shape, jnp.float32)
         if sinks_H is None:
             return Softmax(jnp.full(shape, _HIDDEN, jnp.float32), jnp.zeros(shape, jnp.float32), values_NRQK)
-        largest_NRQ = jnp.broadcast_to(of_heads(sinks_H, q_NRQK), shape)
+        largest_NRQ = jnp.broadcast_to(_of_heads(sinks_H, q_NRQK), shape)
         return Softmax(largest_NRQ, jnp.ones(shape, jnp.float32), values_NRQK)
 
-    def add(self, scores_NRQJ: jax.Array, v_NJK: jax.Array) -> "Softmax":
-        """With these keys."""
+    def add(self, options: Scores, block: BlockRange, q_NRQK: jax.Array, keys: Keys) -> "Softmax":
+        """With the keys of a block."""
+        scores_NRQJ, _ = _scores(options, block, q_NRQK, keys)
         largest_NRQ = jnp.maximum(self.largest_NRQ, jnp.max(scores_NRQJ, axis=-1))
         p_NRQJ = jnp.exp(scores_NRQJ - largest_NRQ[..., None])
         factor_NRQ = jnp.exp(self.largest_NRQ - largest_NRQ)
         return Softmax(
             largest_NRQ,
             self.sum_NRQ * factor_NRQ + jnp.sum(p_NRQJ, axis=-1),
-            self.values_NRQK * factor_NRQ[..., None] + _product(p_NRQJ, v_NJK, 1),
+            self.values_NRQK * factor_NRQ[..., None] + _product(p_NRQJ, block.of_keys(keys.v_NLK), 1),
         )
 
     def output(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -105,32 +115,20 @@ class Softmax(NamedTuple):
         return a_NRQK, self.largest_NRQ + jnp.log(self.sum_NRQ)
 
 
-def attend_block(options: Scores, block: BlockRange, q_NRQK: jax.Array, keys: Keys, seen: Softmax) -> Softmax:
-    """Adds the block's keys to what its queries have seen."""
-    scores_NRQJ, _ = _scores(options, block, q_NRQK, keys)
-    return seen.add(scores_NRQJ, block.of_keys(keys.v_NLK))
-
-
-def differentiate_block(options: Scores, block: BlockRange, own: Queries, keys: Keys, sums: Sums) -> Sums:
-    """Adds the block's share to the gradients; `own` are its queries."""
+def _differentiate(
+    options: Scores, block: BlockRange, own: Queries, keys: Keys, q_gradient_NRQK: jax.Array, sums: KeySums
+) -> tuple[jax.Array, KeySums]:
+    """Adds the block's share to the gradients of its queries and of all keys; `own` are its queries."""
     dtype = own.gradient_NRLK.dtype
     k_NJK, v_NJK = block.of_keys(keys.k_NLK), block.of_keys(keys.v_NLK)
     scores_NRQJ, slope_NRQJ = _scores(options, block, own.q_NRLK, keys)
     p_NRQJ = jnp.exp(scores_NRQJ - own.log_sum_NRL[..., None])
     s_gradient_NRQJ = p_NRQJ * (_product(own.gradient_NRLK, v_NJK, 2) - own.dot_NRL[..., None]) * slope_NRQJ
     p_NRQJ, s_gradient_NRQJ = p_NRQJ.astype(dtype), s_gradient_NRQJ.astype(dtype)
-    return Sums(
-        sums.q_NRQK + _product(s_gradient_NRQJ, k_NJK, 1),
+    return q_gradient_NRQK + _product(s_gradient_NRQJ, k_NJK, 1), KeySums(
         _added_at(sums.k_NKL, block.key, _summed_over_queries(own.q_NRLK, s_gradient_NRQJ)),
         _added_at(sums.v_NKL, block.key, _summed_over_queries(own.gradient_NRLK, p_NRQJ)),
     )
-
-
-def no_gradients(q_NRQK: jax.Array, keys: Keys) -> Sums:
-    """Returns sums of nothing."""
-    rows, length, width = keys.k_NLK.shape
-    nothing_NKL = jnp.zeros((rows, width, length), jnp.float32)
-    return Sums(jnp.zeros(q_NRQK.shape, jnp.float32), nothing_NKL, nothing_NKL)
 
 
 def _scores(options: Scores, block: BlockRange, q_NRQK: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array | float]:
@@ -149,7 +147,7 @@ def _scores(options: Scores, block: BlockRange, q_NRQK: jax.Array, keys: Keys) -
     return jnp.where(visible, scores_NRQJ, _HIDDEN), slope
 
 
-def of_heads(sinks_H: jax.Array, like_NRLK: jax.Array) -> jax.Array:
+def _of_heads(sinks_H: jax.Array, like_NRLK: jax.Array) -> jax.Array:
     """Numbers of heads as [N, R, 1], in float32."""
     rows, shared = like_NRLK.shape[:2]
     groups = sinks_H.shape[0] // shared
@@ -186,3 +184,168 @@ def _cut(array: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
     if isinstance(start, int):
         return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)
+
+
+# -- rows
+
+
+class Inputs(NamedTuple):
+    """What is attended to, and by what. No gradient but those of queries, keys, values and sinks."""
+
+    q_BLHK: jax.Array
+    k_BLGK: jax.Array
+    v_BLGK: jax.Array
+    segments_BL: jax.Array | None
+    sinks_H: jax.Array | None
+
+
+def _backward(options: Scores, saved: tuple[Inputs, jax.Array, jax.Array], gradient_BLHK: jax.Array) -> tuple[Inputs]:
+    inputs, a_BLHK, log_sum_NRL = saved
+    batch, length, heads, _ = gradient_BLHK.shape
+    groups, dtype = inputs.k_BLGK.shape[2], gradient_BLHK.dtype
+    dot_BLH1 = jnp.sum(gradient_BLHK.astype(jnp.float32) * a_BLHK, axis=-1, keepdims=True)
+    dot_NRL = _by_group(dot_BLH1, groups)[..., 0]
+    queries = Queries(_by_group(inputs.q_BLHK, groups), _by_group(gradient_BLHK, groups), log_sum_NRL, dot_NRL)
+    backward = _long_backward if length > 2 * BLOCK else _short_backward
+    q_gradient_NRLK, sums = backward(options, queries, _keys(inputs), length)
+    over_heads = lambda x_NKL: _by_head(x_NKL.swapaxes(1, 2)[:, None].astype(dtype), groups, length)
+    sinks_gradient_H = None
+    if inputs.sinks_H is not None:
+        p_NRL = jnp.exp(_of_heads(inputs.sinks_H, queries.q_NRLK) - log_sum_NRL)
+        per_head_BH = -jnp.sum(p_NRL * dot_NRL, axis=-1).reshape(batch, heads)
+        sinks_gradient_H = jnp.sum(per_head_BH, axis=0).astype(inputs.sinks_H.dtype)
+    gradients = (_by_head(q_gradient_NRLK, groups, length), over_heads(sums.k_NKL), over_heads(sums.v_NKL))
+    return (Inputs(*gradients, None, sinks_gradient_H),)
+
+
+@with_backward(_backward, static=1)
+def attend_blockwise(options: Scores, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
+    """Causal attention [B, L, H, K]. Output and logarithms of sums have the checkpoint name `attention`: with them
+    kept, backward does not attend a second time."""
+    length, groups = inputs.q_BLHK.shape[1], inputs.k_BLGK.shape[2]
+    q_NRLK = _by_group(inputs.q_BLHK, groups)
+    forward = _long_forward if length > 2 * BLOCK else _short_forward
+    a_NRLK, log_sum_NRL = forward(options, q_NRLK, _keys(inputs), inputs.sinks_H, length)
+    # As the caller has it, so that what follows and backward keep the same array.
+    a_BLHK = checkpoint_name(_by_head(a_NRLK, groups, length), ATTENTION)
+    log_sum_NRL = checkpoint_name(log_sum_NRL, ATTENTION)
+    return a_BLHK, (inputs, a_BLHK, log_sum_NRL)
+
+
+def _keys(inputs: Inputs) -> Keys:
+    k_NLK, v_NLK = (_by_group(x, inputs.k_BLGK.shape[2])[:, 0] for x in (inputs.k_BLGK, inputs.v_BLGK))
+    return Keys(k_NLK, v_NLK, None if inputs.segments_BL is None else _padded(inputs.segments_BL))
+
+
+def _by_group(x_BLHK: jax.Array, groups: int) -> jax.Array:
+    """[N, R, L, K], with zeros after a row that is looped over."""
+    x_BLHK = _padded(x_BLHK)
+    batch, length, heads, width = x_BLHK.shape
+    x_BLGRK = x_BLHK.reshape(batch, length, groups, heads // groups, width)
+    return x_BLGRK.transpose(0, 2, 3, 1, 4).reshape(batch * groups, heads // groups, length, width)
+
+
+def _by_head(x_NRLK: jax.Array, groups: int, length: int) -> jax.Array:
+    """[B, L, H, K] of a row's own length."""
+    rows, shared, padded, width = x_NRLK.shape
+    x_BGRLK = x_NRLK.reshape(rows // groups, groups, shared, padded, width)
+    return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(rows // groups, padded, -1, width)[:, :length]
+
+
+def _padded(x_BL: jax.Array) -> jax.Array:
+    """With zeros up to a whole number of blocks in a long row. No query sees the keys there, which come after all."""
+    length = x_BL.shape[1]
+    if length <= 2 * BLOCK or length % BLOCK == 0:
+        return x_BL
+    return jnp.pad(x_BL, [(0, 0), (0, -length % BLOCK), *[(0, 0)] * (x_BL.ndim - 2)])
+
+
+# -- short rows
+
+
+def _short_forward(
+    options: Scores, q_NRLK: jax.Array, keys: Keys, sinks_H: jax.Array | None, length: int
+) -> list[jax.Array]:
+    """Returns the outputs and the logarithms of the sums of their softmax."""
+    outputs = []
+    for block in _halves(length, options.window):
+        q_NRQK = block.of_queries(q_NRLK)
+        seen = Softmax.before(q_NRQK, sinks_H).add(options, block, q_NRQK, keys)
+        outputs.append(seen.output(q_NRQK.dtype))
+    return [jnp.concatenate(halves, axis=2) for halves in zip(*outputs, strict=True)]
+
+
+def _short_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[jax.Array, KeySums]:
+    """Returns the gradients, that of queries in their own dtype."""
+    sums, q_gradients = _no_gradients(keys), []
+    for block in _halves(length, options.window):
+        own = Queries(*map(block.of_queries, queries))
+        zeros_NRQK = jnp.zeros(own.q_NRLK.shape, jnp.float32)
+        q_gradient_NRQK, sums = _differentiate(options, block, own, keys, zeros_NRQK, sums)
+        q_gradients.append(q_gradient_NRQK.astype(own.gradient_NRLK.dtype))
+    return jnp.concatenate(q_gradients, axis=2), sums
+
+
+def _halves(length: int, window: int | None) -> list[BlockRange]:
+    """Returns each half with the keys that its queries may see."""
+    middle = -(-length // 2) if length >= 64 else length
+    ranges = [(0, middle), (middle, length)] if middle < length else [(0, length)]
+    keys = [0 if window is None else max(0, query - window + 1) for query, _ in ranges]
+    return [BlockRange(query, end - query, key, end - key) for (query, end), key in zip(ranges, keys, strict=True)]
+
+
+# -- long rows
+
+
+def _long_forward(
+    options: Scores, q_NRLK: jax.Array, keys: Keys, sinks_H: jax.Array | None, length: int
+) -> list[jax.Array]:
+    """As `_short_forward`. The arrays have whole blocks; a row's own length may be less."""
+
+    def attend_queries(_: None, index: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
+        q_NRQK = block.of_queries(q_NRLK)
+        add = lambda number, seen: seen.add(options, block._replace(key=number * BLOCK), q_NRQK, keys)
+        seen = _over_keys(options.window, length, index, add, Softmax.before(q_NRQK, sinks_H))
+        return None, seen.output(q_NRQK.dtype)
+
+    _, outputs = jax.lax.scan(attend_queries, None, jnp.arange(-(-length // BLOCK)))
+    return [_joined(x) for x in outputs]
+
+
+def _long_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[jax.Array, KeySums]:
+    """As `_short_backward`."""
+
+    def differentiate_queries(sums: KeySums, index: jax.Array) -> tuple[KeySums, jax.Array]:
+        block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
+        own = Queries(*map(block.of_queries, queries))
+        add = lambda number, found: _differentiate(options, block._replace(key=number * BLOCK), own, keys, *found)
+        start = jnp.zeros(own.q_NRLK.shape, jnp.float32), sums
+        q_gradient_NRQK, sums = _over_keys(options.window, length, index, add, start)
+        return sums, q_gradient_NRQK.astype(own.gradient_NRLK.dtype)
+
+    sums, q_gradients = jax.lax.scan(differentiate_queries, _no_gradients(keys), jnp.arange(-(-length // BLOCK)))
+    return _joined(q_gradients), sums
+
+
+def _no_gradients(keys: Keys) -> KeySums:
+    """Returns sums of nothing."""
+    rows, length, width = keys.k_NLK.shape
+    nothing_NKL = jnp.zeros((rows, width, length), jnp.float32)
+    return KeySums(nothing_NKL, nothing_NKL)
+
+
+def _over_keys(
+    window: int | None, length: int, index: jax.Array, add: Callable[[jax.Array, Any], Any], start: Any
+) -> Any:
+    """Folds `add` over the numbers of the blocks of keys that some of these queries see."""
+    first = 0 if window is None else jnp.maximum(0, index * BLOCK - window + 1) // BLOCK
+    reach = length if window is None else min(length, window + BLOCK)
+    mean = (reach - reach**2 / (2 * length)) / BLOCK + 0.5  # of the blocks of keys, for the plan
+    with jax.named_scope(f"about_{mean:.1f}_rounds"):
+        return jax.lax.fori_loop(first, index + 1, add, start)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """Puts the outputs of blocks together, [N, R, L, …]."""
+    return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])
