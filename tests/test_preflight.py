@@ -17,7 +17,7 @@ from pretend_nvml import PretendNvml
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import facts as own
-from jaxmnt.preflight import gpus, links, network
+from jaxmnt.preflight import links, network
 from jaxmnt.preflight.compare import quick_rows, thorough_rows
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.network import Card
@@ -42,7 +42,7 @@ def card(name, megabits, address="10.0.0.1", default=False):
 
 
 def gpu(**changed):
-    return vars(gpus.Gpu("0", 40, 0, [])) | changed
+    return {"index": "0", "celsius": 40, "uncorrected_errors": 0, "throttled": []} | changed
 
 
 def port(**changed):
@@ -72,7 +72,7 @@ def test_errors_of_hardware_in_the_kernels_log():
         "[2.0] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
         "[3.0] NVRM: Xid (PCI:0000:86:00): 13, pid=77, Graphics Exception\n"
     )
-    assert gpus.parse_xids(text) == ["0000:3b:00: Xid 79"], "13 is a program's"
+    assert own.parse_xids(text) == ["0000:3b:00: Xid 79"], "13 is a program's"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_nvml_tells_of_a_host(monkeypatch):
     one.processes = {os.getpid(): "python", 10**8: "/usr/bin/nvidia-cuda-mps-server"}
     two.processes, four.processes = {10**8 + 1: "other"}, {10**8 + 2: "elsewhere"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-1,GPU-2")
-    told = gpus.gpu_facts(nvml)
+    told = own.gpu_facts(nvml)
     assert told["gpus"][:2] == [gpu(index="0", celsius=61, uncorrected_errors=3), gpu(
         index="1", celsius=88, uncorrected_errors=5, throttled=["slowdown", "heat"]
     )]  # fmt: skip
@@ -180,15 +180,15 @@ def test_what_nvml_tells_of_a_host(monkeypatch):
     assert told["strangers"] == [f"{10**8 + 1} other", f"{os.getpid()} python"]
     assert told["links"] == {"GPU 0": 2, "GPU 1": 2}
     nvml.supported = False
-    assert {one["uncorrected_errors"] for one in gpus.gpu_facts(nvml)["gpus"]} == {0}
-    monkeypatch.setattr(gpus, "_ours", lambda pid: pid == os.getpid())
-    assert gpus.gpu_facts(nvml)["strangers"] == [f"{10**8 + 1} other"]
+    assert {one["uncorrected_errors"] for one in own.gpu_facts(nvml)["gpus"]} == {0}
+    monkeypatch.setattr(own, "_ours", lambda pid: pid == os.getpid())
+    assert own.gpu_facts(nvml)["strangers"] == [f"{10**8 + 1} other"]
 
 
 def test_a_host_without_nvml_has_no_gpus():
     nvml = PretendNvml(1)
     nvml.nvmlInit = lambda: nvml.nvmlDeviceGetHandleByIndex(1)  # raises NVMLError
-    assert gpus.gpu_facts(nvml) == {"gpus": [], "strangers": [], "links": {}}
+    assert own.gpu_facts(nvml) == {"gpus": [], "strangers": [], "links": {}}
 
 
 def test_what_nccl_says_it_uses(tmp_path):

@@ -1,22 +1,26 @@
-"""What one process knows of its host, to be compared with what the others know of theirs."""
+"""What one process knows of its host and its GPUs, to be compared with what the others know of theirs."""
 
 import json
 import os
 import platform
+import re
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.distributed.container import cores, host_memory_bytes
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
+from jaxmnt.distributed.local_gpus import visible_gpus
 from jaxmnt.distributed.process_group import environment_digest, machine_id
 from jaxmnt.distributed.termination import is_connection_error
 from jaxmnt.errors import PeerError, PreflightError
-from jaxmnt.preflight import gpus, network
+from jaxmnt.preflight import network
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.kernel_counters import host_memory
+from jaxmnt.telemetry.nvml import GpuReader, NvmlError
 
 if TYPE_CHECKING:
     import jax
@@ -26,6 +30,17 @@ Facts = dict[str, Any]
 
 _SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
 _GPUS = ("cuda", "gpu", "rocm")
+
+_REASONS = {
+    "nvmlClocksEventReasonHwSlowdown": "slowdown",
+    "nvmlClocksEventReasonHwThermalSlowdown": "heat",
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
+}
+_XIDS_OF_HARDWARE = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
+"""Memory, NVLink, the bus, and the GPU's own processor: https://docs.nvidia.com/deploy/xid-errors/"""
+_DMESG_SECONDS = 30.0
+_SHARED = "nvidia-cuda-mps-server"
+"""Through which several processes share a GPU."""
 
 
 def quick(clock: tuple[float, float]) -> Facts:
@@ -79,17 +94,14 @@ def thorough() -> Facts:
         "nics": [vars(card) for card in network.cards()],
         "fabric": [vars(port) for port in network.fabric_ports()],
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
-        "xids": gpus.xids(),
-    } | gpus.gpu_facts()
+        "xids": _xids(),
+    } | gpu_facts()
 
 
 def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
-    """The facts of all processes, in order, in each of them."""
-    return _told_apart([json.loads(text) for text in all_gather(name, json_text(facts), identity)])
-
-
-def _told_apart(all_facts: list[Facts]) -> list[Facts]:
-    """With the number of a process in the name of a host that another machine has as well."""
+    """The facts of all processes, in order, in each of them, with the number of a process in the name of a host that
+    another machine has as well."""
+    all_facts: list[Facts] = [json.loads(text) for text in all_gather(name, json_text(facts), identity)]
     first: dict[str, str] = {}
     for process, facts in enumerate(all_facts):
         if first.setdefault(facts["host"], facts["boot"]) != facts["boot"]:
@@ -100,3 +112,59 @@ def _told_apart(all_facts: list[Facts]) -> list[Facts]:
 def _free(folder: Path) -> int:
     """Bytes that can still be written there; 0 if it is not there."""
     return shutil.disk_usage(folder).free if folder.exists() else 0
+
+
+# The GPUs of this host as NVML and the kernel tell of them. Where NVML cannot be had, there is nothing.
+
+
+def gpu_facts(nvml: Any = None) -> dict[str, Any]:
+    """Reads the GPUs before this process computes on them; `nvml` is the module of the bindings.
+
+    Returns `gpus`, those that this process can see, with their memory's uncorrected errors since the driver was loaded
+    and why the hardware keeps their clocks down, where what a GPU does not support counts as 0; `strangers`, processes
+    of others that compute on these (`pid name`); `links`, how many NVLinks of each GPU of the host are active, for GPUs
+    that have any.
+    """
+    try:
+        reader = GpuReader(None, nvml, _REASONS)
+    except NvmlError:
+        return {"gpus": [], "strangers": [], "links": {}}
+    visible = visible_gpus(os.environ, len(reader.uuids))
+    gpus, strangers = [], set()
+    for number, (uuid, state, errors, processes) in enumerate(
+        zip(reader.uuids, reader.read(), reader.uncorrected_errors(), reader.processes(), strict=True)
+    ):
+        if str(number) in visible or any(str(uuid).startswith(name) for name in visible):
+            gpus.append({
+                "index": str(number),
+                "celsius": state.celsius or 0,
+                "uncorrected_errors": errors,
+                "throttled": state.throttled,
+            })  # fmt: skip
+            strangers |= {f"{pid} {name}" for pid, name in processes if not name.endswith(_SHARED) and not _ours(pid)}
+    links = {f"GPU {number}": active for number, active in enumerate(reader.active_links()) if active}
+    reader.close()
+    return {"gpus": gpus, "strangers": sorted(strangers), "links": links}
+
+
+def _xids() -> list[str]:
+    """Errors of GPUs that the driver has reported to the kernel's log since it was started, where we may read it."""
+    try:
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_xids(done.stdout) if done.returncode == 0 else []
+
+
+def parse_xids(text: str) -> list[str]:
+    """The last Xid of each kind that points at hardware, by GPU: `0000:3b:00: Xid 79`."""
+    found = re.findall(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+)", text)
+    return sorted({f"{gpu}: Xid {number}" for gpu, number in found if int(number) in _XIDS_OF_HARDWARE})
+
+
+def _ours(pid: int) -> bool:
+    """Whether it is another process of this preflight."""
+    try:
+        return b"jaxmnt.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # of another container, or gone
+        return False
