@@ -10,11 +10,11 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.preflight import links
-from jaxmnt.preflight.compare import agreed, everywhere, quick_part, shared_places, thorough_rows
+from jaxmnt.preflight.compare import agreed, names_of, quick_part, shared_places, thorough_rows
 from jaxmnt.preflight.directory import room_rows, write_rate_rows
 from jaxmnt.preflight.facts import quick, thorough, told_to_all
 from jaxmnt.preflight.network import megabits
-from jaxmnt.preflight.table import Row, Verdict, failures
+from jaxmnt.preflight.table import Row, everywhere, failures, good
 
 
 def all_rows(
@@ -24,9 +24,8 @@ def all_rows(
     measured rates are written to `calibration`."""
     mine = thorough()  # before JAX is on the GPUs
     all_facts = told_to_all("everything about the hosts", mine | quick(heartbeat.clock), identity)
-    hosts = [facts["host"] for facts in all_facts]
-    first = identity.process_id == 0
-    rows = _meeting_rows(identity, everywhere(all_facts)) + quick_part(config, identity, all_facts)
+    hosts, first = names_of(all_facts), identity.process_id == 0
+    rows = _meeting_rows(identity, everywhere(hosts)) + quick_part(config, identity, all_facts)
     rows += thorough_rows(all_facts) if first else []
     if not failures(agreed(rows, identity)):  # else there is nowhere to write, or the devices are not those of the run
         for directory in shared_places(config):
@@ -36,7 +35,7 @@ def all_rows(
         mesh = build_mesh(config.mesh, hosts=host_of)
         rows += room_rows(config, host_of) if first else []
         rows += links.matmul_rows(identity, hosts)
-        rows += links.pair_rows(identity, hosts, megabits(all_facts))
+        rows += links.pair_rows(identity, hosts, {facts["host"]: megabits(facts) for facts in all_facts})
         rows += links.axis_rows(mesh, identity, hosts)
         rows += links.nccl_rows(nccl, hosts[0]) if nccl is not None and first else []
         if calibration is not None and not failures(agreed(rows, identity)):
@@ -53,15 +52,15 @@ def _calibrated(path: Path, identity: Identity) -> list[Row]:
     if found is None:
         return []
     write_file(path, to_text(found))
-    return [Row("calibration", Verdict.OK, f"all {found.devices} devices", f"{summary(found)}; written to {path}")]
+    return [good("calibration", f"all {found.devices} devices", f"{summary(found)}; written to {path}")]
 
 
 def _meeting_rows(identity: Identity, where: str) -> list[Row]:
     """What the rendezvous has found to be well."""
     if identity.process_id != 0 or identity.alone:
         return []
-    found = {
-        "coordinator": f"{identity.coordinator} was reached by all {identity.processes} processes",
-        "software, config, data": "the same in all processes",
-    }
-    return [Row(check, Verdict.OK, where, text) for check, text in found.items()]
+    reached = f"{identity.coordinator} was reached by all {identity.processes} processes"
+    return [
+        good("coordinator", where, reached),
+        good("software, config, data", where, "the same in all processes"),
+    ]

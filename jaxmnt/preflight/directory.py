@@ -6,7 +6,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from jaxmnt.checkpoint.retention import need, shortage
@@ -15,7 +14,7 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.parallel.sharding import Hosts
-from jaxmnt.preflight.table import Row, failed, good, warning
+from jaxmnt.preflight.table import Row, everywhere, failed, good, warning
 from jaxmnt.run.rundir import run_directories
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import size
@@ -36,42 +35,46 @@ _ADVICE = (
 
 def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> list[Row]:
     """All processes take part; process 0 gets the rows, the others none. `hosts` are the processes' host names."""
-    token, first = secrets.token_hex(8), identity.process_id == 0
-    trouble = _tried(lambda: _write(directory / _name(token), token)) if first else ""
-    token = broadcast("a token in the run directory", token if first else None, identity)
-    mark, mine, lock = (directory / _name(token, end) for end in ("", f"-{identity.process_id}", "-lock"))
-    trouble = trouble or _tried(lambda: _appears(mark, token)) or _tried(lambda: _write(mine, token))
-    locked = not trouble and _makes(lock)
+    process, token, trouble = identity.process_id, secrets.token_hex(8), ""
+    path_of = lambda end: directory / f".preflight-{token}{end}"
+    if process == 0:
+        trouble = _tried(lambda: _write(path_of(""), token))
+    token = broadcast("a token in the run directory", token, identity)
+    mark, renamed = path_of(""), path_of("-renamed")
+    trouble = trouble or _tried(lambda: _appears(mark, token)) or _tried(lambda: _write(path_of(f"-{process}"), token))
+    locked = not trouble and not _tried(lambda: path_of("-lock").touch(0o600, exist_ok=False))
     said = gather("the run directory", json_text([trouble, locked]), identity)
-    renamed = directory / _name(token, "-renamed")
     if said is not None:
-        missing = _missing(directory, token, [json.loads(text)[0] for text in said])
+        results = [json.loads(text) for text in said]
+        seen_here = lambda number: _tried(lambda: _appears(path_of(f"-{number}"), token))
+        troubles = [its_trouble or seen_here(number) for number, (its_trouble, _) in enumerate(results)]
         trouble = trouble or _tried(lambda: mark.replace(renamed))
-    broadcast("the token is renamed", "" if said is not None else None, identity)
+    broadcast("the token is renamed", "", identity)
     trouble = trouble or _tried(lambda: _appears(renamed, token))
     later = gather("the renamed token", trouble, identity)
-    if said is None or later is None:
+    if later is None:
         return []
-    for path in directory.glob(f"{_name(token)}*"):
+    for path in directory.glob(f"{mark.name}*"):
         with contextlib.suppress(OSError):  # it is small and hidden
             path.unlink()
-    return _judged(directory, hosts, missing or dict(enumerate(later)), [json.loads(text)[1] for text in said])
+    return _judged(directory, hosts, troubles if any(troubles) else later, sum(locked for _, locked in results))
 
 
-def _judged(directory: Path, hosts: Sequence[str], troubles: dict[int, str], locked: list[bool]) -> list[Row]:
-    rows, seen = [], set[str]()
-    others = [trouble for process, trouble in troubles.items() if hosts[process] != hosts[0]]
+def _judged(directory: Path, hosts: Sequence[str], troubles: Sequence[str], locked: int) -> list[Row]:
+    """Rows about the trouble of each process; `locked` is how many of them made the same new file."""
+    others = [trouble for host, trouble in zip(hosts, troubles, strict=True) if host != hosts[0]]
     if len(set(hosts)) > 2 and all(others) and not troubles[0]:  # then it is process 0's that is another
         return [failed(_CHECK, hosts[0], f"{directory}: {others[0]}, by any host", _ADVICE)]
-    for process, trouble in sorted(troubles.items()):
-        if trouble and hosts[process] not in seen:
-            seen.add(hosts[process])
-            rows.append(failed(_CHECK, hosts[process], f"{directory}: {trouble}", _ADVICE))
-    if not rows and sum(locked) != 1:
-        found = f"{directory}: {sum(locked)} processes created the same new file, where exactly 1 must succeed"
+    first_of: dict[str, str] = {}
+    for host, trouble in zip(hosts, troubles, strict=True):
+        if trouble:
+            first_of.setdefault(host, trouble)
+    rows = [failed(_CHECK, host, f"{directory}: {trouble}", _ADVICE) for host, trouble in first_of.items()]
+    if not rows and locked != 1:
+        found = f"{directory}: {locked} processes created the same new file, where exactly 1 must succeed"
         rows.append(failed(_CHECK, "all hosts", found, "use a file system with atomic creation (NFS 4, Lustre, …)"))
-    where = hosts[0] if len(set(hosts)) == 1 else f"all {len(set(hosts))} hosts"
-    return rows or [good(_CHECK, where, f"{directory}: shared by all" if len(hosts) > 1 else f"{directory}: writable")]
+    state = "shared by all" if len(hosts) > 1 else "writable"
+    return rows or [good(_CHECK, everywhere(hosts), f"{directory}: {state}")]
 
 
 def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> list[Row]:
@@ -90,11 +93,7 @@ def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -
         elif rate < _SLOW * fastest:
             found = f"{size(rate)}/s, another host {size(fastest)}/s"
             rows.append(warning("writing there", host, found, "look at its mount and its link"))
-    return rows or [good("writing there", _everywhere(rates), f"{size(sum(rates.values()))}/s together, with fsync")]
-
-
-def _everywhere(rates: dict[str, float]) -> str:
-    return next(iter(rates)) if len(rates) == 1 else f"all {len(rates)} hosts"
+    return rows or [good("writing there", everywhere(rates), f"{size(sum(rates.values()))}/s together, with fsync")]
 
 
 def _rate(path: Path) -> float:
@@ -112,10 +111,6 @@ def _rate(path: Path) -> float:
         return 0.0
     finally:
         path.unlink(missing_ok=True)
-
-
-def _name(token: str, end: str = "") -> str:
-    return f".preflight-{token}{end}"
 
 
 def _write(path: Path, token: str) -> None:
@@ -136,22 +131,6 @@ def _appears(path: Path, token: str) -> None:
         if time.monotonic() > deadline:
             raise OSError(None, "what another process has written there is not to be seen")
         time.sleep(_LOOK_SECONDS)
-
-
-def _makes(path: Path) -> bool:
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except OSError:
-        return False
-    return True
-
-
-def _missing(directory: Path, token: str, troubles: list[str]) -> dict[int, str]:
-    """What is wrong by process, as process 0 sees it; empty if nothing is."""
-    for process, trouble in enumerate(troubles):
-        path = directory / _name(token, f"-{process}")
-        troubles[process] = trouble or _tried(partial(_appears, path, token))
-    return dict(enumerate(troubles)) if any(troubles) else {}
 
 
 def _tried(act: Callable[[], object]) -> str:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmnt.distributed.coordination import barrier, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
-from jaxmnt.preflight.table import Row, failed, good, warning
+from jaxmnt.preflight.table import Row, everywhere, failed, good, warning
 from jaxmnt.run.probe import TimedProduct
 from jaxmnt.strict_json import json_text
 
@@ -78,7 +78,7 @@ def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]
         told = [json.loads(text) for text in said]
         slowest = {name: min(rates[name] for rates in told) for name in _OPERATIONS}
         text = ", ".join(f"{name} {rate / _GIGA:.3g} GB/s" for name, rate in slowest.items())
-        rows.append(good(f"axis {axis}", _everywhere(hosts), text))
+        rows.append(good(f"axis {axis}", everywhere(hosts), text))
     return rows
 
 
@@ -131,7 +131,7 @@ def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]
         for pair, rate in json.loads(text).items():
             one, other = (int(part) for part in pair.split())
             rates[one, other] = min(rate, rates.get((one, other), rate))
-    return judge_pairs(first, rates, [megabits.get(host, 0) for host in first], jax.devices()[0].platform)
+    return judge_pairs(first, rates, [megabits[host] for host in first], jax.devices()[0].platform)
 
 
 def _tournament(hosts: int) -> list[list[tuple[int, int]]]:
@@ -201,10 +201,6 @@ def _seconds(act: Callable[[], Any]) -> float:
         jax.block_until_ready(act())
         times.append(time.perf_counter() - began)
     return min(times)
-
-
-def _everywhere(hosts: Sequence[str]) -> str:
-    return hosts[0] if len(set(hosts)) == 1 else f"all {len(set(hosts))} hosts"
 
 
 def _gb(rate: float) -> str:

@@ -72,15 +72,9 @@ def chosen_by_nccl(found: list[Card], wanted: str) -> Card | None:
         names = wanted.lstrip("^=").split(",")
         matches = lambda card: card.name in names if exact else card.name.startswith(tuple(names))
         return next((card for card in candidates if matches(card) != exclude), None)
-    for group in (
-        [card for card in candidates if card.name.startswith("ib")],
-        [card for card in candidates if not card.name.startswith(("docker", "lo"))],
-        [card for card in candidates if card.name.startswith("docker")],
-        [card for card in candidates if card.name.startswith("lo")],
-    ):
-        if group:
-            return group[0]
-    return None
+    ranks = {"ib": 0, "docker": 2, "lo": 3}
+    rank_of = lambda card: next((rank for prefix, rank in ranks.items() if card.name.startswith(prefix)), 1)
+    return min(candidates, key=rank_of, default=None)
 
 
 def fabric_ports(root: Path = Path("/sys")) -> list[Port]:
@@ -121,17 +115,29 @@ def _address6(interface: str) -> str:
     return ""
 
 
-def megabits(all_facts: list[dict[str, Any]]) -> dict[str, int]:
-    """The speed of the network card that NCCL would use for a GPU, by host; 0 if it is not known."""
-    chosen = {
-        facts["host"]: chosen_by_nccl(
-            [Card(**card) for card in facts["nics"]], facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
-        )
-        for facts in all_facts
-    }
-    sockets = {host: card.megabits if card else 0 for host, card in chosen.items()}
-    for facts in all_facts:
-        ports = [port["gigabits"] for port in facts["fabric"] if port["state"] == "ACTIVE"]
-        if ports and facts["platform"] == "gpu":
-            sockets[facts["host"]] = int(1000 * max(ports))
-    return sockets
+# What a host's facts, which were sent as JSON, say of its network.
+
+
+def cards_of(facts: dict[str, Any]) -> list[Card]:
+    """The interfaces of a host that are up."""
+    return [Card(**card) for card in facts["nics"]]
+
+
+def chosen_card(facts: dict[str, Any]) -> tuple[str, Card | None]:
+    """The host's NCCL_SOCKET_IFNAME, and the interface that NCCL takes there."""
+    wanted = facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
+    return wanted, chosen_by_nccl(cards_of(facts), wanted)
+
+
+def active_ports(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ports of the host's adapters that are in use."""
+    return [port for port in facts["fabric"] if port["state"] == "ACTIVE"]
+
+
+def megabits(facts: dict[str, Any]) -> int:
+    """The speed of the network card that NCCL would use for a GPU of this host; 0 if it is not known."""
+    ports = active_ports(facts)
+    if ports and facts["platform"] == "gpu":
+        return int(1000 * max(port["gigabits"] for port in ports))
+    _, card = chosen_card(facts)
+    return card.megabits if card else 0

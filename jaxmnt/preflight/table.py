@@ -1,11 +1,12 @@
 """What a preflight found: one row a check, as a table or as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry import progress
 
 
 class Verdict(StrEnum):
@@ -46,18 +47,19 @@ def failures(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.verdict is Verdict.FAILED]
 
 
+def everywhere(hosts: Iterable[str]) -> str:
+    """Returns how a row names these hosts, each of which may be there several times."""
+    names = [*dict.fromkeys(hosts)]
+    return names[0] if len(names) == 1 else f"all {len(names)} hosts"
+
+
 def table(rows: Sequence[Row]) -> str:
     """Aligned, one line a check; what to do stands below the line that it is about."""
-    cells = [("check", "verdict", "where", "found")]
-    cells += [(row.check, row.verdict.value, row.where, row.found) for row in rows]
-    widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
-    advice = ["", *(row.advice for row in rows)]
-    lines = []
-    for cell, hint in zip(cells, advice, strict=True):
-        padded = [text.ljust(width) for text, width in zip(cell, widths, strict=False)]
-        lines.append("  ".join([*padded, cell[3]]).rstrip())
-        if hint:
-            lines.append(f"{' ' * (sum(widths) + 6)}→ {hint}")
+    head = ("check", "verdict", "where", "found")
+    aligned = progress.table([head, *((row.check, row.verdict, row.where, row.found) for row in rows)], right=set())
+    lines, indent = aligned[:1], " " * aligned[0].index("found")
+    for row, line in zip(rows, aligned[1:], strict=True):
+        lines += [line, f"{indent}→ {row.advice}"] if row.advice else [line]
     return "\n".join(lines)
 
 
