@@ -110,44 +110,46 @@ def broadcast(name: str, value: str | None, identity: Identity, seconds: float =
         raise PeerError(f"process 0 did not answer at '{name}' within {seconds:g} s: {error}") from error
 
 
-def gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[str] | None:
-    """Every process gives a text; process 0 gets all, in order of processes, the others None.
+def gather(name: str, value: Any, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[Any] | None:
+    """Every process gives a value that JSON can hold; process 0 gets all, in order of processes, the others None.
 
     Nothing of it stays behind. Raises `PeerError` naming the process that process 0 has waited for in vain.
     """
+    text = json_text(value)
     if identity.alone:
-        return [value]
+        return [json.loads(text)]
     client, key = _client(), f"jaxmnt/gather/{_unique(name)}"
     if identity.process_id != 0:
-        client.key_value_set(f"{key}/{identity.process_id:06d}", value)
+        client.key_value_set(f"{key}/{identity.process_id:06d}", text)
         return None
-    values, deadline = [value], time.monotonic() + seconds
+    texts, deadline = [text], time.monotonic() + seconds
     for process in range(1, identity.processes):
         left = max(1, int((deadline - time.monotonic()) * 1000))
         try:
             with _waiting():
-                values.append(str(client.blocking_key_value_get(f"{key}/{process:06d}", left)))
+                texts.append(client.blocking_key_value_get(f"{key}/{process:06d}", left))
         except Exception as error:
             raise PeerError(f"process {process} did not answer at '{name}' within {seconds:g} s: {error}") from error
     client.key_value_delete(f"{key}/")
-    return values
+    return [json.loads(text) for text in texts]
 
 
 def agree(
     name: str,
-    value: str,
-    decide: Callable[[list[str]], str],
+    value: Any,
+    decide: Callable[[list[Any]], str],
     identity: Identity,
     seconds: float = BARRIER_SECONDS,
 ) -> str:
-    """Every process gives a text, process 0 decides by all of them, and every process gets the decision."""
+    """Every process gives a value, process 0 decides by all of them, and every process gets the decision."""
     values = gather(name, value, identity, seconds)
     return broadcast(f"{name}: decided", None if values is None else decide(values), identity, seconds)
 
 
-def all_gather(name: str, value: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[str]:
-    """Every process gives a text, and gets those of all, in order of processes."""
-    return [str(one) for one in json.loads(agree(name, value, json_text, identity, seconds))]
+def all_gather(name: str, value: Any, identity: Identity) -> list[Any]:
+    """Every process gives a value, and gets those of all, in order of processes."""
+    values: list[Any] = json.loads(agree(name, value, json_text, identity))
+    return values
 
 
 class Vote:

@@ -1,7 +1,6 @@
 """Can all hosts use the run directory, and is there room for checkpoints in it?"""
 
 import contextlib
-import json
 import os
 import secrets
 import time
@@ -16,7 +15,6 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.parallel.sharding import Hosts
 from jaxmnt.preflight.table import Row, everywhere, failed, good, warning
 from jaxmnt.run.rundir import run_directories
-from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import size
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
@@ -43,21 +41,20 @@ def shared_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> li
     mark, renamed = path_of(""), path_of("-renamed")
     trouble = trouble or _tried(lambda: _appears(mark, token)) or _tried(lambda: _write(path_of(f"-{process}"), token))
     locked = not trouble and not _tried(lambda: path_of("-lock").touch(0o600, exist_ok=False))
-    said = gather("the run directory", json_text([trouble, locked]), identity)
+    said = gather("the run directory", [trouble, locked], identity)
     if said is not None:
-        results = [json.loads(text) for text in said]
         seen_here = lambda number: _tried(lambda: _appears(path_of(f"-{number}"), token))
-        troubles = [its_trouble or seen_here(number) for number, (its_trouble, _) in enumerate(results)]
+        troubles = [its_trouble or seen_here(number) for number, (its_trouble, _) in enumerate(said)]
         trouble = trouble or _tried(lambda: mark.replace(renamed))
     broadcast("the token is renamed", "", identity)
     trouble = trouble or _tried(lambda: _appears(renamed, token))
     later = gather("the renamed token", trouble, identity)
-    if later is None:
+    if said is None or later is None:
         return []
     for path in directory.glob(f"{mark.name}*"):
         with contextlib.suppress(OSError):  # it is small and hidden
             path.unlink()
-    return _judged(directory, hosts, troubles if any(troubles) else later, sum(locked for _, locked in results))
+    return _judged(directory, hosts, troubles if any(troubles) else later, sum(locked for _, locked in said))
 
 
 def _judged(directory: Path, hosts: Sequence[str], troubles: Sequence[str], locked: int) -> list[Row]:
@@ -81,10 +78,10 @@ def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -
     """How fast the first process of each host writes there, all at the same time. As `shared_rows`."""
     first = hosts.index(hosts[identity.process_id]) == identity.process_id
     path = directory / f".preflight-rate-{identity.process_id}"
-    said = gather("how fast hosts write", json_text(_rate(path) if first else None), identity)
+    said = gather("how fast hosts write", _rate(path) if first else None, identity)
     if said is None:
         return []
-    rates = {hosts[process]: rate for process, text in enumerate(said) if (rate := json.loads(text)) is not None}
+    rates = {host: rate for host, rate in zip(hosts, said, strict=True) if rate is not None}
     fastest, rows = max(rates.values()), []
     for host, rate in rates.items():
         if rate == 0:

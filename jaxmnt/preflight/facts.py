@@ -1,6 +1,5 @@
 """What one process knows of its host and its GPUs, to be compared with what the others know of theirs."""
 
-import json
 import os
 import platform
 import re
@@ -18,7 +17,6 @@ from jaxmnt.distributed.process_group import environment_digest, machine_id
 from jaxmnt.distributed.termination import is_connection_error
 from jaxmnt.errors import PeerError, PreflightError
 from jaxmnt.preflight import network
-from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.kernel_counters import host_memory
 from jaxmnt.telemetry.nvml import GpuReader, NvmlError
 
@@ -101,7 +99,7 @@ def thorough() -> Facts:
 def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     """The facts of all processes, in order, in each of them, with the number of a process in the name of a host that
     another machine has as well."""
-    all_facts: list[Facts] = [json.loads(text) for text in all_gather(name, json_text(facts), identity)]
+    all_facts: list[Facts] = all_gather(name, facts, identity)
     first: dict[str, str] = {}
     for process, facts in enumerate(all_facts):
         if first.setdefault(facts["host"], facts["boot"]) != facts["boot"]:

@@ -4,13 +4,13 @@ between each two hosts.
 Legend: N devices along an axis.
 """
 
-import json
 import os
 import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.preflight.table import Row, everywhere, failed, good, warning
 from jaxmnt.run.probe import TimedProduct
-from jaxmnt.strict_json import json_text
 
 _TIMES = 3
 _PAIRED_HOSTS = 16
@@ -40,13 +39,17 @@ _BITS, _MEGA, _GIGA = 8, 1e6, 1e9
 def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
     """Each device by itself: TFLOP/s of a square product. Process 0 gets the rows."""
     barrier("everyone multiplies", identity)
-    rates = _matmul_rates(jax.local_devices())
-    said = gather("matrix products", json_text(rates), identity)
-    if said is None:
+    devices = jax.local_devices()
+    product = TimedProduct(devices, _WIDTH.get(devices[0].platform, _WIDTH["cpu"]))
+    of_all = gather("matrix products", [product.flops / seconds / 1e12 for seconds in product()], identity)
+    if of_all is None:
         return []
-    found = {f"{hosts[process]} device {number}": rate
-             for process, text in enumerate(said) for number, rate in enumerate(json.loads(text))}  # fmt: skip
-    usual, on_gpu = statistics.median(found.values()), jax.local_devices()[0].platform != "cpu"
+    found = {
+        f"{host} device {number}": rate
+        for host, rates in zip(hosts, of_all, strict=True)
+        for number, rate in enumerate(rates)
+    }
+    usual, on_gpu = statistics.median(found.values()), devices[0].platform != "cpu"
     advice = "look at its clocks, heat and neighbours"
     rows = [
         (failed if rate < _SLOW * usual and on_gpu else warning)(
@@ -58,11 +61,6 @@ def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
     return rows or [good("matrix product", f"all {len(found)} devices", f"{min(found.values()):.3g} TFLOP/s at least")]
 
 
-def _matmul_rates(devices: Sequence[jax.Device]) -> list[float]:
-    product = TimedProduct(devices, _WIDTH.get(devices[0].platform, _WIDTH["cpu"]))
-    return [product.flops / seconds / 1e12 for seconds in product()]
-
-
 def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]:
     """The collectives of a run along each axis that is split. Bytes count as in nccl-tests (bus bandwidth):
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -71,22 +69,21 @@ def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]
     for axis, size in mesh.shape.items():
         if size == 1:
             continue
-        rates = {name: _axis_rate(mesh, axis, name) for name in _OPERATIONS}
-        said = gather(f"collectives along {axis}", json_text(rates), identity)
-        if said is None:
+        rates = [_rate(mesh, axis, kind) for kind in COLLECTIVES]
+        of_all = gather(f"collectives along {axis}", rates, identity)
+        if of_all is None:
             continue
-        told = [json.loads(text) for text in said]
-        slowest = {name: min(rates[name] for rates in told) for name in _OPERATIONS}
-        text = ", ".join(f"{name} {rate / _GIGA:.3g} GB/s" for name, rate in slowest.items())
-        rows.append(good(f"axis {axis}", everywhere(hosts), text))
+        names = (kind.replace("collective-permute", "point-to-point") for kind in COLLECTIVES)
+        slowest = zip(names, map(min, zip(*of_all, strict=True)), strict=True)
+        rows.append(good(f"axis {axis}", everywhere(hosts), ", ".join(f"{name} {_gb(rate)}" for name, rate in slowest)))
     return rows
 
 
-_OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[[int], float], bool]] = {
+COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[[int], float], bool]] = {
     "all-reduce": (lambda x, axis, n: jax.lax.psum(x, axis), lambda n: 2 * (n - 1) / n, True),
     "all-gather": (lambda x, axis, n: jax.lax.all_gather(x, axis, tiled=True), lambda n: n - 1, False),
     "reduce-scatter": (lambda x, axis, n: jax.lax.psum_scatter(x, axis, tiled=True), lambda n: (n - 1) / n, True),
-    "point-to-point": (
+    "collective-permute": (
         lambda x, axis, n: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), lambda n: 1, True
     ),
 }  # fmt: skip
@@ -94,18 +91,28 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[[int], float], bool]] 
 (else with an N-th of the bytes)."""
 
 
-def _axis_rate(mesh: Mesh, axis: str, name: str) -> float:
+def _rate(mesh: Mesh, axis: str, kind: str) -> float:
     """Bytes a second and device."""
-    operation, crossings, whole = _OPERATIONS[name]
+    operation, crossings, whole = COLLECTIVES[kind]
     size = mesh.shape[axis]
-    device = mesh.devices.flat[0]
-    count = _BYTES.get(device.platform, _BYTES["cpu"]) // 4 // size * (size if whole else 1)
+    count = _BYTES.get(mesh.devices.flat[0].platform, _BYTES["cpu"]) // 4 // size * (size if whole else 1)
+    program = jax.jit(of_each_device(mesh, partial(operation, axis=axis, n=size)))
+    array = on_each_device(mesh, np.ones(count, np.float32))
+    return 4 * count * crossings(size) / _seconds(partial(program, array))
+
+
+def of_each_device(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of what one device has, for all devices of the mesh."""
     spec = PartitionSpec(mesh.axis_names)
-    inside = jax.shard_map(
-        partial(operation, axis=axis, n=size), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
-    array = _ones(mesh, spec, count)
-    return 4 * count * crossings(size) / _seconds(partial(jax.jit(inside), array))
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def on_each_device(mesh: Mesh, values: np.ndarray) -> jax.Array:
+    """An array that has these values on each device of the mesh, one after the other along the first dimension."""
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    shards = [jax.device_put(values, device) for device in mesh.local_devices]
+    shape = (values.shape[0] * mesh.devices.size, *values.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]) -> list[Row]:
@@ -117,20 +124,18 @@ def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]
     if not 2 <= len(first) <= _PAIRED_HOSTS:
         return []
     firsts = [hosts.index(host) for host in first]
-    own: dict[str, float] = {}
+    own = []
     for number, pairs in enumerate(_tournament(len(first))):
         barrier(f"round {number} of pairs of hosts", identity)
         for one, other in pairs:
             if identity.process_id in (firsts[one], firsts[other]):
-                own[f"{one} {other}"] = _pair_rate(firsts[one], firsts[other])
-    said = gather("pairs of hosts", json_text(own), identity)
-    if said is None:
+                own.append((one, other, _pair_rate(firsts[one], firsts[other])))
+    of_all = gather("pairs of hosts", own, identity)
+    if of_all is None:
         return []
     rates: dict[tuple[int, int], float] = {}
-    for text in said:
-        for pair, rate in json.loads(text).items():
-            one, other = (int(part) for part in pair.split())
-            rates[one, other] = min(rate, rates.get((one, other), rate))
+    for one, other, rate in chain.from_iterable(of_all):
+        rates[one, other] = min(rate, rates.get((one, other), rate))
     return judge_pairs(first, rates, [megabits[host] for host in first], jax.devices()[0].platform)
 
 
@@ -176,20 +181,7 @@ def _slow(where: str, rate: float, best: float) -> Row:
 
 def _pair_rate(one: int, other: int) -> float:
     devices = [next(device for device in jax.devices() if device.process_index == process) for process in (one, other)]
-    mesh, spec = Mesh(np.array(devices), ("pair",)), PartitionSpec("pair")
-    count = _BYTES.get(devices[0].platform, _BYTES["cpu"]) // 4
-    exchange = jax.shard_map(
-        lambda x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)]), mesh=mesh, in_specs=spec, out_specs=spec
-    )
-    return 4 * count / _seconds(partial(jax.jit(exchange), _ones(mesh, spec, count)))
-
-
-def _ones(mesh: Mesh, spec: PartitionSpec, count: int) -> jax.Array:
-    """An array of `count` float32 ones a device."""
-    sharding = NamedSharding(mesh, spec)
-    ones = np.ones(count, np.float32)
-    mine = [jax.device_put(ones, device) for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return jax.make_array_from_single_device_arrays((count * mesh.devices.size,), sharding, mine)
+    return _rate(Mesh(np.array(devices), ("pair",)), "pair", "collective-permute")
 
 
 def _seconds(act: Callable[[], Any]) -> float:

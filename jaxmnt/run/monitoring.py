@@ -1,6 +1,5 @@
 """What is watched while steps are taken: where their time goes, who holds the others up, hosts, the loss, the money."""
 
-import json
 import math
 import re
 import time
@@ -12,7 +11,6 @@ from jaxmnt.errors import PeerError, remark, summary
 from jaxmnt.run.preemption import StopRequest
 from jaxmnt.run.probe import DeviceProbe
 from jaxmnt.run.values import CompiledRun
-from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, repair
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.phase_log import PhaseLog
@@ -136,12 +134,12 @@ class Monitoring:
         if not self._settings.phases:
             return
         try:
-            rows = gather("times of the last steps", json_text(self._report()), self._identity, _LAST_SECONDS)
+            rows = gather("times of the last steps", self._report(), self._identity, _LAST_SECONDS)
         except PeerError as error:
             remark(f"note: {PHASE_LINES} lacks the last steps: {error}")
             return
-        for process, text in enumerate(rows or []):
-            self._hear(process, json.loads(text))
+        for process, report in enumerate(rows or []):
+            self._hear(process, report)
         deadline = time.monotonic() + _ON_THE_WAY_SECONDS
         while self._phases is not None and not self._phases.complete_up_to(step) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
