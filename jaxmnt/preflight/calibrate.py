@@ -7,22 +7,20 @@ Shapes: M, N, K of a product [M, K] by [K, N]; B batch, L length, H query heads,
 model, F MLP.
 """
 
-import json
 import math
 import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product as combinations
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxmnt.distributed.coordination import all_gather, barrier
 from jaxmnt.distributed.identity import Identity
@@ -41,7 +39,7 @@ from jaxmnt.plan.rates import (
     rounds_of,
 )
 from jaxmnt.plan.timeline import play
-from jaxmnt.strict_json import json_text
+from jaxmnt.preflight.links import COLLECTIVES, of_each_device, on_each_device
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import LEAST_FLOAT8
 
@@ -49,8 +47,6 @@ _TIMES = 3
 _PRODUCTS_SECONDS, _ALL_SECONDS = 60.0, 105.0
 """From the start on: when products, and collectives of further sizes, are no longer begun. Compiling them takes most of
 the time."""
-ALL = "all"
-"""The mesh axis of all devices."""
 
 
 class Scale(NamedTuple):
@@ -93,7 +89,7 @@ _ATTENDED = 16
 """Times in a program, beside which its start does not count."""
 _COPIED = 1 << 28
 _MOST_BYTES = 1 << 30
-"""Of the sides of a program's products: they stay, for others of the same shape."""
+"""Of the sides of a program's products."""
 _LEAST_SHAPES = 4
 """Of products of a dtype, whatever the time."""
 _UNSURE = 0.1
@@ -110,32 +106,35 @@ def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Cali
     machines = host_names(identity)
     devices = jax.devices()
     hosts = [machines[device.process_index] for device in devices]
-    on_cpu = devices[0].platform == "cpu"
-    scale = scale or (ON_CPU if on_cpu else ON_GPU)
     bench = _Bench(devices, identity)
+    on_cpu = bench.on_cpu
+    scale = scale or (ON_CPU if on_cpu else ON_GPU)
     has_float8 = not on_cpu and device_capability(devices[0]) >= LEAST_FLOAT8
-    wanted = [
+    kinds = [
         (sizes, dtype, gradient)
         for dtype, sizes in scale.products
         for gradient in scale.layouts
         if dtype != "float8" or has_float8
     ]
-    products = [
-        _products(bench, scale, *one, until=_PRODUCTS_SECONDS * number / len(wanted))
-        for number, one in enumerate(wanted, 1)
-    ]
-    memory, instruction = _memory(bench, scale), _instruction(bench) if on_cpu else 0.0
-    page_faults = _page_faults(bench, scale.temporary) if on_cpu else 0.0
-    attention = None if on_cpu else _attention(bench)
-    to_host = None if on_cpu else _to_host(bench)
-    collectives = _collectives(bench, scale, hosts)
-    if identity.process_id != 0:
-        return None
-    return Calibration(
-        kind=devices[0].device_kind, devices=len(devices), hosts=len(set(hosts)), date=date, software=software(),
-        products=tuple(products), memory=memory, instruction=instruction, page_faults=page_faults, attention=attention,
-        to_host=to_host, collectives=tuple(collectives),
-    )  # fmt: skip
+    calibration = Calibration(
+        kind=devices[0].device_kind,
+        devices=len(devices),
+        hosts=len(set(hosts)),
+        date=date,
+        software=software(),
+        # Measured from here on, in the same order in all processes.
+        products=tuple(
+            _products(bench, scale, *kind, until=_PRODUCTS_SECONDS * number / len(kinds))
+            for number, kind in enumerate(kinds, 1)
+        ),
+        memory=_memory(bench, scale),
+        instruction=_instruction(bench) if on_cpu else 0.0,
+        page_faults=_page_faults(bench, scale.temporary) if on_cpu else 0.0,
+        attention=None if on_cpu else _attention(bench),
+        to_host=None if on_cpu else _to_host(bench),
+        collectives=tuple(_collectives(bench, scale, hosts)),
+    )
+    return calibration if identity.process_id == 0 else None
 
 
 class _Bench:
@@ -143,9 +142,10 @@ class _Bench:
 
     def __init__(self, devices: Sequence[jax.Device], identity: Identity):
         self.devices, self.identity = devices, identity
-        self.mesh = Mesh(np.array(devices), (ALL,))
+        self.on_cpu = devices[0].platform == "cpu"
+        self._mesh = Mesh(np.array(devices), ("all",))
         self._random = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
-        self.options = cpu_options(jnp.dtype("float32"), "2") if devices[0].platform == "cpu" else {}
+        self._options = cpu_options(jnp.dtype("float32"), "2") if self.on_cpu else {}
         self._began = time.perf_counter()
         self.elapsed = 0.0
         """Seconds since the start, of the process that began first: the same in all of them."""
@@ -153,22 +153,19 @@ class _Bench:
     def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> jax.Array:
         """Random numbers of this shape on each device, whose first dimensions lie one after the other. Of zeros a GPU
         multiplies more, since they take less power."""
-        mesh = mesh or self.mesh
-        own = np.resize(self._random, shape).astype(dtype)
-        mine = [one for one in mesh.devices.flat if one.process_index == jax.process_index()]
-        whole = (shape[0] * mesh.devices.size, *shape[1:])
-        sharding = NamedSharding(mesh, P(mesh.axis_names))
-        return jax.make_array_from_single_device_arrays(whole, sharding, [jax.device_put(own, one) for one in mine])
+        return on_each_device(mesh or self._mesh, np.resize(self._random, shape).astype(dtype))
 
     def compiled(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> Any:
         """The function of what one device has, for all devices."""
-        mesh = mesh or self.mesh
-        spec = P(mesh.axis_names)
-        spread = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(spread).lower(*arguments).compile(self.options)
+        return jax.jit(of_each_device(mesh or self._mesh, function)).lower(*arguments).compile(self._options)
+
+    def timed(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> tuple[float, Any]:
+        """The seconds of one execution, and the program."""
+        program = self.compiled(function, *arguments, mesh=mesh)
+        return self.seconds(partial(program, *arguments)), program
 
     def seconds(self, act: Callable[[], Any]) -> float:
-        """Of the slowest process."""
+        """Seconds of the slowest process."""
         jax.block_until_ready(act())
         barrier("everyone measures", self.identity)
         times = []
@@ -180,10 +177,9 @@ class _Bench:
 
     def slowest(self, seconds: float) -> float:
         """What the process found that found most."""
-        mine = json_text((seconds, time.perf_counter() - self._began))
-        told = [json.loads(text) for text in all_gather("seconds", mine, self.identity)]
-        self.elapsed = max(elapsed for _, elapsed in told)
-        return float(max(seconds for seconds, _ in told))
+        of_all = all_gather("seconds", (seconds, time.perf_counter() - self._began), self.identity)
+        self.elapsed = max(elapsed for _, elapsed in of_all)
+        return float(max(seconds for seconds, _ in of_all))
 
 
 # What devices compute.
@@ -194,13 +190,10 @@ def _products(
 ) -> Products:
     """In random order, the extreme shapes first. What is too large, or is not begun `until` then, is said to attain
     what the nearest does that was measured."""
-    arrays: dict[tuple[int, int, int], jax.Array] = {}
 
-    def given(place: int, rows: int, columns: int) -> jax.Array:
-        key = (place, rows, columns)
-        if key not in arrays:
-            arrays[key] = bench.array((rows, columns), jnp.float8_e4m3fn if dtype == "float8" else dtype)
-        return arrays[key]
+    @cache  # they stay, for others of the same shape
+    def side(place: int, rows: int, columns: int) -> jax.Array:
+        return bench.array((rows, columns), jnp.float8_e4m3fn if dtype == "float8" else dtype)
 
     def multiply(sides: list[tuple[jax.Array, jax.Array]], place: jax.Array, rounds: int) -> list[jax.Array]:
         """One number of each product, so that they are written into the same memory one after the other."""
@@ -225,12 +218,10 @@ def _products(
         times = max(1, int(scale.least_flops // flops))
         pairs = max(1, min(scale.pairs, times, _MOST_BYTES // (4 * k * (m + n))))
         rounds = times // pairs
-        sides = [
-            (given(place, *((k, m) if gradient else (m, k))), given(scale.pairs + place, k, n))
-            for place in range(pairs)
-        ]
-        program = bench.compiled(partial(multiply, rounds=rounds), sides, places)
-        found[m, n, k] = rounds * pairs * flops / bench.seconds(partial(program, sides, places))
+        left = (k, m) if gradient else (m, k)
+        sides = [(side(place, *left), side(scale.pairs + place, k, n)) for place in range(pairs)]
+        seconds, _ = bench.timed(partial(multiply, rounds=rounds), sides, places)
+        found[m, n, k] = rounds * pairs * flops / seconds
     rates = tuple(found[_nearest(found, shape)] for shape in shapes)
     return Products(dtype=dtype, gradient=gradient, sizes=sizes, rates=rates)
 
@@ -250,13 +241,12 @@ def _nearest(found: Iterable[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[
 
 def _memory(bench: _Bench, scale: Scale) -> float:
     """Bytes a second, as a plan counts them, of what a layer does besides products, forward and backward."""
+    dtype, _ = scale.products[0]
     moved = seconds = 0.0
     for rows, width, mlp in scale.layers:
-        dtype = scale.products[0][0]
-        given = [bench.array((rows, size), dtype) for size in (width, width, mlp, mlp)]
-        program = bench.compiled(_besides, *given)
+        took, program = bench.timed(_besides, *(bench.array((rows, size), dtype) for size in (width, width, mlp, mlp)))
         moved += _played(program, replace(_FREE, memory=1.0))
-        seconds += bench.seconds(partial(program, *given))
+        seconds += took
     return moved / seconds
 
 
@@ -278,13 +268,12 @@ def _besides(x_TD: jax.Array, y_TD: jax.Array, gate_TF: jax.Array, up_TF: jax.Ar
 
 def _instruction(bench: _Bench) -> float:
     """Seconds that an instruction takes that does next to nothing."""
-    small_NN = bench.array((8, 8))
 
     def chain(x_NN: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 1000, lambda _, x_NN: jnp.dot(jnp.dot(x_NN, x_NN) * 0.1, x_NN) * 0.1, x_NN)
 
-    program = bench.compiled(chain, small_NN)
-    return bench.seconds(partial(program, small_NN)) / _played(program, replace(_FREE, instruction=1.0))
+    seconds, program = bench.timed(chain, bench.array((8, 8)))
+    return seconds / _played(program, replace(_FREE, instruction=1.0))
 
 
 def _page_faults(bench: _Bench, temporary: int) -> float:
@@ -320,23 +309,23 @@ def _played(program: Any, rates: Rates) -> float:
 
 def _attention(bench: _Bench) -> Attention:
     """Of cuDNN's, in rows of two lengths: seconds are FLOPs / rate × (1 + half length / length)."""
+    attend = partial(cudnn.attend_whole, scale=_HEAD_WIDTH**-0.5, window=None)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        out, backward = jax.vjp(attend, q, k, v)
+        return backward(out)
+
     ahead, back = [], []
     for length in _LENGTHS:
-        rows = _TOKENS // length
         q, k, v = (
-            bench.array((rows, length, heads, _HEAD_WIDTH), jnp.bfloat16) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
+            bench.array((_TOKENS // length, length, heads, _HEAD_WIDTH), jnp.bfloat16)
+            for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
         )
-        attend = partial(cudnn.attend_whole, scale=_HEAD_WIDTH**-0.5, window=None)
-
-        def both(q: jax.Array, k: jax.Array, v: jax.Array, attend: Any = attend) -> Any:
-            out, backward = jax.vjp(attend, q, k, v)
-            return backward(out)
-
-        forward, with_backward = (_repeated(bench, one, q, k, v) for one in (attend, both))
-        ahead.append(forward)
-        back.append(with_backward - forward)
+        ahead.append(_repeated(bench, attend, q, k, v))
+        back.append(_repeated(bench, both, q, k, v) - ahead[-1])
     flops = [2 * 2.0 * _TOKENS * _HEADS * length / 2 * _HEAD_WIDTH for length in _LENGTHS]
-    slope, offset = _line([1 / length for length in _LENGTHS], [t / f for t, f in zip(ahead, flops, strict=True)])
+    seconds_a_flop = [seconds / count for seconds, count in zip(ahead, flops, strict=True)]
+    slope, offset = statistics.linear_regression([1 / length for length in _LENGTHS], seconds_a_flop)
     half = max(0.0, slope / offset)
     long = 1 + half / _LENGTHS[-1]
     return Attention(forward=flops[-1] * long / ahead[-1], backward=2.5 * flops[-1] * long / back[-1], half_length=half)
@@ -353,14 +342,8 @@ def _repeated(bench: _Bench, function: Callable[..., Any], *arrays: jax.Array) -
 
         return jax.lax.fori_loop(0, _ATTENDED, once, jnp.zeros((1,), given[0].dtype))
 
-    program = bench.compiled(many, *arrays)
-    return bench.seconds(partial(program, *arrays)) / _ATTENDED
-
-
-def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """(slope, offset) through two points."""
-    slope = (y[0] - y[1]) / (x[0] - x[1])
-    return slope, y[0] - slope * x[0]
+    seconds, _ = bench.timed(many, *arrays)
+    return seconds / _ATTENDED
 
 
 def _to_host(bench: _Bench) -> float:
@@ -371,16 +354,6 @@ def _to_host(bench: _Bench) -> float:
 
 
 # What devices send.
-
-_KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
-    "all-gather": (lambda x, size: jax.lax.all_gather(x, "group", tiled=True), False),
-    "reduce-scatter": (lambda x, size: jax.lax.psum_scatter(x, "group", tiled=True), True),
-    "all-reduce": (lambda x, size: jax.lax.psum(x, "group"), True),
-    "collective-permute": (
-        lambda x, size: jax.lax.ppermute(x, "group", [(i, (i + 1) % size) for i in range(size)]), True,
-    ),
-}  # fmt: skip
-"""What is done with a device's array, and whether that is the whole payload, or its share of a group."""
 
 
 class _Sent(NamedTuple):
@@ -393,15 +366,14 @@ class _Sent(NamedTuple):
 
 def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Collective]:
     """Each kind and place with the smallest and the largest payload, and in time also with those between."""
-    groups = dict(_groups(bench.devices, hosts))
+    groups = list(_groups(bench.devices, hosts))
     sent: dict[tuple[str, str], list[_Sent]] = {}
     for number, payload in enumerate((scale.payloads[0], scale.payloads[-1], *scale.payloads[1:-1])):
-        for (place, _), grid in groups.items():
-            for kind in _KINDS:
+        for place, grid in groups:
+            for kind in COLLECTIVES:
                 if number < 2 or bench.elapsed < _ALL_SECONDS:
                     sent.setdefault((kind, place), []).append(_send(bench, scale, kind, grid, payload))
-    on_cpu = bench.devices[0].platform == "cpu"
-    steps = {} if on_cpu else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
+    steps = {} if bench.on_cpu else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
     found = []
     for (kind, place), each in sent.items():
         start, step, rate = fitted(each, steps.get(place, 0.0))
@@ -409,8 +381,9 @@ def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Coll
     return found
 
 
-def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tuple[tuple[str, int], np.ndarray]]:
-    """By place and size, the devices in rows of a group. None, if processes would be left out."""
+def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tuple[str, np.ndarray]]:
+    """By place, and for each size of groups there, the devices in rows of a group. None, if processes would be left
+    out."""
     network = next((network_of(chip) for chip in CHIPS.values() if chip.kind == devices[0].device_kind), None)
     in_racks = network is not None and network.domain > network.devices_per_host
     if network is not None and in_racks and len(devices) <= network.domain:
@@ -423,24 +396,25 @@ def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tup
     # Of several racks, which host is in which is not known.
     places = [(WITHIN_HOST, grid)] if in_racks else [(WITHIN_HOST, grid), (BETWEEN_HOSTS, grid.T)]
     for place, rows in places:
-        for size in sorted({2, rows.shape[1]}):
-            if 2 <= size <= rows.shape[1] and rows.shape[1] % size == 0:
-                yield (place, size), rows.reshape(-1, size)
+        most = rows.shape[1]
+        for size in sorted({2, most} - {1}):
+            if most % size == 0:
+                yield place, rows.reshape(-1, size)
 
 
 def _send(bench: _Bench, scale: Scale, kind: str, grid: np.ndarray, payload: int) -> _Sent:
     """Between products, as it is in a step: processes on CPUs look for what has arrived every few milliseconds, but at
     once if they have just looked. And many times in a program, whose start takes longer than a collective on GPUs."""
-    act, whole = _KINDS[kind]
+    act, _, whole = COLLECTIVES[kind]
     size = grid.shape[1]
     mesh = Mesh(grid, ("groups", "group"))
     share = payload // 4 // size
     array = bench.array((share * size if whole else share,), mesh=mesh)
-    seconds, work = _beside_work(bench, scale, partial(act, size=size), array, mesh)
+    seconds, work = _beside_work(bench, scale, partial(act, axis="group", n=size), array, mesh)
     if kind == "collective-permute":
         return _Sent(1, payload, seconds, _UNSURE * work)
-    sent = rounds_of(kind) * payload * (size - 1) / size
-    return _Sent(rounds_of(kind) * (size - 1), sent, seconds, _UNSURE * work)
+    steps = rounds_of(kind) * (size - 1)
+    return _Sent(steps, payload * steps / size, seconds, _UNSURE * work)
 
 
 def _beside_work(
@@ -460,8 +434,8 @@ def _beside_work(
 
     times = []
     for each in (send, lambda x: x):
-        program = bench.compiled(partial(loop, send=each), array, square_NN, mesh=mesh)
-        times.append(bench.seconds(partial(program, array, square_NN)) / scale.rounds)
+        seconds, _ = bench.timed(partial(loop, send=each), array, square_NN, mesh=mesh)
+        times.append(seconds / scale.rounds)
     return times[0] - times[1], times[1]
 
 
@@ -473,23 +447,20 @@ def fitted(sent: Sequence[_Sent], step: float = 0.0) -> tuple[float, float, floa
     sizes = len({one.steps for one in sent})
     if len(sure) > 1 and len({one.steps for one in sure}) == sizes:
         sent = sure
-    columns: dict[str, list[float]] = {
-        "start": [1.0] * len(sent),
-        "step": [one.steps for one in sent],
-        "bytes": [one.bytes for one in sent],
-    }
+    steps, payloads, seconds, unsure = np.array(sent, float).T
+    columns = {"start": np.ones_like(seconds), "step": steps, "bytes": payloads}
     if sizes == 1:
         del columns["step"]
-    scales = np.array([max(one.seconds, one.unsure) for one in sent])
+    scales = np.maximum(seconds, unsure)
     solved: dict[str, float] = {}
-    while columns and (not solved or min(solved.values()) < 0):
+    while columns:
         weighted = np.array([*columns.values()]).T / scales[:, None]
-        found = np.linalg.lstsq(weighted, [one.seconds for one in sent] / scales, rcond=None)[0]
-        solved = dict(zip(columns, map(float, found), strict=True))
+        solution = np.linalg.lstsq(weighted, seconds / scales, rcond=None)[0]
+        solved = dict(zip(columns, solution.tolist(), strict=True))
         least = min(solved, key=lambda name: solved[name])
-        if solved[least] < 0:
-            del columns[least]
-    solved = {name: solved[name] for name in columns}
+        if solved[least] >= 0:
+            break
+        del columns[least], solved[least]
     start, rate = solved.get("start", 0.0), 1 / max(solved.get("bytes", 0.0), _LEAST_SECONDS)
     if sizes > 1:
         return start, solved.get("step", 0.0), rate
