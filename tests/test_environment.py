@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxmnt.config.schema import Cluster
 from jaxmnt.distributed.hostlist import counts_in, hosts_in
-from jaxmnt.distributed.identity import Identity, identify, survey
+from jaxmnt.distributed.identity import Identity, survey
 from jaxmnt.distributed.launchers import Machine
 from jaxmnt.errors import ConfigError
 
@@ -28,7 +28,7 @@ SOME_JOB = env.INDEXED_JOB | {
 
 
 def place(environment, cluster=None, machine=PLAIN, gpus=0):
-    return identify(cluster or Cluster(), environment, machine, gpus)
+    return survey(cluster or Cluster(), environment, machine, gpus).identity
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmnt.config.schema import Cluster
 from jaxmnt.distributed.hostlist import counts_in, hosts_in
-from jaxmnt.distributed.identity import identify, survey
+from jaxmnt.distributed.identity import survey
 from jaxmnt.distributed.launchers import Machine
 from jaxmnt.errors import ConfigError
 
@@ -30,7 +30,7 @@ CASES = [(environment, name) for environment, names in READ.values() for name in
 
 
 def place(environment, cluster=None):
-    return identify(cluster or Cluster(), environment, PLAIN, 0)
+    return survey(cluster or Cluster(), environment, PLAIN, 0).identity
 
 
 @pytest.mark.parametrize("text", ["77x", "²", "٣", "-1", "1.0", "1e3", "0x10", "9" * 12, "9" * 5000, "1\x1b[31m"])
@@ -65,7 +65,7 @@ def test_a_coordinator_that_is_none(coordinator):
 )
 def test_what_contradicts_itself(environment, words):
     with pytest.raises(ConfigError, match=words):
-        identify(Cluster(), environment, PLAIN, 4)
+        survey(Cluster(), environment, PLAIN, 4)
 
 
 def test_an_empty_variable_is_none():

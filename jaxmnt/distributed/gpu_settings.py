@@ -33,21 +33,25 @@ SUCCESSORS: dict[str, str | None] = {
     "xla_gpu_executable_warn_stuck_timeout_seconds": "xla_gpu_executable_warn_stuck_timeout",
     "xla_gpu_enable_address_computation_fusion": "xla_gpu_enable_dynamic_slice_fusion",
     "xla_gpu_experimental_autotuner_cache_dir": "xla_gpu_per_fusion_autotune_cache_dir",
-    "xla_gpu_enable_async_all_gather": None,
-    "xla_gpu_enable_async_all_reduce": None,
-    "xla_gpu_enable_async_collectives": None,
-    "xla_gpu_enable_custom_fusions": None,
-    "xla_gpu_enable_nccl_per_stream_comms": None,
-    "xla_gpu_enable_triton_softmax_fusion": None,
-    "xla_gpu_lhs_enable_gpu_async_tracker": None,
-    "xla_gpu_experimental_enable_nvshmem": None,
-    "xla_gpu_experimental_aot_compiled_thunks": None,
-    "xla_gpu_experimental_ragged_all_to_all_use_barrier": None,
-    "xla_gpu_experimental_ragged_all_to_all_zero_copy": None,
-    "xla_gpu_experimental_use_raft_select_k": None,
-    "xla_gpu_enable_llvm_module_compilation_parallelism": None,
-    "xla_gpu_fused_attention_use_cudnn_rng": None,
-    "xla_gpu_use_inprocess_lld": None,
+    **dict.fromkeys(
+        (
+            "xla_gpu_enable_async_all_gather",
+            "xla_gpu_enable_async_all_reduce",
+            "xla_gpu_enable_async_collectives",
+            "xla_gpu_enable_custom_fusions",
+            "xla_gpu_enable_nccl_per_stream_comms",
+            "xla_gpu_enable_triton_softmax_fusion",
+            "xla_gpu_lhs_enable_gpu_async_tracker",
+            "xla_gpu_experimental_enable_nvshmem",
+            "xla_gpu_experimental_aot_compiled_thunks",
+            "xla_gpu_experimental_ragged_all_to_all_use_barrier",
+            "xla_gpu_experimental_ragged_all_to_all_zero_copy",
+            "xla_gpu_experimental_use_raft_select_k",
+            "xla_gpu_enable_llvm_module_compilation_parallelism",
+            "xla_gpu_fused_attention_use_cudnn_rng",
+            "xla_gpu_use_inprocess_lld",
+        )
+    ),
 }
 """Flags of recipes that newer versions of XLA no longer have, and what replaced them; None: XLA does it by itself, or
 not at all."""
@@ -64,8 +68,7 @@ def prepare(config: Config, environment: MutableMapping[str, str] | None = None,
     if not gpus:
         keep_to_the_cpu(environment)
     if gpus and config.launch.settings == "auto":
-        for name, value in wanted(config, environment).items():
-            environment[name] = value
+        environment.update(_wanted(config, environment))
     check_flags(environment)
     try:
         import_module("jax")  # reads its own variables now
@@ -73,20 +76,19 @@ def prepare(config: Config, environment: MutableMapping[str, str] | None = None,
         raise ConfigError(f"environment: JAX does not take a variable: {error}; correct or unset it") from error
 
 
-def wanted(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """What is to be set, where the environment does not say it already."""
-    found = {
-        # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
-        MEMORY_FRACTION: str(OUR_MEMORY_FRACTION),
-        # Warnings of NCCL say which link or interface they are about.
-        "NCCL_DEBUG": "WARN",
-    }
-    found = {name: value for name, value in found.items() if name not in environment}
+def _wanted(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
+    """What is to be set. What the environment says already counts."""
     flags = environment.get(FLAGS, "")
     if _NCCL_TIMEOUT not in flags:
         # A collective that stalls in its kernel is silent for ever otherwise. Ours end first, and name a process.
-        found[FLAGS] = f"{flags} {_NCCL_TIMEOUT}={config.nccl_timeout_seconds:.0f}".strip()
-    return found
+        flags = f"{flags} {_NCCL_TIMEOUT}={config.nccl_timeout_seconds:.0f}".strip()
+    return {
+        # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
+        MEMORY_FRACTION: environment.get(MEMORY_FRACTION, str(OUR_MEMORY_FRACTION)),
+        # Warnings of NCCL say which link or interface they are about.
+        "NCCL_DEBUG": environment.get("NCCL_DEBUG", "WARN"),
+        FLAGS: flags,
+    }
 
 
 def check_flags(environment: Mapping[str, str]) -> None:

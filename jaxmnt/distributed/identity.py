@@ -66,18 +66,9 @@ class Survey:
     """What else was there, by launcher, and why it was not gone by."""
 
 
-def identify(
-    cluster: Cluster,
-    environment: Mapping[str, str] | None = None,
-    machine: Machine | None = None,
-    gpus: int | None = None,
-) -> Identity:
-    """The identity from `cluster`, each missing setting from JAX's variables, then from the launcher's.
-
-    `gpus` are those of this machine; default is to count them. Raises `ConfigError` when what is said is incomplete or
-    contradicts itself.
-    """
-    return survey(cluster, environment, machine, gpus).identity
+def identify(cluster: Cluster, gpus: int | None = None) -> Identity:
+    """The identity that `survey` finds for this process."""
+    return survey(cluster, gpus=gpus).identity
 
 
 def survey(
@@ -86,7 +77,12 @@ def survey(
     machine: Machine | None = None,
     gpus: int | None = None,
 ) -> Survey:
-    """`identify`, with how it came about."""
+    """The identity from `cluster`, each missing setting from JAX's variables, then from the launcher's, and how it came
+    about.
+
+    `gpus` are those of this machine; default is to count them. Raises `ConfigError` when what is said is incomplete or
+    contradicts itself.
+    """
     environment = os.environ if environment is None else environment
     chosen = cluster.launcher
     explicit = _explicit(cluster, environment)
@@ -96,12 +92,13 @@ def survey(
     full = [_over(explicit, claim) for claim in heard if _complete(_over(explicit, claim))]
     if _complete(explicit):
         full.insert(0, _over(explicit, heard[0]) if heard else explicit)
+    trouble = next((claim.trouble for claim in asked if claim.trouble), "")
     if not full:
-        _refuse_what_is_incomplete(chosen, explicit, heard, asked)
+        _refuse_what_is_incomplete(chosen, explicit, heard, trouble)
     winner = full[0] if full else Claim("")
     _refuse_contradictions([explicit, *heard])
-    if winner.launcher != "explicit":
-        _refuse_to_be_alone(winner, asked)
+    if trouble and winner.launcher != "explicit" and winner.processes == 1:
+        raise ConfigError(trouble)  # this would be a single process where somebody asked for several
     identity = _identity(winner, _devices(cluster, winner, environment, gpus))
     return Survey(identity, winner.launcher, winner.used, _ignored(said, asked, winner))
 
@@ -114,14 +111,15 @@ def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
         if setting is not None:
             found[name], used[f"cluster.{name}"] = setting, str(setting)
         elif text:
-            number = None if name == "coordinator" else number_of(variable, text, least=int(name == "processes"))
-            found[name], used[variable] = text if number is None else number, text
+            is_number = name != "coordinator"
+            found[name] = number_of(variable, text, least=int(name == "processes")) if is_number else text
+            used[variable] = text
     return Claim("explicit", used=used, **found)
 
 
 def _over(explicit: Claim, claim: Claim) -> Claim:
     """A launcher's claim, with what was said explicitly in the place of what it says."""
-    given = {name: getattr(explicit, name) for name in VARIABLES if getattr(explicit, name) is not None}
+    given = {name: value for name in VARIABLES if (value := getattr(explicit, name)) is not None}
     launcher = "explicit" if len(given) == len(VARIABLES) else claim.launcher
     return replace(claim, **given, launcher=launcher, used=explicit.used | claim.used)
 
@@ -132,11 +130,10 @@ def _complete(claim: Claim) -> bool:
     return None not in (claim.processes, claim.process_id, claim.coordinator)
 
 
-def _refuse_what_is_incomplete(chosen: str, explicit: Claim, heard: list[Claim], asked: list[Claim]) -> None:
+def _refuse_what_is_incomplete(chosen: str, explicit: Claim, heard: list[Claim], trouble: str) -> None:
     """Raises `ConfigError` unless nothing at all is said."""
-    for claim in asked:
-        if claim.trouble:
-            raise ConfigError(claim.trouble)
+    if trouble:
+        raise ConfigError(trouble)
     if chosen in LAUNCHERS and not heard:
         raise ConfigError(
             f"cluster.launcher: {chosen} is set, but none of its environment variables are; start "
@@ -176,13 +173,6 @@ def _refuse_contradictions(said: list[Claim]) -> None:
 
 def _with_source(value: int, claim: Claim) -> str:
     return f"{value} ({shown({name: text for name, text in claim.used.items() if text == str(value)})})"
-
-
-def _refuse_to_be_alone(winner: Claim, asked: list[Claim]) -> None:
-    """Raises `ConfigError` if this would be a single process where somebody asked for several."""
-    for claim in asked:
-        if claim.trouble and winner.processes in (None, 1):
-            raise ConfigError(claim.trouble)
 
 
 def _devices(

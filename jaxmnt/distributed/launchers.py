@@ -88,7 +88,7 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
     if processes == 1 and {environment.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_NNODES")} != {"1"}:
         return _outside_srun(environment)  # an interactive shell, in a step that keeps the allocation's variables
     node, local = read.number("SLURM_NODEID"), read.number("SLURM_LOCALID")
-    hosts, tasks = read.hosts("SLURM_STEP_NODELIST"), read.counts("SLURM_STEP_TASKS_PER_NODE")
+    hosts, tasks = read.listed("SLURM_STEP_NODELIST", hosts_in), read.listed("SLURM_STEP_TASKS_PER_NODE", counts_in)
     if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts) or local >= tasks[node]:
         raise ConfigError(f"the variables of Slurm contradict each other: {shown(read.used)}; start with srun")
     gpus = read.optional_number("SLURM_GPUS_ON_NODE")
@@ -108,15 +108,12 @@ _NAMES_OF_SPECIAL_STEPS = ("", "interactive", "batch", "extern")
 def _outside_srun(environment: Environment) -> Claim:
     names = ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
     asked = next((text for name in names if (text := environment.get(name, "1")) not in ("", "1")), None)
-    used = {"SLURM_JOB_ID": environment["SLURM_JOB_ID"]}
-    if asked is None:
-        return Claim("slurm", used=used)
-    return Claim(
-        "slurm",
-        used=used,
-        trouble=f"this process is in Slurm job {used['SLURM_JOB_ID']} with {asked} tasks or nodes, but srun did "
-        "not start it; start it with srun, or set cluster.launcher=explicit for a single-process run",
+    job = environment["SLURM_JOB_ID"]
+    trouble = (
+        f"this process is in Slurm job {job} with {asked} tasks or nodes, but srun did not start it; start it with "
+        "srun, or set cluster.launcher=explicit for a single-process run"
     )
+    return Claim("slurm", used={"SLURM_JOB_ID": job}, trouble=trouble if asked else "")
 
 
 def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
@@ -160,14 +157,12 @@ def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
 
 def mpi(environment: Environment, machine: Machine) -> Claim | None:
     """A process of Open MPI's mpirun, of PRRTE's prun, or of Hydra's mpiexec (MPICH, Intel MPI)."""
-    for names in _MPI_NAMES:
-        if environment.get(names[0]):
-            break
-    else:
+    names = next((names for names in _MPI_NAMES if environment.get(names[0])), None)
+    if names is None:
         return None
     read = _Reader("mpi", environment)
-    process_id, processes = read.number(names[0]), read.optional_number(names[1])
-    local, together = read.optional_number(names[2]), read.optional_number(names[3])
+    process_id = read.number(names[0])
+    processes, local, together = map(read.optional_number, names[1:])
     if processes is None:
         return Claim("mpi", process_id, used=read.used)
     _check_local(local, together, read.used)
@@ -205,10 +200,8 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
         )
     process_id, processes = read.number("RANK"), read.number("WORLD_SIZE")
     local, together = read.optional_number("LOCAL_RANK"), read.optional_number("LOCAL_WORLD_SIZE")
-    host, port = (
-        _master(environment.get("MASTER_ADDR", "").strip()),
-        read.optional_number("MASTER_PORT") or DEFAULT_PORT,
-    )
+    host = _master(environment.get("MASTER_ADDR", "").strip())
+    port = read.optional_number("MASTER_PORT") or DEFAULT_PORT
     _check_local(local, together, read.used)
     if host:
         read.used["MASTER_ADDR"] = environment["MASTER_ADDR"]
@@ -301,13 +294,7 @@ class _Reader:
         self.used[name] = text
         return number
 
-    def hosts(self, name: str) -> list[str]:
-        return self._listed(name, hosts_in)
-
-    def counts(self, name: str) -> list[int]:
-        return self._listed(name, counts_in)
-
-    def _listed(self, name: str, parse: Callable[[str], list[_Item]]) -> list[_Item]:
+    def listed(self, name: str, parse: Callable[[str], list[_Item]]) -> list[_Item]:
         self.used[name] = text = self._environment.get(name, "")
         try:
             return parse(text)
