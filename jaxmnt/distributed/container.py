@@ -28,8 +28,8 @@ def cores(root: Path = _ROOT) -> int:
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yields each limit with the bytes in use, without the page cache that the kernel gives back."""
     for folder in _folders(root, "memory"):
-        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        limit = kernel_number(folder / "memory.max") or kernel_number(folder / "memory.limit_in_bytes")
+        used = kernel_number(folder / "memory.current") or kernel_number(folder / "memory.usage_in_bytes") or 0
         statistics = _fields(folder / "memory.stat")
         cache = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
         if limit is not None:
@@ -39,9 +39,9 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _quotas(root: Path) -> Iterator[float]:
     """Yields each limit of processor time, in cores."""
     for folder in _folders(root, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        quota, _, period = kernel_text(folder / "cpu.max").partition(" ")
         if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+            quota, period = kernel_text(folder / "cpu.cfs_quota_us"), kernel_text(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # not "max", nor -1
             yield int(quota) / int(period)
 
@@ -49,7 +49,7 @@ def _quotas(root: Path) -> Iterator[float]:
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     """Yields the folders of this process's cgroup and of all above it, as far as they can be seen from here."""
     mount = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if number == "0" and not controllers:
             base = mount  # version 2
@@ -63,19 +63,20 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
                     for folder in [base / part])  # fmt: skip
 
 
-def _number(path: Path) -> int | None:
-    """Returns the number in a file; None where there is none, or "max", which is no limit."""
-    text = _text(path)
-    return int(text) if text.isdigit() else None
-
-
 def _fields(path: Path) -> dict[str, int]:
-    pairs = [line.split() for line in _text(path).splitlines()]
+    pairs = [line.split() for line in kernel_text(path).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
-def _text(path: Path) -> str:
+def kernel_number(path: Path) -> int | None:
+    """Returns the number in a file of the kernel; None where there is none, or "max", which is no limit."""
+    text = kernel_text(path)
+    return int(text) if text.isdecimal() else None
+
+
+def kernel_text(path: Path) -> str:
+    """Returns what a file of the kernel holds; nothing where it is not there, or cannot be read now."""
     try:
         return path.read_text().strip()
-    except (OSError, ValueError):  # not Linux, or without this controller
+    except (OSError, ValueError):  # not Linux, without this controller, or an interface that is down
         return ""

@@ -196,7 +196,10 @@ class Vote:
                 _client().key_value_set(f"{self._key}/conclusion", reason)
                 _client().key_value_delete(f"{self._key}/answer/")
         else:
-            reason = self._wait(f"{self._key}/conclusion", "process 0", self._seconds)
+            try:
+                reason = _client().blocking_key_value_get(f"{self._key}/conclusion", int(self._seconds * 1000))
+            except Exception as error:
+                raise self._missing("process 0", error) from error
         return reason or None
 
     def _collect(self) -> str:
@@ -206,8 +209,7 @@ class Vote:
             while process not in self._answers and not self._failure():
                 try:
                     key = f"{self._key}/answer/{process:06d}"
-                    text = _client().blocking_key_value_get(key, int(_GLANCE_SECONDS * 1000))
-                    self._answers[process] = str(text)
+                    self._answers[process] = _client().blocking_key_value_get(key, int(_GLANCE_SECONDS * 1000))
                 except Exception as error:
                     if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > deadline:
                         raise self._missing(f"process {process}", error) from error
@@ -217,12 +219,6 @@ class Vote:
         if self._failed is None and not self._identity.alone:
             self._failed = _glance(f"{self._key}/failed")
         return self._failed or ""
-
-    def _wait(self, key: str, who: str, seconds: float) -> str:
-        try:
-            return str(_client().blocking_key_value_get(key, int(seconds * 1000)))
-        except Exception as error:
-            raise self._missing(who, error) from error
 
     def _missing(self, who: str, error: Exception) -> PeerError:
         return PeerError(f"{who} did not answer in '{self._name}' within {self._seconds:g} s: {error}")

@@ -10,9 +10,9 @@ import contextlib
 import socket
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, NoReturn
 
 from jaxmnt.distributed.failure_detector import BEAT_SECONDS, Act, FailureDetector
@@ -170,12 +170,6 @@ def heartbeat_alone(identity: Identity) -> Heartbeat:
     return Heartbeat(identity, {}, ExitHandler(identity.label), 0.0, 0.0)
 
 
-def _packages_in(trace: TracebackType | None) -> Iterator[str]:
-    while trace is not None:
-        yield str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
-        trace = trace.tb_next
-
-
 @contextlib.contextmanager
 def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
     """Inside, an exception that nobody catches, in whatever thread, ends the process as one in the main thread does."""
@@ -185,7 +179,8 @@ def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
         error = arguments.exc_value
         if error is None or isinstance(error, SystemExit):
             return
-        if heartbeat.may_fail & set(_packages_in(arguments.exc_traceback)):
+        frames = (frame for frame, _ in traceback.walk_tb(arguments.exc_traceback))
+        if heartbeat.may_fail & {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}:
             return
         if may_mean_a_lost_peer(error):
             heartbeat.miss()

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxmnt.distributed.container import kernel_text
+
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 _OFFERED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -17,8 +19,8 @@ _OFFERED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 def huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
     """The variable that a process needs to get huge pages; empty if it has it, or if the kernel does not offer them."""
-    set_before = environment.get(VARIABLE, "")
-    if TUNABLE in set_before or not _offered():
+    set_before, offered = environment.get(VARIABLE, ""), kernel_text(_OFFERED)
+    if TUNABLE in set_before or not offered or "[never]" in offered:
         return {}
     return {VARIABLE: ":".join(filter(None, (set_before, f"{TUNABLE}=1")))}
 
@@ -35,10 +37,3 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
-
-
-def _offered() -> bool:
-    try:
-        return "[never]" not in _OFFERED.read_text(encoding="ascii")
-    except OSError:  # not Linux, or a kernel without them
-        return False

@@ -19,6 +19,7 @@ from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed import authentication, rendezvous
 from jaxmnt.distributed.addresses import listening_address
+from jaxmnt.distributed.container import kernel_text
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.identity import Identity
@@ -72,12 +73,14 @@ def joined(
             early_exit.tell, early_exit.fail = heartbeat.announce, heartbeat.end
             heartbeat.start()
         with telling(heartbeat):
-            _initialize(identity, config)
-            yield heartbeat
-            _shut_down(heartbeat)
+            with _jax_runtime(identity, config):
+                yield heartbeat
+            heartbeat.leave()
 
 
-def _initialize(identity: Identity, config: Config) -> None:
+@contextmanager
+def _jax_runtime(identity: Identity, config: Config) -> Iterator[None]:
+    """Inside, JAX knows all processes. They leave together unless something is raised: JAX waits for everyone."""
     import jax
 
     # JAX's own handler would swallow SIGTERM; the request to stop travels with the batches instead.
@@ -94,14 +97,8 @@ def _initialize(identity: Identity, config: Config) -> None:
         heartbeat_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
         shutdown_timeout_seconds=config.cluster.heartbeat_timeout_seconds,
     )
-
-
-def _shut_down(heartbeat: Heartbeat) -> None:
-    """All together: JAX waits for everyone."""
-    import jax
-
+    yield
     jax.distributed.shutdown()
-    heartbeat.leave()
 
 
 @contextmanager
@@ -149,20 +146,16 @@ def host_names(identity: Identity) -> dict[int, str]:
     """
     if identity.alone:
         return {0: socket.gethostname()}
-    told = all_gather("every process has named its host", f"{machine_id()} {socket.gethostname()}", identity)
+    of_all = all_gather("every process has named its host", (machine_id(), socket.gethostname()), identity)
     names: dict[str, str] = {}
-    for process, text in enumerate(told):
-        boot, _, host = text.partition(" ")
-        names.setdefault(boot, f"{host} (of process {process})" if host in names.values() else host)
-    return {process: names[text.partition(" ")[0]] for process, text in enumerate(told)}
+    for process, (machine, host) in enumerate(of_all):
+        names.setdefault(machine, f"{host} (of process {process})" if host in names.values() else host)
+    return {process: names[machine] for process, (machine, _) in enumerate(of_all)}
 
 
 def machine_id() -> str:
     """What tells this machine from others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
-        return socket.gethostname()
+    return kernel_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def _native_log(run_dir: Path, identity: Identity) -> Path:
@@ -239,8 +232,6 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str:
-    try:
-        found = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _DRIVER.read_text())
-    except OSError:
-        return "none"
-    return found[1] if found else "unknown"
+    text = kernel_text(_DRIVER)
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text)
+    return found[1] if found else "unknown" if text else "none"

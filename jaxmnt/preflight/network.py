@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.telemetry.kernel_counters import infiniband, infiniband_ports, listed, text
+from jaxmnt.distributed.container import kernel_number, kernel_text
+from jaxmnt.telemetry.kernel_counters import infiniband, infiniband_ports, listed
 
 _ROUTES = Path("/proc/net/route")
 _ADDRESSES6 = Path("/proc/net/if_inet6")
@@ -47,17 +48,11 @@ def cards(root: Path = Path("/sys")) -> list[Card]:
     """All interfaces that are up, in the kernel's order, in which NCCL looks at them."""
     default = _default_interfaces()
     found = []
-    for path in sorted(listed(root / "class" / "net"), key=_index):
-        if text(path / "operstate") in ("up", "unknown"):
-            speed = text(path / "speed")
-            megabits = int(speed) if speed.isdecimal() else 0
+    for path in sorted(listed(root / "class" / "net"), key=lambda path: kernel_number(path / "ifindex") or 0):
+        if kernel_text(path / "operstate") in ("up", "unknown"):
+            megabits = kernel_number(path / "speed") or 0
             found.append(Card(path.name, megabits, _address(path.name), path.name in default))
     return found
-
-
-def _index(path: Path) -> tuple[int, str]:
-    number = text(path / "ifindex")
-    return int(number) if number.isdecimal() else 0, path.name
 
 
 def chosen_by_nccl(found: list[Card], wanted: str) -> Card | None:
@@ -81,17 +76,17 @@ def fabric_ports(root: Path = Path("/sys")) -> list[Port]:
     """All ports of adapters that there are, by name."""
     found, counted = [], infiniband(root).errors
     for name, path in infiniband_ports(root).items():
-        rate = text(path / "rate").split(" ")[0]
+        rate = kernel_text(path / "rate").split(" ")[0]
         gigabits = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
-        state = text(path / "state").partition(": ")[2]
+        state = kernel_text(path / "state").partition(": ")[2]
         errors = {counter: errors for counter, errors in counted.get(name, {}).items() if errors}
-        found.append(Port(name, state, gigabits, text(path / "link_layer"), errors))
+        found.append(Port(name, state, gigabits, kernel_text(path / "link_layer"), errors))
     return found
 
 
 def _default_interfaces() -> set[str]:
-    lines = text(_ROUTES).splitlines()[1:]
-    return {line.split()[0] for line in lines if line.split()[1:2] == ["00000000"]}
+    routes = [line.split() for line in kernel_text(_ROUTES).splitlines()[1:]]
+    return {route[0] for route in routes if route[1:2] == ["00000000"]}
 
 
 def _address(interface: str) -> str:
@@ -108,7 +103,7 @@ def _address(interface: str) -> str:
 
 def _address6(interface: str) -> str:
     """The first IPv6 address that other networks can reach."""
-    for line in text(_ADDRESSES6).splitlines():
+    for line in kernel_text(_ADDRESSES6).splitlines():
         fields = line.split()
         if fields[-1] == interface and fields[3] == "00":  # global scope
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxmnt.distributed.container import available_bytes
+from jaxmnt.distributed.container import available_bytes, kernel_number
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _WORD = 4
@@ -71,27 +71,13 @@ def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
 def _read_counters(
     found: Traffic, name: str, folder: Path, counters: dict[str, str], errors: tuple[str, ...], factor: int
 ) -> None:
-    for which, counter in counters.items():
-        value = _count(folder / counter)
+    for which, counter in counters.items():  # which of them there are differs between devices
+        value = kernel_number(folder / counter)
         if value is not None:
             getattr(found, which)[name] = value * factor
-    told = {counter: value for counter in errors if (value := _count(folder / counter)) is not None}
+    told = {counter: value for counter in errors if (value := kernel_number(folder / counter)) is not None}
     if told:
         found.errors[name] = told
-
-
-def _count(path: Path) -> int | None:
-    """None where there is no such counter: devices differ."""
-    value = text(path)
-    return int(value) if value.isdecimal() else None
-
-
-def text(path: Path) -> str:
-    """Returns what a file of the kernel holds; nothing where it is not there, or cannot be read now."""
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):  # an interface that is down has no speed
-        return ""
 
 
 def listed(folder: Path) -> list[Path]:
