@@ -5,13 +5,15 @@ import json
 import math
 import socket
 import time
+from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import pytest
 from conftest import metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxmnt.errors import ExitCode
-from jaxmnt.telemetry.status_server import StatusServer, prometheus_text
+from jaxmnt.telemetry.status_server import prometheus_text, serving
 from jaxmnt.train import train
 
 STATUS = {
@@ -24,8 +26,13 @@ STATUS = {
 
 @pytest.fixture
 def server():
-    with StatusServer("127.0.0.1", 0, lambda: STATUS) as made:
-        yield made.address
+    with serving("127.0.0.1", 0, lambda: STATUS) as url:
+        yield address_in(url)
+
+
+def address_in(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port
 
 
 def ask(address, path: str, **headers: str) -> tuple[int, str, str]:
@@ -81,13 +88,14 @@ def test_who_does_not_ask_holds_nobody_up(server):
 def test_a_port_that_is_taken_is_said(capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert StatusServer("127.0.0.1", port, lambda: STATUS).address is None
+        with serving("127.0.0.1", port, lambda: STATUS) as url:
+            assert url is None
     assert "cannot be had" in capfd.readouterr().err
 
 
 def test_a_run_answers(tiny, tmp_path, monkeypatch):
     """Asked at its last save, in the middle of the run."""
-    from jaxmnt.run import loop
+    from jaxmnt.run import loop, running
 
     answers, save = [], loop._save
 
@@ -96,14 +104,15 @@ def test_a_run_answers(tiny, tmp_path, monkeypatch):
         save(run)
 
     told = []
-    serve = StatusServer.__enter__
 
-    def entered(server):
-        told.append(server.address)
-        return serve(server)
+    @contextmanager
+    def noted(*arguments):
+        with serving(*arguments) as url:
+            told.append(address_in(url))
+            yield url
 
     monkeypatch.setattr(loop, "_save", asking)
-    monkeypatch.setattr(StatusServer, "__enter__", entered)
+    monkeypatch.setattr(running, "serving", noted)
     assert train(tiny("telemetry.port=0", "train.stop_after=5", "train.steps=20")) == ExitCode.STOPPED
     (status, prometheus, threads), *_ = answers
     line = metrics(tmp_path / "run")[-2]

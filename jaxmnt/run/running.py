@@ -16,7 +16,7 @@ from jaxmnt.run.samples import Sampler
 from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
 from jaxmnt.telemetry.metrics import Rates, TrainLog
 from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, wanted_sinks
-from jaxmnt.telemetry.status_server import StatusServer
+from jaxmnt.telemetry.status_server import serving
 from jaxmnt.training.compile import Program
 from jaxmnt.training.spec import ControlFlags
 
@@ -126,6 +126,6 @@ def _serve_status(run: ReadyRun, log: TrainLog, monitoring: Monitoring) -> None:
         return
     about = {"run": run.start.run, "steps": run.config.train.steps, "processes": run.identity.processes}
     status = lambda: {**log.latest, **monitoring.status(), **about, "now": str(run.watchdog.position())}
-    server = run.held.enter_context(StatusServer(settings.host, settings.port, status))
-    if server.address is not None:
-        run.status.line(f"status  {server.url}/status, /metrics, /healthz, /stacks")
+    url = run.held.enter_context(serving(settings.host, settings.port, status))
+    if url is not None:
+        run.status.line(f"status  {url}/status, /metrics, /healthz, /stacks")

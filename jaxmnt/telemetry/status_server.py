@@ -5,11 +5,12 @@ Bound to this host unless told otherwise. It reads what the run has noted, and c
 
 import math
 import os
+import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 from jaxmnt.errors import remark
@@ -40,44 +41,28 @@ _GAUGES = {
 _COUNTERS = {"tokens": "Targets trained on.", "bad_steps": "Steps without a finite loss or gradient."}
 
 
-class StatusServer:
-    """Answers in threads of its own: /metrics for Prometheus, /status as JSON, /healthz, /stacks. Used as a context
-    manager. If the address cannot be had, that is said, and the run goes on without."""
+@contextmanager
+def serving(host: str, port: int, status: Callable[[], Status]) -> Iterator[str | None]:
+    """Inside, threads of its own answer: /metrics for Prometheus, /status as JSON, /healthz, /stacks.
 
-    def __init__(self, host: str, port: int, status: Callable[[], Status]):
-        """Port 0 is any that is free. `status` is called from other threads."""
-        self.address: tuple[str, int] | None = None
-        """Where it answers; None if nowhere."""
-        handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in HERE})
+    Port 0 is any that is free. `status` is called from other threads. Yields the URL without a path; None if the
+    address cannot be had, which is said, and the run goes on without.
+    """
+    handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in HERE})
+    try:
+        server = (LocalServer6 if ":" in host else LocalServer)((host, port), handler)
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # also names that are none
+        remark(f"note: telemetry.port: {host}:{port} cannot be had: {error}; the run goes on without it")
+        yield None
+        return
+    with server:
+        answering = lambda: server.serve_forever(_LOOK_SECONDS)
+        threading.Thread(target=answering, name="status server", daemon=True).start()
+        name = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
         try:
-            self._server: ThreadingHTTPServer | None = (LocalServer6 if ":" in host else LocalServer)(
-                (host, port), handler
-            )
-        except (OSError, OverflowError, TypeError, ValueError) as error:  # also names that are none
-            self._server = None
-            remark(f"note: telemetry.port: {host}:{port} cannot be had: {error}; the run goes on without it")
-            return
-        name, port = self._server.server_address[:2]
-        self.address = str(name), int(port)
-
-    @property
-    def url(self) -> str:
-        """Without a path."""
-        assert self.address is not None
-        name, port = self.address
-        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-    def __enter__(self) -> "StatusServer":
-        if self._server is not None:
-            threading.Thread(
-                target=self._server.serve_forever, args=(_LOOK_SECONDS,), name="status server", daemon=True
-            ).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            yield f"http://{name}:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 class _Handler(LocalHandler):
@@ -85,50 +70,40 @@ class _Handler(LocalHandler):
     only_here: bool
 
     def respond(self) -> None:
-        pages = {"/metrics": self._metrics, "/status": self._status, "/healthz": self._healthz, "/stacks": self._stacks}
+        pages: dict[str, tuple[str, Callable[[], str]]] = {
+            "/metrics": ("text/plain; version=0.0.4", lambda: prometheus_text(self.status())),
+            "/status": ("application/json", lambda: json_text(self.status(), indent=2) + "\n"),
+            "/healthz": ("text/plain", lambda: f"step {self.status().get('step', 0)}\n"),
+            "/stacks": ("text/plain", stacks),
+        }
         page = pages.get(self.path.partition("?")[0])
         if self.only_here and not self.asks_for_this_host():
             self.answer(HTTPStatus.FORBIDDEN, "text/plain", "ask for localhost\n")
         elif page is None:
             self.answer(HTTPStatus.NOT_FOUND, "text/plain", f"there are {', '.join(pages)}\n")
         else:
-            kind, text = page()
-            self.answer(HTTPStatus.OK, kind, text)
-
-    def _metrics(self) -> tuple[str, str]:
-        return "text/plain; version=0.0.4", prometheus_text(self.status())
-
-    def _status(self) -> tuple[str, str]:
-        return "application/json", json_text(self.status(), indent=2) + "\n"
-
-    def _healthz(self) -> tuple[str, str]:
-        return "text/plain", f"step {self.status().get('step', 0)}\n"
-
-    def _stacks(self) -> tuple[str, str]:
-        return "text/plain", stacks()
+            kind, text_of_page = page
+            self.answer(HTTPStatus.OK, kind, text_of_page())
 
 
 def prometheus_text(status: Status) -> str:
     """The numbers of a status in Prometheus' text format 0.0.4. What is not known is left out."""
+    families: list[tuple[str, str, str, Mapping[str, Any]]] = [
+        *((name, "gauge", what, {"": status.get(name)}) for name, what in _GAUGES.items()),
+        *((f"{name}_total", "counter", what, {"": status.get(name)}) for name, what in _COUNTERS.items()),
+    ]
+    phases = {f'{{phase="{phase}"}}': seconds for phase, seconds in sorted((status.get("phases") or {}).items())}
+    resources = _labelled(_resources(status.get("resources")))
+    families += [
+        ("phase_seconds", "gauge", "Mean over processes, of the last step.", phases),
+        ("model_metric", "gauge", "A metric of the model's layers, of the last step.", _labelled(status.get("model"))),
+        ("resource", "gauge", "What hosts and devices use; the statistic is over all.", resources),
+    ]
     lines = []
-    for kind, names in (("gauge", _GAUGES), ("counter", _COUNTERS)):
-        for name, what in names.items():
-            value = status.get(name)
-            if isinstance(value, int | float):
-                full = f"jaxmnt_{name}_total" if kind == "counter" else f"jaxmnt_{name}"
-                lines += [f"# HELP {full} {what}", f"# TYPE {full} {kind}", f"{full} {_number(value)}"]
-    phases = status.get("phases") or {}
-    if phases:
-        full = "jaxmnt_phase_seconds"
-        lines += [f"# HELP {full} Mean over processes, of the last step.", f"# TYPE {full} gauge"]
-        lines += [f'{full}{{phase="{phase}"}} {_number(seconds)}' for phase, seconds in sorted(phases.items())]
-    for name, told, what in (
-        ("model_metric", status.get("model"), "A metric of the model's layers, of the last step."),
-        ("resource", _resources(status.get("resources")), "What hosts and devices use; the statistic is over all."),
-    ):
-        values = [(labels, value) for labels, value in _labelled(told or {}) if isinstance(value, int | float)]
-        lines += [f"# HELP jaxmnt_{name} {what}", f"# TYPE jaxmnt_{name} gauge"] if values else []
-        lines += [f"jaxmnt_{name}{{{labels}}} {_number(value)}" for labels, value in values]
+    for name, kind, what, of_labels in families:
+        values = {labels: value for labels, value in of_labels.items() if isinstance(value, int | float)}
+        lines += [f"# HELP jaxmnt_{name} {what}", f"# TYPE jaxmnt_{name} {kind}"] if values else []
+        lines += [f"jaxmnt_{name}{labels} {_number(value)}" for labels, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -142,11 +117,13 @@ def _resources(told: Any) -> dict[str, Any]:
     }
 
 
-def _labelled(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Labels of each value: its name, and behind / a statistic."""
-    for name, value in sorted(values.items()):
-        first, _, second = (part.replace("\\", "").replace('"', "").replace("\n", "") for part in name.partition("/"))
-        yield (f'name="{first}",statistic="{second}"' if second else f'name="{first}"'), value
+def _labelled(values: dict[str, Any] | None) -> dict[str, Any]:
+    """Each value by its labels: its name, and behind / a statistic."""
+    found = {}
+    for name, value in sorted((values or {}).items()):
+        first, _, second = re.sub(r'[\\"\n]', "", name).partition("/")
+        found[f'{{name="{first}",statistic="{second}"}}' if second else f'{{name="{first}"}}'] = value
+    return found
 
 
 def stacks() -> str:
