@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -55,11 +56,10 @@ class Sink(Protocol):
         """The run ends."""
 
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
-"""Sinks by name, and the package that each needs."""
-_WITH_THREADS = frozenset({*_PACKAGES.values(), "tensorboardX", "torch", "gradio_client"})
 _OURS = "jaxmnt.telemetry.sink_adapters"
 _CLASSES = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "trackio": "Trackio", "mlflow": "MLflow"}
+"""Sinks by name, which is also that of the package that each needs."""
+_WITH_THREADS = frozenset({*_CLASSES, "tensorboardX", "torch", "gradio_client"})
 
 
 def wanted_sinks(names: Sequence[str] | None) -> list[str]:
@@ -70,14 +70,14 @@ def wanted_sinks(names: Sequence[str] | None) -> list[str]:
     if names is None:
         return ["tensorboard"] if _is_installed("tensorboard") else []
     for name in names:
-        if name in _PACKAGES:
-            if not _is_installed(_PACKAGES[name]):
+        if name in _CLASSES:
+            if not _is_installed(name):
                 raise ConfigError(f"telemetry.sinks: {name} needs a package: pip install 'jaxmnt[{name}]'")
         elif "." in name:
             _import(name)
         else:
             raise ConfigError(
-                f"telemetry.sinks: there is no sink {name!r}; {nearest(name, sorted(_PACKAGES))}, or give the dotted "
+                f"telemetry.sinks: there is no sink {name!r}; {nearest(name, sorted(_CLASSES))}, or give the dotted "
                 "path of a class of your own"
             )
     return list(names)
@@ -85,7 +85,7 @@ def wanted_sinks(names: Sequence[str] | None) -> list[str]:
 
 def packages_of(names: Sequence[str]) -> frozenset[str]:
     """Packages in whose threads an exception is a matter of sinks."""
-    return _WITH_THREADS | {name.partition(".")[0] for name in names if "." in name} if names else frozenset()
+    return _WITH_THREADS | {name.partition(".")[0] for name in names} if names else frozenset()
 
 
 def _is_installed(package: str) -> bool:
@@ -116,59 +116,50 @@ class Sinks:
     """Hands lines over to all sinks of a run. From any thread."""
 
     def __init__(self, names: Sequence[str], run: SinkRun):
-        self._workers = [_Worker(name, run) for name in names]
+        self._queues = {
+            name: BackgroundQueue(f"sink {name}", partial(_feed, name, run), gather_seconds=_GATHER_SECONDS)
+            for name in names
+        }
+        for queue in self._queues.values():
+            queue.start()
 
     def put(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl. Returns at once."""
-        for worker in self._workers:
-            worker.put(record)
+        for queue in self._queues.values():
+            queue.put(record)
 
     def close(self, *, patient: bool = True) -> bool:
         """Returns when all sinks have written what they have, or after some seconds; if it is not `patient`, one.
 
         Whether all have ended.
         """
-        deadline = time.monotonic() + (_CLOSE_SECONDS if patient else 1.0)
-        for worker in self._workers:
-            worker.end()
-        ended = [worker.join(max(0.0, deadline - time.monotonic())) for worker in self._workers]
-        return all(ended)
+        deadline, all_ended = time.monotonic() + (_CLOSE_SECONDS if patient else 1.0), True
+        for queue in self._queues.values():
+            queue.end()
+        for name, queue in self._queues.items():
+            ended = queue.join(max(0.0, deadline - time.monotonic()))
+            waiting, dropped = queue.missing()
+            if not ended or dropped:
+                remark(f"note: {name} lacks up to {waiting + dropped} lines: it took too long to write them")
+            all_ended &= ended
+        return all_ended
 
 
-class _Worker:
-    def __init__(self, name: str, run: SinkRun):
-        self._name, self._run = name, run
-        self._records = BackgroundQueue(f"sink {name}", self._work, gather_seconds=_GATHER_SECONDS)
-        self._records.start()
-        self.put, self.end = self._records.put, self._records.end
-
-    def join(self, seconds: float) -> bool:
-        """Returns whether the sink has ended, after so many seconds at most; says what it lacks."""
-        ended = self._records.join(seconds)
-        waiting, dropped = self._records.missing()
-        if not ended or dropped:
-            remark(f"note: {self._name} lacks up to {waiting + dropped} lines: it took too long to write them")
-        return ended
-
-    # In the thread.
-
-    def _work(self, records: Iterator[dict[str, Any]]) -> None:
-        sink: Sink | None = None
-        try:
-            sink = self._make()(self._run)
-            for record in records:
-                sink.write(record["step"], record["time"], scalars(record))
-            sink.close()
-        except Exception as error:  # whatever a library raises, the run goes on
-            remark(f"WARNING {self._name} gets no more of this run: {summary(error)}")
-            with suppress(Exception):  # it has failed already
-                if sink is not None:
-                    sink.close()
-            for _ in records:  # nobody wants the others
-                pass
-
-    def _make(self) -> Callable[[SinkRun], Sink]:
-        return _import(f"{_OURS}.{_CLASSES[self._name]}" if self._name in _CLASSES else self._name)
+def _feed(name: str, run: SinkRun, records: Iterator[dict[str, Any]]) -> None:
+    """Makes a sink, and hands it the lines as they come. In the sink's thread."""
+    sink: Sink | None = None
+    try:
+        sink = _import(f"{_OURS}.{_CLASSES[name]}" if name in _CLASSES else name)(run)
+        for record in records:
+            sink.write(record["step"], record["time"], scalars(record))
+        sink.close()
+    except Exception as error:  # whatever a library raises, the run goes on
+        remark(f"WARNING {name} gets no more of this run: {summary(error)}")
+        with suppress(Exception):  # it has failed already
+            if sink is not None:
+                sink.close()
+        for _ in records:  # nobody wants the others
+            pass
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
