@@ -76,6 +76,10 @@ def or_null(is_right: IsRight) -> IsRight:
     return lambda value: value is None or is_right(value)
 
 
+_NUMBERS = (
+    "loss", "grad_norm", "step_seconds", "data_wait_seconds", "blocked_seconds", "began", "slower_seconds", "until",
+    "cost_per_gpu_hour", "tokens_per_second", "mfu", "hfu",
+)  # fmt: skip
 _RIGHT: dict[str, IsRight] = {
     "kind": is_text,
     "time": lambda value: is_number(value) and 0 <= value < _LATEST,
@@ -89,24 +93,8 @@ _RIGHT: dict[str, IsRight] = {
     "device": or_null(is_count),
     "found_by": is_text,
     "finished": is_truth,
-    "loss": or_null(is_number),
-    "grad_norm": or_null(is_number),
     **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens", "format"), is_count),
-    **dict.fromkeys(
-        (
-            "step_seconds",
-            "data_wait_seconds",
-            "blocked_seconds",
-            "began",
-            "slower_seconds",
-            "until",
-            "cost_per_gpu_hour",
-            "tokens_per_second",
-            "mfu",
-            "hfu",
-        ),
-        or_null(is_number),
-    ),
+    **dict.fromkeys(_NUMBERS, or_null(is_number)),
 }
 """What these fields hold, in whatever record they are."""
 
@@ -131,8 +119,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     for line in _lines(path):
         if line.isspace():
             continue
-        record = parse(line)
-        if record is not None:
+        if (record := parse(line)) is not None:
             yield record
         else:
             damaged += _is_damaged(line)
@@ -170,22 +157,19 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
     try:
         with path.open("rb") as lines, _as_private_as(path, temporary) as kept:
             for line in lines:
-                if line == b"\n":  # there may be a million
-                    changed = True
-                    continue
-                record = parse(line)
-                whole = b"" if record is None else line.strip(_PADDING) + b"\n"
-                if record is None and _is_damaged(line):
-                    damaged += 1
-                    with aside.open("ab") as file:
-                        file.write(line)
+                record = None if line == b"\n" else parse(line)  # there may be a million empty ones
+                whole = line.strip(_PADDING) + b"\n"
                 if record is not None and (last_step is None or record.get("step", 0) <= last_step):
                     kept.write(whole)
                     changed |= whole != line
-                else:
-                    changed = True
-                    if record is not None:
-                        later.append(record)
+                    continue
+                changed = True
+                if record is not None:
+                    later.append(record)
+                elif _is_damaged(line):
+                    damaged += 1
+                    with aside.open("ab") as file:
+                        file.write(line)
             kept.flush()
             os.fsync(kept.fileno())
         if changed:

@@ -90,20 +90,19 @@ class TrainLog:
         """The record of the last step that was written. Not to be changed; for other threads to read."""
         self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
-        self._paused = 0.0
+        """When the step before was found finished, but for pauses since."""
         self._pace: float | None = None
 
     def push(self, step: int, metrics: dict[str, jax.Array], wait_seconds: float, digest: str | None) -> None:
         """Notes the metrics of a step just dispatched, and reads those of the step before it."""
         self.flush()
-        self._pending = (step, metrics, wait_seconds, digest)
+        self._pending = step, metrics, wait_seconds, digest
 
     def flush(self) -> None:
         """Reads the metrics that are still on the device, waiting for their step to end."""
         if self._pending is None:
             return
-        step, metrics, wait_seconds, digest = self._pending
-        self._pending = None
+        (step, metrics, wait_seconds, digest), self._pending = self._pending, None
         with self._timer.during("device"):
             metrics = jax.device_get(metrics)
         values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
@@ -111,8 +110,8 @@ class TrainLog:
             self.without_targets += 1
             values |= {name: finite(values[name]) for name in MEANS_OVER_TARGETS if name in values}
         now = time.perf_counter()
-        step_seconds = max(1e-9, now - self._ready_at - self._paused)
-        self._ready_at, self._paused = now, 0.0
+        step_seconds = max(1e-9, now - self._ready_at)
+        self._ready_at = now
         self.tokens += int(values["tokens"])
         self.stop_seen = values["stop"] > 0
         if values["save"] > 0:
@@ -126,11 +125,11 @@ class TrainLog:
 
     def pause(self, seconds: float) -> None:
         """Time spent on something else than steps (evaluation, a blocking save): not part of a step's time."""
-        self._paused += seconds
+        self._ready_at += seconds
 
     def restart_clock(self) -> None:
         """Steps are timed from now on."""
-        self._ready_at, self._paused = time.perf_counter(), 0.0
+        self._ready_at = time.perf_counter()
 
     def write_eval(
         self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float, sets: Collection[str] = ()
@@ -147,18 +146,14 @@ class TrainLog:
         if self._lines is None:
             return loss
         means = {name: _mean(total, count) for name, (total, count) in sums.items()}
-        record = {
-            "kind": "eval",
-            "step": step,
-            "time": clock.now(),
-            "attempt": self._attempt,
-            "loss": loss,
-            "tokens": tokens,
-            "seconds": seconds,
-            "sources": {name: {"loss": means[name], "tokens": count} for name, (_, count) in sums.items()},
-        }
-        self._lines.write(record)
-        self._written(record)
+        self._record(
+            "eval",
+            step,
+            loss=loss,
+            tokens=tokens,
+            seconds=seconds,
+            sources={name: {"loss": means[name], "tokens": count} for name, (_, count) in sums.items()},
+        )
         shown = "".join(f", {name} {_shown(mean)}" for name, mean in means.items()) if len(means) > 1 else ""
         self._status.line(
             f"step {step}  held-out loss {_shown(loss)}{shown} over {count(tokens)} tokens ({duration(seconds)})"
@@ -178,40 +173,43 @@ class TrainLog:
     def _write(
         self, step: int, values: dict[str, Any], step_seconds: float, wait_seconds: float, digest: str | None
     ) -> None:
-        assert self._lines is not None
         rate = values["tokens"] / step_seconds
         padded_rate = self._rates.padded_tokens / step_seconds
         mfu = self._share_of_peak(step, rate, self._rates.flops_per_token)
         hfu = self._share_of_peak(step, padded_rate, self._rates.hardware_flops_per_token)
-        record = {
-            "kind": "train",
-            "step": step,
-            "time": clock.now(),
-            "attempt": self._attempt,
-            "loss": values["loss"],
-            "grad_norm": values["grad_norm"],
-            "learning_rate": values["learning_rate"],
-            "tokens": self.tokens,
-            "tokens_per_second": rate,
-            "padded_tokens_per_second": padded_rate,
-            "step_seconds": step_seconds,
-            "data_wait_seconds": wait_seconds,
-            "mfu": mfu,
-            "hfu": hfu,
-            "epochs": self._epochs(step),
-            "bad_steps": values["bad_steps"],
-        }
-        record |= {"model": values["model"]} if values["model"] else {}
-        record |= {"gradient_squares": values["gradient_squares"]} if "gradient_squares" in values else {}
-        record |= {"batch_digest": digest} if digest is not None else {}
-        self.latest = record
-        self._lines.write(record)
-        self._written(record)
+        optional = {"model": values["model"]} if values["model"] else {}
+        optional |= {"gradient_squares": values["gradient_squares"]} if "gradient_squares" in values else {}
+        optional |= {"batch_digest": digest} if digest is not None else {}
+        self.latest = self._record(
+            "train",
+            step,
+            loss=values["loss"],
+            grad_norm=values["grad_norm"],
+            learning_rate=values["learning_rate"],
+            tokens=self.tokens,
+            tokens_per_second=rate,
+            padded_tokens_per_second=padded_rate,
+            step_seconds=step_seconds,
+            data_wait_seconds=wait_seconds,
+            mfu=mfu,
+            hfu=hfu,
+            epochs=self._epochs(step),
+            bad_steps=values["bad_steps"],
+            **optional,
+        )
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
         every = None if self._status.live else self._log_every
         due = self._status.due if every is None else step % every == 0
         if due or step == self._steps:
             self._show(step, values, rate, mfu, wait_seconds / step_seconds, stays=step == self._steps or bool(every))
+
+    def _record(self, kind: str, step: int, **fields: Any) -> dict[str, Any]:
+        """Writes a line, and returns it."""
+        assert self._lines is not None
+        record = {"kind": kind, "step": step, "time": clock.now(), "attempt": self._attempt, **fields}
+        self._lines.write(record)
+        self._written(record)
+        return record
 
     def _show(
         self, step: int, values: dict[str, Any], rate: float, mfu: float | None, data_wait: float, *, stays: bool
@@ -236,8 +234,7 @@ class TrainLog:
         peak = self._rates.peak_flops
         if peak is None or flops is None:
             return None
-        share = per_second * flops / peak
-        if share <= 1:
+        if (share := per_second * flops / peak) <= 1:
             return share
         if not self._refused_mfu:
             self._refused_mfu = True

@@ -2,7 +2,6 @@
 100 steps one with a few numbers of each process."""
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ class PhaseLog:
         self._last_step = 0
         self.latest: dict[str, float] = {}
         """Mean seconds of each phase in the last step that all have told of. For other threads to read."""
-        self._findings: deque[Straggler] = deque()
+        self._findings: list[Straggler] = []
         self._lock = threading.Lock()
 
     def heard(self, process: int, rows: Sequence[Any]) -> None:
@@ -65,8 +64,7 @@ class PhaseLog:
     def take_findings(self) -> list[Straggler]:
         """Who began to hold the others up, or caught up, since this was last called."""
         with self._lock:
-            found = list(self._findings)
-            self._findings.clear()
+            found, self._findings = self._findings, []
         return found
 
     @property
@@ -95,7 +93,7 @@ class PhaseLog:
         self._last_step = step
         if len(self._own) == STEPS_A_SUM:
             self._sum_up()
-        self._findings.extend(self._detector.see(seconds))
+        self._findings += self._detector.see(seconds)
 
     def _sum_up(self) -> None:
         """A line about the own work of each process, in the steps since the last such line, if these are many enough
@@ -108,16 +106,14 @@ class PhaseLog:
             "step": self._last_step,
             "time": clock.now(),
             "steps": len(self._own),
-            "own": [[_short(value) for value in one] for one in quantiles.T],
+            "own": [[_short(value) for value in row] for row in quantiles.T],
         })  # fmt: skip
         self._own.clear()
 
 
 def _checked(step: Any, seconds: Any) -> StepPhases:
-    if type(step) is not int or len(seconds) != len(PHASES):
-        raise ValueError("no times of a step")
-    times = tuple(float(one) for one in seconds)
-    if not all(0 <= one < _LONGEST for one in times):
+    times = tuple(map(float, seconds))
+    if type(step) is not int or len(times) != len(PHASES) or not all(0 <= time < _LONGEST for time in times):
         raise ValueError("no times of a step")
     return StepPhases(step, times)
 

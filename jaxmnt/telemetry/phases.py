@@ -43,9 +43,8 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
-        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "other"
-        self._since = clock()
+        self.restart()
         self._ended: deque[StepPhases] = deque(maxlen=_MOST_WAITING)
         self._lock = threading.Lock()
 

@@ -71,8 +71,9 @@ class StatusLine:
     def __init__(self, out: TextIO, *, quiet: bool = False):
         self._out = out
         self._quiet = quiet
-        self._live = out.isatty()
-        self._colour = self._live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.live = out.isatty()
+        """Whether there is a terminal, on which a line can be rewritten."""
+        self._colour = self.live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._next = 0.0
         self._shown = False
 
@@ -80,11 +81,6 @@ class StatusLine:
     def due(self) -> bool:
         """Whether an update would be shown now; lets the caller save the work of composing it."""
         return not self._quiet and time.monotonic() >= self._next
-
-    @property
-    def live(self) -> bool:
-        """Whether there is a terminal, on which a line can be rewritten."""
-        return self._live
 
     def progress(self, step: int, steps: int, parts: Sequence[str]) -> None:
         """Shows a bar and as many of the parts, the first ones, as the terminal is wide; of others not one is cut."""
@@ -103,7 +99,7 @@ class StatusLine:
         """Shows `text` if enough time has passed since the last."""
         if not self.due:
             return
-        if self._live:
+        if self.live:
             self._show(text[: shutil.get_terminal_size().columns - 1])
         else:
             print(text, file=self._out, flush=True)
@@ -159,11 +155,8 @@ def size(number: float) -> str:
     """Bytes in binary units: 1.5 GiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if number >= 1024**power:
-            return (
-                f"{number / 1024**power:.3g} {unit}"
-                if number < 1000 * 1024**power
-                else f"{number / 1024**power:.0f} {unit}"
-            )
+            value = number / 1024**power
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
     return f"{number:.0f} bytes"
 
 

@@ -51,9 +51,7 @@ class StragglerDetector:
     """Sees the phases of all processes step by step; says when one begins to hold the others up, and when it ends."""
 
     def __init__(self, processes: int):
-        self._numbers = {phase: PHASES.index(phase) for phase in OWN_PHASES}
-        self._windows = {phase: _SELDOM.get(phase, (WINDOW, WINDOW)) for phase in OWN_PHASES}
-        self._times: dict[str, deque[np.ndarray]] = {phase: deque(maxlen=n) for phase, (n, _) in self._windows.items()}
+        self._times: dict[str, deque[np.ndarray]] = {phase: deque(maxlen=_window(phase)[0]) for phase in OWN_PHASES}
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._seen = 0
         self._known: set[tuple[int, str]] = set()
@@ -70,9 +68,8 @@ class StragglerDetector:
             return []
         self._seen += 1
         self._steps.append(float(np.median(seconds.sum(axis=1))))
-        for phase, number in self._numbers.items():
-            times_P = seconds[:, number]
-            if phase not in _SELDOM or times_P.max() > 0:
+        for phase, times_P in zip(PHASES, seconds.T, strict=True):
+            if phase in OWN_PHASES and (phase not in _SELDOM or times_P.max() > 0):
                 self._times[phase].append(times_P)
         return self._look() if self._seen % _EVERY == 0 else []
 
@@ -87,7 +84,7 @@ class StragglerDetector:
         threshold = max(_LEAST_SECONDS, _SHARE * step)
         found = []
         for phase, recent in self._times.items():
-            if len(recent) < self._windows[phase][1]:
+            if len(recent) < _window(phase)[1]:
                 continue
             times_TP = np.stack(recent)
             if not self._may_be_slow(times_TP, threshold) and not any(known == phase for _, known in self._known):
@@ -95,14 +92,17 @@ class StragglerDetector:
             share, least = (_SELDOM_SHARE, _SELDOM_SECONDS) if phase in _SELDOM else (0.0, 0.0)
             slow_P, slower_P = _outliers(times_TP, max(threshold, least), share)
             for process in range(self._processes):
-                known = (process, phase) in self._known
-                if slow_P[process] and not known:
-                    self._known.add((process, phase))
-                    found.append(Straggler(process, phase, float(slower_P[process]), step, began=True))
-                elif known and slower_P[process] < _RECOVERED * threshold:
-                    self._known.remove((process, phase))
-                    found.append(Straggler(process, phase, float(slower_P[process]), step, began=False))
+                slower, known = float(slower_P[process]), (process, phase) in self._known
+                changed = slower < _RECOVERED * threshold if known else slow_P[process]
+                if changed:
+                    self._known ^= {(process, phase)}
+                    found.append(Straggler(process, phase, slower, step, began=not known))
         return found
+
+
+def _window(phase: str) -> tuple[int, int]:
+    """How many times of a phase are looked at, and how many suffice."""
+    return _SELDOM.get(phase, (WINDOW, WINDOW))
 
 
 def _outliers(times_TP: np.ndarray, threshold: float, share: float) -> tuple[np.ndarray, np.ndarray]:
