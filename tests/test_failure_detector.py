@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxmnt.distributed.failure_detector import FailureDetector, Lost, account_of
+from jaxmnt.distributed.heartbeat import Link
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import JsonSocket
-from jaxmnt.distributed.link import Link
 from jaxmnt.distributed.messages import (
     STARTING,
     Beat,

@@ -7,18 +7,20 @@ waits for JAX's heartbeat, whose end is an abort without a name.
 """
 
 import contextlib
+import selectors
 import socket
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any, NoReturn
 
-from jaxmnt.distributed.failure_detector import BEAT_SECONDS, Act, FailureDetector
+from jaxmnt.distributed.failure_detector import BEAT_SECONDS, Act, FailureDetector, Lost
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.link import Link
-from jaxmnt.distributed.messages import STARTING, Beat, Bye, Here, Inquiry, Position, Verdict
+from jaxmnt.distributed.json_socket import LONGEST_LINE, JsonSocket
+from jaxmnt.distributed.messages import STARTING, Beat, Bye, Here, Inquiry, Message, Position, Verdict, parse_message
 from jaxmnt.distributed.rendezvous_server import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, may_mean_a_lost_peer
 from jaxmnt.errors import ExitCode, code_of, summary
@@ -30,6 +32,8 @@ _MISSED_SECONDS = 3.0
 _NOTE_SECONDS = 1.0
 _LONGEST_WHY = 10_000
 _MOST_REPORTS = 10_000
+_GONE = "disconnected without a message: it was killed, its host was lost, or it called exit"
+_NONSENSE = "sent a message that this version does not know; run the same jaxmnt in every process"
 
 
 class Heartbeat:
@@ -192,3 +196,70 @@ def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
         yield
     finally:
         threading.excepthook = before
+
+
+class Link:
+    """The connections of a process to its peers, as streams of messages. For one thread, except for `wake`."""
+
+    def __init__(self, connections: dict[int, JsonSocket]):
+        self.connections = connections
+        # The first messages may have arrived with the end of the rendezvous: a selector does not see those.
+        self._ready: Iterable[int | None] = tuple(connections)
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakeup_read, selectors.EVENT_READ, None)
+        for process, connection in connections.items():
+            connection.longest_line = LONGEST_LINE
+            self._selector.register(connection, selectors.EVENT_READ, process)
+
+    def wake(self) -> None:
+        """Ends the wait in `receive`. From any thread."""
+        self._wakeup_write.send(b"!")
+
+    def send(self, message: Message) -> None:
+        """To all."""
+        record = asdict(message)
+        for connection in self.connections.values():
+            with contextlib.suppress(OSError):  # its silence reports a peer that cannot receive
+                connection.send(record)
+
+    def receive(self, seconds: float) -> Iterator[tuple[int, Message | Lost]]:
+        """What arrives from which process; waits for at most so many seconds."""
+        ready = self._ready or [event.data for event, _ in self._selector.select(max(0.0, seconds))]
+        self._ready = ()
+        for process in ready:
+            if process is None:
+                self._wakeup_read.recv(16)
+            elif process in self.connections:
+                for event in self._read(process):
+                    yield process, event
+
+    def drain(self, seconds: float) -> None:
+        """Discards messages until every peer has disconnected, or the seconds are over."""
+        until = time.monotonic() + seconds
+        while self.connections and time.monotonic() < until:
+            for _ in self.receive(0.05):
+                pass
+
+    def _read(self, process: int) -> Iterator[Message | Lost]:
+        connection, more = self.connections[process], True
+        try:
+            while more:
+                for record in connection.receive():
+                    message = parse_message(record)
+                    yield message
+                    if isinstance(message, Bye):
+                        self._drop(process)
+                        return
+                more = connection.has_messages
+        except OSError:
+            self._drop(process)
+            yield Lost(_GONE)
+        except ValueError:
+            yield Lost(_NONSENSE)
+
+    def _drop(self, process: int) -> None:
+        connection = self.connections.pop(process, None)
+        if connection is not None:  # else `drain` has dropped it while `receive` waited for its caller
+            self._selector.unregister(connection)
+            connection.close()
