@@ -89,7 +89,7 @@ def survey(
     said = claims(environment, machine or Machine.this())
     asked = [claim for claim in said if chosen in ("auto", claim.launcher)]
     heard = [claim for claim in asked if not claim.trouble]
-    full = [_over(explicit, claim) for claim in heard if _complete(_over(explicit, claim))]
+    full = list(filter(_complete, (_over(explicit, claim) for claim in heard)))
     if _complete(explicit):
         full.insert(0, _over(explicit, heard[0]) if heard else explicit)
     trouble = next((claim.trouble for claim in asked if claim.trouble), "")
@@ -125,9 +125,7 @@ def _over(explicit: Claim, claim: Claim) -> Claim:
 
 
 def _complete(claim: Claim) -> bool:
-    if claim.processes == 1:
-        return True
-    return None not in (claim.processes, claim.process_id, claim.coordinator)
+    return claim.processes == 1 or None not in (claim.processes, claim.process_id, claim.coordinator)
 
 
 def _refuse_what_is_incomplete(chosen: str, explicit: Claim, heard: list[Claim], trouble: str) -> None:

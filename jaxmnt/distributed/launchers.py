@@ -43,9 +43,9 @@ class Machine:
             lines = Path("/etc/hosts").read_text(errors="replace").splitlines()
         except OSError:
             lines = []
-        names = [name for line in lines for name in line.partition("#")[0].split()[1:]]
-        longer = [name for name in names if name.startswith(f"{hostname}.")]
-        return cls(hostname, longer[0].partition(".")[2] if longer else "")
+        names = (name for line in lines for name in line.partition("#")[0].split()[1:])
+        longer = next((name for name in names if name.startswith(f"{hostname}.")), "")
+        return cls(hostname, longer.partition(".")[2])
 
 
 @dataclass(frozen=True)

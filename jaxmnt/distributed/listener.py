@@ -53,8 +53,8 @@ class Listener:
         self._selector.register(server, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, _Unauthenticated] = {}
         """In order of coming."""
-        self._known: dict[JsonSocket, None] = {}
-        """The connections of those who have shown the key, in order."""
+        self.known: dict[JsonSocket, None] = {}
+        """The connections of those who have shown the key and are still here, in order."""
         self._look_again = 0.0
         self.refused: Counter[str] = Counter()
         """Connections without the key, by address."""
@@ -70,30 +70,22 @@ class Listener:
                 self._accept()
             elif event.fileobj in self._strangers:
                 self._examine(event.fileobj, self._strangers[event.fileobj])
-            elif event.fileobj in self._known:  # else it was dropped a moment ago
+            elif event.fileobj in self.known:  # else it was dropped a moment ago
                 said += self._hear(event.fileobj)
         self._drop_the_slow(time.monotonic())
         return said
 
-    def known(self) -> list[JsonSocket]:
-        """The connections of those who have shown the key."""
-        return list(self._known)
-
-    def knows(self, connection: JsonSocket) -> bool:
-        """Whether this is the connection of one who has shown the key, and is still here."""
-        return connection in self._known
-
     def drop(self, connection: JsonSocket) -> None:
         """If it is still here: of several messages that came at once the first may have been reason enough."""
-        if connection in self._known:
-            del self._known[connection]
+        if connection in self.known:
+            del self.known[connection]
             self._forget(connection)
 
     def close(self, keeping: Collection[JsonSocket] = ()) -> None:
         """Closes the port and all connections but these."""
         for stranger in self._strangers:
             stranger.close()
-        for known in self._known.keys() - set(keeping):
+        for known in self.known.keys() - set(keeping):
             known.close()
         self._selector.close()
         self._server.close()
@@ -156,7 +148,7 @@ class Listener:
             known.longest_line = _LONGEST_HELLO
             self._selector.unregister(connection)
             self._selector.register(known, selectors.EVENT_READ)
-            self._known[known] = None
+            self.known[known] = None
             if not _sent(connection, answer):
                 self.drop(known)
             return

@@ -80,7 +80,7 @@ class RendezvousServer:
                 news = now + _NEWS_SECONDS
                 remark(f"{self._missing('not connected yet')} {self._present()}")
             for connection, message in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
-                if message is not None and not self._listener.knows(connection):
+                if message is not None and connection not in self._listener.known:
                     continue  # it was dropped for what it said before
                 error = self._hear(connection, message)
                 if isinstance(error, StoppedError):
@@ -98,7 +98,7 @@ class RendezvousServer:
             "at_fault": next(iter(outcome.processes), None) if outcome else None,
             "host": self._hello[0]["host"],
         }
-        for connection in self._listener.known():
+        for connection in self._listener.known:
             with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
                 times = {"time": time.time(), "heard_after": self._heard_after.get(connection, 0.0)}
                 connection.send(body | times, _CLOSING_SECONDS)
@@ -137,11 +137,11 @@ class RendezvousServer:
 
     def _admit(self, hello: Hello, connection: JsonSocket) -> UserError | None:
         """Notes one hello, or says what is wrong with it."""
-        own, process, host = self._hello[0], hello["process"], hello["host"]
-        if hello["processes"] != self._identity.processes:
+        own, process, host, count = self._hello[0], hello["process"], hello["host"], self._identity.processes
+        if hello["processes"] != count:
             return ConfigError(
-                f"cluster.processes: {hello['processes']} in process {process} on {host}, but "
-                f"{self._identity.processes} in process 0 on {own['host']}; set the same number in every process"
+                f"cluster.processes: {hello['processes']} in process {process} on {host}, but {count} in process 0 on "
+                f"{own['host']}; set the same number in every process"
             )
         if process in self._connection_of and self._connection_of[process].is_over():
             gone = self._connection_of[process]
@@ -152,8 +152,7 @@ class RendezvousServer:
                 f"cluster.process_id: {process} was given twice, to processes on {self._hello[process]['host']} "
                 f"and {host}; give each process its own id"
             )
-        if not 0 < process < self._identity.processes:
-            count = self._identity.processes
+        if not 0 < process < count:
             return ConfigError(
                 f"cluster.process_id: {process} on {host} is out of range for {count} processes; "
                 f"set it from 1 to {count - 1}"
@@ -183,11 +182,10 @@ class RendezvousServer:
 
     def _unreachable(self) -> UserError | None:
         """Libraries tell each other the address of the own host's name: between hosts it must be a real one."""
-        elsewhere = [
-            connection for connection in self._connection_of.values() if _from_another_host(connection.connection)
-        ]
+        if not any(_from_another_host(connection.connection) for connection in self._connection_of.values()):
+            return None
         for process, hello in sorted(self._hello.items()):
-            if elsewhere and hello["loopback"]:
+            if hello["loopback"]:
                 return PreflightError(
                     f"process {process}: {hello['host']} resolves its own name to a loopback address, which other "
                     f"hosts cannot reach; set its real address in /etc/hosts on {hello['host']}"
@@ -196,7 +194,7 @@ class RendezvousServer:
 
     def _incomplete(self, timeout: float) -> UserError:
         """Time is up. Those who have never appeared may come to another start."""
-        missing = [one for one in range(self._identity.processes) if one not in self._hello]
+        missing = self._absent()
         text = f"{self._missing('did not connect')} within {timeout:g} s {self._present()}"
         if self._listener.with_another_key:
             return PreflightError(
@@ -214,10 +212,13 @@ class RendezvousServer:
             f"{text}; check that they were started and can reach the coordinator"
         ).blaming(processes=missing)  # fmt: skip
 
+    def _absent(self) -> list[int]:
+        return [process for process in range(self._identity.processes) if process not in self._hello]
+
     def _missing(self, verb: str) -> str:
-        processes = self._identity.processes
-        missing = [process for process in range(processes) if process not in self._hello]
-        return f"process{'es' if len(missing) > 1 else ''} {listed(missing, 20)} of {processes} {verb}"
+        missing = self._absent()
+        plural = "es" if len(missing) > 1 else ""
+        return f"process{plural} {listed(missing, 20)} of {self._identity.processes} {verb}"
 
     def _present(self) -> str:
         hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hello.items())[:8])
