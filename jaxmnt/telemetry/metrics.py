@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,34 +39,33 @@ MEANS_OVER_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
 """Metrics of a step that have no value if its batch has no target."""
 
 
+@dataclass(eq=False)
 class TrainLog:
     """Takes each step's metrics as device arrays and reads them when the next step has been dispatched.
 
     Only process 0 writes and shows; all processes read, because stops and saves are agreed on through the metrics.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        writer: bool,
-        status: StatusLine,
-        steps: int,
-        tokens: int,
-        rates: Rates,
-        epochs: Callable[[int], dict[str, float]],
-        timer: StepTimer,
-        attempt: int = 0,
-        log_every: int | None = None,
-        cost: Cost | None = None,
-        finished: Finished = lambda step, seconds, values: None,
-        written: Callable[[dict[str, Any]], None] = lambda record: None,
-    ):
-        """`finished` is called with each step that is found finished on the devices, its seconds and its metrics;
-        `written` with each line, by the one that writes. `log_every` is for output that is not a terminal: steps
-        between two lines, by default some seconds."""
-        self.tokens = tokens
-        """Real targets trained on so far."""
+    run_dir: Path
+    _: KW_ONLY
+    writer: bool
+    status: StatusLine
+    steps: int
+    tokens: int
+    """Real targets trained on so far."""
+    rates: Rates
+    epochs: Callable[[int], dict[str, float]]
+    timer: StepTimer
+    attempt: int = 0
+    log_every: int | None = None
+    """Steps between two lines of output that is not a terminal; by default some seconds."""
+    cost: Cost | None = None
+    finished: Finished = lambda step, seconds, values: None
+    """Called with each step that is found finished on the devices, its seconds and its metrics."""
+    written: Callable[[dict[str, Any]], None] = lambda record: None
+    """Called with each line, by the one that writes."""
+
+    def __post_init__(self) -> None:
         self.stop_seen = False
         """Whether some process wished to stop in the last step that was read."""
         self.save_seen = 0
@@ -74,20 +74,10 @@ class TrainLog:
         """The last step in which some process wished for a profile."""
         self.without_targets = 0
         """Steps since this start whose batch had no target."""
-        self._lines = LineWriter(run_dir / METRICS) if writer else None
-        self._status = status
-        self._steps = steps
-        self._rates = rates
-        self._refused_mfu = False
-        self._epochs = epochs
-        self._timer = timer
-        self._attempt = attempt
-        self._log_every = log_every
-        self._cost = cost
-        self._finished = finished
-        self._written = written
         self.latest: dict[str, Any] = {}
         """The record of the last step that was written. Not to be changed; for other threads to read."""
+        self._lines = LineWriter(self.run_dir / METRICS) if self.writer else None
+        self._refused_mfu = False
         self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
         """When the step before was found finished, but for pauses since."""
@@ -103,7 +93,7 @@ class TrainLog:
         if self._pending is None:
             return
         (step, metrics, wait_seconds, digest), self._pending = self._pending, None
-        with self._timer.during("device"):
+        with self.timer.during("device"):
             metrics = jax.device_get(metrics)
         values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
         if not values["tokens"]:
@@ -119,9 +109,9 @@ class TrainLog:
         if values["profile"] > 0:
             self.profile_seen = step
         if self._lines is not None:
-            with self._timer.during("writing"):
+            with self.timer.during("writing"):
                 self._write(step, values, step_seconds, wait_seconds, digest)
-        self._finished(step, step_seconds, values)
+        self.finished(step, step_seconds, values)
 
     def pause(self, seconds: float) -> None:
         """Time spent on something else than steps (evaluation, a blocking save): not part of a step's time."""
@@ -155,7 +145,7 @@ class TrainLog:
             sources={name: {"loss": means[name], "tokens": count} for name, (_, count) in sums.items()},
         )
         shown = "".join(f", {name} {_shown(mean)}" for name, mean in means.items()) if len(means) > 1 else ""
-        self._status.line(
+        self.status.line(
             f"step {step}  held-out loss {_shown(loss)}{shown} over {count(tokens)} tokens ({duration(seconds)})"
         )
         return loss
@@ -174,9 +164,9 @@ class TrainLog:
         self, step: int, values: dict[str, Any], step_seconds: float, wait_seconds: float, digest: str | None
     ) -> None:
         rate = values["tokens"] / step_seconds
-        padded_rate = self._rates.padded_tokens / step_seconds
-        mfu = self._share_of_peak(step, rate, self._rates.flops_per_token)
-        hfu = self._share_of_peak(step, padded_rate, self._rates.hardware_flops_per_token)
+        padded_rate = self.rates.padded_tokens / step_seconds
+        mfu = self._share_of_peak(step, rate, self.rates.flops_per_token)
+        hfu = self._share_of_peak(step, padded_rate, self.rates.hardware_flops_per_token)
         optional = {"model": values["model"]} if values["model"] else {}
         optional |= {"gradient_squares": values["gradient_squares"]} if "gradient_squares" in values else {}
         optional |= {"batch_digest": digest} if digest is not None else {}
@@ -193,22 +183,22 @@ class TrainLog:
             data_wait_seconds=wait_seconds,
             mfu=mfu,
             hfu=hfu,
-            epochs=self._epochs(step),
+            epochs=self.epochs(step),
             bad_steps=values["bad_steps"],
             **optional,
         )
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
-        every = None if self._status.live else self._log_every
-        due = self._status.due if every is None else step % every == 0
-        if due or step == self._steps:
-            self._show(step, values, rate, mfu, wait_seconds / step_seconds, stays=step == self._steps or bool(every))
+        every = None if self.status.live else self.log_every
+        due = self.status.due if every is None else step % every == 0
+        if due or step == self.steps:
+            self._show(step, values, rate, mfu, wait_seconds / step_seconds, stays=step == self.steps or bool(every))
 
     def _record(self, kind: str, step: int, **fields: Any) -> dict[str, Any]:
         """Writes a line, and returns it."""
         assert self._lines is not None
-        record = {"kind": kind, "step": step, "time": clock.now(), "attempt": self._attempt, **fields}
+        record = {"kind": kind, "step": step, "time": clock.now(), "attempt": self.attempt, **fields}
         self._lines.write(record)
-        self._written(record)
+        self.written(record)
         return record
 
     def _show(
@@ -217,28 +207,28 @@ class TrainLog:
         """On a terminal what fits there, in place; a line that stays is the same everywhere."""
         assert self._pace is not None
         loss = "no targets" if values["loss"] is None else f"loss {values['loss']:.4f}"
-        eta = f"ETA {duration((self._steps - step) * self._pace)}"
+        eta = f"ETA {duration((self.steps - step) * self._pace)}"
         share = [] if mfu is None else [f"MFU {mfu:.1%}"]
-        if self._status.live and not stays:
+        if self.status.live and not stays:
             norm = [] if values["grad_norm"] is None else [f"grad norm {values['grad_norm']:.3g}"]
-            cost = None if self._cost is None else self._cost((self._steps - step) * self._pace)
+            cost = None if self.cost is None else self.cost((self.steps - step) * self._pace)
             parts = [loss, f"{count(rate)} tokens/s", eta, *share, *([cost] if cost else [])]
             parts += [f"lr {values['learning_rate']:.2e}", *norm, f"data wait {data_wait:.1%}"]
-            self._status.progress(step, self._steps, parts)
+            self.status.progress(step, self.steps, parts)
             return
         parts = [loss, f"{count(rate)} tokens/s", *share, f"data wait {data_wait:.1%}", eta]
-        (self._status.line if stays else self._status.update)("  ".join([f"step {step}/{self._steps}", *parts]))
+        (self.status.line if stays else self.status.update)("  ".join([f"step {step}/{self.steps}", *parts]))
 
     def _share_of_peak(self, step: int, per_second: float, flops: float | None) -> float | None:
         """What so many FLOPs for each are of the devices' peak. More than all of it is a mistake of ours."""
-        peak = self._rates.peak_flops
+        peak = self.rates.peak_flops
         if peak is None or flops is None:
             return None
         if (share := per_second * flops / peak) <= 1:
             return share
         if not self._refused_mfu:
             self._refused_mfu = True
-            self._status.line(
+            self.status.line(
                 f"WARNING step {step}: {count(per_second)} tokens/s of {count(flops)}FLOPs are {share:.0%} of the "
                 f"devices' peak of {count(peak)}FLOP/s, which cannot be; such an MFU is written as null; please "
                 "report this as a bug, with the devices' kind"
