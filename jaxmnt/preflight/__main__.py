@@ -80,12 +80,10 @@ def explain(cluster: Cluster, *, as_json: bool = False) -> int:
     if as_json:
         print(json_text(lines | {"read": found.read, "ignored": found.ignored}, indent=1))
         return ExitCode.FINISHED
-    for name, text in lines.items():
+    read = [("read", f"{name}={text}") for name, text in found.read.items()]
+    ignored = [("ignored", f"{launcher}: {text}") for launcher, text in found.ignored.items()]
+    for name, text in [*lines.items(), *read, *ignored]:
         print(f"{name:<13} {text}")
-    for name, text in found.read.items():
-        print(f"{'read':<13} {name}={text}")
-    for launcher, text in found.ignored.items():
-        print(f"{'ignored':<13} {launcher}: {text}")
     return ExitCode.FINISHED
 
 

@@ -39,7 +39,7 @@ from jaxmnt.plan.rates import (
     rounds_of,
 )
 from jaxmnt.plan.timeline import play
-from jaxmnt.preflight.links import COLLECTIVES, of_each_device, on_each_device
+from jaxmnt.preflight.links import COLLECTIVES, of_each_device, on_each_device, times_of
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import LEAST_FLOAT8
 
@@ -168,12 +168,7 @@ class _Bench:
         """Seconds of the slowest process."""
         jax.block_until_ready(act())
         barrier("everyone measures", self.identity)
-        times = []
-        for _ in range(_TIMES):
-            began = time.perf_counter()
-            jax.block_until_ready(act())
-            times.append(time.perf_counter() - began)
-        return self.slowest(statistics.median(times))
+        return self.slowest(statistics.median(times_of(act, _TIMES)))
 
     def slowest(self, seconds: float) -> float:
         """What the process found that found most."""

@@ -87,7 +87,7 @@ def thorough() -> Facts:
         "environment": environment_digest(),
         "cores": cores(),
         "memory": {"all": 0 if free is None else host_memory_bytes(), "free": free or 0},
-        "shm": _free(_SHM),
+        "shm": shutil.disk_usage(_SHM).free if _SHM.exists() else 0,
         "image": os.environ.get("JAXMNT_IMAGE", ""),
         "nics": [vars(card) for card in network.cards()],
         "fabric": [vars(port) for port in network.fabric_ports()],
@@ -105,11 +105,6 @@ def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
         if first.setdefault(facts["host"], facts["boot"]) != facts["boot"]:
             facts["host"] += f" (of process {process})"
     return all_facts
-
-
-def _free(folder: Path) -> int:
-    """Bytes that can still be written there; 0 if it is not there."""
-    return shutil.disk_usage(folder).free if folder.exists() else 0
 
 
 # The GPUs of this host as NVML and the kernel tell of them. Where NVML cannot be had, there is nothing.

@@ -7,7 +7,7 @@ Legend: N devices along an axis.
 import os
 import re
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -141,11 +141,11 @@ def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]
 
 def _tournament(hosts: int) -> list[list[tuple[int, int]]]:
     """Rounds in which each host meets one other, until all have met (the circle method)."""
-    ring: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
+    ring = [*range(hosts + hosts % 2)]  # of an odd number, whoever meets the one that is not there rests
     rounds = []
     for _ in range(len(ring) - 1):
         half = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in half if a is not None and b is not None])
+        rounds.append([(min(a, b), max(a, b)) for a, b in half if max(a, b) < hosts])
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return rounds
 
@@ -163,10 +163,10 @@ def judge_pairs(
     rows: list[Row] = []
     named: set[int] = set()
     for number, host in enumerate(hosts):
-        own = {pair: rate for pair, rate in rates.items() if number in pair}
-        if len(hosts) > 2 and max(own.values()) < _MIDDLING * best:
+        fastest = max(rate for pair, rate in rates.items() if number in pair)
+        if len(hosts) > 2 and fastest < _MIDDLING * best:
             named.add(number)
-            rows.append(_slow(host, max(own.values()), best))
+            rows.append(_slow(host, fastest, best))
     for (one, other), rate in sorted(rates.items()):
         if rate < _MIDDLING * best and not named & {one, other}:
             rows.append(_slow(f"{hosts[one]} – {hosts[other]}", rate, best))
@@ -187,12 +187,12 @@ def _pair_rate(one: int, other: int) -> float:
 def _seconds(act: Callable[[], Any]) -> float:
     """The shortest of a few times, after one that compiles and connects."""
     jax.block_until_ready(act())
-    times = []
-    for _ in range(_TIMES):
-        began = time.perf_counter()
-        jax.block_until_ready(act())
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(times_of(act, _TIMES))
+
+
+def times_of(act: Callable[[], Any], times: int) -> list[float]:
+    """The seconds of each time until the devices have what `act` returns."""
+    return timeit.repeat(lambda: jax.block_until_ready(act()), number=1, repeat=times)
 
 
 def _gb(rate: float) -> str:

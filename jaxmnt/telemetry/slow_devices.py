@@ -56,10 +56,9 @@ class SlowDeviceDetector:
         if len(devices) < 2:
             return []
         seconds_D = np.array([seconds[device] for device in devices])
-        typical = float(np.median(seconds_D))
-        if len(devices) < _FEW:  # of few, a slow one is half of what it is compared with
-            typical = float(seconds_D.min())
-        spread = float(np.median(np.abs(seconds_D - typical))) if len(devices) >= _FEW else 0.0
+        few = len(devices) < _FEW  # of few, a slow one is half of what it is compared with
+        typical = float(seconds_D.min() if few else np.median(seconds_D))
+        spread = 0.0 if few else float(np.median(np.abs(seconds_D - typical)))
         limit = max((1 + _SHARE) * typical, typical + _SPREADS * spread)
         slow = {
             device: (f"a product takes it {took / typical:.2f} times as long as the others", took / typical - 1)
