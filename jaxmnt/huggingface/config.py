@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from jaxmnt.config.model import Model, RopeScaling
@@ -40,8 +41,10 @@ initialisation of training, what generation does by default."""
 _IF_FALSE = frozenset({"use_mrope", "rope_interleaved", "gradient_checkpointing"})
 """Keys that say that nothing is done."""
 
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
-_WINDOWS = ("layer_types", "sliding_window_pattern")
+_READ_TOGETHER = (
+    "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "layer_types", "sliding_window_pattern",
+)  # fmt: skip
+"""Keys of which several make a setting."""
 
 SCALING = {
     "factor": "factor",
@@ -87,33 +90,46 @@ def read_config(tree: Tree, where: str) -> dict[str, Any]:
     Raises `ConfigError` for a family that is not known, and for keys that alter the maths in a way that this family
     has not.
     """
-    family, written, tree = _family_of(tree, where)
-    known = {"transformers.js_config"} | set(_MEANINGLESS) | set(written.meaningless) | set(_ROPE) | set(_WINDOWS)
-    known |= set(written.settings) | set(written.only) | {key for key in _IF_FALSE if not tree.get(key)}
-    stray = sorted(key for key in tree if key not in known)
+    with _naming(where):
+        return _settings_of(*_family_of(tree))
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Inside, a `ConfigError` says what is wrong; outside, also where."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _settings_of(family: str, written: HuggingFace, tree: Tree) -> dict[str, Any]:
+    known = {"transformers.js_config", *_MEANINGLESS, *_READ_TOGETHER}
+    known |= {*written.meaningless, *written.settings, *written.only}
+    stray = sorted(key for key in tree if key not in known and (tree[key] or key not in _IF_FALSE))
     if stray:
         raise ConfigError(
-            f"{where}: {printable(stray[0])} is not a key that the family {family} has, and may alter what the model "
+            f"{printable(stray[0])} is not a key that the family {family} has, and may alter what the model "
             "computes; if it does not, remove it from the file"
         )
     for key, allowed in sorted(written.only.items()):
-        if key in tree and not any(tree[key] is one or tree[key] == one for one in allowed):
+        if key in tree and tree[key] not in allowed:
             raise ConfigError(
-                f"{where}: {key} is {printable(str(tree[key]))}, and the family {family} computes only "
+                f"{key} is {printable(str(tree[key]))}, and the family {family} computes only "
                 f"{' or '.join(map(str, allowed))}"
             )
     found: dict[str, Any] = {"family": family}
     for key, setting in written.settings.items():
         value = tree.get(key, written.assumed.get(key))
         if value is None and (setting.name in _REQUIRED or key == "intermediate_size"):
-            raise ConfigError(f"{where}: {key} is missing; without it the model is not known")
+            raise ConfigError(f"{key} is missing; without it the model is not known")
         if value is not None:
-            found[setting.name] = _number(setting.read, value, key, where)
-            if setting.name in _WHOLE and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be 1 or more; correct it")
+            found[setting.name] = _number(setting.read, value, key)
+            if setting.name in _WHOLE and not _is_positive_integer(value):
+                raise ConfigError(f"{key} is {printable(str(value))}, and must be 1 or more; correct it")
     found.setdefault("intermediate_size", 4 * found["hidden_size"])  # where GPT-2's n_inner says nothing
-    found |= _read_rope(tree, written, "local_rope_theta" in family_class(family).settings, where)
-    return found | _read_windows(tree, family, written.reads_pattern, found["num_layers"], where)
+    found |= _read_rope(tree, written, "local_rope_theta" in family_class(family).settings)
+    return found | _read_windows(tree, family, written.reads_pattern, found["num_layers"])
 
 
 def write_config(model: Model, extra: Tree) -> dict[str, Any]:
@@ -137,7 +153,7 @@ def write_config(model: Model, extra: Tree) -> dict[str, Any]:
     for key, setting in written.settings.items():
         value = getattr(model, setting.name)
         tree[key] = None if value is None else setting.write(value)
-    if "query_pre_attn_scalar" in tree and tree["query_pre_attn_scalar"] is None:
+    if tree.get("query_pre_attn_scalar", ...) is None:
         tree["query_pre_attn_scalar"] = model.head_dim  # what no scale means
     return tree | _written_rope(model, kind.settings) | _written_windows(model, kind)
 
@@ -153,50 +169,54 @@ def _check_can_be_written(model: Model, written: HuggingFace) -> None:
             )
 
 
-def _family_of(tree: Tree, where: str) -> tuple[str, HuggingFace, Tree]:
-    """The family, and the part of the config.json that is about it."""
+def _family_of(tree: Tree) -> tuple[str, HuggingFace, Tree]:
+    """Returns the family, and the part of the config.json that is about it."""
     known, kind = families(), tree.get("model_type")
     if "quantization_config" in tree:
-        raise ConfigError(f"{where}: quantization_config: quantised weights are not read; use the original ones")
+        raise ConfigError("quantization_config: quantised weights are not read; use the original ones")
     for family, written in known.values():
         outer, key = written.nested or (None, "")
         if kind == outer and isinstance(tree.get(key), dict):
-            _check_agree(tree, tree[key], written, f"{where}: {key}")
+            _check_agree(tree, key, written)
             return family, written, tree[key]
+    if not kind:
+        raise ConfigError(f"model_type is missing; known: {', '.join(sorted(known))}")
     if not isinstance(kind, str) or kind not in known:
-        if not kind:
-            raise ConfigError(f"{where}: model_type is missing; known: {', '.join(sorted(known))}")
         raise ConfigError(
-            f"{where}: model_type is {printable(str(kind))}, which is not known; {nearest(str(kind), sorted(known))}"
+            f"model_type is {printable(str(kind))}, which is not known; {nearest(str(kind), sorted(known))}"
         )
-    family, written = known[kind]
-    return family, written, tree
+    return *known[kind], tree
 
 
-def _check_agree(outer: Tree, inner: Tree, written: HuggingFace, where: str) -> None:
+def _check_agree(outer: Tree, key_of_inner: str, written: HuggingFace) -> None:
     """Raises `ConfigError` if the config of a larger model says something else of its text model than that says."""
+    inner = outer[key_of_inner]
     for key in sorted(written.settings.keys() & outer.keys()):
         own = inner.get(key, written.assumed.get(key))
         if outer[key] != own:
             raise ConfigError(
-                f"{where}.{key} is {printable(str(own))}, and {key} beside it {printable(str(outer[key]))}; write the "
-                "same into both"
+                f"{key_of_inner}.{key} is {printable(str(own))}, and {key} beside it {printable(str(outer[key]))}; "
+                "write the same into both"
             )
 
 
-def _number(read: Any, value: Any, key: str, where: str) -> Any:
+def _number(read: Any, value: Any, key: str) -> Any:
     if isinstance(value, str | list | dict) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be a number; correct it")
+        raise ConfigError(f"{key} is {printable(str(value))}, and must be a number; correct it")
     try:
         return read(value)
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{where}: {key} is {printable(str(value))}, which cannot be: {error}; correct it") from error
+        raise ConfigError(f"{key} is {printable(str(value))}, which cannot be: {error}; correct it") from error
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 # -- rotary positions, in the two ways in which files say it
 
 
-def _read_rope(tree: Tree, written: HuggingFace, nested: bool, where: str) -> dict[str, Any]:
+def _read_rope(tree: Tree, written: HuggingFace, nested: bool) -> dict[str, Any]:
     """Reads the settings of rotary positions, with the precedence that transformers 5 has.
 
     With one set of parameters, a `rope_scaling` that says something replaces `rope_parameters`, and a base that only
@@ -204,98 +224,99 @@ def _read_rope(tree: Tree, written: HuggingFace, nested: bool, where: str) -> di
     """
     if "n_positions" in written.settings:
         return {}  # learned positions
-    parameters, scaling = _object(tree, "rope_parameters", where), _object(tree, "rope_scaling", where)
+    parameters, scaling = _object(tree, "rope_parameters"), _object(tree, "rope_scaling")
     if not nested:
         full = scaling or parameters
         if kinds := sorted(full.keys() & {_SLIDING, _FULL}):
             raise ConfigError(
-                f"{where}: rope_parameters.{kinds[0]} is for families with other rotary positions in layers with a "
+                f"rope_parameters.{kinds[0]} is for families with other rotary positions in layers with a "
                 "window; write its keys directly into rope_parameters"
             )
-        return _base_and_scaling(full, tree, written, where)
+        return _base_and_scaling(full, tree, written)
     if stray := sorted(parameters.keys() - {_SLIDING, _FULL}):
         raise ConfigError(
-            f"{where}: rope_parameters.{printable(stray[0])} is not for a kind of layer, and transformers does not "
+            f"rope_parameters.{printable(stray[0])} is not for a kind of layer, and transformers does not "
             f"read it in this family; write it into rope_parameters.{_FULL}"
         )
-    full, sliding = (_object(parameters, kind, f"{where}: rope_parameters") for kind in (_FULL, _SLIDING))
+    with _naming("rope_parameters"):
+        full, sliding = _object(parameters, _FULL), _object(parameters, _SLIDING)
     full = {**(full or {"rope_type": "default"}), **scaling}
-    found = _base_and_scaling(full, tree, written, where)
+    found = _base_and_scaling(full, tree, written)
     if full.get("truncate") is False:
-        raise ConfigError(f"{where}: rope_parameters.{_FULL}.truncate is false, which transformers does not read here")
-    if _scaling(sliding, tree, f"{where}: rope_parameters.{_SLIDING}"):
-        raise ConfigError(
-            f"{where}: rope_parameters.{_SLIDING} is scaled, and layers with a window are not stretched here"
-        )
-    return found | {"local_rope_theta": _local_theta(sliding, tree, written, where)}
+        raise ConfigError(f"rope_parameters.{_FULL}.truncate is false, which transformers does not read here")
+    with _naming(f"rope_parameters.{_SLIDING}"):
+        scaled = _scaling(sliding, tree)
+    if scaled:
+        raise ConfigError(f"rope_parameters.{_SLIDING} is scaled, and layers with a window are not stretched here")
+    return found | {"local_rope_theta": _local_theta(sliding, tree, written)}
 
 
-def _base_and_scaling(parameters: Tree, tree: Tree, written: HuggingFace, where: str) -> dict[str, Any]:
+def _base_and_scaling(parameters: Tree, tree: Tree, written: HuggingFace) -> dict[str, Any]:
     """Returns the settings of rotary positions in layers without a window."""
     default = written.assumed.get("rope_theta", 10000.0)
-    theta = _theta(parameters.get("rope_theta", tree.get("rope_theta", default)), "rope_theta", where)
-    return {"rope_theta": theta, "rope_scaling": _scaling(parameters, tree, where)}
+    theta = _theta(parameters.get("rope_theta", tree.get("rope_theta", default)), "rope_theta")
+    return {"rope_theta": theta, "rope_scaling": _scaling(parameters, tree)}
 
 
-def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace, where: str) -> float:
+def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace) -> float:
     """Returns the base of rotary positions in layers with a window."""
     older, default = "rope_local_base_freq", written.assumed.get("rope_theta", 10000.0)
     if older in written.assumed:
-        return _theta(sliding.get("rope_theta", tree.get(older, written.assumed[older])), older, where)
-    local = _theta(sliding.get("rope_theta", default), f"rope_parameters.{_SLIDING}.rope_theta", where)
+        return _theta(sliding.get("rope_theta", tree.get(older, written.assumed[older])), older)
+    local = _theta(sliding.get("rope_theta", default), f"rope_parameters.{_SLIDING}.rope_theta")
     # Older versions of transformers took the base of all layers here, newer ones the family's default.
     others = [key for key in ("rope_theta", older) if "rope_theta" not in sliding and tree.get(key, local) != local]
     if others:
         raise ConfigError(
-            f"{where}: {others[0]} is {printable(str(tree[others[0]]))}, and versions of transformers differ in "
+            f"{others[0]} is {printable(str(tree[others[0]]))}, and versions of transformers differ in "
             f"whether layers with a window have it or {local:g}; write rope_parameters.{_SLIDING}.rope_theta"
         )
     return local
 
 
-def _theta(value: Any, key: str, where: str) -> float:
-    _check_number(key, value, where, above=1)
+def _theta(value: Any, key: str) -> float:
+    _check_number(key, value, above=1)
     return float(value)
 
 
-def _object(tree: Tree, key: str, where: str) -> Tree:
+def _object(tree: Tree, key: str) -> Tree:
     value = tree.get(key)
     if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be an object; correct it")
+        raise ConfigError(f"{key} is {printable(str(value))}, and must be an object; correct it")
     return value or {}
 
 
-def _check_number(key: str, value: Any, where: str, above: float = 0) -> None:
+def _check_number(key: str, value: Any, above: float = 0) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
-        raise ConfigError(f"{where}: {key} is {printable(str(value))}, and must be a number above {above}; correct it")
+        raise ConfigError(f"{key} is {printable(str(value))}, and must be a number above {above}; correct it")
 
 
-def _scaling(parameters: Tree, tree: Tree, where: str) -> dict[str, Any]:
-    """`model.rope_scaling`; empty for none."""
+def _scaling(parameters: Tree, tree: Tree) -> dict[str, Any]:
+    """Reads `model.rope_scaling`; empty for none."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if (older := parameters.get("type", kind)) != kind:
         raise ConfigError(
-            f"{where}: rope_type is {printable(str(kind))} (default where it is missing), and type is "
+            f"rope_type is {printable(str(kind))} (default where it is missing), and type is "
             f"{printable(str(older))}; write rope_type alone"
         )
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
-        raise ConfigError(f"{where}: partial_rotary_factor must be 1: heads are rotated whole here")
+        raise ConfigError("partial_rotary_factor must be 1: heads are rotated whole here")
     if kind == "default":
         return {}
     if not isinstance(kind, str) or kind not in OF_TYPE:
-        raise ConfigError(f"{where}: rope_type is {printable(str(kind))}; known are default, {', '.join(OF_TYPE)}")
+        raise ConfigError(f"rope_type is {printable(str(kind))}; known are default, {', '.join(OF_TYPE)}")
     given = {key: value for key, value in parameters.items() if value is not None and key != "partial_rotary_factor"}
     known = {*OF_TYPE[kind], "rope_type", "type", "rope_theta", "finetuned"}
     scales = {key: given.pop(key) for key in ("mscale", "mscale_all_dim") if key in given and kind == "yarn"}
     if stray := sorted(set(given) - known):
-        raise ConfigError(f"{where}: {printable(stray[0])} is not a key that rope_type {kind} has here")
+        raise ConfigError(f"{printable(stray[0])} is not a key that rope_type {kind} has here")
     if "original_max_position_embeddings" in known and "max_position_embeddings" in tree:
         given.setdefault("original_max_position_embeddings", tree["max_position_embeddings"])
     if missing := [key for key in _ALWAYS if key in known and key not in given]:
-        raise ConfigError(f"{where}: {missing[0]} is missing, which rope_type {kind} needs")
+        raise ConfigError(f"{missing[0]} is missing, which rope_type {kind} needs")
     for key, value in [*given.items(), *scales.items()]:
         if key in (*SCALING, *scales) and key != "truncate":
-            _check_number(key, value, where)
+            _check_number(key, value)
     found = {SCALING[key]: given[key] for key in OF_TYPE[kind] if key in given}
     if "attention_factor" not in found and len(scales) == 2:
         factor = lambda scale: 0.1 * scale * math.log(found["factor"]) + 1
@@ -329,44 +350,43 @@ _ALWAYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "hig
 # -- which layers have a window
 
 
-def _read_windows(tree: Tree, family: str, reads_pattern: bool, layers: int, where: str) -> dict[str, Any]:
+def _read_windows(tree: Tree, family: str, reads_pattern: bool, layers: int) -> dict[str, Any]:
     kind, types = family_class(family), tree.get("layer_types")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
-        raise ConfigError(f"{where}: layer_types must be a list of {layers}, one for each layer; correct it")
+        raise ConfigError(f"layer_types must be a list of {layers}, one for each layer; correct it")
     if "sliding_window_pattern" not in kind.settings:
         windowed = "sliding_window" in kind.settings and tree.get("sliding_window") is not None
         expected = _SLIDING if windowed else _FULL
         if types is not None and types != [expected] * layers:
-            raise ConfigError(f"{where}: layer_types must be {expected} for all {layers} layers in the family {family}")
+            raise ConfigError(f"layer_types must be {expected} for all {layers} layers in the family {family}")
         return {}
     length = tree.get("sliding_window_pattern")
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-        raise ConfigError(f"{where}: sliding_window_pattern is {printable(str(length))}, and must be 1 or more")
+    if length is not None and not _is_positive_integer(length):
+        raise ConfigError(f"sliding_window_pattern is {printable(str(length))}, and must be 1 or more")
     if types is None and length not in (None, getattr(kind, "pattern_length", None)) and not reads_pattern:
         raise ConfigError(
-            f"{where}: sliding_window_pattern is {length}, which transformers does not read in the family {family}; "
+            f"sliding_window_pattern is {length}, which transformers does not read in the family {family}; "
             "write layer_types"
         )
-    if types is not None and _FULL in types:
-        length = types.index(_FULL) + 1
-    elif types is not None and (length is None or length <= layers):
-        length = layers + 1
-    if types is not None and types != [_layer_type(number, length or 1) for number in range(layers)]:
-        raise ConfigError(
-            f"{where}: layer_types must repeat a pattern of {_SLIDING} and at its end {_FULL} in the family {family}"
-        )
+    if types is not None:
+        if _FULL in types:
+            length = types.index(_FULL) + 1
+        elif length is None or length <= layers:
+            length = layers + 1
+        if types != _layer_types(layers, length):
+            raise ConfigError(
+                f"layer_types must repeat a pattern of {_SLIDING} and at its end {_FULL} in the family {family}"
+            )
     return {} if length is None else {"sliding_window_pattern": length}
 
 
-def _layer_type(number: int, length: int) -> str:
-    return _SLIDING if (number + 1) % length else _FULL
+def _layer_types(layers: int, length: int) -> list[str]:
+    """Returns the type of each layer, where every `length`-th has no window."""
+    return [_SLIDING if number % length else _FULL for number in range(1, layers + 1)]
 
 
 def _written_windows(model: Model, kind: Any) -> dict[str, Any]:
     if "sliding_window_pattern" not in kind.settings:
         return {}
     length = model.sliding_window_pattern or kind.pattern_length
-    return {
-        "layer_types": [_layer_type(number, length) for number in range(model.num_layers)],
-        "sliding_window_pattern": length,
-    }
+    return {"layer_types": _layer_types(model.num_layers, length), "sliding_window_pattern": length}

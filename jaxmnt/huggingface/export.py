@@ -296,63 +296,46 @@ def _copy(
     name, parts = _stored(parameter), export.parts[parameter]
     shape, total = export.checkpoint.manifest.arrays[name].shape, digest.ZERO
     stacked = len(shape) > len(parts[0].shape)
-    for start, index in _pieces(reader, name, shape, parts[0], work, stacked):
+    for start, index in _pieces(reader.chunk(name), shape, (work.begin, work.end) if stacked else None):
         piece = reader.read(name, index)
         total = digest.add(total, digest.block_digest(piece, start, shape))
         layers, inner = (piece, start[1:]) if stacked else (piece[None], start)
         for number, layer in enumerate(layers):
             part = parts[start[0] + number if stacked else 0]
-            # A vocabulary may have more rows in the checkpoint than in the files.
-            ends = [max(0, size - begin) for size, begin in zip(part.shape, inner, strict=True)]
-            layer = layer[tuple(slice(end) for end in ends)]
-            if layer.size:
-                _put(path, places[part.name], part, inner, rounded(layer, export.dtype, part.name), export.dtype)
+            _put(path, places[part.name], part, inner, layer, export.dtype)
     return total
 
 
 def _pieces(
-    reader: Reader, name: str, shape: Shape, part: Part, work: Work, stacked: bool
+    chunk: Sequence[int], shape: Shape, layers: tuple[int, int] | None
 ) -> Iterator[tuple[Shape, tuple[slice, ...]]]:
-    """Pieces of about `_PIECE_BYTES`, where possible of whole chunks: of some layers, or of a part of each. A layer is
-    cut along its first input and its first output alone, so that a piece is a rectangle of its matrix."""
-    begins, extents = [0] * len(shape), list(shape)
-    if stacked:
-        begins[0], extents[0] = work.begin, work.end - work.begin
-    first = 1 if stacked else 0
-    cuttable = ([0] if stacked else []) + [first + n for n in {0, part.tensor.inputs} if first + n < len(shape)]
-    chunk, steps = reader.chunk(name), list(extents)
+    """Pieces of about `_PIECE_BYTES`, where possible of whole chunks: of some of these layers, or of a part of each."""
+    bounds = [(0, size) for size in shape]
+    if layers is not None:
+        bounds[0] = layers
+    steps = [end - begin for begin, end in bounds]
     item = np.dtype(np.float32).itemsize
-    for dimension in cuttable:
+    for dimension, size in enumerate(chunk):
         if math.prod(steps) * item <= _PIECE_BYTES:
             break
-        inner = math.prod(steps) // max(1, steps[dimension]) * item
-        whole_chunks = _PIECE_BYTES // max(1, inner) // chunk[dimension] * chunk[dimension]
-        steps[dimension] = min(steps[dimension], max(chunk[dimension], whole_chunks))
-    ends = [begin + extent for begin, extent in zip(begins, extents, strict=True)]
-    for start in itertools.product(*(range(b, e, max(1, s)) for b, e, s in zip(begins, ends, steps, strict=True))):
-        yield start, tuple(slice(s, min(s + step, end)) for s, step, end in zip(start, steps, ends, strict=True))
+        others = math.prod(steps) // steps[dimension] * item
+        steps[dimension] = min(steps[dimension], max(1, _PIECE_BYTES // others // size) * size)
+    cuts = [range(begin, end, max(1, step)) for (begin, end), step in zip(bounds, steps, strict=True)]
+    for start in itertools.product(*cuts):
+        yield start, tuple(slice(s, min(s + cut.step, cut.stop)) for s, cut in zip(start, cuts, strict=True))
 
 
 def _put(path: Path, place: int, part: Part, inner: Sequence[int], layer: np.ndarray, dtype: np.dtype) -> None:
     """Writes a piece of a layer, which begins at the index `inner` of it, into its rows and columns of the tensor."""
-    inputs, whole = part.tensor.inputs, part.whole
-    if inputs == 0:
-        flat = np.ravel(layer)
-        begin = part.offset[0] + int(np.ravel_multi_index(tuple(inner), part.shape) if inner else 0)
-        with path.open("rb+") as file:
-            file.seek(place + begin * dtype.itemsize)
-            file.write(flat.tobytes())
+    # A vocabulary may have more rows in the checkpoint than in the files.
+    layer = layer[tuple(slice(max(0, size - begin)) for size, begin in zip(part.shape, inner, strict=True))]
+    if not layer.size:
         return
-    along: Callable[[slice], tuple[int, int]] = lambda of: (
-        math.prod(layer.shape[of]),
-        inner[of.start] * math.prod(part.shape[of][1:]),
-    )
-    (n_in, at_in), (n_out, at_out) = along(slice(0, inputs)), along(slice(inputs, len(part.shape)))
-    matrix = layer.reshape(n_in, n_out)
-    (top, left), turned = part.offset, part.tensor.transposed
-    matrix, row, column = (matrix.T, at_out, at_in) if turned else (matrix, at_in, at_out)
-    target = np.memmap(path, dtype, "r+", place, whole)
-    target[top + row : top + row + matrix.shape[0], left + column : left + column + matrix.shape[1]] = matrix
+    (top, left), (rows, columns) = part.offset, part.matrix
+    matrix = np.memmap(path, dtype, "r+", place, part.whole).reshape(part.whole[0], -1)
+    target = part.to_parameter(matrix[top : top + rows, left : left + columns])  # a view
+    index = tuple(slice(begin, begin + size) for begin, size in zip(inner, layer.shape, strict=True))
+    target[index] = rounded(layer, dtype, part.name)
 
 
 def _bytes(part: Part, dtype: np.dtype) -> int:
