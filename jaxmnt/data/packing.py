@@ -1,5 +1,7 @@
 """Which documents share a row: whole documents are placed into rows by best fit, and longer ones are cut first."""
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,24 +46,18 @@ class Plan:
 
 def plan_rows(document_starts: np.ndarray, tokens: int, row_length: int, window: int = WINDOW_DOCUMENTS) -> Plan:
     """Places all documents of a split, with their end-of-document tokens, into rows of `row_length` tokens."""
-    row: list[np.ndarray] = []
-    columns: tuple[list[np.ndarray], ...] = ([], [], [])
-    rows = 0
     ends = np.append(document_starts[1:], tokens)
-    for first in range(0, len(document_starts), window):
-        chosen = slice(first, first + window)
-        begin, size = document_starts[chosen], ends[chosen] - document_starts[chosen]
-        cut = _cut(begin, size, row_length)
-        bins = _best_fit(cut[1], row_length)
-        row.append(bins + rows)
-        for column, values in zip(columns, cut, strict=True):
-            column.append(values)
-        rows += int(bins.max(initial=-1)) + 1
-    bins = np.concatenate(row) if row else np.zeros(0, np.int64)
-    order = np.argsort(bins, kind="stable")
-    start, length, opens = (np.concatenate(column)[order] if column else np.zeros(0, np.int64) for column in columns)
-    first_piece = np.concatenate([[0], np.cumsum(np.bincount(bins, minlength=rows))]).astype(np.int64)
-    return Plan(first_piece, start.astype(np.int64), length.astype(np.int32), opens.astype(bool))
+    planned, rows = [], 0
+    for first in range(0, max(1, len(document_starts)), window):
+        begin = document_starts[first : first + window]
+        start, length, opens = _cut(begin, ends[first : first + window] - begin, row_length)
+        row = rows + _best_fit(length, row_length)
+        planned.append((row, start, length, opens))
+        rows = int(row.max(initial=rows - 1)) + 1
+    row, start, length, opens = (np.concatenate(column) for column in zip(*planned, strict=True))
+    order = np.argsort(row, kind="stable")
+    first_piece = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))]).astype(np.int64)
+    return Plan(first_piece, start[order].astype(np.int64), length[order].astype(np.int32), opens[order])
 
 
 def _cut(begin: np.ndarray, size: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -79,14 +75,15 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     bins = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(-lengths[by_length], return_counts=True)
-    bins_with_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
-    rooms = _Rooms()
+    bins_with_room: dict[int, list[np.ndarray]] = defaultdict(list)
+    rooms: list[int] = []
+    """In order, those of which there are bins."""
     opened = placed = 0
     for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
         left = count
         while left:
-            room = rooms.smallest_from(size)
-            if room is None:
+            smallest = bisect_left(rooms, size)
+            if smallest == len(rooms):
                 each = capacity // size
                 new = -(-left // each)
                 fresh = np.arange(opened, opened + new)
@@ -95,37 +92,22 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 full, last = divmod(left, each)
                 groups = [(fresh[:full], capacity - each * size), (fresh[full:], capacity - last * size)]
             else:
+                room = rooms[smallest]
                 waiting = bins_with_room[room]
                 group = waiting.pop()
                 taken = group[:left]
                 groups = [(taken, room - size), (group[left:], room)]
                 if not waiting:
-                    rooms.discard(room)
+                    rooms.pop(smallest)
             bins[by_length[placed : placed + len(taken)]] = taken
             placed += len(taken)
             left -= len(taken)
             for group, remaining in groups:
                 if len(group) and remaining:
+                    if not bins_with_room[remaining]:
+                        insort(rooms, remaining)
                     bins_with_room[remaining].append(group)
-                    rooms.add(remaining)
     return bins
-
-
-class _Rooms:
-    """A set of small numbers that finds its smallest member from some number on: bits of one integer."""
-
-    def __init__(self) -> None:
-        self._bits = 0
-
-    def add(self, number: int) -> None:
-        self._bits |= 1 << number
-
-    def discard(self, number: int) -> None:
-        self._bits &= ~(1 << number)
-
-    def smallest_from(self, number: int) -> int | None:
-        above = self._bits >> number
-        return number + (above & -above).bit_length() - 1 if above else None
 
 
 def within_groups(counts: np.ndarray) -> np.ndarray:
