@@ -20,8 +20,7 @@ from array_record.python import array_record_module
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData, training_rows
-from jaxmnt.data.preparation.documents import Reading
-from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 

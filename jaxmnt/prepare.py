@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.distributed.container import cores
-from jaxmnt.errors import ConfigError, ExitCode, counted, printable
-from jaxmnt.storage import read
+from jaxmnt.errors import ConfigError, ExitCode, counted, listed, printable
+from jaxmnt.storage import read_all
 
 if TYPE_CHECKING:
     from jaxmnt.data.preparation.inputs import Settings
@@ -90,8 +90,7 @@ def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[st
     if summary.whole_arrays:
         yield f"token arrays: {summary.whole_arrays}, each one document, because no --end-id was given"
     if summary.named:
-        more = f" and {len(summary.named) - 3} more" if len(summary.named) > 3 else ""
-        yield f"held out because of their names: {', '.join(summary.named[:3])}{more} (--eval-fraction 0 trains on all)"
+        yield f"held out because of their names: {listed(summary.named, 3)} (--eval-fraction 0 trains on all)"
     elif not summary.tokens["eval"] and fraction is None:
         yield "nothing is held out: name files for it by --eval-input, or a share by --eval-fraction"
 
@@ -111,14 +110,12 @@ def _left_out(summary: "Summary") -> Iterator[str]:
 def _has_chat_template(tokenizer: str | None) -> bool:
     """Returns whether a chat template lies beside the tokenizer that the command line names."""
     from jaxmnt.data.chat_template import TEMPLATE_FILES, chat_template
+    from jaxmnt.data.tokenizer import file_of_tokenizer
 
-    if tokenizer in (None, "bytes"):
+    if tokenizer is None or tokenizer == "bytes":
         return False
-    path = Path(str(tokenizer))
-    folder = path if path.is_dir() else path.parent
-    return (
-        chat_template({name: read(folder / name) for name in TEMPLATE_FILES if (folder / name).is_file()}) is not None
-    )
+    folder = file_of_tokenizer(tokenizer).parent
+    return chat_template(read_all(folder, [name for name in TEMPLATE_FILES if (folder / name).is_file()])) is not None
 
 
 class _Rate:
@@ -148,8 +145,7 @@ class _Rate:
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
-    from jaxmnt.data.preparation.documents import Reading
-    from jaxmnt.data.preparation.inputs import Settings
+    from jaxmnt.data.preparation.inputs import Reading, Settings
 
     trained, own_ids = options.train_tokenizer, options.vocab_size is not None
     if trained is not None and options.tokenizer is not None:

@@ -137,8 +137,7 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def _prepared(folder: Path) -> None:
     """Two shards a split, with a tokenizer of its own and a mask of what is learnt."""
-    from jaxmnt.data.preparation.documents import Reading
-    from jaxmnt.data.preparation.inputs import Selection, Settings
+    from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
     from jaxmnt.data.preparation.run import build
 
     (folder / "text").mkdir()

@@ -20,8 +20,7 @@ from jaxmnt.data import batches, feed
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import to_devices
 from jaxmnt.data.order import MixturePhase, Order, Skipped
-from jaxmnt.data.preparation.documents import Reading
-from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, ExitCode, UserError

@@ -11,8 +11,7 @@ import pytest
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import manifest as manifests
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
-from jaxmnt.data.preparation.documents import Reading
-from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared

@@ -23,8 +23,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.preparation import run
 from jaxmnt.data.preparation.attempts import Attempt
-from jaxmnt.data.preparation.documents import Reading
-from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.preparation.text import TEXT_PIECE
 from jaxmnt.data.rows import Windows, batch_digest, row_digests
@@ -165,7 +164,7 @@ def test_changing_a_token_changes_just_the_digests_of_the_steps_that_read_it(tmp
     (place,) = np.flatnonzero(values[0] != values[1])
     reading = [row for row in range(reader.rows) if place + 1 in reader.offsets(row)]
     for step, (before, after) in enumerate(zip(*digests, strict=True)):
-        read = data["a"].locate(step, range(4)).row
+        read = data["a"].order.locate(step, range(4)).row
         assert (before != after) == any(row in reading for row in read), step
 
 

@@ -15,8 +15,7 @@ from conftest import command as run_command
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import tokenizer as tokenizers
 from jaxmnt.data.batches import EvaluationData, TrainingData
-from jaxmnt.data.preparation.documents import Reading
-from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
 from jaxmnt.data.preparation.json_lines import Lines
 from jaxmnt.data.preparation.parquet import columns_of
 from jaxmnt.data.preparation.part import read_array

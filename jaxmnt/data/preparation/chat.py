@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jaxmnt.data.preparation.documents import BadRecordError, Reading, Segment, kind_of
+from jaxmnt.data.preparation.documents import BadRecordError, Segment, kind_of
+from jaxmnt.data.preparation.inputs import Reading
 from jaxmnt.errors import printable, shortened
 
 SHAPES = ("messages", "conversations", "instruction", "prompt")
@@ -56,6 +57,9 @@ _CONVERSATIONS = _Shape(
     },
 )  # fmt: skip
 
+_LISTS = {"messages": _MESSAGES, "conversations": _CONVERSATIONS}
+"""Fields that hold a whole conversation."""
+
 
 class Turn(NamedTuple):
     """One turn of a conversation."""
@@ -83,15 +87,12 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
     shape = next((name for name in SHAPES if fields.get(name) is not None), None)
     if shape == "prompt" and isinstance(fields["prompt"], str):
         return _prompt_and_completion(fields)
-    if shape == "messages":
-        rendered, turns = ["messages"], _turns(fields, "messages", _MESSAGES, reading)
-    elif shape == "conversations":
-        rendered, turns = ["conversations"], _turns(fields, "conversations", _CONVERSATIONS, reading)
+    if shape in _LISTS:
+        rendered, turns = [shape], _turns(fields, shape, reading)
     elif shape == "instruction":
         rendered, turns = ["instruction", "input", "output", "history"], _of_instruction(fields)
     elif shape == "prompt" and isinstance(fields.get("completion"), list):
-        asked = _turns(fields, "prompt", _MESSAGES, reading)
-        answered = _turns(fields, "completion", _MESSAGES, reading)
+        asked, answered = (_turns(fields, field, reading) for field in ("prompt", "completion"))
         rendered, turns = ["prompt", "completion"], [*(turn._replace(learn=False) for turn in asked), *answered]
     else:
         raise _lacks_fields(fields)
@@ -120,8 +121,8 @@ def _lacks_fields(fields: Mapping[str, Any]) -> BadRecordError:
     return BadRecordError(f"needs {KNOWN} as text; its fields: {names}")
 
 
-def _turns(record: Mapping[str, Any], field: str, shape: _Shape, reading: Reading) -> list[Turn]:
-    messages = record[field]
+def _turns(record: Mapping[str, Any], field: str, reading: Reading) -> list[Turn]:
+    messages, shape = record[field], _LISTS.get(field, _MESSAGES)
     if not isinstance(messages, list):
         raise BadRecordError(f"{field} is {kind_of(messages)}; it must be a list")
     if not messages:

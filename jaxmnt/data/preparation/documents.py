@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmnt.data.preparation.inputs import Input, Reading
 from jaxmnt.errors import ConfigError
 
 _NAMED = 20
@@ -48,7 +49,7 @@ def kind_of(value: Any) -> str:
 class Document(NamedTuple):
     """One document, before it is encoded."""
 
-    file: int
+    file: Input
     record: int
     """From 1 within the part's stretch of the file."""
     key: bytes
@@ -61,25 +62,6 @@ class Document(NamedTuple):
     """Whether the end of document that is added is a target."""
     continues: bool = False
     """Whether this is the rest of the document before, of which the part before has the beginning."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How records are read."""
-
-    text_field: str = "text"
-    chat: bool = False
-    ignored_fields: tuple[str, ...] = ()
-    """Fields of conversations and of their messages that are left out, although they may change the meaning."""
-    replace_invalid: bool = False
-    token_bytes: int = 2
-    end_id: int | None = None
-    """What separates documents in token arrays. None: a file is one document."""
-    vocab_size: int = 0
-    max_document: int = 64 * 2**20
-    """Bytes of a record that is held in memory at most. Text files and token arrays are read in stretches."""
-    long_documents: Literal["error", "split", "skip"] = "error"
-    """What becomes of longer ones."""
 
 
 @dataclass
@@ -104,8 +86,9 @@ class Counts:
 
 @dataclass(kw_only=True)
 class Report(Counts):
-    """What happened while a part was read."""
+    """How a part is read, and what happened meanwhile."""
 
+    reading: Reading
     skip_bad: bool
     """Whether records that cannot be used are left out."""
     advance: Callable[[int], None]
@@ -124,11 +107,35 @@ class Report(Counts):
         if self.skipped <= _NAMED:
             self.remarks.append(f"{where}: {error}")
 
-    def replace_invalid(self, wrong: str, reading: Reading) -> None:
+    def replace_invalid(self, wrong: str) -> None:
         """Counts a document of which something is replaced. Raises `BadRecordError` unless that is wanted."""
-        if not reading.replace_invalid:
+        if not self.reading.replace_invalid:
             raise BadRecordError(wrong)
         self.replaced += 1
+
+    def decoded(self, raw: bytes, where: str) -> str:
+        """The text of a record. Raises `BadRecordError` for what is not UTF-8, unless that is to be replaced."""
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.replace_invalid(f"not valid UTF-8 at byte {error.start} of {where}")
+            return raw.decode("utf-8", errors="replace")
+
+    def leave_out_long(self, can_split: bool) -> None:
+        """Counts a record that is too long and is not split, or raises `BadRecordError`; `can_split` says whether its
+        format allows that."""
+        reading = self.reading
+        if reading.long_documents == "skip":
+            self.long += 1
+            return
+        what = f"the record is longer than {reading.max_document / 2**20:g} MiB"
+        if reading.long_documents == "error":
+            ways = "split or skip" if can_split else "skip"
+            raise BadRecordError(what, f"to allow for it: --max-document-mib, or --long-documents {ways}")
+        if reading.chat:
+            raise BadRecordError(f"{what}, and a conversation cannot be split")
+        advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
+        raise BadRecordError(f"{what}, and a JSON record cannot be split", advice)
 
     def leave_out_binary(self, name: str) -> None:
         self.binary += 1

@@ -10,10 +10,28 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxmnt.data.preparation.documents import Document, Reading
 from jaxmnt.errors import ConfigError, printable
 
 SHARD_TOKENS = 2**26
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records are read."""
+
+    text_field: str = "text"
+    chat: bool = False
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of conversations and of their messages that are left out, although they may change the meaning."""
+    replace_invalid: bool = False
+    token_bytes: int = 2
+    end_id: int | None = None
+    """What separates documents in token arrays. None: a file is one document."""
+    vocab_size: int = 0
+    max_document: int = 64 * 2**20
+    """Bytes of a record that is held in memory at most. Text files and token arrays are read in stretches."""
+    long_documents: Literal["error", "split", "skip"] = "error"
+    """What becomes of longer ones."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,8 @@ class Selection:
 class Input(NamedTuple):
     """One input file."""
 
+    number: int
+    """Its place among all of them, by which records of the output name it."""
     name: str
     """The name that goes into the output: relative, so that the output does not depend on where the input lies."""
     path: Path
@@ -86,7 +106,7 @@ class Input(NamedTuple):
 class Piece(NamedTuple):
     """A stretch of one file: bytes of text and JSON lines, row groups of Parquet, elements of a token array."""
 
-    file: int
+    file: Input
     start: int
     stop: int
 
@@ -98,16 +118,10 @@ class Part(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-@dataclass
-class LeftOut:
-    """Names of what lies in the given folders and is not read, by the reason."""
-
-    hidden: list[str] = field(default_factory=list)
-    """Files and folders whose name begins with a dot, such as .git and .cache."""
-    companions: list[str] = field(default_factory=list)
-    """Texts about the records that they lie beside, such as a dataset's README.md."""
-    special: list[str] = field(default_factory=list)
-    """Pipes, devices, and links to nothing."""
+LeftOut = dict[Literal["hidden", "companions", "special"], list[str]]
+"""Names of what lies in the given folders and is not read, by the reason: files and folders whose name begins with a
+dot, such as .git and .cache; texts about the records that they lie beside, such as a dataset's README.md; and pipes,
+devices and links to nothing."""
 
 
 _COMPANION = re.compile(
@@ -123,11 +137,15 @@ def find_inputs(selection: Selection, output: Path) -> tuple[list[Input], LeftOu
 
     A file that is given by its own name is always read. Raises `ConfigError` if there is no file.
     """
-    left_out = LeftOut()
+    left_out: LeftOut = {"hidden": [], "companions": [], "special": []}
     trained = _find(selection.inputs, selection, output, "--input", left_out)
     held_out = _find(selection.eval_inputs, selection, output, "--eval-input", left_out)
     every = sorted((trained | held_out).items(), key=lambda one: one[1])
-    return [_describe(name, path, "eval" if real in held_out else None) for real, (name, path) in every], left_out
+    inputs = [
+        _describe(number, name, path, "eval" if real in held_out else None)
+        for number, (real, (name, path)) in enumerate(every)
+    ]
+    return inputs, left_out
 
 
 def _find(
@@ -151,7 +169,7 @@ def _find(
                 found[real] = min(found.get(real, (name, path)), (name, path))
     if roots and not found:
         what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
-        ignored = left_out.hidden + left_out.companions + left_out.special
+        ignored = [name for names in left_out.values() for name in names]
         but = f" but what is not read from a folder ({', '.join(map(printable, ignored[:3]))})" if ignored else ""
         raise ConfigError(
             f"{option}: found no files{what} in {printable(', '.join(map(str, roots)))}{but}; check the "
@@ -177,7 +195,7 @@ def _below(root: Path, selection: Selection, requested: set[Path], left_out: Lef
             if not name.startswith("."):
                 paths.append(path)
             elif not any(other.is_relative_to(path.resolve()) for other in requested):
-                left_out.hidden.append(name_of(path))
+                left_out["hidden"].append(name_of(path))
         return paths
 
     for folder, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
@@ -188,7 +206,7 @@ def _below(root: Path, selection: Selection, requested: set[Path], left_out: Lef
         folders[:] = [path.name for path in visible(folder, folders)]
         for path in visible(folder, names):
             if not path.is_file():
-                left_out.special.append(name_of(path))
+                left_out["special"].append(name_of(path))
             elif path.name.endswith(suffixes):
                 files[path] = name_of(path)
     return files
@@ -202,7 +220,7 @@ def _leave_out_companions(files: dict[Path, str], requested: set[Path], left_out
         if _kind(path) == "text" and path.parent in with_records and _COMPANION.fullmatch(path.name):
             name = files.pop(path)
             if path.resolve() not in requested:
-                left_out.companions.append(name)
+                left_out["companions"].append(name)
 
 
 def _what_it_is(path: Path) -> str:
@@ -218,16 +236,16 @@ def _what_it_is(path: Path) -> str:
     return f"{shown} does not exist; check the path"
 
 
-def _describe(name: str, path: Path, split: Literal["train", "eval"] | None) -> Input:
+def _describe(number: int, name: str, path: Path, split: Literal["train", "eval"] | None) -> Input:
     status = path.stat()
-    return Input(name, path, _kind(path), status.st_size, status.st_mtime_ns, split)
+    return Input(number, name, path, _kind(path), status.st_size, status.st_mtime_ns, split)
 
 
 def check_unchanged(inputs: Sequence[Input]) -> None:
     """Raises `ConfigError` if a file is not what it was when it was found."""
     for file in inputs:
         try:
-            is_same = _describe(file.name, file.path, file.split) == file
+            is_same = _describe(file.number, file.name, file.path, file.split) == file
         except OSError:
             is_same = False
         if not is_same:
@@ -245,15 +263,15 @@ def cut_into_parts(inputs: Sequence[Input], settings: Settings) -> list[Part]:
         part_bytes = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
     groups: list[list[Piece]] = [[]]
     gathered = 0
-    for number, file in enumerate(inputs):
-        for piece, size in _pieces(number, file, settings.reading.token_bytes, part_bytes):
+    for file in inputs:
+        for piece, size in _pieces(file, settings.reading.token_bytes, part_bytes):
             groups[-1].append(piece)
             gathered += max(size, 1)
             if gathered >= part_bytes:
                 groups.append([])
                 gathered = 0
     parts = [Part(number, tuple(group)) for number, group in enumerate(groups) if group]
-    assert all(len({piece.file for piece in part.pieces}) == len(part.pieces) for part in parts)
+    assert all(len({piece.file.number for piece in part.pieces}) == len(part.pieces) for part in parts)
     return parts
 
 
@@ -307,28 +325,28 @@ def damaged_parquet(file: Input, error: Exception) -> ConfigError:
     )
 
 
-def _pieces(number: int, file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece, int]]:
+def _pieces(file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece, int]]:
     """The stretches of a file, all but the last of at least `part_bytes`, with their sizes in bytes."""
     if file.kind in ("text", "compressed"):
-        return [(Piece(number, 0, file.size), file.size)]
+        return [(Piece(file, 0, file.size), file.size)]
     if file.kind == "parquet":
-        return _row_groups(number, file, part_bytes)
+        return _row_groups(file, part_bytes)
     unit, length = 1, file.size
     if file.kind == "tokens":
         array = open_tokens(file, f"u{token_bytes}")
         unit, length = array.dtype.itemsize, len(array)
     each = -(-part_bytes // unit)
-    stretches = [Piece(number, start, min(start + each, length)) for start in range(0, length, each)]
+    stretches = [Piece(file, start, min(start + each, length)) for start in range(0, length, each)]
     return [(piece, (piece.stop - piece.start) * unit) for piece in stretches]
 
 
-def _row_groups(number: int, file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
+def _row_groups(file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
     metadata = open_parquet(file).metadata
     pieces, first, gathered = [], 0, 0
     for group in range(metadata.num_row_groups):
         gathered += metadata.row_group(group).total_byte_size
         if gathered >= part_bytes or group == metadata.num_row_groups - 1:
-            pieces.append((Piece(number, first, group + 1), gathered))
+            pieces.append((Piece(file, first, group + 1), gathered))
             first, gathered = group + 1, 0
     return pieces
 
@@ -369,10 +387,3 @@ def _by_name(inputs: list[Input]) -> list[Input]:
         file._replace(split="eval" if file.path in held_out else "train") if file.kind == "tokens" else file
         for file in inputs
     ]
-
-
-def split_of(document: Document, file: Input, settings: Settings) -> str:
-    """train or eval, by settings that have been decided."""
-    fraction = settings.eval_fraction
-    assert fraction is not None
-    return file.split or ("eval" if int.from_bytes(document.key[:8], "big") < fraction * 2**64 else "train")

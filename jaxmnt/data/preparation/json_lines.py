@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
-from jaxmnt.data.preparation.records import decoded, documents_of, leave_out_long
+from jaxmnt.data.preparation.records import documents_of
 from jaxmnt.errors import ConfigError, printable
 
 _BLOCK = 2**20
@@ -140,40 +140,41 @@ class Lines:
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_lines(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+def read_lines(piece: Piece, report: Report) -> Iterator[Document]:
     """The lines that begin in this stretch of the file."""
-    with file.path.open("rb") as stream:
-        lines = Lines(plain_blocks(stream, piece, report.advance), reading.max_document)
-        yield from _documents(lines, file, piece, reading, report)
+    with piece.file.path.open("rb") as stream:
+        lines = Lines(plain_blocks(stream, piece, report.advance), report.reading.max_document)
+        yield from _documents(lines, piece, report)
 
 
-def read_compressed(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+def read_compressed(piece: Piece, report: Report) -> Iterator[Document]:
+    file = piece.file
     with file.path.open("rb") as raw:
-        lines = Lines(compressed_blocks(file, raw, report.advance), reading.max_document)
+        lines = Lines(compressed_blocks(file, raw, report.advance), report.reading.max_document)
         try:
-            yield from _documents(lines, file, piece, reading, report)
+            yield from _documents(lines, piece, report)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(
                 f"--input: {file.shown} is damaged after line {lines.number}: {printable(str(error))}"
             ) from error
 
 
-def _documents(lines: Lines, file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+def _documents(lines: Lines, piece: Piece, report: Report) -> Iterator[Document]:
     for line in lines:
         number = lines.number
         if line and number == 1 and piece.start == 0:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         try:
             if line is None:
-                leave_out_long(reading, report, can_split=False)
+                report.leave_out_long(can_split=False)
             elif line.strip():
-                record = _parsed(decoded(line, "the line", reading, report))
-                yield from documents_of(record, number, piece.file, reading, report)
+                record = _parsed(report.decoded(line, "the line"))
+                yield from documents_of(record, number, piece.file, report)
             else:
                 report.empty += 1
         except BadRecordError as error:
-            report.refuse(error, f"{file.shown}:{_lines_before(file, piece) + number}")
-    report.records[piece.file] = lines.number
+            report.refuse(error, f"{piece.file.shown}:{_lines_before(piece) + number}")
+    report.records[piece.file.number] = lines.number
     report.empty += lines.blank
 
 
@@ -198,8 +199,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _lines_before(file: Input, piece: Piece) -> int:
+def _lines_before(piece: Piece) -> int:
     """Lines that begin before this stretch; reads the file up to there, which only an error is worth."""
     before = piece._replace(start=0, stop=piece.start)
-    with file.path.open("rb") as stream:
+    with piece.file.path.open("rb") as stream:
         return sum(block.count(b"\n") for block in plain_blocks(stream, before, lambda count: None))

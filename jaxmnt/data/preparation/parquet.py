@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
-from jaxmnt.data.preparation.inputs import Input, Piece, damaged_parquet, open_parquet
-from jaxmnt.data.preparation.records import documents_of, key_of, leave_out_long, names_of, what_it_holds
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment
+from jaxmnt.data.preparation.inputs import Input, Piece, Reading, damaged_parquet, open_parquet
+from jaxmnt.data.preparation.records import documents_of, key_of, names_of, what_it_holds
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.strict_json import json_text
 
@@ -144,9 +144,10 @@ _LARGE_PAGE = 2**27
 """Pages of so many bytes are read whatever the limit is; some programs write them."""
 
 
-def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
     from pyarrow import ArrowException
 
+    file, reading = piece.file, report.reading
     parquet = open_parquet(file)
     groups = list(range(piece.start, piece.stop))
     before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
@@ -160,12 +161,12 @@ def read_parquet(file: Input, piece: Piece, reading: Reading, report: Report) ->
                 number += 1
                 report.advance(share)
                 try:
-                    yield from _documents(row, number, piece.file, reading, report)
+                    yield from _documents(row, number, file, report)
                 except BadRecordError as error:
                     report.refuse(error, f"{file.shown}: row {before + number}")
     except ArrowException as error:
         raise damaged_parquet(file, error) from error
-    report.records[piece.file] = number
+    report.records[file.number] = number
 
 
 def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
@@ -227,16 +228,17 @@ def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:
     return (value.as_py() for value in _as_bytes(batch.column(0)))
 
 
-def _documents(row: Any, number: int, file: int, reading: Reading, report: Report) -> Iterator[Document]:
+def _documents(row: Any, number: int, file: Input, report: Report) -> Iterator[Document]:
     """The documents of a row as `_rows_of` gives it. Raises `BadRecordError`."""
+    reading = report.reading
     size = row.nbytes if reading.chat else len(row or b"")
     if size <= reading.max_document:
         record = _conversation(row) if reading.chat else {reading.text_field: row}
-        yield from documents_of(record, number, file, reading, report)
+        yield from documents_of(record, number, file, report)
     elif reading.long_documents == "split" and not reading.chat:
-        yield from _split(row, number, file, reading, report)
+        yield from _split(row, number, file, report)
     else:
-        leave_out_long(reading, report, can_split=not reading.chat)
+        report.leave_out_long(can_split=not reading.chat)
 
 
 def _conversation(row: Any) -> Any:
@@ -248,18 +250,18 @@ def _conversation(row: Any) -> Any:
         raise BadRecordError(f"cannot be decoded: {printable(str(error)[:200])}") from error
 
 
-def _split(text: bytes, number: int, file: int, reading: Reading, report: Report) -> Iterator[Document]:
+def _split(text: bytes, number: int, file: Input, report: Report) -> Iterator[Document]:
     """The documents of a text that is too long, all of them held out or none. Raises `BadRecordError`."""
-    start = 0
+    start, size = 0, report.reading.max_document
     try:
-        for _, stop in _pieces(text, reading.max_document, "strict"):
+        for _, stop in _pieces(text, size, "strict"):
             start = stop
     except UnicodeDecodeError as error:
-        where = f"at byte {start + error.start} of {printable(reading.text_field)}"
-        report.replace_invalid(f"not valid UTF-8 {where}", reading)
+        where = f"at byte {start + error.start} of {printable(report.reading.text_field)}"
+        report.replace_invalid(f"not valid UTF-8 {where}")
     report.split += 1
     key = b""
-    for piece, _ in _pieces(text, reading.max_document, "replace"):
+    for piece, _ in _pieces(text, size, "replace"):
         segments = [Segment(piece)]
         key = key or key_of(segments)
         yield Document(file, number, key, segments)

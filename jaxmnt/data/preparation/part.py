@@ -3,7 +3,7 @@
 import io
 import json
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed_text, unsealed
 from jaxmnt.data.preparation.attempts import Attempt
 from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
-from jaxmnt.data.preparation.inputs import Input, Part, Settings, split_of, unreadable
+from jaxmnt.data.preparation.inputs import Input, Part, Settings, unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
 from jaxmnt.data.preparation.parquet import read_parquet
 from jaxmnt.data.preparation.text import read_text, read_tokens
@@ -31,7 +31,7 @@ WORK = "work"
 
 _HEADER_BYTES = 128
 _PIECE = 2**20
-"""Values that are written at a time."""
+"""Tokens that are counted and written at a time; counting takes 8 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ class NpyWriter:
         self._file.write(b"\0" * _HEADER_BYTES)
 
     def append(self, values: np.ndarray) -> None:
-        for start in range(0, len(values), _PIECE):
-            self._file.write(values[start : start + _PIECE].astype(self._dtype, copy=False).tobytes())
+        self._file.write(values.astype(self._dtype, copy=False).data)
         self.length += len(values)
 
     def close(self) -> str:
@@ -96,20 +95,21 @@ class ShardWriter:
         self._open: dict[str, NpyWriter] = {}
         """The files of the present shard by kind: tokens, and perhaps learn."""
         self._starts, self._origins = array("q"), array("q")
-        self.documents = self.tokens = 0
+        self.counts = np.zeros(job.settings.reading.vocab_size, np.int64)
+        """How often each token occurs."""
 
     def begin_document(self, file: int, record: int) -> None:
         """The tokens added from now on belong to a document of this origin."""
         start = self._shard()["tokens"].length  # which may begin a shard, and a list of its documents
         self._starts.append(start)
         self._origins.extend((file, record))
-        self.documents += 1
 
     def add(self, tokens: np.ndarray, learn: bool) -> None:
-        self.tokens += len(tokens)
         while len(tokens):
             files = self._shard()
-            piece = tokens[: self._job.settings.shard_tokens - files["tokens"].length]
+            room = self._job.settings.shard_tokens - files["tokens"].length
+            piece = tokens[: min(room, _PIECE)]
+            np.add.at(self.counts, piece.astype(np.intp), 1)
             files["tokens"].append(piece)
             if "learn" in files:
                 files["learn"].append(np.full(len(piece), learn, np.uint8))
@@ -119,7 +119,8 @@ class ShardWriter:
         """The split's entry in the part's record."""
         if self._open:
             self._close_shard()
-        return {"documents": self.documents, "tokens": self.tokens, "shards": self._shards}
+        totals = {of: sum(shard[of] for shard in self._shards) for of in ("documents", "tokens")}
+        return totals | {"shards": self._shards}
 
     def _shard(self) -> dict[str, NpyWriter]:
         """Returns the files of a shard that takes at least one more token."""
@@ -214,16 +215,16 @@ def _npy_header(dtype: np.dtype, length: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("ascii")
 
 
-def read_part(part: Part, job: Job, report: Report) -> Iterator[Document]:
+def read_part(part: Part, report: Report) -> Iterator[Document]:
     """The documents of a part in order."""
     readers = {
         "text": read_text, "jsonl": read_lines, "compressed": read_compressed,
         "parquet": read_parquet, "tokens": read_tokens,
     }  # fmt: skip
     for piece in part.pieces:
-        file = job.inputs[piece.file]
+        file = piece.file
         try:
-            yield from readers[file.kind](file, piece, job.settings.reading, report)
+            yield from readers[file.kind](piece, report)
         except OSError as error:
             if error.filename is None:
                 raise ConfigError(f"--input: {file.shown} cannot be read: {printable(str(error))}") from error
@@ -233,27 +234,27 @@ def read_part(part: Part, job: Job, report: Report) -> Iterator[Document]:
 _BATCH_CHARACTERS = 2**19
 """Text that is encoded at a time; encoding many short texts one by one would cost more."""
 
-_COUNTED_TOKENS = 2**20
-
 COUNTED = [field.name for field in fields(Counts)]
 """What a part's record says of `Counts`."""
 
 
 def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Does one part. Raises `ConfigError` for bad input, `UserError` when the output cannot be written."""
-    report, attempt = Report(skip_bad=job.settings.skip_bad, advance=advance), Attempt(job.work)
+    reading, attempt = job.settings.reading, Attempt(job.work)
+    report = Report(reading=reading, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
-    counts = {split: _Counts(job.settings.reading.vocab_size, job.dtype) for split in SPLITS}
     try:
-        for document, encoded in _encoded(job, read_part(part, job, report), tokenizer):
-            split = split_of(document, job.inputs[document.file], job.settings)
+        for document, encoded in _encoded(read_part(part, report), tokenizer):
+            writer = writers[split_of(document, job.settings)]
             if not document.continues:
-                writers[split].begin_document(document.file, document.record)
+                writer.begin_document(document.file.number, document.record)
             for tokens, learn in encoded:
-                counts[split].add(tokens)
-                writers[split].add(tokens, learn)
+                writer.add(tokens, learn)
+            if not document.closed:
+                assert reading.end_id is not None
+                writer.add(np.array([reading.end_id]), document.end_is_target)
         splits = {split: writer.close() for split, writer in writers.items()}
-        save_array(job.counts_path(part.number), np.stack([counts[split].total() for split in SPLITS]), attempt)
+        save_array(job.counts_path(part.number), np.stack([writer.counts for writer in writers.values()]), attempt)
         record = {"splits": splits, "records": report.records, "lengths": report.lengths}
         record |= {name: getattr(report, name) for name in COUNTED}
         write_record(job.record_path(part.number), record, attempt)
@@ -265,38 +266,23 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
 
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
     """The documents of a part with whether they are held out; bad ones are passed over."""
-    report = Report(skip_bad=True, advance=lambda count: None)
-    for document in read_part(part, job, report):
-        yield split_of(document, job.inputs[document.file], job.settings) == "eval", document
+    report = Report(reading=job.settings.reading, skip_bad=True, advance=lambda count: None)
+    for document in read_part(part, report):
+        yield split_of(document, job.settings) == "eval", document
 
 
-class _Counts:
-    """How often each token occurs. Tokens are counted many at a time, since counting few costs a whole vocabulary."""
-
-    def __init__(self, vocab_size: int, dtype: np.dtype):
-        self._totals = np.zeros(vocab_size, np.int64)
-        self._dtype = dtype
-        self._waiting: list[np.ndarray] = []
-        self._tokens = 0
-
-    def add(self, tokens: np.ndarray) -> None:
-        for start in range(0, len(tokens), _COUNTED_TOKENS):  # counting takes 8 bytes for each
-            piece = tokens[start : start + _COUNTED_TOKENS]
-            self._waiting.append(piece.astype(self._dtype, copy=False))
-            self._tokens += len(piece)
-            if self._tokens >= _COUNTED_TOKENS:
-                self.total()
-
-    def total(self) -> np.ndarray:
-        if self._waiting:
-            self._totals += np.bincount(np.concatenate(self._waiting), minlength=len(self._totals))
-            self._waiting, self._tokens = [], 0
-        return self._totals
+def split_of(document: Document, settings: Settings) -> str:
+    """train or eval, by settings that have been decided."""
+    fraction = settings.eval_fraction
+    assert fraction is not None
+    return document.file.split or ("eval" if int.from_bytes(document.key[:8], "big") < fraction * 2**64 else "train")
 
 
-def _encoded(
-    job: Job, documents: Iterator[Document], tokenizer: Tokenizer | None
-) -> Iterator[tuple[Document, Iterator[tuple[np.ndarray, bool]]]]:
+Tokens = tuple[np.ndarray, bool]
+"""Tokens of a stretch of a document, and whether they are targets."""
+
+
+def _encoded(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iterator[tuple[Document, Iterable[Tokens]]]:
     """Each document with its tokens. Short ones are encoded together, long ones a segment at a time."""
     waiting: list[tuple[Document, list[Segment]]] = []
     characters = 0
@@ -306,16 +292,16 @@ def _encoded(
             characters += sum(len(segment.content) for segment in document.segments)
             if characters < _BATCH_CHARACTERS:
                 continue
-        yield from _encode_together(job, waiting, tokenizer)
+        yield from _encode_together(waiting, tokenizer)
         waiting, characters = [], 0
         if not isinstance(document.segments, list):
-            yield document, _encode_one_by_one(job, document, tokenizer)
-    yield from _encode_together(job, waiting, tokenizer)
+            yield document, _encode_one_by_one(document.segments, tokenizer)
+    yield from _encode_together(waiting, tokenizer)
 
 
 def _encode_together(
-    job: Job, waiting: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
-) -> Iterator[tuple[Document, Iterator[tuple[np.ndarray, bool]]]]:
+    waiting: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
+) -> Iterator[tuple[Document, Iterable[Tokens]]]:
     texts = [
         [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
         for _, segments in waiting
@@ -324,24 +310,14 @@ def _encode_together(
     encoded: list[list[Any]] = texts if tokenizer is None else encode_pieces(tokenizer, texts)
     for (document, segments), ids in zip(waiting, encoded, strict=True):
         tokens = ids or [segment.content for segment in segments]  # a document is text, or tokens as they are
-        learn = [segment.learn for segment in segments]
-        yield document, iter([*zip(tokens, learn, strict=True), *_end(job, document)])
+        yield document, zip(tokens, (segment.learn for segment in segments), strict=True)
 
 
-def _encode_one_by_one(job: Job, document: Document, tokenizer: Tokenizer | None) -> Iterator[tuple[np.ndarray, bool]]:
-    for (is_text, learn), group in groupby(document.segments, lambda one: (isinstance(one.content, str), one.learn)):
+def _encode_one_by_one(segments: Iterable[Segment], tokenizer: Tokenizer | None) -> Iterator[Tokens]:
+    for (is_text, learn), group in groupby(segments, lambda one: (isinstance(one.content, str), one.learn)):
         contents: Iterator[Any] = (segment.content for segment in group)
         if is_text:
             assert tokenizer is not None
             contents = encode_stretches(tokenizer, contents)
         for tokens in contents:
             yield tokens, learn
-    yield from _end(job, document)
-
-
-def _end(job: Job, document: Document) -> list[tuple[np.ndarray, bool]]:
-    if document.closed:
-        return []
-    end = job.settings.reading.end_id
-    assert end is not None
-    return [(np.array([end], job.dtype), document.end_is_target)]

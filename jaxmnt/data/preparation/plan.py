@@ -190,6 +190,13 @@ def _tokenizer_digest(path: Path) -> str | None:
         raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}; check its permissions") from error
 
 
+_REASONS = {
+    "hidden": ("hidden file or folder", "hidden files and folders"),
+    "companions": ("file about a dataset", "files about a dataset"),
+    "special": ("special file or broken link", "special files and broken links"),
+}
+
+
 @dataclass(kw_only=True)
 class Summary(Counts):
     """What was prepared, for the person who asked."""
@@ -205,9 +212,9 @@ class Summary(Counts):
     """Token arrays that are a document each."""
     named: list[str] = field(default_factory=list)
     """Files that were held out because of their names."""
-    empty_files: list[str] = field(default_factory=list)
+    empty_files: list[str]
     """Files without a byte; each is one of the empty documents."""
-    not_read: LeftOut = field(default_factory=LeftOut)
+    not_read: LeftOut
     """What lies in the given folders and was not read."""
 
     def left_out(self) -> list[str]:
@@ -218,11 +225,8 @@ class Summary(Counts):
             (self.empty, "empty document", "empty documents", self.empty_files),
             (self.without_targets, "conversation without a target", "conversations without a target", []),
             (self.binary, "binary file", "binary files", self.binary_names),
-            (len(self.not_read.hidden), "hidden file or folder", "hidden files and folders", self.not_read.hidden),
-            (len(self.not_read.companions), "file about a dataset", "files about a dataset", self.not_read.companions),
-            (len(self.not_read.special), "special file or broken link", "special files and broken links",
-             self.not_read.special),
-        )  # fmt: skip
+            *((len(names), *_REASONS[reason], names) for reason, names in self.not_read.items()),
+        )
         return [
             counted(number, singular, plural)
             + (f" ({', '.join(map(printable, names[:3]))}{', …' if number > 3 else ''})" if names else "")
@@ -242,8 +246,15 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     """Puts the parts' records together and writes the manifest, last of all."""
     records, attempt = [read_record(job.record_path(part.number)) for part in job.parts], Attempt(job.work)
     splits = _splits_of(job, records, attempt)
-    summary = _summary(records, splits)
-    summary.empty_files, summary.not_read = [file.name for file in job.inputs if not file.size], not_read
+    summary = Summary(
+        documents={split: entry["documents"] for split, entry in splits.items()},
+        tokens={split: entry["tokens"] for split, entry in splits.items()},
+        empty_files=[file.name for file in job.inputs if not file.size],
+        not_read=not_read,
+    )
+    for record in records:
+        for name in record.keys() & COUNTED:  # earlier versions counted less
+            setattr(summary, name, getattr(summary, name) + record[name])
     if not splits["train"]["tokens"]:
         raise ConfigError(
             f"--input: nothing was found for training: {summary.why_nothing_was_found()}; remove the output, then give "
@@ -262,6 +273,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
     for part in job.parts:  # one at a time: there may be many, each as large as the vocabulary
         counts += read_array(job.counts_path(part.number), *counts.shape)
+    rarer = {name: getattr(summary, name) for name in ("long", "without_targets") if getattr(summary, name)}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -275,9 +287,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
         "eval_fraction": job.settings.eval_fraction,
         "unigram_nats": {split: _unigram_nats(counts[0], counts[n]) for n, split in enumerate(SPLITS)},
         "input": {"files": len(job.inputs), "bytes": sum(file.size for file in job.inputs)},
-        "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary}
-        | ({"long": summary.long} if summary.long else {})
-        | ({"without_targets": summary.without_targets} if summary.without_targets else {}),
+        "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary} | rarer,
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
     }
@@ -311,17 +321,6 @@ def _with_origins(
     return shard | {"sha256": shard["sha256"] | {name: file_digest(job.output / split / name)}}
 
 
-def _summary(records: list[dict[str, Any]], splits: dict[str, Any]) -> Summary:
-    summary = Summary(
-        documents={split: entry["documents"] for split, entry in splits.items()},
-        tokens={split: entry["tokens"] for split, entry in splits.items()},
-    )
-    for record in records:
-        for name in record.keys() & COUNTED:  # earlier versions counted less
-            setattr(summary, name, getattr(summary, name) + record[name])
-    return summary
-
-
 def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> None:
     """How token arrays were cut into documents, of which a wrong end would make nonsense."""
     arrays = sum(file.kind == "tokens" for file in job.inputs)
@@ -333,12 +332,9 @@ def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> N
     for record in records:
         lengths.update({int(length): number for length, number in record["lengths"].items()})
     summary.end_id, summary.array_documents = end_id, lengths.total()
-    seen = 0
-    for length in sorted(lengths):
-        seen += lengths[length]
-        if 2 * seen >= summary.array_documents:
-            summary.array_median = length
-            break
+    if lengths:
+        sizes, counts = np.array(sorted(lengths.items())).T
+        summary.array_median = int(sizes[np.searchsorted(2 * np.cumsum(counts), lengths.total())])
 
 
 def _unigram_nats(train: np.ndarray, counted: np.ndarray) -> float | None:

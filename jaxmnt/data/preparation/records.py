@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxmnt.data.preparation.chat import conversation_of
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment, kind_of
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment, kind_of
+from jaxmnt.data.preparation.inputs import Input
 from jaxmnt.errors import printable
 
 
@@ -23,12 +24,12 @@ _NAMED_FIELDS = 12
 """Fields of a record that an error names."""
 
 
-def documents_of(record: Any, number: int, file: int, reading: Reading, report: Report) -> Iterator[Document]:
+def documents_of(record: Any, number: int, file: Input, report: Report) -> Iterator[Document]:
     """The document of a record, or none if it is empty. Raises `BadRecordError`."""
-    if reading.chat:
-        segments, end_is_target = conversation_of(record, reading)
+    if report.reading.chat:
+        segments, end_is_target = conversation_of(record, report.reading)
     else:
-        segments, end_is_target = [Segment(_text_of(record, reading, report))], True
+        segments, end_is_target = [Segment(_text_of(record, report))], True
     if not any(segment.content for segment in segments):
         report.empty += 1
         return
@@ -38,35 +39,10 @@ def documents_of(record: Any, number: int, file: int, reading: Reading, report: 
     try:
         key = key_of(segments)
     except UnicodeEncodeError:  # JSON can spell halves of characters
-        report.replace_invalid("holds half of a character (a lone surrogate)", reading)
+        report.replace_invalid("holds half of a character (a lone surrogate)")
         segments = [segment._replace(content=_without_surrogates(segment.content)) for segment in segments]
         key = key_of(segments)
     yield Document(file, number, key, segments, end_is_target=end_is_target)
-
-
-def decoded(raw: bytes, where: str, reading: Reading, report: Report) -> str:
-    """The text of a record. Raises `BadRecordError` for what is not UTF-8, unless that is to be replaced."""
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        report.replace_invalid(f"not valid UTF-8 at byte {error.start} of {where}", reading)
-        return raw.decode("utf-8", errors="replace")
-
-
-def leave_out_long(reading: Reading, report: Report, can_split: bool) -> None:
-    """Counts a record that is too long and is not split, or raises `BadRecordError`; `can_split` says whether its
-    format allows that."""
-    if reading.long_documents == "skip":
-        report.long += 1
-        return
-    what = f"the record is longer than {reading.max_document / 2**20:g} MiB"
-    if reading.long_documents == "error":
-        ways = "split or skip" if can_split else "skip"
-        raise BadRecordError(what, f"to allow for it: --max-document-mib, or --long-documents {ways}")
-    if reading.chat:
-        raise BadRecordError(f"{what}, and a conversation cannot be split")
-    advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
-    raise BadRecordError(f"{what}, and a JSON record cannot be split", advice)
 
 
 def names_of(fields: Iterable[Any]) -> str:
@@ -86,8 +62,8 @@ def _without_surrogates(text: str | np.ndarray) -> str:
     return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
 
 
-def _text_of(record: Any, reading: Reading, report: Report) -> str:
-    field = reading.text_field
+def _text_of(record: Any, report: Report) -> str:
+    field = report.reading.text_field
     if not isinstance(record, dict):
         raise BadRecordError("a record must be an object with fields")
     if field not in record:
@@ -97,7 +73,7 @@ def _text_of(record: Any, reading: Reading, report: Report) -> str:
     if text is None:
         return ""
     if isinstance(text, bytes):
-        return decoded(text, printable(field), reading, report)
+        return report.decoded(text, printable(field))
     if not isinstance(text, str):
         raise BadRecordError(f'field "{printable(field)}" is {kind_of(text)}; it must be a string')
     return text

@@ -262,17 +262,16 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
 def _do_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:
     total = sum(file.size for file in job.inputs)
     left = [part for part in job.parts if not job.record_path(part.number).exists()]
-    done_before = sum(_bytes(job, part) for part in job.parts) - sum(_bytes(job, part) for part in left)
+    done_before = sum(map(_bytes, job.parts)) - sum(map(_bytes, left))
     show = lambda done: progress("preparing", min(done_before + done, total), total)
     show(0)
     description = None if tokenizer is None else tokenizer.description
-    make_work, workers = partial(_make_work, job, description), job.settings.workers
-    run(left, make_work, workers, show, partial(_names_of_files, job))
+    run(left, partial(_make_work, job, description), job.settings.workers, show, _names_of_files)
     progress("preparing", total, total)
 
 
-def _names_of_files(job: Job, part: Part) -> str:
-    names = [job.inputs[piece.file].shown for piece in part.pieces]
+def _names_of_files(part: Part) -> str:
+    names = [piece.file.shown for piece in part.pieces]
     return ", ".join(names[:_NAMED_FILES]) + (" …" if len(names) > _NAMED_FILES else "")
 
 
@@ -283,9 +282,8 @@ def _make_work(job: Job, description: dict[str, Any] | None) -> Work:
     return lambda part, advance: do_part(job, part, tokenizer, advance)
 
 
-def _bytes(job: Job, part: Part) -> int:
+def _bytes(part: Part) -> int:
     """Bytes of input, about."""
     return sum(
-        piece.stop - piece.start if job.inputs[piece.file].kind in ("text", "jsonl") else job.inputs[piece.file].size
-        for piece in part.pieces
+        piece.stop - piece.start if piece.file.kind in ("text", "jsonl") else piece.file.size for piece in part.pieces
     )

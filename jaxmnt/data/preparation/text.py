@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxmnt.data.preparation.documents import BadRecordError, Document, Reading, Report, Segment
+from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Piece, open_tokens
 from jaxmnt.errors import ConfigError
 
@@ -19,8 +19,9 @@ with a tokenizer that joins a newline to what follows, the tokens beside a cut m
 """
 
 
-def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
-    report.records[piece.file] = 1
+def read_text(piece: Piece, report: Report) -> Iterator[Document]:
+    file = piece.file
+    report.records[file.number] = 1
     with file.path.open("rb") as stream:
         first = stream.read(TEXT_PIECE)
         if b"\0" in first:
@@ -34,16 +35,16 @@ def read_text(file: Input, piece: Piece, reading: Reading, report: Report) -> It
         key = hashlib.file_digest(stream, "sha256").digest()
         stream.seek(0)
         try:
-            _check_utf8(stream, reading, report)
+            _check_utf8(stream, report)
         except BadRecordError as error:
             report.refuse(error, file.shown)
             report.advance(file.size)
             return
         stream.seek(0)
-        yield Document(piece.file, 1, key, _text_segments(file, stream, report))
+        yield Document(file, 1, key, _text_segments(file, stream, report))
 
 
-def _check_utf8(stream: BinaryIO, reading: Reading, report: Report) -> None:
+def _check_utf8(stream: BinaryIO, report: Report) -> None:
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         while block := stream.read(TEXT_PIECE):
@@ -51,7 +52,7 @@ def _check_utf8(stream: BinaryIO, reading: Reading, report: Report) -> None:
             place += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        report.replace_invalid(f"not valid UTF-8 near byte {place + error.start}", reading)
+        report.replace_invalid(f"not valid UTF-8 near byte {place + error.start}")
 
 
 def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Segment]:
@@ -77,41 +78,42 @@ TOKEN_BLOCK = 2**20
 lies across such a place is cut in two as well."""
 
 
-def read_tokens(file: Input, piece: Piece, reading: Reading, report: Report) -> Iterator[Document]:
+def read_tokens(piece: Piece, report: Report) -> Iterator[Document]:
     """The documents that begin in this stretch. Held out by place, so that a changed token moves no document."""
-    array = open_tokens(file, f"u{reading.token_bytes}")
-    if reading.end_id is None:
-        report.records[piece.file] = int(piece.start == 0)
+    file, end_id = piece.file, report.reading.end_id
+    array = open_tokens(file, f"u{report.reading.token_bytes}")
+    if end_id is None:
+        report.records[file.number] = int(piece.start == 0)
         segments = (
-            _segment(file, array, start, min(start + TOKEN_BLOCK, piece.stop), reading, report)
+            _segment(file, array, start, min(start + TOKEN_BLOCK, piece.stop), report)
             for start in range(piece.start, piece.stop, TOKEN_BLOCK)
         )
-        yield Document(piece.file, 1, _key(file, 0), segments, closed=True, continues=piece.start > 0)
+        yield Document(file, 1, _key(file, 0), segments, closed=True, continues=piece.start > 0)
         return
     number = 0
-    start = 0 if piece.start == 0 else _after_end(array, piece.start - 1, reading.end_id)
+    start = 0 if piece.start == 0 else _after_end(array, piece.start - 1, end_id)
     while start < piece.stop:
-        stop = _after_end(array, start, reading.end_id)
+        stop = _after_end(array, start, end_id)
         number += 1
-        segment = _segment(file, array, start, stop, reading, report)
+        segment = _segment(file, array, start, stop, report)
         report.lengths[stop - start] += 1
-        yield Document(piece.file, number, _key(file, start), [segment], closed=True)
+        yield Document(file, number, _key(file, start), [segment], closed=True)
         start = stop
-    report.records[piece.file] = number
+    report.records[file.number] = number
 
 
 def _key(file: Input, start: int) -> bytes:
     return hashlib.sha256(f"{file.name}/{start}".encode("utf-8", "surrogateescape")).digest()
 
 
-def _segment(file: Input, array: np.ndarray, start: int, stop: int, reading: Reading, report: Report) -> Segment:
+def _segment(file: Input, array: np.ndarray, start: int, stop: int, report: Report) -> Segment:
     """The elements from `start` to `stop`. Raises `ConfigError` for an id that the vocabulary does not have."""
-    tokens = array[start:stop]
-    wrong = np.flatnonzero((tokens < 0) | (tokens >= reading.vocab_size))
+    tokens, vocab_size = array[start:stop], report.reading.vocab_size
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(wrong):
         raise ConfigError(
             f"--input: {file.shown} holds the id {tokens[wrong[0]]} at element {start + wrong[0]}, which the "
-            f"vocabulary of {reading.vocab_size} does not have; give the right --vocab-size or --token-dtype"
+            f"vocabulary of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
         )
     report.advance(tokens.nbytes)
     return Segment(tokens)
