@@ -17,7 +17,7 @@ from jaxmnt.data import tokenizer as tokenizers
 from jaxmnt.data.batches import EvaluationData, TrainingData
 from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
 from jaxmnt.data.preparation.json_lines import Lines
-from jaxmnt.data.preparation.parquet import columns_of
+from jaxmnt.data.preparation.parquet import columns_of, largest_page
 from jaxmnt.data.preparation.part import read_array
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.rows import make_reader
@@ -178,6 +178,21 @@ def test_a_large_cell_of_parquet_is_refused_before_it_is_read(tmp_path):
     ):
         prepare(tmp_path / "t.parquet", tmp_path / "out")
     assert pyarrow.default_memory_pool().max_memory() <= max(before, 160 * MIB)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_pages_with_statistics_have_their_size(tmp_path, version):
+    """Statistics in the header of a page hold text themselves."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": [f"text {n} of some words" for n in range(2000)]})
+    path = tmp_path / "t.parquet"
+    parquet.write_table(table, path, data_page_size=4000, data_page_version=version, use_dictionary=False)
+    ((column,),) = columns_of(path, [0])
+    with path.open("rb") as stream:
+        largest = largest_page(stream, column)
+    assert 4000 < largest < column.uncompressed
 
 
 def test_a_long_conversation_is_not_split(tmp_path):

@@ -27,9 +27,10 @@ _HEADER_BYTES = 2**16
 _UNCOMPRESSED, _COMPRESSED = 2, 3
 """Numbers of the fields."""
 
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _STRUCT = 1, 2, 3, 7, 8, 12
+_BINARY, _STRUCT = 8, 12
 _NUMBERS = (4, 5, 6)
-"""Kinds of fields."""
+_SIZES = {1: 0, 2: 0, 3: 1, 7: 8}
+"""Kinds of fields; of true, false, a byte and a double how many bytes they take."""
 
 
 class Column(NamedTuple):
@@ -125,15 +126,14 @@ class _Header:
         return value >> 1 ^ -(value & 1)
 
     def _skip(self, kind: int) -> None:
-        if kind == _BYTE:
-            self.place += 1
-        elif kind == _DOUBLE:
-            self.place += 8
-        elif kind == _BINARY:
-            self.place += self._unsigned()
-        elif kind == _STRUCT:
+        if kind == _STRUCT:
             self.numbers()
-        elif kind not in (_TRUE, _FALSE):
+        elif kind == _BINARY:
+            size = self._unsigned()  # which goes on by itself
+            self.place += size
+        elif kind in _SIZES:
+            self.place += _SIZES[kind]
+        else:
             raise IndexError("headers of pages have no lists and maps")
 
 
