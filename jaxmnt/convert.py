@@ -106,8 +106,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> Parser:
-        found: Parser = commands.add_parser(name, help=text, description=text, codes=HERE)
-        return found
+        return commands.add_parser(name, help=text, description=text, codes=HERE)
 
     reading = add("from-hf", "make a run directory of a folder of Hugging Face")
     reading.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and safetensors files")

@@ -254,7 +254,7 @@ def _read_rope(tree: Tree, written: HuggingFace, nested: bool) -> dict[str, Any]
 def _base_and_scaling(parameters: Tree, tree: Tree, written: HuggingFace) -> dict[str, Any]:
     """Returns the settings of rotary positions in layers without a window."""
     default = written.assumed.get("rope_theta", 10000.0)
-    theta = _theta(parameters.get("rope_theta", tree.get("rope_theta", default)), "rope_theta")
+    theta = _above(1, "rope_theta", parameters.get("rope_theta", tree.get("rope_theta", default)))
     return {"rope_theta": theta, "rope_scaling": _scaling(parameters, tree)}
 
 
@@ -262,8 +262,8 @@ def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace) -> float:
     """Returns the base of rotary positions in layers with a window."""
     older, default = "rope_local_base_freq", written.assumed.get("rope_theta", 10000.0)
     if older in written.assumed:
-        return _theta(sliding.get("rope_theta", tree.get(older, written.assumed[older])), older)
-    local = _theta(sliding.get("rope_theta", default), f"rope_parameters.{_SLIDING}.rope_theta")
+        return _above(1, older, sliding.get("rope_theta", tree.get(older, written.assumed[older])))
+    local = _above(1, f"rope_parameters.{_SLIDING}.rope_theta", sliding.get("rope_theta", default))
     # Older versions of transformers took the base of all layers here, newer ones the family's default.
     others = [key for key in ("rope_theta", older) if "rope_theta" not in sliding and tree.get(key, local) != local]
     if others:
@@ -274,11 +274,6 @@ def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace) -> float:
     return local
 
 
-def _theta(value: Any, key: str) -> float:
-    _check_number(key, value, above=1)
-    return float(value)
-
-
 def _object(tree: Tree, key: str) -> Tree:
     value = tree.get(key)
     if value is not None and not isinstance(value, dict):
@@ -286,9 +281,10 @@ def _object(tree: Tree, key: str) -> Tree:
     return value or {}
 
 
-def _check_number(key: str, value: Any, above: float = 0) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
-        raise ConfigError(f"{key} is {printable(str(value))}, and must be a number above {above}; correct it")
+def _above(least: float, key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > least:
+        raise ConfigError(f"{key} is {printable(str(value))}, and must be a number above {least}; correct it")
+    return float(value)
 
 
 def _scaling(parameters: Tree, tree: Tree) -> dict[str, Any]:
@@ -316,7 +312,7 @@ def _scaling(parameters: Tree, tree: Tree) -> dict[str, Any]:
         raise ConfigError(f"{missing[0]} is missing, which rope_type {kind} needs")
     for key, value in [*given.items(), *scales.items()]:
         if key in (*SCALING, *scales) and key != "truncate":
-            _check_number(key, value)
+            _above(0, key, value)
     found = {SCALING[key]: given[key] for key in OF_TYPE[kind] if key in given}
     if "attention_factor" not in found and len(scales) == 2:
         factor = lambda scale: 0.1 * scale * math.log(found["factor"]) + 1

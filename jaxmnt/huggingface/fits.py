@@ -54,10 +54,7 @@ def folder_origin(folder: Folder, key: str) -> Origin:
     """Describes a folder of Hugging Face. Raises `ConfigError` if its files contradict each other."""
     where = str(folder.path / CONFIG)
     model = parse_config({"model": read_config(folder.config, where)}, where).model
-    written = build_family(model, model.vocab_size or 0).hugging_face
-    assert written is not None
-    if model.tie_embeddings:
-        folder.refuse_another_head(written)
+    folder.refuse_another_head(build_family(model, model.vocab_size or 0))
     file = folder.path / TOKENIZER_FILE
     tokenizer = of_file(file.read_text(encoding="utf-8"), model.vocab_size or 0) if file.is_file() else None
     settings = f"python -m jaxmnt.convert settings {folder.path}"
@@ -131,7 +128,7 @@ def _check_intended(origin: Origin, intended: Sequence[str], model: Model, chang
             raise ConfigError(f"{LIST}: {name} is the same in {origin.path}; set it in the config, or remove it here")
 
 
-def _other_model(origin: Origin, different: dict[str, tuple[object, object]], unlisted: list[str]) -> str:
+def _other_model(origin: Origin, different: list[str], unlisted: list[str]) -> str:
     """Returns a message that says what to set so that the model becomes that of the origin."""
     theirs = computed_settings(origin.model)
     keys = [key for key in different if key in theirs and key.partition(".")[0] in unlisted]
@@ -174,14 +171,13 @@ def computed_settings(model: Model) -> dict[str, Any]:
     return settings | {key: default for key, default in defaults.items() if key in settings and settings[key] is None}
 
 
-def different_settings(one: Model, other: Model) -> dict[str, tuple[Any, Any]]:
-    """Returns both values of each setting in which two models compute something else, sorted by dotted key.
+def different_settings(one: Model, other: Model) -> list[str]:
+    """Returns the dotted keys, in order, of the settings in which two models compute something else.
 
     Numbers count as equal within 10⁻⁶, since config.json holds some of them in another form.
     """
     first, second = computed_settings(one), computed_settings(other)
-    pairs = {key: (first.get(key), second.get(key)) for key in sorted(first.keys() | second.keys())}
-    return {key: pair for key, pair in pairs.items() if not _equal(*pair)}
+    return sorted(key for key in first.keys() | second.keys() if not _equal(first.get(key), second.get(key)))
 
 
 def _equal(one: Any, other: Any) -> bool:

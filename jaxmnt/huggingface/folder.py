@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxmnt.errors import ConfigError, UserError, nearest, printable
-from jaxmnt.huggingface.tensors import Parts
+from jaxmnt.errors import ConfigError, UserError, listed, nearest, printable
+from jaxmnt.huggingface.tensors import Parts, parts_of
+from jaxmnt.models.contract import Definition, Family
 from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.strict_json import json_text
 
@@ -79,9 +80,11 @@ class Folder:
                 found[here] = Stored(file, shape, DTYPES[kind], begin)
         return found
 
-    def check(self, written: HuggingFace, parts: Parts, *, tied: bool) -> dict[str, Stored]:
-        """The tensors, if they are those of a model with these parameters. Names what is missing, too much or of
-        another shape."""
+    def check(self, definition: Definition) -> tuple[Parts, dict[str, Stored]]:
+        """Returns the model's parameters, by their names in a checkpoint, and the tensors, if they are those of this
+        model. Names what is missing, too much or of another shape."""
+        parts, written = parts_of(definition), definition.family.hugging_face
+        assert written is not None
         found = self.tensors(written)
         wanted = {part.name: part for several in parts.values() for part in several}
         for name, part in wanted.items():
@@ -93,20 +96,25 @@ class Folder:
                     f"{self._key}: {name} in {self.path / found[name].file} is {list(found[name].shape)}, and by "
                     f"{CONFIG} it must be {list(part.whole)}"
                 )
+        tied = definition.family.config.tie_embeddings
         unused = {written.ends["head.kernel"].name} if tied else set()  # some files have the embedding twice
         if stray := sorted(found.keys() - wanted.keys() - unused):
-            more = f" and {len(stray) - 1} more" if len(stray) > 1 else ""
             raise ConfigError(
-                f"{self._key}: {self.path / found[stray[0]].file} has the tensor {printable(stray[0])}{more}, which a "
-                f"model of {CONFIG} does not; without it the model would compute something else"
+                f"{self._key}: {self.path / found[stray[0]].file} has the tensor "
+                f"{listed([printable(name) for name in stray], 1)}, which a model of {CONFIG} does not; without it the "
+                "model would compute something else"
             )
-        return {name: found[name] for name in wanted}
+        by_name = {name.replace(".", "/"): several for name, several in parts.items()}
+        return by_name, {name: found[name] for name in wanted}
 
-    def refuse_another_head(self, written: HuggingFace) -> None:
+    def refuse_another_head(self, family: Family) -> None:
         """Raises `ConfigError` if the files have an output head that is not the embedding, for a config that ties both.
 
         transformers then computes with the head, against the config.
         """
+        written = family.hugging_face
+        if not family.config.tie_embeddings or written is None:
+            return
         found = self.tensors(written)
         names = [written.ends[name].name for name in ("head.kernel", "embedding.table")]
         if any(name not in found or len(found[name].shape) != 2 for name in names):

@@ -28,7 +28,7 @@ from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.folder import Folder, Stored
-from jaxmnt.huggingface.tensors import Part, parts_of
+from jaxmnt.huggingface.tensors import Part
 from jaxmnt.models.contract import Definition, Params
 
 
@@ -50,13 +50,12 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
     process take of it.
     """
     started = time.perf_counter()
-    written, wanted = definition.family.hugging_face, named(abstract)
-    parts = {name.replace(".", "/"): several for name, several in parts_of(definition).items()}
-    assert written is not None
+    wanted = named(abstract)
     reader: _Reader | None = None
     try:
-        folder, tied = Folder(path, "run.init_from"), definition.family.config.tie_embeddings
-        reader, trouble = _Reader(folder, folder.check(written, parts, tied=tied)), None
+        folder = Folder(path, "run.init_from")
+        parts, stored = folder.check(definition)
+        reader, trouble = _Reader(folder, stored), None
     except UserError as error:
         trouble = error
     raise_together(f"open {path.name}", trouble, identity)

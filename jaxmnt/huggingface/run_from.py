@@ -27,7 +27,7 @@ from jaxmnt.errors import ConfigError, printable
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.config import read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder, Stored, read_json
-from jaxmnt.huggingface.tensors import Part, parts_of, rounded
+from jaxmnt.huggingface.tensors import Part, rounded
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family, family_class
 from jaxmnt.storage import publish
@@ -47,14 +47,12 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None])
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder")
     config = config_for(folder, out, dtype)
-    definition = define(build_family(config.model, _rows(config)))
-    written = definition.family.hugging_face
-    assert written is not None
-    parts = {name.replace(".", "/"): several for name, several in parts_of(definition).items()}
-    stored = folder.check(written, parts, tied=config.model.tie_embeddings)
-    if config.model.tie_embeddings:
-        folder.refuse_another_head(written)
-    tokenizer = tokenizer_in(folder, _rows(config))
+    rows = config.model.vocab_size
+    assert rows is not None
+    definition = define(build_family(config.model, rows))
+    parts, stored = folder.check(definition)
+    folder.refuse_another_head(definition.family)
+    tokenizer = tokenizer_in(folder, rows)
     path = out / CHECKPOINTS / str(STEP)
     path.parent.mkdir(parents=True)
     begin(path)
@@ -134,8 +132,3 @@ def _layers(folder: Folder, parts: list[Part], stored: dict[str, Stored], leaf: 
         array = part.to_parameter(matrix)
         start = (number, *(0 for _ in part.shape)) if stacked else (0,) * array.ndim
         yield start, array[None] if stacked else array
-
-
-def _rows(config: Config) -> int:
-    assert config.model.vocab_size is not None
-    return config.model.vocab_size

@@ -5,7 +5,6 @@ parameters may share one: then each is a part of its outputs.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -80,24 +79,16 @@ def parts_of(definition: Definition) -> Parts:
     for path, leaf in jax.tree.leaves_with_path(definition.abstract):
         name = parameter_name(path)
         group, _, rest = name.partition(".")
-        if group not in numbers:
-            _check_has(written.ends, name, name)
-            found[name] = [Part(written.ends[name], leaf.shape)]
-            continue
-        place, _, inner = rest.partition(".")
-        several = place.isdecimal()
-        inner, number = (inner, int(place)) if several else (rest, 0)
-        _check_has(written.layer, inner, name)
-        tensor = written.layer[inner]
-        found[name] = [
-            Part(tensor._replace(name=tensor.name.format(layer)), leaf.shape[1:]) for layer in numbers[group][number]
-        ]
+        tensors, key, shape, layers = written.ends, name, leaf.shape, range(1)
+        if group in numbers:
+            place, _, inner = rest.partition(".")
+            tensors, shape = written.layer, leaf.shape[1:]
+            key, layers = (inner, numbers[group][int(place)]) if place.isdecimal() else (rest, numbers[group][0])
+        if key not in tensors:
+            raise ConfigError(f"model.family: its hugging_face says nothing of {key} (of {name}); add its tensor")
+        tensor = tensors[key]
+        found[name] = [Part(tensor._replace(name=tensor.name.format(layer)), shape) for layer in layers]
     return found
-
-
-def _check_has(tensors: Mapping[str, Tensor], name: str, parameter: str) -> None:
-    if name not in tensors:
-        raise ConfigError(f"model.family: its hugging_face says nothing of {name} (of {parameter}); add its tensor")
 
 
 def _layer_numbers(definition: Definition) -> dict[str, list[range]]:
