@@ -54,10 +54,15 @@ class Parser(argparse.ArgumentParser):
         epilog: str = "",
         **rest: Any,
     ):
-        rest.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        rest.setdefault("allow_abbrev", False)
         below = "\n\n".join(part for part in (epilog.strip("\n"), exit_codes(codes or {})) if part)
-        super().__init__(prog, description=wrapped(description or ""), epilog=wrapped(below), **rest)
+        super().__init__(
+            prog,
+            description=wrapped(description or ""),
+            epilog=wrapped(below),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **rest,
+        )
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
         self.options_seen: set[str] = set()
@@ -68,9 +73,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_settings(self) -> None:
         """Lets the command take key=value arguments, as `overrides`."""
-        self.add_argument(
-            "overrides", nargs="*", metavar="key=value", help=("settings that override those of the file")
-        )
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of the file")
         self._takes_settings = True
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -184,7 +187,7 @@ def _refuse_dashes(arguments: list[str]) -> None:
 
 def _as_setting(argument: str) -> str:
     """What to write instead of an option that is none, if there is a setting of that or a usual name."""
-    from jaxmnt.config.synonyms import setting_for
+    from jaxmnt.config.explain import setting_for
 
     name, _, value = argument.lstrip("-").partition("=")
     meant = setting_for(name.replace("-", "_"))

@@ -152,8 +152,7 @@ def test_a_setting_by_another_name_gets_the_right_one(tmp_path, typed, meant):
 
 
 def test_the_table_of_names_is_sound():
-    from jaxmnt.config.explain import field_of, section_fields
-    from jaxmnt.config.synonyms import table
+    from jaxmnt.config.explain import field_of, section_fields, table
 
     settings, sections = table()["settings"], table()["sections"]
     for entries in (settings, [{"names": text} for text in sections.values()]):
@@ -161,7 +160,7 @@ def test_the_table_of_names_is_sound():
         assert len(names) == len(set(names))
     for entry in settings:
         assert set(entry) - {"note"} == {"key", "names"} and field_of(entry["key"]) is not None, entry
-        own = section_fields([entry["key"].partition(".")[0]]) or {}
+        own = section_fields([entry["key"].partition(".")[0]])
         assert not own.keys() & set(entry["names"].split()), entry
     assert all(section_fields([section]) for section in sections)
 

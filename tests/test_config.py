@@ -79,7 +79,7 @@ def test_a_path_begins_in_a_home_and_holds_no_variable(tmp_path, monkeypatch, ke
 
 
 def test_every_setting_that_names_a_folder_is_known_as_a_path():
-    paths = {name for name, field in fields_by_key().items() if "path" in field.json_schema_extra}
+    paths = {name for name, field in fields_by_key().items() if "path" in field}
     named = {name for name in fields_by_key() if name.rpartition(".")[2] in ("path", "dir", "stage_dir", "mounts")}
     assert named < paths
     assert paths - named == {"run.init_from", "run.fork_from", "run.compile_cache", "launch.python"}
@@ -217,7 +217,7 @@ def test_every_key_is_documented_and_in_the_schema():
         },
     )
     for key, field in fields_by_key().items():
-        assert field.description and field.description.endswith("."), key
+        assert field["description"].endswith("."), key
         section, _, name = key.rpartition(".")
         if section:
             assert name in schema["$defs"][named.get(section, section.capitalize())]["properties"]

@@ -86,6 +86,11 @@ class Data(Section):
     log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
 
     @property
+    def named_sources(self) -> dict[str, Source]:
+        """Returns the sources in the order of their names; one that has no name is called data."""
+        return dict(sorted(self.sources.items())) or {"data": Source(path=self.path, grain=self.grain)}
+
+    @property
     def keeps_documents_apart(self) -> bool:
         """Whether a token sees only its own document."""
         return self.document_mask or self.rows == "packed"
@@ -109,24 +114,30 @@ def check_data(data: Data) -> None:
             raise ValueError(f"data.eval_sets: {name!r} is taken, or is not of letters, digits, - and _; rename it")
     if data.weight_changes and not data.sources:
         raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
-    weights, step = {name: source.weight for name, source in data.sources.items()}, 0
-    for change in [None, *data.weight_changes]:
-        if change is not None:
-            if change.from_step <= step:
-                raise ValueError(
-                    f"data.weight_changes: from_step {change.from_step} must be above {step}, the one "
-                    "before it; sort them, and give each a step of its own"
-                )
-            step = change.from_step
-            if unknown := sorted(set(change.weights) - set(weights)):
-                raise ValueError(
-                    f"data.weight_changes: no source is named {unknown[0]}; {nearest(unknown[0], sorted(weights))}"
-                )
-            if any(not 0 <= weight < float("inf") for weight in change.weights.values()):
-                raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; fix them")
-            weights |= change.weights
-        if weights and not sum(weights.values()) > 0:
-            raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
+    weights = {name: source.weight for name, source in data.sources.items()}
+    _check_weights(weights, 0)
+    before = 0
+    for change in data.weight_changes:
+        step = change.from_step
+        if step <= before:
+            raise ValueError(
+                f"data.weight_changes: from_step {step} must be above {before}, the one before it; sort them, and give "
+                "each a step of its own"
+            )
+        if unknown := sorted(change.weights.keys() - weights):
+            raise ValueError(
+                f"data.weight_changes: no source is named {unknown[0]}; {nearest(unknown[0], sorted(weights))}"
+            )
+        if any(not 0 <= weight < float("inf") for weight in change.weights.values()):
+            raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; fix them")
+        weights |= change.weights
+        _check_weights(weights, step)
+        before = step
+
+
+def _check_weights(weights: dict[str, float], step: int) -> None:
+    if weights and not sum(weights.values()) > 0:
+        raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
 
 
 def _check_grain(where: str, grain: Grain, beside: str | None) -> None:

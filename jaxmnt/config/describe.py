@@ -1,10 +1,8 @@
 """The config as help text, as a JSON schema for editors, and as differences between two runs."""
 
-from typing import Any, NamedTuple, cast, get_args, get_origin
+from typing import Any, NamedTuple, cast
 
-from pydantic.fields import FieldInfo
-
-from jaxmnt.config.explain import field_of, is_section, takes
+from jaxmnt.config.explain import Schema, entries_of, field_of, plain, section_fields, takes
 from jaxmnt.config.load import flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
@@ -33,7 +31,7 @@ class Change(NamedTuple):
 def help_text() -> str:
     """Every key with what it takes, its default and its line of explanation, for a terminal to wrap."""
     return "\n".join(
-        f"  {name}  {takes(field.annotation, field.metadata)}; {_default(field)}\n      {field.description}"
+        f"  {name}  {takes(field)}; {_default(field)}\n      {field['description']}"
         for name, field in fields_by_key().items()
     )
 
@@ -43,23 +41,21 @@ def json_schema() -> str:
     return json_text(Config.model_json_schema(), indent=2) + "\n"
 
 
-def fields_by_key() -> dict[str, FieldInfo]:
-    """Dotted key → field, in the order of the schema; NAME stands for any name in a mapping."""
-    fields: dict[str, FieldInfo] = {}
+def fields_by_key() -> dict[str, Schema]:
+    """Dotted key → schema, in the order of the config; NAME stands for any name in a mapping."""
+    fields: dict[str, Schema] = {}
 
-    def add(prefix: str, field: FieldInfo) -> None:
-        annotation = field.annotation
-        if not is_section(annotation):
-            fields[prefix] = field
-        inner, under = annotation, prefix
-        if get_origin(annotation) is dict:
-            inner, under = get_args(annotation)[1], f"{prefix}.NAME"
-        if is_section(inner):
-            for name, item in inner.model_fields.items():
-                add(f"{under}.{name}", item)
+    def add(prefix: str, keys: dict[str, Schema]) -> None:
+        for name, field in keys.items():
+            key, inner = f"{prefix}{name}", plain(field)
+            if "properties" in inner:
+                add(f"{key}.", inner["properties"])
+                continue
+            fields[key] = field
+            if inner.get("type") == "object" and (entries := entries_of(inner)):
+                add(f"{key}.NAME.", plain(entries).get("properties", {}))
 
-    for name, field in Config.model_fields.items():
-        add(name, field)
+    add("", section_fields([]))
     return fields
 
 
@@ -67,9 +63,12 @@ def changes(before: Config, now: Config) -> list[Change]:
     """Keys that differ, each with what that means for a resumed run. A key that one of them lacks counts as null."""
     old, new = flatten(before), flatten(now)
     keys = [*new, *(key for key in old if key not in new)]
-    different = [key for key in keys if old.get(key) != new.get(key)]
-    different = [key for key in different if not (key in CHOSEN and new.get(key) == "auto")]
-    return [Change(key, old.get(key), new.get(key), _resume_class(key)) for key in different]
+    pairs = [(key, old.get(key), new.get(key)) for key in keys]
+    return [
+        Change(key, was, value, _resume_class(key))
+        for key, was, value in pairs
+        if was != value and not (key in CHOSEN and value == "auto")
+    ]
 
 
 def maths(config: Config) -> dict[str, Any]:
@@ -83,14 +82,13 @@ def _resume_class(dotted: str) -> Resume:
     while field is None:
         dotted = dotted.rpartition(".")[0]
         field = field_of(dotted)
-    assert isinstance(field.json_schema_extra, dict)
-    return cast(Resume, field.json_schema_extra["resume"])
+    return cast(Resume, field["resume"])
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
+def _default(field: Schema) -> str:
+    if "default" not in field:
         return "required"
-    value = field.default
+    value = field["default"]
     if value in (None, [], {}):
         return f"default {'null' if value is None else 'empty'}"
     return f"default {str(value).lower() if isinstance(value, bool) else value}"

@@ -1,16 +1,19 @@
 """One line for whatever is wrong with a config: where it was written, which key, and in words what that key takes."""
 
+import functools
+import json
 import reprlib
-from collections.abc import Mapping, Sequence
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from jaxmnt.config.schema import Config
-from jaxmnt.config.synonyms import section_for, setting_for
 from jaxmnt.errors import closest, printable, shortened
+
+Schema = dict[str, Any]
+"""A part of the JSON schema of the config: what a key takes, its help, and what `section.key` says of it."""
 
 
 class SchemaPath(NamedTuple):
@@ -18,52 +21,64 @@ class SchemaPath(NamedTuple):
 
     key: str
     """The path as it is typed: names and numbers with dots between them."""
-    annotation: Any
-    """The type there; None if the schema has no such key."""
-    limits: Sequence[Any]
+    schema: Schema | None
+    """None if there is no such key."""
     help: str
 
 
-def field_of(dotted: str) -> FieldInfo | None:
-    """The field that a dotted key names; any name will do for an entry of a mapping. None if there is none."""
+@functools.cache
+def _whole() -> Schema:
+    return Config.model_json_schema()
+
+
+def field_of(dotted: str) -> Schema | None:
+    """The schema of a dotted key; any name will do for an entry of a mapping. None if there is none."""
     *parents, last = dotted.split(".")
-    fields = section_fields(parents)
-    return None if fields is None else fields.get(last)
+    return section_fields(parents).get(last)
 
 
-def section_fields(parents: Sequence[str]) -> dict[str, FieldInfo] | None:
-    """The fields of a section, given as the names on the way to it; None if that is no section."""
-    section = find(parents).annotation
-    return dict(section.model_fields) if is_section(section) else None
-
-
-def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def section_fields(parents: Sequence[str]) -> dict[str, Schema]:
+    """The keys of a section, given as the names on the way to it; empty if that is no section."""
+    section = find(parents).schema or {}
+    return dict(section.get("properties", {}))
 
 
 def find(path: Sequence[str | int]) -> SchemaPath:
     """Follows a path as far as the schema goes. What pydantic adds to it, such as a union's branch, is left off."""
-    here, limits, text, names = Config, [], "", []  # type: Any, list[Any], str, list[str]
+    here, text, names = _whole(), "", list[str]()
     for part in path:
-        here, own = _plain(here)
-        if is_section(here):
-            field = here.model_fields.get(str(part))
+        below = entries_of(here)
+        if "properties" in here:
             names.append(str(part))
-            if field is None:
-                return SchemaPath(".".join(names), None, [], "")
-            here, limits, text = field.annotation, list(field.metadata), field.description or ""
-        elif get_origin(here) in (dict, list):
-            here, limits = get_args(here)[-1], []
+            if str(part) not in here["properties"]:
+                return SchemaPath(".".join(names), None, "")
+            below = here["properties"][str(part)]
+            text = below.get("description", "")
+        elif below is not None:
             names.append(str(part))
         else:
             break
-    here, own = _plain(here)
-    return SchemaPath(".".join(names), here, [*limits, *own], text)
+        here = plain(below)
+    return SchemaPath(".".join(names), here, text)
 
 
-def takes(annotation: Any, limits: Sequence[Any] = ()) -> str:
+def plain(schema: Schema) -> Schema:
+    """The section, list or mapping that a schema refers to, or that may be null in it; else the schema itself."""
+    if "$ref" in schema:
+        return dict(_whole()["$defs"][schema["$ref"].rpartition("/")[2]])
+    real = [plain(member) for member in schema.get("anyOf", ()) if member != {"type": "null"}]
+    return real[0] if len(real) == 1 and real[0].get("type") in ("object", "array") else schema
+
+
+def entries_of(schema: Schema) -> Schema | None:
+    """What the entries of a list or mapping are; None if it is neither, or they may be anything."""
+    entries = schema.get("items") or schema.get("additionalProperties")
+    return entries if isinstance(entries, dict) else None
+
+
+def takes(schema: Schema) -> str:
     """What a key takes, in words: integer from 1 up, or null."""
-    *others, last = _alternatives(annotation, limits)
+    *others, last = _alternatives(schema)
     if not others:
         return last
     comma = "," if " " in others[-1] and len(others) == 1 else ""
@@ -77,66 +92,43 @@ def with_article(words: str) -> str:
     return articles.get(first, "") + words
 
 
-def _plain(annotation: Any) -> tuple[Any, list[Any]]:
-    """The type below `Annotated` and `| None`, and the limits that were written to it."""
-    limits: list[Any] = []
-    while True:
-        if get_origin(annotation) is Annotated:
-            annotation, *more = get_args(annotation)
-            limits += _limits(more)
-            continue
-        members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-        real = [member for member in members if member is not NoneType]
-        if len(real) != 1 or not (get_origin(real[0]) in (dict, list) or is_section(real[0])):
-            return annotation, limits
-        annotation = real[0]
-
-
-def _limits(metadata: Sequence[Any]) -> list[Any]:
-    return [limit for one in metadata for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
-
-
-def _alternatives(annotation: Any, limits: Sequence[Any]) -> list[str]:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _alternatives(arguments[0], _limits(arguments[1:]))
-    if origin in (Union, UnionType):
-        return [words for member in arguments for words in _alternatives(member, limits)]
-    if origin is Literal:
-        return [str(choice) for choice in arguments]
-    if origin is list:
-        return [f"list of {_plural(arguments[0])}"]
-    if origin is dict:
-        return ["mapping" if arguments[1] is Any else f"mapping of names to {_plural(arguments[1])}"]
-    if is_section(annotation):
+def _alternatives(schema: Schema) -> list[str]:
+    if "anyOf" in schema:
+        return [words for member in schema["anyOf"] for words in _alternatives(member)]
+    if "enum" in schema or "const" in schema:
+        return [str(choice) for choice in schema.get("enum") or [schema["const"]]]
+    if "properties" in plain(schema):
         return ["section with keys"]
-    if annotation is bool:
+    kind, entries = schema["type"], entries_of(schema)
+    if kind == "boolean":
         return ["true", "false"]
-    if annotation is NoneType:
-        return ["null"]
-    return [{int: "integer", float: "number", str: "text"}[annotation] + _range(limits)]
+    if kind in ("array", "object"):
+        words = "list of " if kind == "array" else "mapping of names to "
+        return ["mapping" if entries is None else words + _plural(entries)]
+    return [("text" if kind == "string" else kind) + _range(schema)]
 
 
-def _plural(annotation: Any) -> str:
-    words = takes(annotation)
+def _plural(schema: Schema) -> str:
+    words = takes(schema)
     for one, many in {"integer": "integers", "number": "numbers", "list": "lists", "section": "sections"}.items():
         if words.startswith(one):
             return words.replace(one, many, 1)
     return words
 
 
-def _range(limits: Sequence[Any]) -> str:
-    found = {
-        name: getattr(limit, name) for limit in limits for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)
-    }
-    low = (
-        f" from {_number(found['ge'])}" if "ge" in found else f" above {_number(found['gt'])}" if "gt" in found else ""
-    )
-    if "le" in found:
-        return f"{low} to {_number(found['le'])}" if "ge" in found else f"{low} up to {_number(found['le'])}"
-    if "lt" in found:
-        return f"{low} to below {_number(found['lt'])}"
-    return f"{low} up" if "ge" in found else low
+def _range(schema: Schema) -> str:
+    limit = {name: _number(schema[name]) for name in _LIMITS if name in schema}
+    low = f" from {limit['minimum']}" if "minimum" in limit else ""
+    if "exclusiveMinimum" in limit:
+        low = f" above {limit['exclusiveMinimum']}"
+    if "maximum" in limit:
+        return f"{low} {'to' if 'minimum' in limit else 'up to'} {limit['maximum']}"
+    if "exclusiveMaximum" in limit:
+        return f"{low} to below {limit['exclusiveMaximum']}"
+    return f"{low} up" if "minimum" in limit else low
+
+
+_LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 def _number(value: float) -> str:
@@ -181,13 +173,13 @@ def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
     if kind == "invalid_key" or path[-1:] == ["[key]"]:
         *section, wrong = [part for part in path if part != "[key]"]
         return ".".join(map(str, section)), f"the key {wrong!r} must be text; put it in quotes"
-    key, annotation, limits, help_line = find(path)
-    if annotation is None:
+    key, schema, help_line = find(path)
+    if schema is None:
         return key, f"unknown key; {_suggestion(key, value)}"
-    if is_section(annotation):
-        such = f", such as {key}.{next(iter(annotation.model_fields))}" if key else ""
+    if "properties" in schema:
+        such = f", such as {key}.{next(iter(schema['properties']))}" if key else ""
         return key, f"must be a section with keys{such}, not {_shown(value)}"
-    words = with_article(takes(annotation, limits))
+    words = with_article(takes(schema))
     found = "and is missing" if kind == "missing" else f"not {_shown(value)}"
     quotes = ""
     if words.startswith("text") and isinstance(value, bool | int | float):
@@ -199,14 +191,14 @@ def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
 def _suggestion(dotted: str, value: Any) -> str:
     """What somebody may have meant who wrote this key, or this section with this inside."""
     *parents, last = dotted.split(".")
-    known = list(section_fields(parents) or {})
+    known = list(section_fields(parents))
     if not parents and isinstance(value, dict) and value:
         return _section_suggestion(last, str(next(iter(value))), known)
     if meant := setting_for(last, ".".join(parents)):
-        return f"did you mean {meant.key}?" + (f" ({meant.note})" if meant.note else "")
+        return meant.question
     if close := closest(last, known):
         return f"did you mean {'.'.join([*parents, close])}?"
-    everywhere = {key.rpartition(".")[2]: key for key in _all_keys()}
+    everywhere = {name: f"{section}.{name}" for section in section_fields([]) for name in section_fields([section])}
     if other := closest(last, list(everywhere)):
         return f"did you mean {everywhere[other]}?"
     return f"known: {', '.join(known)}"
@@ -215,20 +207,60 @@ def _suggestion(dotted: str, value: Any) -> str:
 def _section_suggestion(name: str, inner: str, known: list[str]) -> str:
     """Of a section that is none, whose first key is `inner`."""
     section = closest(name, known) or section_for(name)
-    if section and inner in (section_fields([section]) or {}):
+    if section and inner in section_fields([section]):
         return f"did you mean {section}.{inner}?"
     if meant := setting_for(inner, section or ""):
-        return f"did you mean {meant.key}?" + (f" ({meant.note})" if meant.note else "")
+        return meant.question
     return f"did you mean {section}?" if section else f"known: {', '.join(known)}"
 
 
-def _all_keys() -> list[str]:
-    return [
-        f"{section}.{name}"
-        for section, field in Config.model_fields.items()
-        if is_section(field.annotation)
-        for name in field.annotation.model_fields
-    ]
+class Meant(NamedTuple):
+    """The key that somebody means."""
+
+    key: str
+    note: str = ""
+    """How it differs from what was typed, if it does."""
+
+    @property
+    def question(self) -> str:
+        return f"did you mean {self.key}?" + (f" ({self.note})" if self.note else "")
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """Reads `synonyms.json`, when an error is worded.
+
+    `sections` and `settings` have names of other programs, with spaces between them, by a section's name and in order.
+    """
+    return dict(json.loads(files("jaxmnt.config").joinpath("synonyms.json").read_text(encoding="utf-8")))
+
+
+def section_for(name: str) -> str | None:
+    """The section that is called `name` elsewhere."""
+    return next((section for section, names in table()["sections"].items() if name in names.split()), None)
+
+
+def setting_for(name: str, section: str = "") -> Meant | None:
+    """The key that is called `name` elsewhere, or that has this name in another section than `section`.
+
+    A key of the section itself comes before the same word's meaning in others.
+    """
+    usual = name.lower().replace("-", "_")
+    entries = (entry for entry in table()["settings"] if usual in entry["names"].split())
+    meant, own = next((Meant(entry["key"], entry.get("note", "")) for entry in entries), None), list(_places(usual))
+    if meant and (meant.key.startswith(f"{section}.") or not own):
+        return meant
+    return Meant(" or ".join(own)) if own else None
+
+
+def _places(name: str) -> Iterator[str]:
+    """Every key of a section that has this name."""
+    for key in section_fields([]):
+        inner = section_fields([key])
+        if not inner and key == name:
+            yield key
+        elif name in inner:
+            yield f"{key}.{name}"
 
 
 def _shown(value: Any) -> str:

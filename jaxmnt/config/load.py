@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from itertools import count
+from itertools import count, starmap
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     for key in apply_overrides(tree, overrides or []):
         sources = {known: line for known, line in sources.items() if not known.startswith(f"{key}.")}
         sources[key] = COMMAND_LINE
-    tree.setdefault("run", None)
-    tree["run"] = tree["run"] or {}
+    tree["run"] = tree.get("run") or {}
     if isinstance(tree["run"], dict) and tree["run"].setdefault("dir", f"runs/{path.stem}") in (None, ""):
         where = source_of("run.dir", sources) or path
         raise ConfigError(f"{where}: run.dir: is empty; name a folder, or leave it out for runs/{path.stem}")
-    tree = _with_homes(tree, lambda dotted: source_of(dotted, sources) or str(path))
+    tree = _with_homes(tree, "", lambda dotted: source_of(dotted, sources) or str(path))
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -214,10 +213,8 @@ def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any]) -> str:
     """The file's keys with overrides and further settings by dotted key, as the text of a config file."""
     tree, _ = _read(path)
-    for override in overrides:
+    for override in (*overrides, *starmap(as_override, settings.items())):
         _apply(tree, override)
-    for dotted, value in settings.items():
-        _apply(tree, as_override(dotted, value))
     return _dumped(tree)
 
 
@@ -381,27 +378,33 @@ _HUGGING_FACE = "hf:"
 
 def _is_path(dotted: str) -> bool:
     """Returns whether a key takes a path, or a list of paths."""
-    field = field_of(dotted)
-    return field is not None and isinstance(field.json_schema_extra, dict) and "path" in field.json_schema_extra
+    return "path" in (field_of(dotted) or {})
 
 
-def _with_homes(tree: dict[Any, Any], source_of: Callable[[str], str], prefix: str = "") -> dict[Any, Any]:
-    """Returns the tree with `~` replaced in every path. `source_of` says where a key was written.
+def _with_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any:
+    """Returns the value of a key, or a tree, with `~` replaced in every path. `source_of` says where a key was written.
 
-    Raises `ConfigError` for a variable of the shell, and for `~NAME` if there is no such user.
+    What is not text is left for the schema to refuse. Raises `ConfigError` for a variable of the shell, and for `~NAME`
+    if there is no such user.
     """
-    expanded: dict[Any, Any] = {}
-    for name, value in tree.items():
-        dotted = f"{prefix}{name}"
-        if isinstance(value, dict):
-            expanded[name] = _with_homes(value, source_of, f"{dotted}.")
-        elif not _is_path(dotted):
-            expanded[name] = value
-        elif isinstance(value, list):
-            expanded[name] = [_with_checked_home(item, dotted, source_of) for item in value]
-        else:
-            expanded[name] = _with_checked_home(value, dotted, source_of)
-    return expanded
+    if isinstance(value, dict):
+        return {
+            name: _with_homes(item, f"{dotted}.{name}" if dotted else str(name), source_of)
+            for name, item in value.items()
+        }
+    if not _is_path(dotted):
+        return value
+    if isinstance(value, list):
+        return [_with_homes(item, dotted, source_of) for item in value]
+    if not isinstance(value, str):
+        return value
+    where = f"{source_of(dotted)}: {dotted}: {shortened(repr(value))}"
+    if "$" in value:
+        raise ConfigError(f"{where} has a $, and settings expand no variables; write the path out, or ~ for the home")
+    try:
+        return with_home(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def with_home(path: str) -> str:
@@ -412,16 +415,3 @@ def with_home(path: str) -> str:
         user = expanded.partition("/")[0]
         raise ValueError(f"there is no user {user[1:]}; write the path out, or ./{user} for a folder of that name")
     return f"{prefix}{expanded}"
-
-
-def _with_checked_home(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any:
-    """Returns the path with its home. What is not text is left for the schema to refuse."""
-    if not isinstance(value, str):
-        return value
-    where = f"{source_of(dotted)}: {dotted}: {shortened(repr(value))}"
-    if "$" in value:
-        raise ConfigError(f"{where} has a $, and settings expand no variables; write the path out, or ~ for the home")
-    try:
-        return with_home(value)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error

@@ -127,23 +127,20 @@ class Model(Section):
 
 def complete_model(model: Model) -> Model:
     """Fills in the sizes that follow from others. Raises `ValueError` for those that contradict each other."""
-    heads = model.num_heads
-    update: dict[str, int] = {}
-    if model.head_dim is None:
+    heads, head_dim = model.num_heads, model.head_dim
+    if head_dim is None:
         if model.hidden_size % heads:
             raise ValueError(
                 f"model.num_heads: {heads} heads do not divide model.hidden_size {model.hidden_size}; "
                 "change one of them or set model.head_dim"
             )
-        update["head_dim"] = model.hidden_size // heads
-    if (update.get("head_dim") or model.head_dim or 0) % 2:
+        head_dim = model.hidden_size // heads
+    if head_dim % 2:
         raise ValueError("model.head_dim: rotary embeddings need an even width; choose an even head_dim")
     kv_heads = model.num_kv_heads or heads
     if heads % kv_heads:
         raise ValueError(
             f"model.num_kv_heads: {kv_heads} must divide model.num_heads {heads}; choose a divisor of {heads}"
         )
-    update["num_kv_heads"] = kv_heads
-    if model.intermediate_size is None:
-        update["intermediate_size"] = -(-model.hidden_size * 8 // 3 // 64) * 64
-    return model.model_copy(update=update)
+    width = model.intermediate_size or -(-model.hidden_size * 8 // 3 // 64) * 64
+    return model.model_copy(update={"head_dim": head_dim, "num_kv_heads": kv_heads, "intermediate_size": width})

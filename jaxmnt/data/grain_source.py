@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxmnt.config.data import Grain
 from jaxmnt.data.elements import CHANGED, INDEX_COLUMNS, DocumentStream, Element, Elements, measured
-from jaxmnt.data.fields import FIELDS, Field
+from jaxmnt.data.fields import Field
 from jaxmnt.data.manifest import NAMELESS, SPLITS
 from jaxmnt.data.store import Origin, TokenStream
 from jaxmnt.errors import ConfigError, PreflightError, UnreadableError, printable, summary
@@ -170,13 +170,7 @@ class _Index:
     """Whether this process has just read all documents for it."""
 
 
-def open_grain(
-    settings: Grain,
-    key: str,
-    like: Any = None,
-    run_dir: Path | None = None,
-    fields: tuple[Field, ...] = FIELDS,
-) -> GrainData:
+def open_grain(settings: Grain, key: str, like: Any, run_dir: Path | None, fields: tuple[Field, ...]) -> GrainData:
     """The datasets that a section `key` of the config names.
 
     `like` is prepared data beside it, whose vocabulary it shares; `run_dir` keeps indices of documents; rows have
@@ -243,12 +237,8 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
             f"{key}: {path} is a {type(found).__name__}, not a grain.MapDataset; make it one: "
             "grain.MapDataset.source() takes what has a length and items"
         )
-    return _of_known_length(found, path, key)
-
-
-def _of_known_length(dataset: "grain.MapDataset[Any]", path: str, key: str) -> "grain.MapDataset[Any]":
     try:
-        count = len(dataset)
+        count = len(found)
     except Exception as error:
         raise ConfigError(
             f"{key}: the length of {path} is unknown ({printable(summary(error))}); give its source a __len__"
@@ -257,7 +247,7 @@ def _of_known_length(dataset: "grain.MapDataset[Any]", path: str, key: str) -> "
         raise ConfigError(f"{key}: {path} is endless; leave out repeat(), since epochs are repeated by the run")
     if count == 0:
         raise ConfigError(f"{key}: {path} is empty; give a dataset with elements")
-    return dataset
+    return found
 
 
 def _sampled(first: Elements, again: Elements) -> list[Element | None]:

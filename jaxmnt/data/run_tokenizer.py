@@ -79,10 +79,17 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)
         if found.text is not None:
             publish(folder / TOKENIZER_FILE, found.text)
-        publish(folder / MANIFEST, sealed_text(_record(found)))
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "tokenizer": found.description,
+            "vocab_size": found.vocab_size,
+            "file": None if found.text is None else hashlib.sha256(found.text.encode()).hexdigest(),
+        }
+        publish(folder / MANIFEST, sealed_text(record))
+    except UserError:
+        raise
     except OSError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; fix that") from error
 
 
@@ -144,9 +151,9 @@ def kept(home: StoragePath) -> RunTokenizer | None:
         if path.exists():
             raise damaged from None  # it names a file that is not there
         return None
+    except UserError:
+        raise
     except OSError as error:
-        if isinstance(error, UserError):
-            raise
         raise ConfigError(
             f"{path.parent} cannot be read: {error.strerror}; check that it is mounted and readable"
         ) from error
@@ -166,8 +173,7 @@ def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]
     if settings.synthetic is not None:
         data = SyntheticData(settings.synthetic)
         return of_data(data.tokenizer, data.vocab_size, Path())
-    paths = [settings.sources[name].path for name in sorted(settings.sources)]
-    named = next((path for path in paths if path is not None), settings.path)
+    named = next((source.path for source in settings.named_sources.values() if source.path is not None), None)
     if named is None:
         raise ConfigError("its config names no prepared data")
     there = next((folder / named for folder in folders if (folder / named).is_dir()), Path(named))
@@ -179,13 +185,3 @@ def _makes_sense(found: RunTokenizer) -> bool:
     end, named = found.end_of_document, isinstance(found.description["name"], str)
     whole = found.text is not None and isinstance(found.description.get("end_token"), str)
     return named and (end is None or 0 <= end < found.vocab_size) and (whole or found.name != "huggingface")
-
-
-def _record(found: RunTokenizer) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "tokenizer": found.description,
-        "vocab_size": found.vocab_size,
-        "file": None if found.text is None else hashlib.sha256(found.text.encode()).hexdigest(),
-    }

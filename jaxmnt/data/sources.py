@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmnt.config.data import Data, Source
+from jaxmnt.config.data import Data
 from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import batch_fields
 from jaxmnt.data.grain_source import GrainData, open_grain
@@ -146,9 +146,6 @@ def _pieces(source: Path) -> Iterator[bytes]:
 
 Part = PreparedData | SyntheticData | GrainData
 
-ONLY = "data"
-"""The name of the source when there is one without a name."""
-
 
 @dataclass(frozen=True)
 class Sources:
@@ -210,20 +207,22 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
 
     What had to be read of datasets of Grain to open them is kept in `run_dir`, if that is given.
     """
+    named = settings.named_sources
     if settings.synthetic is not None:
-        return Sources({ONLY: SyntheticData(settings.synthetic)})
-    named: dict[str, Data | Source] = {**settings.sources} or {ONLY: settings}
-    keys = {name: f"data.sources.{name}" if settings.sources else "data" for name in sorted(named)}
+        return Sources(dict.fromkeys(named, SyntheticData(settings.synthetic)))
+    keys = {name: f"data.sources.{name}" if settings.sources else "data" for name in named}
     prepared = {
-        name: _open(named[name].path, f"{key}.path") for name, key in keys.items() if named[name].grain.train is None
+        name: _open(source.path, f"{keys[name]}.path") for name, source in named.items() if source.grain.train is None
     }
     like, folder = next(iter(prepared.values()), None), None if run_dir is None else Path(run_dir)
+    fields = batch_fields(settings)
     parts: dict[str, Part] = {
-        name: prepared.get(name) or open_grain(named[name].grain, f"{key}.grain", like, folder, batch_fields(settings))
-        for name, key in keys.items()
+        name: prepared.get(name) or open_grain(source.grain, f"{keys[name]}.grain", like, folder, fields)
+        for name, source in named.items()
     }
-    chosen = sorted(settings.eval_sets.items())
-    sets = {name: _open(entry.path, f"data.eval_sets.{name}.path") for name, entry in chosen}
+    sets = {
+        name: _open(entry.path, f"data.eval_sets.{name}.path") for name, entry in sorted(settings.eval_sets.items())
+    }
     sources = Sources(parts, sets)
     known = sources.vocab_size, sources.tokenizer
     for name, held_out in sets.items():
@@ -268,19 +267,17 @@ def _reading(path: str | Path) -> Iterator[None]:
 
 def phases(settings: Data) -> list[MixturePhase]:
     """The weights of the sources, in the order of their names, and when they change."""
-    names = sorted(settings.sources) or [ONLY]
-    weights = {name: settings.sources[name].weight if settings.sources else 1.0 for name in names}
+    weights = {name: source.weight for name, source in settings.named_sources.items()}
     found = [MixturePhase(0, tuple(weights.values()))]
     for change in settings.weight_changes:
-        weights = {name: change.weights.get(name, weights[name]) for name in names}
+        weights |= change.weights
         found.append(MixturePhase(change.from_step, tuple(weights.values())))
     return found
 
 
 def on_end(settings: Data, name: str) -> str:
     """What happens after an epoch of this source."""
-    own = settings.sources[name].on_end if settings.sources else None
-    return own or settings.on_end
+    return settings.named_sources[name].on_end or settings.on_end
 
 
 def _open(path: str | None, key: str) -> PreparedData:
@@ -301,8 +298,7 @@ def fit_to_data(config: Config, data: Sources) -> Config:
     """
     size = config.model.vocab_size
     if size is None:
-        rounded = -(-data.vocab_size // 64) * 64
-        return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": rounded})})
+        return config.changed({"model.vocab_size": -(-data.vocab_size // 64) * 64})
     if data.ids > size:
         raise ConfigError(
             f"model.vocab_size: the data has ids up to {data.ids - 1}, and the model only {size} rows; "

@@ -7,7 +7,6 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import order_of
 from jaxmnt.data.order import BranchPoint, Order
-from jaxmnt.data.sources import ONLY
 
 
 def branch_points(lineage: Sequence[dict[str, Any]]) -> list[BranchPoint]:
@@ -25,8 +24,7 @@ def branch_points(lineage: Sequence[dict[str, Any]]) -> list[BranchPoint]:
 def order_at(checkpoint: Committed) -> Order:
     """The order of rows of a checkpoint's run, of which only the numbers of rows are asked."""
     config = checkpoint.config
-    names = sorted(config.data.sources) or [ONLY]
-    return order_of(config, dict.fromkeys(names, 1), branch_points(checkpoint.manifest.lineage))
+    return order_of(config, dict.fromkeys(config.data.named_sources, 1), branch_points(checkpoint.manifest.lineage))
 
 
 def branch_point(checkpoint: Committed, config: Config) -> BranchPoint:
