@@ -316,7 +316,7 @@ def test_changing_a_token_changes_just_the_batches_that_read_it():
     place = int(InMemory(original).starts[20])
     affected = 0
     for step in range(15):
-        rows = before.locate(step, range(4)).row
+        rows = before.order.locate(step, range(4)).row
         same = (before.batch(step, range(4))["tokens"] == after.batch(step, range(4))["tokens"]).all()
         reads_it = (place + 1) // 16 in rows  # a token is the input before the target at its place
         assert same != reads_it

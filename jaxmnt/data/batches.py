@@ -48,50 +48,33 @@ class TrainingData:
 
     def __init__(self, config: Config, sources: Sources, branches: Sequence[BranchPoint] | None = ()):
         """`branches` says where the run branched off; None: that is not known before `branch_at` is called."""
-        settings = config.data
         self._config = config
-        self.readers = {name: _reader(part, "train", settings) for name, part in sources.parts.items()}
-        rows = self._rows()
-        weights = phases(settings)
-        check_shares(list(rows), weights)
-        _check_rows_exist(sources, rows, settings.sequence_length)
-        self.names = list(rows)
-        self._shares, self._global_rows = block_shares(weights[0].weights), settings.global_batch_size
-        self.order = self._make_order(branches or ())
+        self.readers = {name: _reader(part, "train", config.data) for name, part in sources.parts.items()}
+        self.names = list(self.readers)
+        self._rows = {name: reader.rows for name, reader in self.readers.items()}
+        """How many rows an epoch of each source has."""
+        check_shares(self.names, phases(config.data))
+        _check_rows_exist(sources, self._rows, config.data.sequence_length)
+        self.order = order_of(config, self._rows, branches or ())
         if branches is not None:
-            _check_enough_rows(self.order, rows, config)
+            _check_enough_rows(self.order, self._rows, config)
 
     def branch_at(self, branches: Sequence[BranchPoint]) -> None:
         """Takes over where the run branched off. Raises `ConfigError` if the sources do not last from there."""
-        self.order = self._make_order(branches)
-        _check_enough_rows(self.order, self._rows(), self._config)
+        self.order = order_of(self._config, self._rows, branches)
+        _check_enough_rows(self.order, self._rows, self._config)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Rows:
         """These rows (of 0 … G-1) of the batch of `step` (0 is the first)."""
-        located = self.locate(step, rows)
+        located = self.order.locate(step, rows)
         if len(self.names) == 1:
             return self.readers[self.names[0]].read(located.row)
         return self._merge(located)
-
-    def locate(self, step: int, rows: Sequence[int] | np.ndarray) -> Located:
-        """Where these rows of the batch of `step` come from."""
-        return self.order.locate(step, rows)
 
     @property
     def index_bytes(self) -> int:
         """Host memory that plans and document boundaries take, in bytes."""
         return sum(reader.index_bytes for reader in self.readers.values())
-
-    def fill(self) -> dict[str, float]:
-        """The share of places that hold a token, of each source."""
-        return {name: reader.fill for name, reader in self.readers.items()}
-
-    def _rows(self) -> dict[str, int]:
-        """How many rows an epoch of each source has."""
-        return {name: reader.rows for name, reader in self.readers.items()}
-
-    def _make_order(self, branches: Sequence[BranchPoint]) -> Order:
-        return order_of(self._config, self._rows(), branches)
 
     def without_targets(self) -> dict[str, WithoutTargets]:
         """Returns how many rows have no target, of each source that says which tokens are targets. A large source is
@@ -101,9 +84,10 @@ class TrainingData:
     def empty_batches(self, without: dict[str, WithoutTargets]) -> float:
         """Returns about which share of the batches has no target, as if each row were drawn by itself. Of a mixture
         whose weights change, of the first batches."""
-        shares = zip(self.names, self._shares.tolist(), strict=True)
+        settings = self._config.data
+        shares = zip(self.names, block_shares(phases(settings)[0].weights).tolist(), strict=True)
         of_rows = sum(share / BLOCK * without[name].share for name, share in shares if name in without)
-        return float(of_rows**self._global_rows)
+        return float(of_rows**settings.global_batch_size)
 
     def _merge(self, located: Located) -> Rows:
         merged: Rows = {}

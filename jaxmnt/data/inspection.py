@@ -49,13 +49,13 @@ def mixture_table(config: Config, training: TrainingData) -> list[str]:
     settings, names = config.data, training.names
     rows = [("source", f"{settings.rows} an epoch", "fill", "share of rows", "epochs in the run", "at the end")]
     shares = [block_shares(phase.weights) for phase in phases(settings)]
-    epochs, fill = training.order.epochs(config.train.steps), training.fill()
+    epochs = training.order.epochs(config.train.steps)
     for number, name in enumerate(names):
         changing = " → ".join(f"{share[number] / 10:.1f} %" for share in shares)
+        reader = training.readers[name]
         rows.append(
-            (name, f"{training.readers[name].rows:,}", f"{fill[name]:.4f}", changing, f"{epochs[name]:.3f}",
-             on_end(settings, name))
-        )  # fmt: skip
+            (name, f"{reader.rows:,}", f"{reader.fill:.4f}", changing, f"{epochs[name]:.3f}", on_end(settings, name))
+        )
     return _table(rows)
 
 
@@ -80,7 +80,7 @@ def batch(
 ) -> Iterator[str]:
     """The rows of the batch that the update number `step` (1 is the first) is made of, as metrics.jsonl counts."""
     everyone = range(config.data.global_batch_size)
-    located = training.locate(step - 1, everyone)
+    located = training.order.locate(step - 1, everyone)
     tokens = training.batch(step - 1, everyone)
     yield f"batch of step {step}: {len(everyone)} rows, batch_digest {batch_digest(row_digests(tokens['tokens']))}"
     for row in everyone[:limit]:

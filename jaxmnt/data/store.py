@@ -35,8 +35,11 @@ from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import read
 
 _AGAIN = "copy it again or prepare the data again"
-_KINDS = {"learn": "uint8", "documents": "int64", "origins": "int64"}
-"""The type of each kind of file. That of the tokens is in the manifest."""
+_KINDS = {
+    "tokens": (None, "tokens"), "learn": ("uint8", "tokens"),
+    "documents": ("int64", "documents"), "origins": ("int64", "documents"),
+}  # fmt: skip
+"""The type of each kind of file, None for the manifest's, and of what it has one a row."""
 
 
 class Origin(NamedTuple):
@@ -211,13 +214,10 @@ class PreparedData:
 
     def stream(self, split: str) -> TokenStream:
         """Opens a split. Raises `ConfigError` naming a shard that is missing or not of its length."""
-        shards = self.manifest["splits"][split]["shards"]
-        tokens = [self._load(split, "tokens", shard, "tokens") for shard in shards]
-        learn = (
-            [self._load(split, "learn", shard, "tokens") for shard in shards] if self.manifest["learn_mask"] else None
-        )
+        shards = self._shards(split)
+        learn = [self._load(split, "learn", shard) for shard in shards] if self.manifest["learn_mask"] else None
         return StoredTokens(
-            tokens,
+            [self._load(split, "tokens", shard) for shard in shards],
             lambda: self._document_starts(split),
             self.manifest["tokenizer"]["end_of_document"],
             learn,
@@ -233,15 +233,15 @@ class PreparedData:
                 raise ConfigError(f"data.path: {self.path / name} cannot be read (No such file or directory); {_AGAIN}")
         for split in SPLITS:
             self.stream(split)
-            for shard in self.manifest["splits"][split]["shards"]:
+            for shard in self._shards(split):
                 for kind in ("documents", "origins"):
-                    self._load(split, kind, shard, "documents")
+                    self._load(split, kind, shard)
 
     def origin(self, split: str, document: int) -> Origin:
         """Where a document, numbered over the whole split, came from."""
-        for shard in self.manifest["splits"][split]["shards"]:
+        for shard in self._shards(split):
             if document < shard["documents"]:
-                file, record = self._load(split, "origins", shard, "documents")[document].tolist()
+                file, record = self._load(split, "origins", shard)[document].tolist()
                 if not (0 <= file < len(self._source_names) and record >= 1):
                     raise ConfigError(
                         f"data.path: {self.path / split} is damaged: origins-{shard['name']}.npy names record {record} "
@@ -255,7 +255,7 @@ class PreparedData:
         """(name below the directory, SHA-256) of every file that the manifest vouches for, in order."""
         yield from sorted(self.manifest["files"].items())
         for split in SPLITS:
-            for shard in self.manifest["splits"][split]["shards"]:
+            for shard in self._shards(split):
                 for name, digest in sorted(shard["sha256"].items()):
                     yield f"{split}/{name}", digest
 
@@ -282,8 +282,8 @@ class PreparedData:
 
     def _document_starts(self, split: str) -> np.ndarray:
         first, starts = 0, [np.zeros(0, np.int64)]
-        for shard in self.manifest["splits"][split]["shards"]:
-            own = self._load(split, "documents", shard, "documents")
+        for shard in self._shards(split):
+            own = self._load(split, "documents", shard)
             inside = not len(own) or (own[0] >= 0 and own[-1] < shard["tokens"] and bool((own[1:] > own[:-1]).all()))
             if not inside or (first == 0 and (not len(own) or own[0] != 0)):
                 raise ConfigError(
@@ -294,7 +294,10 @@ class PreparedData:
             first += shard["tokens"]
         return np.concatenate(starts)
 
-    def _load(self, split: str, kind: str, shard: dict[str, Any], length: str) -> np.ndarray:
+    def _shards(self, split: str) -> list[dict[str, Any]]:
+        return self.manifest["splits"][split]["shards"]
+
+    def _load(self, split: str, kind: str, shard: dict[str, Any]) -> np.ndarray:
         """A file, memory-mapped, whose type, shape and size are what they have to be."""
         path = self.path / split / f"{kind}-{shard['name']}.npy"
         try:
@@ -305,7 +308,8 @@ class PreparedData:
         except Exception as error:  # on a damaged header NumPy raises what it likes
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"data.path: {path} cannot be read ({printable(reason[:200])}); {_AGAIN}") from error
-        dtype = np.dtype(_KINDS.get(kind, self.manifest["dtype"]))
+        name, length = _KINDS[kind]
+        dtype = np.dtype(name or self.manifest["dtype"])
         width = (2,) if kind == "origins" else ()
         if array.dtype != dtype or array.shape[1:] != width or array.ndim == 0 or not array.flags.c_contiguous:
             wrong = f"holds {array.dtype} of shape {array.shape}, where {dtype} belongs"

@@ -69,7 +69,7 @@ def data(run: OpenedRun) -> None:
         kind = "rows" if isinstance(part, GrainData) and part.holds_rows else settings.rows
         status.line(
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
-            f"fill {training.fill()[name]:.3f}{_masked(without.get(name))}"
+            f"fill {training.readers[name].fill:.3f}{_masked(without.get(name))}"
         )
     empty = training.empty_batches(without)
     if empty >= _TELLING_SHARE:
