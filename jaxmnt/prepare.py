@@ -53,12 +53,7 @@ def main(arguments: list[str]) -> int:
     try:
         with status_line() as status:
             rate = _Rate()
-            summary = build(
-                selection,
-                options.output,
-                _settings(options),
-                lambda what, done, total: rate.show(status, what, done, total),
-            )
+            summary = build(selection, options.output, _settings(options), partial(rate.show, status))
     except KeyboardInterrupt:
         print(f"interrupted: run the same command again to go on with {options.output}")
         return ExitCode.STOPPED

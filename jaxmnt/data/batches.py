@@ -18,7 +18,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.elements import GivenRows
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import BLOCK, BranchPoint, Located, Order, block_shares, check_shares
-from jaxmnt.data.rows import RowReader, Rows, make_reader
+from jaxmnt.data.rows import Packed, Rows, Windows, make_reader
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.data.store import StoredTokens
 from jaxmnt.errors import ConfigError
@@ -28,6 +28,9 @@ _ENDLESS = 2**62
 _SAMPLED_ROWS, _SAMPLED_ROWS_OF_DATASET = 1024, 64
 """How many masks of a source are read at the start: of prepared data, and of a user's dataset, which may be slow."""
 _ROWS_OF_A_READ = 64
+
+RowReader = Windows | Packed | GivenRows
+"""What they share is described at `Windows`."""
 
 
 class WithoutTargets(NamedTuple):

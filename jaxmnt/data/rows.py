@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -25,48 +24,25 @@ Rows = dict[str, np.ndarray]
 """By name, the fields of `fields.FIELDS`, [R, L] each. Arrays may be views that cannot be written to."""
 
 
-class RowReader(Protocol):
-    """Random access to rows by number. Thread-safe."""
-
-    rows: int
-    """Rows of an epoch of training."""
-    all_rows: int
-    """Rows in which every token is a target once, the last perhaps not full; evaluation uses these."""
-
-    @property
-    def fill(self) -> float:
-        """The share of places that hold a token."""
-
-    @property
-    def has_mask(self) -> bool:
-        """Returns whether the data says which tokens are targets, so that a row may have none."""
-
-    @property
-    def index_bytes(self) -> int:
-        """Host memory that plans and document boundaries take, in bytes."""
-
-    def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        """The rows of these numbers; one past the end is a row without targets."""
-
-    def offsets(self, row: int) -> np.ndarray:
-        """int64 [L]: where in the stream the targets of a row are; -1 where there is none. For people who look."""
-
-
 class Windows:
-    """The stream cut every L targets."""
+    """The stream cut every L targets. What it offers, `Packed` and `elements.GivenRows` offer too. Thread-safe."""
 
     fill = 1.0
+    """The share of places that hold a token."""
 
     def __init__(self, stream: TokenStream, length: int, document_mask: bool):
         self.stream = stream
         self.length = length
         self.document_mask = document_mask
         self.rows = stream.tokens // length
+        """Rows of an epoch of training."""
         self.all_rows = -(-stream.tokens // length)
+        """Rows in which every token is a target once, the last perhaps not full; evaluation uses these."""
         self._positions = np.arange(length, dtype=np.int32)[None]
         self._ones = np.ones((1, length), np.int32)
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
+        """The rows of these numbers; one past the end is a row without targets."""
         starts = np.asarray(rows, np.int64) * self.length
         tokens = np.empty((len(starts), self.length + 1), np.int32)
         last = int(starts.max(initial=0)) + self.length
@@ -103,15 +79,18 @@ class Windows:
 
     @property
     def has_mask(self) -> bool:
+        """Returns whether the data says which tokens are targets, so that a row may have none."""
         return self.stream.has_learn_mask
 
     @property
     def index_bytes(self) -> int:
+        """Host memory that plans and document boundaries take, in bytes."""
         # Stored documents are only looked for with the mask; other streams cannot do without their index.
         needed = self.document_mask or not isinstance(self.stream, StoredTokens)
         return self.stream.index_bytes if needed else 0
 
     def offsets(self, row: int) -> np.ndarray:
+        """int64 [L]: where in the stream the targets of a row are; -1 where there is none. For people who look."""
         offsets = row * self.length + np.arange(self.length)
         return np.where(offsets < self.stream.tokens, offsets, -1)
 
@@ -208,12 +187,12 @@ class Packed:
         tokens[:, 0] = self.stream.filler
         tokens[:, 1:] = targets[:, :-1]
         tokens[row, column] = self.stream.filler
-        for number in np.flatnonzero(~opens).tolist():  # the rest of a long document
-            index, at = row[number], column[number]
-            self.stream.read(int(starts[number]) - 1, tokens[index, at : at + 1])
+        rests = np.flatnonzero(~opens)  # of long documents
+        places = zip(row[rests].tolist(), column[rests].tolist(), strict=True)
+        self.stream.read_all(starts[rests] - 1, [tokens[index, at : at + 1] for index, at in places])
         return tokens
 
 
-def make_reader(stream: TokenStream, kind: str, length: int, document_mask: bool) -> RowReader:
+def make_reader(stream: TokenStream, kind: str, length: int, document_mask: bool) -> Windows | Packed:
     """Rows of the kind that `data.rows` names."""
     return Packed(stream, length) if kind == "packed" else Windows(stream, length, document_mask)

@@ -155,8 +155,15 @@ def write_export(
             return True  # the others were quicker
         raise ConfigError(f"{folder} exists already; name a new folder")
     building = folder.with_name(f".{folder.name}.{export.id}.building")
+    own = sorted(export.files)[process::processes]
+    names = {_stored(name) for file in own for work in export.files[file] for name in work.parameters}
     try:
-        return _write_share(export, folder, building, process, processes, tell)
+        building.mkdir(parents=True, exist_ok=True)
+        reader = Reader(export.checkpoint, sorted(names))
+        for file in own:
+            if not (building / f"{file}.digests").exists():
+                _write_file(export, reader, file, building, tell)
+        return _publish(export, building, folder)
     except ConfigError:
         shutil.rmtree(building, ignore_errors=True)  # the same command would fail again
         raise
@@ -173,19 +180,6 @@ def _is_whole(export: Export, folder: Path) -> bool:
     """Whether the folder is what this export writes."""
     there = [path.is_file() for path in (folder / name for name in (*export.files, *export.about))]
     return all(there) and (folder / CONFIG).read_bytes() == export.about[CONFIG]
-
-
-def _write_share(
-    export: Export, folder: Path, building: Path, process: int, processes: int, tell: Callable[[str], None]
-) -> bool:
-    building.mkdir(parents=True, exist_ok=True)
-    own = sorted(export.files)[process::processes]
-    names = {_stored(name) for file in own for work in export.files[file] for name in work.parameters}
-    reader = Reader(export.checkpoint, sorted(names))
-    for file in own:
-        if not (building / f"{file}.digests").exists():
-            _write_file(export, reader, file, building, tell)
-    return _publish(export, building, folder)
 
 
 def _publish(export: Export, building: Path, folder: Path) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.checkpoint.arrays import aligned
@@ -51,7 +51,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
     """
     started = time.perf_counter()
     wanted = named(abstract)
-    reader: _Reader | None = None
+    reader = None
     try:
         folder = Folder(path, "run.init_from")
         parts, stored = folder.check(definition)
@@ -66,7 +66,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
             f"run.init_from: process {others[0]} has other files in {path} than process 0; give all hosts the same, or "
             "put them on a file system that all share"
         )
-    arrays: dict[str, jax.Array] = {}
+    arrays = {}
     with ThreadPoolExecutor(1) as ahead:
         begin = lambda name: ahead.submit(reader.spread, parts[name], wanted[name].sharding)
         reading = {name: begin(name) for name in list(wanted)[:1]}
@@ -102,15 +102,16 @@ class _Reader:
         shape = (len(parts), -(-rows // devices) * devices, columns)
         dtype = np.result_type(*{self._stored[part.name].dtype for part in parts})
         spread = NamedSharding(mesh, P(over_units or None, over_rows or None))
-        shards = []
-        for device, index in spread.addressable_devices_indices_map(shape).items():
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             (begin, end), (top, bottom), _ = (one.indices(extent)[:2] for one, extent in zip(index, shape, strict=True))
             memory = aligned((end - begin, bottom - top, columns), dtype)
             for part, own in zip(parts[begin:end], memory, strict=True):
                 self._fill(part, top, own[: max(0, rows - top)])
-            shards.append(jax.device_put(memory, SingleDeviceSharding(device)))
-        return jax.make_array_from_single_device_arrays(shape, spread, shards)
+            return memory
+
+        return jax.make_array_from_callback(shape, spread, shard)
 
     def _fill(self, part: Part, top: int, own: np.ndarray) -> None:
         """Rows of a part from `top` on."""

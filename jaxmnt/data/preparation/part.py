@@ -22,7 +22,7 @@ from jaxmnt.data.preparation.text import read_text, read_tokens
 from jaxmnt.data.store import file_digest
 from jaxmnt.data.text_pieces import Piece, encode_pieces, encode_stretches
 from jaxmnt.data.tokenizer import Tokenizer
-from jaxmnt.errors import ConfigError, UserError, printable
+from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import publish
 from jaxmnt.strict_json import json_text
 
@@ -200,14 +200,6 @@ def _damaged(path: Path) -> ConfigError:
     )
 
 
-def cannot_write(output: Path, error: OSError) -> UserError:
-    """What a person is told when the disk is full."""
-    return UserError(
-        f"--output: {output} cannot be written: {error.strerror or error}; fix that and run the same command "
-        "again: it goes on with the parts that are not done"
-    )
-
-
 def _npy_header(dtype: np.dtype, length: int) -> bytes:
     """Version 1.0 of the format, padded to a fixed size so that it can be written last."""
     text = repr({"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (length,)})
@@ -239,7 +231,7 @@ COUNTED = [field.name for field in fields(Counts)]
 
 
 def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
-    """Does one part. Raises `ConfigError` for bad input, `UserError` when the output cannot be written."""
+    """Does one part. Raises `ConfigError` for bad input, `OSError` when the output cannot be written."""
     reading, attempt = job.settings.reading, Attempt(job.work)
     report = Report(reading=reading, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
@@ -258,8 +250,6 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         record = {"splits": splits, "records": report.records, "lengths": report.lengths}
         record |= {name: getattr(report, name) for name in COUNTED}
         write_record(job.record_path(part.number), record, attempt)
-    except OSError as error:
-        raise cannot_write(job.output, error) from error
     finally:
         attempt.remove_unpublished()
 

@@ -27,7 +27,7 @@ from jaxmnt.data.preparation.inputs import (
     decide,
     find_inputs,
 )
-from jaxmnt.data.preparation.part import Job, cannot_write, do_part, held_out_documents
+from jaxmnt.data.preparation.part import Job, do_part, held_out_documents
 from jaxmnt.data.preparation.plan import Summary, check_output, check_plan, claimed, commit, remove_work
 from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError, UserError, printable
@@ -232,7 +232,10 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
             summary.named = [file.shown for file in inputs if file.split == "eval" and not selection.eval_inputs]
             return summary
     except OSError as error:
-        raise cannot_write(output, error) from error
+        raise UserError(
+            f"--output: {output} cannot be written: {error.strerror or error}; fix that and run the same command "
+            "again: it goes on with the parts that are not done"
+        ) from error
     finally:
         remove_work(output)
 
