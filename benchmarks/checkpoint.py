@@ -262,7 +262,7 @@ class Jaxmnt:
         self.abstract = jax.tree.map(describe, self.state)
         self.identity = Identity(process, PROCESSES, address)
         size = sum(array.nbytes for array in jax.tree.leaves(self.state))
-        self.saver = Saver(root, Checkpoint(), need(size, 1, PROCESSES), self.identity)
+        self.saver = Saver(root, Checkpoint(), need(size, PROCESSES), self.identity)
         self.root, self.number, self.usual = root, 0, 0.0
         self.versions: dict[str, str] = {}
 

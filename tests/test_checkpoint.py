@@ -252,11 +252,11 @@ def test_the_clock():
     assert not never.due(1e9)
     timed = retention.SaveTimer(2.0, 100.0, 0.0)
     assert not timed.due(119.0) and timed.due(120.0)
-    timed.began(120.0)
+    timed.last = 120.0
     assert not timed.due(230.0)
     auto = retention.SaveTimer("auto", 36000.0, 0.0)
     assert auto.due(0.0), "the first save tells what one costs"
-    auto.began(0.0)
+    auto.last = 0.0
     auto.cost(0.5, 20.0)
     assert auto.seconds == pytest.approx(math.sqrt(2 * 0.5 * 36000), rel=0.01)
     auto.cost(0.5, 500.0)
@@ -293,7 +293,7 @@ def describe(step: int, run: str = "run"):
 
 
 def save(root: Path, step: int, state: dict, **options) -> saver.SaveResult:
-    one = saver.Saver(root, Checkpoint(**options), retention.need(1 << 16, 3, 1), ALONE)
+    one = saver.Saver(root, Checkpoint(**options), retention.need(1 << 16, 1), ALONE)
     one.save(step, state, describe(step))
     saved = one.result(wait=True)
     assert saved is not None

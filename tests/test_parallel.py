@@ -379,7 +379,7 @@ def test_a_checkpoint_moves_between_meshes(tmp_path):
     for name, program in programs.items():
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.canonical_abstract_state)
         state = program.from_canonical(jax.device_put(expected, shardings))
-        saver = Saver(tmp_path / name, Checkpoint(), need(1 << 20, 3, 1), identity)
+        saver = Saver(tmp_path / name, Checkpoint(), need(1 << 20, 1), identity)
         saver.save(1, program.to_canonical(state), lambda arrays: Manifest("run", 1, arrays, {}, 0, {}, None, []))
         assert saver.result(wait=True).failure is None
     for source, target in itertools.product(programs, programs):

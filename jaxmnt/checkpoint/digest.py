@@ -22,6 +22,9 @@ MIX = ((16, np.uint32(0x2C1B3C6D)), (15, np.uint32(0x297A2D39)), (15, np.uint32(
 """Shifts with exclusive or, each with a multiplication after it (0: none). Each of them can be undone."""
 SECOND_FACTOR, SECOND_SHIFT = np.uint32(0x85EBCA6B), 16
 
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+"""The type of an element's bits, by its bytes."""
+
 _BLOCK = 1 << 15
 """Elements taken at a time: their temporaries stay in a core's cache."""
 
@@ -31,7 +34,7 @@ def block_digest(block: np.ndarray, start: Sequence[int], shape: Sequence[int]) 
     if block.size == 0:
         return ZERO
     strides = row_major_strides(shape)
-    words = np.ascontiguousarray(block).view(_UNSIGNED[block.dtype.itemsize])
+    words = np.ascontiguousarray(block).view(UNSIGNED[block.dtype.itemsize])
     words = words.reshape(-1, block.shape[-1] if block.ndim else 1)
     rows: np.ndarray = np.zeros(block.shape[:-1], np.uint32)
     for dimension in range(block.ndim - 1):
@@ -107,6 +110,3 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(product % MODULUS)
         product *= size
     return tuple(reversed(strides))
-
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}

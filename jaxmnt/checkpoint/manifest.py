@@ -5,6 +5,7 @@ that this program does not know is refused before anything else of it is looked 
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -43,10 +44,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        size = _ITEM_BYTES[self.dtype]
-        for extent in self.shape:
-            size *= extent
-        return size
+        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

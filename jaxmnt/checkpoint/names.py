@@ -13,16 +13,15 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+")
 def named(state: Tree) -> dict[str, Any]:
     """The leaves of a state by name, sorted."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    found = {"/".join(_key(entry) for entry in path): leaf for path, leaf in leaves}
+    found = {_name(path): leaf for path, leaf in leaves}
     assert len(found) == len(leaves), "two arrays of the state have the same name"
     return dict(sorted(found.items()))
 
 
 def like(state: Tree, arrays: dict[str, Any]) -> Tree:
     """The arrays, by name, in the containers of `state`."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    names = ["/".join(_key(entry) for entry in path) for path, _ in leaves]
-    return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in names])
+    tree: Tree = jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], state)
+    return tree
 
 
 def nested(arrays: dict[str, Any]) -> Tree:
@@ -36,6 +35,10 @@ def nested(arrays: dict[str, Any]) -> Tree:
         assert last not in place, f"{name} is an array and a group of arrays"
         place[last] = array
     return tree
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(_key, path))
 
 
 def _key(entry: Any) -> str:

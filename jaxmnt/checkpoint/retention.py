@@ -50,9 +50,6 @@ class SaveTimer:
             return False
         return self.seconds is None or now - self.last >= self.seconds
 
-    def began(self, now: float) -> None:
-        self.last = now
-
     def cost(self, blocked_seconds: float, whole_seconds: float) -> None:
         """A save blocked training for so long, and took so long in all: there is no use in saving more often."""
         if self.minutes == "auto":
@@ -60,6 +57,9 @@ class SaveTimer:
                 _SHORTEST_SECONDS, whole_seconds, best_interval(max(blocked_seconds, 1e-3), self.mean_seconds)
             )
 
+
+_PARTS = 3
+"""Of a state, each in a database of its own."""
 
 _OVERHEAD = 1.02
 """Orbax's own files, and file systems that round up."""
@@ -76,10 +76,10 @@ class Need:
     files: int
 
 
-def need(state_bytes: int, parts: int, processes: int) -> Need:
-    """The predicted need of a state of `state_bytes` in so many parts, written by so many processes."""
+def need(state_bytes: int, processes: int) -> Need:
+    """The predicted need of a state of `state_bytes`, written by so many processes."""
     per_process = 8 + state_bytes // max(1, processes) // (2 << 30)  # data, metadata; data files of up to 2 GiB
-    return Need(int(state_bytes * _OVERHEAD) + (1 << 20), parts * (8 + processes * per_process))
+    return Need(int(state_bytes * _OVERHEAD) + (1 << 20), _PARTS * (8 + processes * per_process))
 
 
 def shortage(root: StoragePath, wanted: Need, checkpoints: int = 1) -> str | None:

@@ -156,8 +156,8 @@ class Saver:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, state: State, describe: Callable[[dict[str, Array]], Manifest]) -> float:
-        """Starts to save `state` as `step` and returns for how many seconds that blocked.
+    def save(self, step: int, state: State, describe: Callable[[dict[str, Array]], Manifest]) -> None:
+        """Starts to save `state` as `step`.
 
         The state is free to be donated afterwards. `describe` makes the manifest once the digests are known.
         `result` says later how it went. An earlier save must have been waited for.
@@ -170,9 +170,8 @@ class Saver:
         self.prepared_seconds += time.perf_counter() - preparing
         refusal = broadcast("a save may begin", prepared, self._identity)
         if refusal:
-            blocked = time.perf_counter() - started
-            self._saved = SaveResult(step, refusal, None, blocked, 0)
-            return blocked
+            self._saved = SaveResult(step, refusal, None, time.perf_counter() - started, 0)
+            return
         arrays = named(state)
         round = Vote("a save", self._identity, _SECONDS)
         response: Any = None
@@ -182,7 +181,6 @@ class Saver:
         except Exception as error:
             round.fail(_in_words(error))
         digests = start_digests(arrays)  # after Orbax: on CPU it would compete with it for the cores
-        blocked = time.perf_counter() - started
         described = {name: Array(tuple(array.shape), str(array.dtype), "") for name, array in arrays.items()}
 
         def finish() -> None:
@@ -201,7 +199,6 @@ class Saver:
 
         self._thread = threading.Thread(target=finish, name=f"save {step}")
         self._thread.start()
-        return blocked
 
     def result(self, *, wait: bool = False) -> SaveResult | None:
         """How the last save went, once; None while it is under way or when there was none.

@@ -146,7 +146,7 @@ def room_rows(config: Config, hosts: Hosts) -> list[Row]:
     data = open_sources(config.data)
     spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), hosts)
     state = stored_bytes(canonical_abstract(spec, abstract_state(spec)))
-    wanted, keep = need(state, 3, jax.process_count()), config.checkpoint.keep + 1
+    wanted, keep = need(state, jax.process_count()), config.checkpoint.keep + 1
     root = run_directories(config)[-1]
     if one := shortage(root, wanted):
         return [failed("room", str(root), one, "make room, or choose another checkpoint.dir")]

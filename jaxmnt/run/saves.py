@@ -38,7 +38,7 @@ class CheckpointManager:
         self._status = run.status
         self._identity = run.identity
         self._root = checkpoint_root(config) / CHECKPOINTS
-        needed = need(stored_bytes(program.canonical_abstract_state), 3, run.identity.processes)
+        needed = need(stored_bytes(program.canonical_abstract_state), run.identity.processes)
         self._needed = needed
         self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
         self._manifest = Manifest(
@@ -109,7 +109,7 @@ class CheckpointManager:
         self.poll(wait=True)
         self._give_up_after_too_many()
         self._events.write("checkpoint_begin", step=step)
-        self._clock.began(time.monotonic())
+        self._clock.last = time.monotonic()
         self._saved_step, self._retry_at = step, None
         describe = lambda arrays: replace(
             self._manifest, step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time()
