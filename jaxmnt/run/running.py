@@ -6,13 +6,12 @@ from typing import Any
 from jaxmnt.data.feed import Feed
 from jaxmnt.run import report
 from jaxmnt.run.bad_steps import BadStepMonitor
-from jaxmnt.run.evaluate import Evaluator
+from jaxmnt.run.evaluate import Evaluator, Sampler
 from jaxmnt.run.input import begin_feed
 from jaxmnt.run.monitoring import Monitoring
 from jaxmnt.run.profiling import Profiler
-from jaxmnt.run.ready import ReadyRun
 from jaxmnt.run.rundir import plain_config
-from jaxmnt.run.samples import Sampler
+from jaxmnt.run.starting_state import ReadyRun
 from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
 from jaxmnt.telemetry.metrics import Rates, TrainLog
 from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, wanted_sinks

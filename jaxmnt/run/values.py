@@ -1,7 +1,7 @@
 """A run in one process, as values that are built from one another.
 
-`RunProcess` has what lasts from the start to the end. `open_run` (`opening.py`) makes an `OpenedRun` of it, and
-`compile_run` (`compiling.py`) a `CompiledRun`; `ready.py` and `running.py` add what saves and what takes steps.
+`RunProcess` has what lasts from the start to the end. `open_run` (`whole.py`) makes an `OpenedRun` of it, and
+`compile_run` (`compiling.py`) a `CompiledRun`; `starting_state.py` and `running.py` add what saves and takes steps.
 """
 
 import time

@@ -2,16 +2,25 @@
 
 from collections.abc import Callable
 
+from jaxmnt.data.grain_source import GrainData
 from jaxmnt.distributed.process_group import telling
 from jaxmnt.errors import ExitCode
+from jaxmnt.run import report
+from jaxmnt.run.branch import branch_points
+from jaxmnt.run.changes import refuse_other_data, with_choices_of
 from jaxmnt.run.compiling import compile_run
+from jaxmnt.run.input import plan_rows, read_data
+from jaxmnt.run.lock import RunLock
 from jaxmnt.run.loop import train_steps
-from jaxmnt.run.opening import open_run
-from jaxmnt.run.ready import restore_run
-from jaxmnt.run.resume import Consent
-from jaxmnt.run.rundir import unreadable_is_retryable
+from jaxmnt.run.resume import Consent, resume_point
+from jaxmnt.run.rundir import run_directories, unreadable_is_retryable
 from jaxmnt.run.running import start_running
-from jaxmnt.run.values import RunProcess
+from jaxmnt.run.spending import check_price
+from jaxmnt.run.starting_state import restore_run
+from jaxmnt.run.values import OpenedRun, RunProcess
+from jaxmnt.telemetry.notify import Notifier
+from jaxmnt.telemetry.sinks import wanted_sinks
+from jaxmnt.training.build import build_spec
 
 
 def train_in(process: RunProcess, consent: Consent, opened: Callable[[], None] = lambda: None) -> ExitCode:
@@ -21,3 +30,41 @@ def train_in(process: RunProcess, consent: Consent, opened: Callable[[], None] =
         if run.finished:
             return ExitCode.FINISHED
         return train_steps(start_running(restore_run(compile_run(run, opened))))
+
+
+def open_run(process: RunProcess, consent: Consent) -> OpenedRun:
+    """Reads what the run is about, takes its locks, and says where it goes on.
+
+    A run that has finished has nothing more to do; its config is checked all the same.
+    """
+    notifier = Notifier(process.config.run.notify, process.identity.process_id, str(process.directory.absolute()))
+    check_price(process.config)
+    wanted_sinks(process.config.telemetry.sinks)
+    locks = []
+    for where in run_directories(process.config):
+        lock = process.held.enter_context(RunLock(where))
+        process.held.enter_context(process.heartbeat.exit_handler.with_hook(lock.let_go))
+        locks.append(lock)
+    process.clock.watch_compile_cache()
+    run = read_data(process)
+    # To read all documents of a dataset takes long: that is for a run that has its lock and is not refused.
+    reads_all = any(isinstance(part, GrainData) and not part.holds_rows for part in run.data.parts.values())
+    if not reads_all:
+        training_data = plan_rows(run, keeps=True)
+    start = resume_point(run.config, run.data, run.identity, locks, run.status.line, consent)
+    if reads_all:
+        training_data = plan_rows(run, keeps=True)
+    config = run.config
+    if start.kind == "own" and start.checkpoint is not None:
+        refuse_other_data(config, run.data.digests, start.checkpoint)  # of datasets more is known now
+        config = with_choices_of(config, start.checkpoint.config)
+    training_data.branch_at(branch_points(start.lineage))
+    opened = OpenedRun(
+        **vars(run) | {"config": config}, training_data=training_data, notifier=notifier, locks=locks, start=start
+    )
+    report.run(opened)
+    report.data(opened)
+    if opened.finished:
+        build_spec(config, run.data.vocab_size, run.devices, run.host_of)
+        report.already_finished(opened)
+    return opened
