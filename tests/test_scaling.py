@@ -126,7 +126,7 @@ def test_a_job_that_never_ran_is_not_an_earlier_one(tiny_file, tmp_path, monkeyp
     write(1.0)
     wanted = Wanted(tiny_file, load_config(tiny_file, []), (), (1, 2), ("weak",), 10, 1, tmp_path, slurm=True)
 
-    def call(arguments, run_dir):
+    def call(arguments, run_dir, environment):
         if ran:
             write(2.0)
         return "job 7 submitted"

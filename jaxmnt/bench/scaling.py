@@ -8,11 +8,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jaxmnt.config.load import as_override, last_of_each
@@ -233,7 +232,7 @@ def _launch(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str])
 def _submit(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str]) -> None:
     """A job, and waits for its end."""
     before = read_lines(event_file(run_dir, 0))
-    told = _call(["slurm", "--nodes", str(processes), *arguments], run_dir)
+    told = _call(["slurm", "--nodes", str(processes), *arguments], run_dir, {})
     job = re.match(r"job (\d+)", told)
     assert job is not None, told
     while _is_there(job[1]):
@@ -251,11 +250,11 @@ def _is_there(job: str) -> bool:
     return bool(asked.stdout.strip())
 
 
-def _call(arguments: list[str], run_dir: Path, environment: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What `jaxmnt.launch` prints. Raises `UserError` with the last line of a run that fails."""
+def _call(arguments: list[str], run_dir: Path, environment: dict[str, str]) -> str:
+    """What `jaxmnt.launch` prints; `environment` is added. Raises `UserError` with the last line of a failed run."""
     done = subprocess.run(
         [sys.executable, "-m", "jaxmnt.launch", *arguments], capture_output=True, text=True,
-        env={**os.environ, **environment},
+        env=os.environ | environment,
     )  # fmt: skip
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "jaxmnt: error:" in line] or done.stderr.splitlines()

@@ -28,6 +28,8 @@ class Fault:
     """Whether it comes in a start that has a checkpoint to go on from."""
 
 
+_ORDERLY = Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted")
+
 FAULTS = (
     # What does not end the processes comes first: it happens in the same start as the next that does.
     Fault("NaN in a batch", "poison", "batch", EVERYONE, "bad_step", offset=3, ends=False),
@@ -40,7 +42,7 @@ FAULTS = (
     Fault("kill the coordinator", "kill", "mid-step", 0, "peer_lost"),
     Fault("damaged checkpoint", "damage", "start", 0, "checkpoint_damaged", ends=False, resumes=True),
     Fault("preempt one", "terminate", "step", 1, "preempted"),
-    Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted"),
+    _ORDERLY,
     Fault("stopped process", "stop", "mid-step", 1, "peer_lost"),
     Fault("exception in a step", "raise", "step", 1, "peer_lost"),
     Fault("exception in prefetch", "raise", "prefetch", 1, "peer_lost"),
@@ -54,9 +56,6 @@ WITH_MORE = (
     "kill in a step", "kill in a save", "kill the coordinator", "preempt one", "hang in reading data", "cut link",
 )  # fmt: skip
 """What is tried with every number of processes but the first, unless faults are named."""
-
-
-_ORDERLY = Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted")
 
 
 def chosen(names: str | None) -> list[Fault]:

@@ -10,11 +10,10 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from jaxmnt.strict_json import json_text
 
 _FILE_BYTES = 100_000
 """With a full disk a file can be no larger: events still fit, the state does not."""
-_IDLE_SECONDS = 1.0
+_IDLE_SECONDS, _SOON_SECONDS = 1.0, 0.02
 _STEP_SECONDS = 0.1
 """A tiny model's steps are slowed down to this, so that between two checkpoints there is time to write one."""
 _FOR_EVER_SECONDS = 1e6
@@ -73,28 +72,24 @@ class FaultInjector:
         from jaxmnt.run import compiling, input, starting_state
 
         act = lambda *_: self._act(fault)
-        soon = lambda *_: threading.Timer(0.02, act).start()
+        later = lambda seconds: lambda *_: threading.Timer(seconds, act).start()
         if fault.moment == "start":
             act()
-        elif fault.moment == "step":
-            _before(Feed, "take", _nth(fault.offset, act))
-        elif fault.moment == "mid-step":  # the devices are busy with a step when the next batch is staged
-            _before(Feed, "stage", _nth(fault.offset + 1, act))
         elif fault.moment == "batch":
-            _before(input, "training_feed", self._note_first_step)
-            _after(Feed, "stage", lambda feed: self._poison(fault, feed))
-        elif fault.moment == "idle":
-            _before(Feed, "take", _nth(fault.offset, lambda *_: threading.Timer(_IDLE_SECONDS / 2, act).start()))
-        elif fault.moment == "save":
-            _before(saver, "_written", _nth(fault.offset, act))
-        elif fault.moment == "restore":
-            _before(starting_state, "restore", soon)
-        elif fault.moment == "compile":
-            _before(compiling, "compile_program", soon)
-        elif fault.moment == "prefetch":
-            _before(TrainingData, "batch", _nth(fault.offset, act))
+            _wrap(input, "training_feed", before=self._note_first_step)
+            _wrap(Feed, "stage", after=lambda feed: self._poison(fault, feed))
         else:
-            raise AssertionError(fault.moment)
+            owner, name, before = {
+                "step": (Feed, "take", _nth(fault.offset, act)),
+                # The devices are busy with a step when the next batch is staged.
+                "mid-step": (Feed, "stage", _nth(fault.offset + 1, act)),
+                "idle": (Feed, "take", _nth(fault.offset, later(_IDLE_SECONDS / 2))),
+                "save": (saver, "_written", _nth(fault.offset, act)),
+                "restore": (starting_state, "restore", later(_SOON_SECONDS)),
+                "compile": (compiling, "compile_program", later(_SOON_SECONDS)),
+                "prefetch": (TrainingData, "batch", _nth(fault.offset, act)),
+            }[fault.moment]
+            _wrap(owner, name, before=before)
 
     def pace(self, idle_steps: list[int]) -> None:
         """Slows steps down, and some of them by more, and makes evaluations short. In all processes."""
@@ -104,9 +99,9 @@ class FaultInjector:
         batches = EvaluationData.batches
         some = lambda *given, **named: islice(batches(*given, **named), _EVALUATED)
         setattr(EvaluationData, "batches", some)  # noqa: B010 (mypy allows no method to be assigned)
-        _before(Feed, "take", lambda *_: time.sleep(_STEP_SECONDS))
+        _wrap(Feed, "take", before=lambda *_: time.sleep(_STEP_SECONDS))
         for step in idle_steps:
-            _before(Feed, "take", _nth(step, lambda *_: time.sleep(_IDLE_SECONDS)))
+            _wrap(Feed, "take", before=_nth(step, lambda *_: time.sleep(_IDLE_SECONDS)))
 
     def _act(self, fault: Fault) -> None:
         if fault.act == "fill":
@@ -120,7 +115,7 @@ class FaultInjector:
         elif fault.act == "hang":
             time.sleep(_FOR_EVER_SECONDS)
         elif fault.act == "raise":
-            raise DrillError("raised by the drill")
+            _raise()
         elif fault.act == "raise in a thread":
             threading.Thread(target=_raise, name="drill").start()
             time.sleep(_IDLE_SECONDS)
@@ -156,10 +151,9 @@ class FaultInjector:
 
         self._note(fault)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, most))
-        _before(
-            CheckpointManager, "_report_failure", lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        )
+        allow = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+        allow(_FILE_BYTES)
+        _wrap(CheckpointManager, "_report_failure", before=lambda *_: allow(most))
 
 
 def damage_newest(run_dir: Path) -> None:
@@ -218,31 +212,29 @@ def _raise() -> None:
 
 def _nth(number: int, act: Callable[..., None]) -> Callable[..., None]:
     """Acts at one call of many, counted from 1."""
-    calls = iter(range(1, sys.maxsize))
+    calls = count(1)
 
-    def count(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> None:
         if next(calls) == number:
             act(*arguments)
 
-    return count
+    return counted
 
 
-def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _wrap(
+    owner: Any, name: str, *, before: Callable[..., None] = _nothing, after: Callable[..., None] = _nothing
+) -> None:
+    """Has a function or method of `owner` call these around itself, with its own arguments."""
     original = getattr(owner, name)
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
-        act(*arguments)
-        return original(*arguments, **named)
-
-    setattr(owner, name, wrapped)
-
-
-def _after(owner: Any, name: str, act: Callable[..., None]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*arguments: Any, **named: Any) -> Any:
+        before(*arguments)
         result = original(*arguments, **named)
-        act(*arguments)
+        after(*arguments)
         return result
 
     setattr(owner, name, wrapped)

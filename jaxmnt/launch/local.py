@@ -96,16 +96,10 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
                 remark(verdict.why)
             if verdict.processes is None:
                 return outcome.code
-            if _asked_within(verdict.wait_seconds, crew.asked):
+            _wait(lambda: bool(crew.asked), verdict.wait_seconds)
+            if crew.asked:
                 return ExitCode.STOPPED  # nothing runs, and nothing is lost
             processes = verdict.processes
-
-
-def _asked_within(seconds: float, asked: list[int]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not asked and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    return bool(asked)
 
 
 class _LocalProcesses:
@@ -147,7 +141,7 @@ class _LocalProcesses:
             _end(self._children)
             raise
         if failed is not None and not self.asked:
-            _wait(self._children, _NOTICE_SECONDS)
+            _wait_for_end(self._children, _NOTICE_SECONDS)
         _end(self._children)
         for child in self._children:
             child.finish()
@@ -288,17 +282,22 @@ def _ended_well(code: int | None, asked: Sequence[int]) -> bool:
 def _end(children: list[_Child]) -> None:
     """Ends whatever still runs: by SIGTERM and, after a grace period, by SIGKILL."""
     _send(children, signal.SIGTERM)
-    _wait(children, _GRACE_SECONDS)
+    _wait_for_end(children, _GRACE_SECONDS)
     _send(children, signal.SIGKILL)
     for child in children:
         child.process.wait()
         assert child.code is not None
 
 
-def _wait(children: list[_Child], seconds: float) -> None:
-    """For all to have ended, no longer than that."""
+def _wait_for_end(children: list[_Child], seconds: float) -> None:
+    """Waits until all have ended, for no longer than `seconds`."""
+    _wait(lambda: all(child.code is not None for child in children), seconds)
+
+
+def _wait(is_over: Callable[[], bool], seconds: float) -> None:
+    """Waits until `is_over` says so, for no longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    while any(child.code is None for child in children) and time.monotonic() < deadline:
+    while not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
