@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import events
 
-from jaxmnt.config.load import parse_config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.report.history import attempts_so_far
+from jaxmnt.run import running
 from jaxmnt.run.spending import SPENT, Spending
 from jaxmnt.telemetry import clock as clock_of_records
 from jaxmnt.telemetry.events import Events
@@ -17,10 +17,6 @@ from jaxmnt.telemetry.progress import StartClock
 from jaxmnt.train import train
 
 HOUR = 3600.0
-
-
-def config(**run):
-    return parse_config({"run": run, "launch": {"cost_per_gpu_hour": 2.5}, "data": {"synthetic": 512}})
 
 
 @pytest.fixture
@@ -61,7 +57,7 @@ class Status:
 
 def test_all_starts_are_counted(earlier, clock):
     log = Events(earlier, 0)
-    spending = Spending(config(budget=40.0), earlier, 4, 1000.0)
+    spending = Spending(2.5, 40.0, earlier, 4, 1000.0)
     before = 8 * 2.0 + 8 * 0.5 * 2.0  # a start that does not know its price has that of the one before
     assert spending.spent == pytest.approx(before + 4 * 2.5 * 1000 / HOUR)
     assert spending.outlook(HOUR) == f"cost {spending.spent:.2f} of {spending.spent + 10:.2f}"
@@ -78,7 +74,7 @@ def test_all_starts_are_counted(earlier, clock):
     log.close()
     assert [record["step"] for record in events(earlier, "budget")] == [2, 4]
     with pytest.raises(ConfigError, match=r"run\.budget: 20\.00 is spent, 24\.00 by earlier starts; raise it"):
-        Spending(config(budget=20.0), earlier, 4, 1000.0)
+        Spending(2.5, 20.0, earlier, 4, 1000.0)
 
 
 def test_a_clock_that_is_set_costs_nothing(tmp_path, monkeypatch):
@@ -92,13 +88,18 @@ def test_a_clock_that_is_set_costs_nothing(tmp_path, monkeypatch):
     log.close()
     (attempt,) = attempts_so_far(tmp_path)
     assert 0 <= attempt.seconds < 60
-    assert Spending(config(budget=10.0), tmp_path, 4, StartClock().elapsed).spent < 1
+    assert Spending(2.5, 10.0, tmp_path, 4, StartClock().elapsed).spent < 1
 
 
-def test_without_a_price_there_is_nothing_to_say(earlier):
-    settings = parse_config({"data": {"synthetic": 512}})
-    spending = Spending(settings, earlier, 4, 0.0)
-    assert spending.spent is None and spending.outlook(1.0) is None
+@pytest.mark.parametrize("price", [None, 2.5])
+def test_without_a_price_there_is_nothing_to_say(tiny, monkeypatch, price):
+    outlooks, make = [], running.TrainLog
+    monkeypatch.setattr(
+        running, "TrainLog", lambda *given, cost, **named: outlooks.append(cost) or make(*given, cost=cost, **named)
+    )
+    settings = [] if price is None else [f"launch.cost_per_gpu_hour={price}"]
+    assert train(tiny("train.stop_after=1", "train.eval_every=0", *settings)) == ExitCode.STOPPED
+    assert [outlook is None for outlook in outlooks] == [price is None]
 
 
 def test_a_budget_needs_a_price(tiny, tmp_path):

@@ -22,9 +22,9 @@ def compile_run(run: OpenedRun, opened: Callable[[], None] = lambda: None) -> Co
     use_compile_cache(run.config.run.compile_cache, run.directory)
     run.clock.lap("data")
     opened()
-    spending = None
-    if run.writes:
-        spending = Spending(run.config, run.directory, len(run.devices), run.clock.elapsed)
+    spending, price = None, run.config.launch.cost_per_gpu_hour
+    if run.writes and price is not None:
+        spending = Spending(price, run.config.run.budget, run.directory, len(run.devices), run.clock.elapsed)
     events = _begin_events(run)
     program = compile_steps(run)
     run.clock.lap("compile")

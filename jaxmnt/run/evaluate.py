@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import EvaluationData
 from jaxmnt.data.feed import process_rows, to_devices
 from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.text_pieces import decode_after
-from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, shortened
 from jaxmnt.parallel.axes import without_stages
 from jaxmnt.parallel.layout import map_with_axes
@@ -103,18 +101,16 @@ class Sampler:
     def __init__(self, program: Program, data: Sources):
         """Raises `ConfigError` if the data's tokens are no text, or the prompts are too long."""
         self._config, self._program, self._data = program.spec.config, program, data
-        self._tokenizer = _tokenizer(self._config, data)
+        if data.tokenizer["name"] in (NAMELESS, "synthetic"):
+            raise ConfigError("telemetry.samples: the data is of tokens whose tokenizer is not recorded; leave it out")
+        self._tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder).open()
         self._prompts = [self._encoded(text) for text in self._config.telemetry.samples]
         self._place: Callable[[Any], Any] | None = None
-
-    @property
-    def wanted(self) -> bool:
-        return bool(self._prompts)
 
     def compile(self) -> None:
         """What moves the parameters to where they are called; the programs that call them are compiled by the first
         samples."""
-        if self._place is not None or not self.wanted:
+        if self._place is not None:
             return
         program, mesh = self._program, self._config.mesh
         called_on = without_stages(mesh, program.spec.placement.sizes)
@@ -133,7 +129,7 @@ class Sampler:
     def __call__(self, state: Any, step: int, got_further: Callable[[], None] = lambda: None) -> list[dict[str, str]]:
         """Each prompt with its continuation: the same in all processes. `got_further` is called after each token."""
         self.compile()
-        assert self._place is not None and self._tokenizer is not None
+        assert self._place is not None
         settings, made = self._config.telemetry, []
         model = self._place(self._program.to_canonical(model_state(state)))
         weights = self._generator.place(model["params"], model.get("buffers", {}))
@@ -148,7 +144,6 @@ class Sampler:
         ]
 
     def _encoded(self, text: str) -> np.ndarray:
-        assert self._tokenizer is not None
         end, longest = self._data.end_of_document, self._config.data.sequence_length
         ids = ([] if end is None else [end]) + self._tokenizer.encode_batch([text])[0].tolist()
         if not ids:
@@ -165,11 +160,3 @@ def _length(row: np.ndarray, end: int | None) -> int:
     """Up to the end of the document."""
     ended = np.flatnonzero(row == (-1 if end is None else end))
     return int(ended[0]) if len(ended) else len(row)
-
-
-def _tokenizer(config: Config, data: Sources) -> Tokenizer | None:
-    if not config.telemetry.samples:
-        return None
-    if data.tokenizer["name"] in (NAMELESS, "synthetic"):
-        raise ConfigError("telemetry.samples: the data is of tokens whose tokenizer is not recorded; leave it out")
-    return of_data(data.tokenizer, data.vocab_size, data.folder).open()

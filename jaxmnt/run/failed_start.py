@@ -68,8 +68,6 @@ class FailedStartRecorder:
 
     def _judged(self, error: UserError) -> UserError | None:
         """The error with which the start ends; None if it is abandoned, and can be made again."""
-        if not isinstance(error, (AbsentError, StoppedError)):
-            return error
         if isinstance(error, AbsentError):
             try:
                 refuse_to_wait_for_ever(
@@ -77,7 +75,7 @@ class FailedStartRecorder:
                 )
             except ConfigError as final:
                 return final
-        return None
+        return None if isinstance(error, (AbsentError, StoppedError)) else error
 
     def _note(self, exit_reason: ExitReason) -> None:
         if not self._over and exit_reason.code not in _ABOUT_THE_START:

@@ -15,12 +15,7 @@ from jaxmnt.storage import StoragePath
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES
 
 _OWN = (
-    METRICS,
-    f"{METRICS}.damaged",
-    PHASE_LINES,
-    f"{PHASE_LINES}.damaged",
-    RESOURCES,
-    f"{RESOURCES}.damaged",
+    *(name + end for name in (METRICS, PHASE_LINES, RESOURCES) for end in ("", ".damaged")),
     "report.html",
     "profiles",
     "tensorboard",

@@ -6,7 +6,6 @@ A lock that cannot be read is treated like one from elsewhere, by its signs, and
 """
 
 import contextlib
-import json
 import os
 import pwd
 import secrets
@@ -15,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxmnt.checkpoint.refs import RUN_FILE
 from jaxmnt.errors import ConfigError, UserError, printable
@@ -29,6 +30,19 @@ _LEAVING_SECONDS = 10.0
 """A job that has just been replaced may still be on its way out."""
 _LOOK_SECONDS = 0.5
 _PROMPT_SECONDS = 2.0
+
+
+class _Holder(BaseModel):
+    """What a lock says of the process that has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    job: str
+    host: str
+    process: int
+    started: str | None
+    machine: str | None
+    since: str
 
 
 class RunLock:
@@ -185,9 +199,9 @@ def _describe_me() -> str:
 def _is_alive_here(holder: str) -> bool | None:
     """Whether the holder's process exists; None if it is not one that can be seen from here."""
     known = _parsed(holder)
-    if known is None or None in (known["machine"], known["started"]) or known["machine"] != _machine():
+    if known is None or None in (known.machine, known.started) or known.machine != _machine():
         return None
-    return _start_of(known["process"]) == known["started"]
+    return _start_of(known.process) == known.started
 
 
 def _start_of(process: int) -> str | None:
@@ -212,25 +226,15 @@ def _who(holder: str) -> str:
     known = _parsed(holder)
     if known is None:
         return "a job whose lock.json cannot be read"
-    return printable(f"process {known['process']} on {known['host']} since {known['since']}")
+    return printable(f"process {known.process} on {known.host} since {known.since}")
 
 
-def _parsed(holder: str) -> dict[str, Any] | None:
+def _parsed(holder: str) -> _Holder | None:
     """What a lock says; None if that is not what locks say: its writer died in the middle of it, or it was damaged."""
     try:
-        known = json.loads(holder)
-    except (ValueError, RecursionError):
+        return _Holder.model_validate_json(holder)
+    except ValidationError:
         return None
-    if not isinstance(known, dict) or known.keys() != _KINDS.keys():
-        return None
-    return known if all(type(known[name]) in kinds for name, kinds in _KINDS.items()) else None
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "job": (str,), "host": (str,), "process": (int,), "started": (str, type(None)), "machine": (str, type(None)),
-    "since": (str,),
-}  # fmt: skip
-"""What a lock says, and what each is."""
 
 
 def _read(path: StoragePath) -> str | None:

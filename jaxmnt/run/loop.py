@@ -163,10 +163,11 @@ def _evaluate(run: Running) -> float | None:
     stop = lambda: run.stop.wanted and progress.step < run.config.train.steps
     with run.watchdog.during("compiling", limits.compile_seconds), _during(run, "evaluation"):
         run.evaluator.compile()
-        run.sampler.compile()
+        if run.sampler is not None:
+            run.sampler.compile()
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _during(run, "evaluation"):
         results = run.evaluator(progress.state, stop, run.watchdog.got_further)
-        if run.sampler.wanted and results is not None:
+        if run.sampler is not None and results is not None:
             samples = run.sampler(progress.state, progress.step, run.watchdog.got_further)
             if run.writes:
                 run.events.write("samples", step=progress.step, samples=samples)

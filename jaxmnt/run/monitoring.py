@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +43,8 @@ class Monitoring:
         self._probe = DeviceProbe(settings.probe_every, devices)
         self._probed: list[float] = []
         self._probes: dict[int, list[float]] = {}
-        self._phases: PhaseLog | None = None
-        self._resources: ResourceLog | None = None
+        self._logs: tuple[PhaseLog, ResourceLog] | None = None
+        """What is written of steps and of hosts; None but in process 0."""
         self._slow_devices = SlowDeviceDetector()
         self._losses = LossSpikeDetector()
         self._told_faults: dict[tuple[str, str], float] = {}
@@ -59,26 +60,25 @@ class Monitoring:
         self._note_steps_again(repair(run.directory / METRICS, last_step=step))
         for name in (PHASE_LINES, RESOURCES):
             repair(run.directory / name, last_step=step)
-        self._phases = PhaseLog(run.directory, identity.processes)
-        self._resources = ResourceLog(run.directory, identity.processes)
+        self._logs = PhaseLog(run.directory, identity.processes), ResourceLog(run.directory, identity.processes)
         run.heartbeat.take_report = self._hear
 
     def status(self) -> dict[str, Any]:
         """What is known at this moment, in process 0. From any thread."""
-        assert self._phases is not None and self._resources is not None
-        slow = self._phases.stragglers
-        devices = [*self._slow_devices.known, *self._resources.slow]
-        spent = None if self._spending is None else self._spending.spent
+        assert self._logs is not None
+        phases, resources = self._logs
+        slow = phases.stragglers
+        devices = [*self._slow_devices.known, *resources.slow]
         return {
-            "phases": self._phases.latest,
-            "resources": self._resources.latest,
+            "phases": phases.latest,
+            "resources": resources.latest,
             "stragglers": len(slow),
             "slow": [{"process": process, "host": self._hosts[process], "phase": phase} for process, phase in slow],
             "slow_devices": [
                 {"process": one.device[0], "host": self._hosts[one.device[0]], "device": one.device[1], "why": one.why}
                 for one in devices
             ],
-            "spent": spent,
+            "spent": None if self._spending is None else self._spending.spent,
         }
 
     def probe(self, step: int, settle: Callable[[], None]) -> float:
@@ -100,7 +100,7 @@ class Monitoring:
 
     def finished(self, step: int, loss: float | None) -> None:
         """A step is finished on the devices. Its loss is None if its batch had no target."""
-        if self._phases is None or loss is None or not math.isfinite(loss):
+        if self._logs is None or loss is None or not math.isfinite(loss):
             return
         spike = self._losses.see(loss)
         if spike is not None:
@@ -114,15 +114,16 @@ class Monitoring:
         """The main thread has done all that there was to do for a step."""
         self.timer.end_step(step)
         self._step = step
-        if self._phases is None or self._resources is None:
+        if self._logs is None:
             return
+        phases, resources = self._logs
         with self.timer.during("writing"):
             self._hear(0, self._report())
             if self._spending is not None:
                 self._spending.check(step, stop, self._events, self._status)
-            for found in self._phases.take_findings():
+            for found in phases.take_findings():
                 self._tell_of(found, step)
-            slow, faults = self._resources.take_findings()
+            slow, faults = resources.take_findings()
             for found_by, devices in (("clock", slow), ("probe", self._compare_probes())):
                 for one in devices:
                     self._tell_of_device(one, found_by, step)
@@ -141,7 +142,7 @@ class Monitoring:
         for process, report in enumerate(rows or []):
             self._hear(process, report)
         deadline = time.monotonic() + _ON_THE_WAY_SECONDS
-        while self._phases is not None and not self._phases.complete_up_to(step) and time.monotonic() < deadline:
+        while self._logs is not None and not self._logs[0].complete_up_to(step) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
     def _report(self) -> list[Any]:
@@ -153,12 +154,13 @@ class Monitoring:
 
     def _hear(self, process: int, report: list[Any]) -> None:
         """From any thread. Telemetry that makes no sense is said once, and ends no run."""
-        assert self._phases is not None and self._resources is not None
+        assert self._logs is not None
+        phases, resources = self._logs
         try:
-            self._phases.heard(process, [row for row in report if not isinstance(row, dict)])
+            phases.heard(process, [row for row in report if not isinstance(row, dict)])
             for told in (row for row in report if isinstance(row, dict)):
                 if "resources" in told:
-                    self._resources.heard(process, told["resources"], self._step)
+                    resources.heard(process, told["resources"], self._step)
                 if "probe" in told:
                     self._probes[process] = [float(seconds) for seconds in told["probe"]]
         except Exception as error:
@@ -180,9 +182,8 @@ class Monitoring:
         """Lines that are on their way have a few seconds."""
         if self._sampler is not None:
             self._sampler.close()
-        if self._phases is not None and self._resources is not None:
-            self._phases.close()
-            self._resources.close()
+        for log in self._logs or ():
+            log.close()
 
     def _tell_of(self, found: Straggler, step: int) -> None:
         """Who holds the others up, or does no longer."""
@@ -228,13 +229,15 @@ class Monitoring:
 
     def _note_steps_again(self, later: list[dict[str, Any]]) -> None:
         """Lines of steps after the checkpoint that the run goes on from, which are taken again."""
-        lines = [line for line in later if line["kind"] == "train"]
-        for attempt in sorted({line.get("attempt", self._events.attempt - 1) for line in lines}):
-            own = [line for line in lines if line.get("attempt", self._events.attempt - 1) == attempt]
+        by_attempt: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        for line in later:
+            if line["kind"] == "train":
+                by_attempt[line.get("attempt", self._events.attempt - 1)].append(line)
+        for attempt, lines in sorted(by_attempt.items()):
             self._events.write(
                 "steps_again",
                 of_attempt=attempt,
-                steps=len(own),
-                seconds=sum(line.get("step_seconds") or 0.0 for line in own),
-                until=max(line["time"] for line in own),
+                steps=len(lines),
+                seconds=sum(line.get("step_seconds") or 0.0 for line in lines),
+                until=max(line["time"] for line in lines),
             )

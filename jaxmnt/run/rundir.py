@@ -90,7 +90,8 @@ def read_config(directory: Path) -> Config:
             f"{path} cannot be read: {error.strerror or error}; check that it is mounted and readable"
         ) from error
     except (ConfigError, *YAML_ERRORS) as error:
-        raise DamagedConfigError(f"{path} is damaged ({_line(error)})") from error
+        why = printable(" ".join(str(error).split())[:200])
+        raise DamagedConfigError(f"{path} is damaged ({why})") from error
 
 
 def earlier_config(directory: Path) -> Config | None:
@@ -106,10 +107,6 @@ def earlier_config(directory: Path) -> Config | None:
 @functools.cache
 def _say_once(text: str) -> None:
     remark(text)
-
-
-def _line(error: Exception) -> str:
-    return printable(" ".join(str(error).split())[:200])
 
 
 def plain_config(config: Config) -> dict[str, Any]:

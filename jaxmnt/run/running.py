@@ -30,7 +30,8 @@ class Running(ReadyRun):
     monitoring: Monitoring
     profiler: Profiler
     evaluator: Evaluator
-    sampler: Sampler
+    sampler: Sampler | None
+    """None if no samples are asked for."""
 
 
 def start_running(run: ReadyRun) -> Running:
@@ -52,7 +53,7 @@ def start_running(run: ReadyRun) -> Running:
         monitoring=monitoring,
         profiler=profiler,
         evaluator=Evaluator(run.program, run.data),
-        sampler=Sampler(run.program, run.data),
+        sampler=Sampler(run.program, run.data) if run.config.telemetry.samples else None,
     )
 
 

@@ -25,37 +25,31 @@ def check_price(config: Config) -> None:
 class Spending:
     """Device-hours times their price, of this start and those before it."""
 
-    def __init__(self, config: Config, run_dir: Path, devices: int, elapsed: float):
-        """This start has `devices`, and began `elapsed` seconds ago.
+    def __init__(self, price: float, budget: float | None, run_dir: Path, devices: int, elapsed: float):
+        """This start has `devices`, of which an hour costs `price`, and began `elapsed` seconds ago.
 
-        Raises `ConfigError` if the budget was spent before.
+        Raises `ConfigError` if the `budget` was spent before.
         """
-        price, self._budget = config.launch.cost_per_gpu_hour, config.run.budget
-        self._per_second = None if price is None else price * devices / _HOUR
+        self._per_second, self._budget = price * devices / _HOUR, budget
         self._since = time.monotonic() - elapsed
         self._warned = False
-        self._before = 0.0 if price is None else cost_of(attempts_so_far(run_dir), price) or 0.0
+        self._before = cost_of(attempts_so_far(run_dir), price) or 0.0
         if self._budget is not None and self._before >= self._budget:
             raise ConfigError(
                 f"run.budget: {self._budget:,.2f} is spent, {self._before:,.2f} by earlier starts; raise it to go on"
             )
 
     @property
-    def spent(self) -> float | None:
-        """None if no price is known."""
-        return None if self._per_second is None else self._before + self._per_second * (time.monotonic() - self._since)
+    def spent(self) -> float:
+        return self._before + self._per_second * (time.monotonic() - self._since)
 
-    def outlook(self, seconds: float) -> str | None:
+    def outlook(self, seconds: float) -> str:
         """What is spent, and what will be after so many seconds more."""
-        if self._per_second is None or self.spent is None:
-            return None
         return f"cost {self.spent:,.2f} of {self.spent + self._per_second * seconds:,.2f}"
 
     def check(self, step: int, stop: StopRequest, events: Events, status: StatusLine) -> None:
         """After a step: warns near the budget, and asks the run to stop at it."""
-        if self._budget is None or self.spent is None:
-            return
-        if stop.wanted:
+        if self._budget is None or stop.wanted:
             return
         if self.spent >= self._budget:
             events.write("budget", step=step, spent=self.spent, budget=self._budget)

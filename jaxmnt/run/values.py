@@ -78,7 +78,6 @@ def run_process(
         stop = stop or held.enter_context(stop_request(config, identity, heartbeat.end))
         held.enter_context(watchdog)
         status = held.enter_context(status_line(quiet=identity.process_id != 0))
-        zero_is_open = config.mesh.zero == "auto"
         yield RunProcess(
             config,
             directory,
@@ -89,7 +88,7 @@ def run_process(
             status,
             watchdog,
             held,
-            zero_is_open,
+            config.mesh.zero == "auto",
             devices,
         )
 
@@ -127,5 +126,5 @@ class CompiledRun(OpenedRun):
 
     events: Events
     spending: Spending | None
-    """None but in process 0."""
+    """None in other processes than 0, and if no price is known."""
     program: Program
