@@ -157,13 +157,11 @@ HEADINGS = (
 
 def table(found: list[Finding]) -> str:
     """As Markdown, aligned."""
-    rows = [list(HEADINGS)] + [_row(one) for one in found]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    rule = "| " + " | ".join("-" * width for width in widths) + " |"
-    return "\n".join([lines[0], rule, *lines[1:]])
+    rows = [list(HEADINGS), *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def _row(one: Finding) -> list[str]:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import product
@@ -73,17 +73,34 @@ def check_rendered(what: dict[str, Any]) -> None:
 
     Every text of a job goes through this, so that none depends on how it is quoted.
     """
-    for where, value in _leaves("", what):
-        if isinstance(value, str):
-            _check_text(where, value)
-        elif not (value is None or isinstance(value, (bool, int, float))):
-            raise ConfigError(f"{where}: {value!r} must be a text, a number or a boolean; put it in quotes")
-    for where, name in _variables("", what):
-        if is_secret_name(name):
-            raise ConfigError(
-                f"{where}: {printable(name)} looks like a secret, and scripts and manifests are readable; take its "
-                "value from a Kubernetes secret (valueFrom)"
-            )
+    _check("", what)
+
+
+def _check(where: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{where}: the key {name!r} must be a text; put it in quotes")
+            _check_text(where, name)
+            _check(f"{where}.{printable(name)}" if where else name, item)
+        _check_variable(where, value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check(where, item)
+    elif isinstance(value, (str, Path)):
+        _check_text(where, str(value))
+    elif not (value is None or isinstance(value, (bool, int, float))):
+        raise ConfigError(f"{where}: {value!r} must be a text, a number or a boolean; put it in quotes")
+
+
+def _check_variable(where: str, fields: dict[str, Any]) -> None:
+    """Raises `ConfigError` if these fields, as in a pod's spec, set a variable whose name is that of a secret."""
+    name = fields.get("name")
+    if isinstance(name, str) and fields.get("value") and is_secret_name(name):
+        raise ConfigError(
+            f"{where}: {printable(name)} looks like a secret, and scripts and manifests are readable; take its "
+            "value from a Kubernetes secret (valueFrom)"
+        )
 
 
 def _check_text(where: str, text: str) -> None:
@@ -97,33 +114,6 @@ def _check_text(where: str, text: str) -> None:
             f"{where}: its value looks like a secret, and scripts and manifests are readable; keep it in a file of "
             "yours or a Kubernetes secret, and read it in launch.setup"
         )
-
-
-def _leaves(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What is no container, with its dotted key; names of mappings, too."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"{where}: the key {name!r} must be a text; put it in quotes")
-            yield where, name
-            yield from _leaves(f"{where}.{printable(name)}" if where else name, item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(where, item)
-    else:
-        yield where, str(value) if isinstance(value, Path) else value
-
-
-def _variables(where: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Names of variables that a part of a pod's spec sets to a value."""
-    if isinstance(value, dict):
-        if isinstance(value.get("name"), str) and value.get("value"):
-            yield where, value["name"]
-        for name, item in value.items():
-            yield from _variables(f"{where}.{name}" if where else name, item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _variables(where, item)
 
 
 _ONE_FOR_ALL = ("launch", "slurm", "gke")

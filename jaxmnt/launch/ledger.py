@@ -6,7 +6,7 @@ None of it may keep a run from being started again: what is damaged is set aside
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class Ledger:
 
     def bad_nodes(self, now: float) -> list[BadNode]:
         """Those that are still to be left out, the oldest first."""
-        names = [field.name for field in fields(BadNode)]
-        known = [BadNode(**{name: one[name] for name in names}) for one in self._read("bad_nodes.json", _BAD_NODE, {})]
+        entries = self._read("bad_nodes.json", _BAD_NODE, {})
+        known = [BadNode(**{name: entry[name] for name in _BAD_NODE}) for entry in entries]
         # Nobody writes a date that far ahead, so a clock or a bit was wrong.
         kept = [one for one in known if now < one.until <= now + 2 * _BAD_FOR_SECONDS]
         return sorted(kept, key=lambda one: one.since)

@@ -18,10 +18,10 @@ _NOT_AGAIN = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.CONFIG)
 class Verdict:
     """What happens after a start has ended."""
 
-    processes: int | None
+    processes: int | None = None
     """With how many it is started again; None if it is not."""
-    wait_seconds: float
-    why: str
+    wait_seconds: float = 0.0
+    why: str = ""
     """A line for people; empty if there is nothing to say."""
 
 
@@ -41,7 +41,7 @@ class Restarts:
         `waited` is a start that came to nothing because a process never appeared: neither a failure nor a restart.
         """
         if self._most == 0 or (code in _NOT_AGAIN and not waited):
-            return Verdict(None, 0.0, "")
+            return Verdict()
         if waited:
             self._waits += 1
             return self._again("a process did not appear: started again", processes, newest, self._waits)
@@ -49,9 +49,9 @@ class Restarts:
         self._newest, self._waits = newest, 0
         self._in_vain = 1 if gained else self._in_vain + 1
         if self._in_vain >= _TRIES:
-            return Verdict(None, 0.0, f"given up: {_TRIES} starts failed without a checkpoint after step {newest}")
+            return Verdict(why=f"given up: {_TRIES} starts failed without a checkpoint after step {newest}")
         if self._done >= self._most:
-            return Verdict(None, 0.0, f"given up after {self._done} restarts (--max-restarts)")
+            return Verdict(why=f"given up after {self._done} restarts (--max-restarts)")
         self._done += 1
         return self._again(f"restart {self._done} of {self._most}", processes, newest, self._in_vain)
 

@@ -50,13 +50,14 @@ def report_of(runs: Sequence[str], price: float | None = None) -> Record:
     Raises `ConfigError` for one that has no lines of a run.
     """
     reports = [_of_run(run, price) | {"label": label} for run, label in zip(runs, _labels(runs), strict=True)]
+    differences = _differences([one["config"] for one in reports])
     return {
         "version": VERSION,
         "jaxmnt": jaxmnt.__version__,
         "made": time.time(),
         "runs": reports,
-        "config_differences": _differences([one["config"] for one in reports]),
-        "notes": _about_all(reports),
+        "config_differences": differences,
+        "notes": _about_differences(differences),
     }
 
 
@@ -129,7 +130,7 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Rec
     seconds = sum(number(line, "step_seconds") for line in recent)
     rate = sum(number(line, "tokens_per_second") * number(line, "step_seconds") for line in recent)
     steps = config.get("train.steps")
-    left = steps - last.get("step", 0) if type(steps) is int else None
+    left = steps - last.get("step", 0) if type(steps) is int else 0
     return {
         "step": last.get("step", attempts[-1].resumed_after),
         "steps": steps,
@@ -140,7 +141,7 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Rec
         "step_seconds": typical if math.isfinite(typical) else None,
         "mfu": _mean(line.get("mfu") for line in recent),
         "hfu": _mean(line.get("hfu") for line in recent),
-        "seconds_left": left * typical if left is not None and left > 0 and math.isfinite(typical) else None,
+        "seconds_left": left * typical if left > 0 and math.isfinite(typical) else None,
         "bad_steps": len(events_of(attempts, "bad_step")),
         "steps_without_targets": sum(map(has_no_targets, lines)),
         "restarts": len(attempts) - 1,
@@ -226,11 +227,10 @@ def _samples(attempts: Sequence[Attempt]) -> list[Record]:
     for record in events_of(attempts, "samples"):
         samples = record.get("samples")
         if "step" in record and isinstance(samples, list):
-            pairs = [(one.get("prompt"), one.get("text")) for one in samples if isinstance(one, dict)]
             told[record["step"]] = [
-                {"prompt": prompt, "text": text}
-                for prompt, text in pairs
-                if isinstance(prompt, str) and isinstance(text, str)
+                {"prompt": one["prompt"], "text": one["text"]}
+                for one in samples
+                if isinstance(one, dict) and isinstance(one.get("prompt"), str) and isinstance(one.get("text"), str)
             ]
     newest = sorted(told, reverse=True)
     return [{"step": step, "samples": told[step]} for step in newest[:1] + _thinned(newest[1:], _MOST_SAMPLES)]
@@ -351,12 +351,10 @@ def _differences(configs: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _about_all(reports: Sequence[Record]) -> list[str]:
-    """What to know when runs are compared."""
-    if len(reports) < 2:
-        return []
+def _about_differences(differences: Sequence[Record]) -> list[str]:
+    """What to know when runs are compared whose configs have these differences."""
     notes = []
-    different = {one["key"].partition(".")[0] for one in _differences([one["config"] for one in reports])}
+    different = {one["key"].partition(".")[0] for one in differences}
     if "model" in different:
         notes.append("these runs train different models: compare their losses with care")
     if "data" in different:

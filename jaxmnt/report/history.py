@@ -102,19 +102,18 @@ def _by_lines_alone(lines: list[Record]) -> list[Attempt]:
 def attempts_so_far(run_dir: Path) -> list[Attempt]:
     """As `read_attempts`; of a run that is about to begin there may be none."""
     attempts: dict[int, Attempt] = {}
-    again: list[Record] = []
     for record in read_lines(event_file(run_dir, 0)):
         of_attempt = record.get("attempt")
         if record["kind"] == "start":
             attempts[record["attempt"]] = _begun(record)
         elif of_attempt in attempts:
             attempts[of_attempt].events.append(record)
-            again += [record] if record["kind"] == "steps_again" else []
     ordered = sorted(attempts.values(), key=lambda attempt: attempt.number)
     for attempt in ordered:
         _complete(attempt)
-    for record in again:
-        _note_lost(attempts.get(record.get("of_attempt", -1)), record)
+    for record in events_of(ordered, "steps_again"):
+        if (earlier := attempts.get(record.get("of_attempt", -1))) is not None:
+            _note_lost(earlier, record)
     if ordered:
         _share_out(read_lines(run_dir / METRICS), ordered)
     _put_after_each_other(ordered)
@@ -187,13 +186,12 @@ def _complete(attempt: Attempt) -> None:
             attempt.laps = {name: number(laps, name) for name in laps}
 
 
-def _note_lost(attempt: Attempt | None, again: Record) -> None:
-    """That a later attempt took steps of this one again."""
-    if attempt is not None:
-        attempt.lost_steps += int(number(again, "steps"))
-        attempt.lost_seconds += number(again, "seconds")
-        attempt.lost_until = max(attempt.lost_until, number(again, "until"))
-        attempt.ended = max(attempt.ended, attempt.lost_until)
+def _note_lost(attempt: Attempt, again: Record) -> None:
+    """Notes that a later attempt took steps of this one again."""
+    attempt.lost_steps += int(number(again, "steps"))
+    attempt.lost_seconds += number(again, "seconds")
+    attempt.lost_until = max(attempt.lost_until, number(again, "until"))
+    attempt.ended = max(attempt.ended, attempt.lost_until)
 
 
 def _share_out(lines: list[Record], attempts: list[Attempt]) -> None:

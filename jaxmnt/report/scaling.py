@@ -60,6 +60,10 @@ class Scaling(_Part):
         seconds = zip(self.points[0].seconds, point.seconds, strict=True)
         return [self._share(point) * one / other for one, other in seconds]
 
+    def efficiency(self, point: Point) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.efficiencies(point))
+
     def predicted(self, point: Point) -> float | None:
         """The efficiency that the predictions have."""
         first = self.points[0]
@@ -89,7 +93,7 @@ class Scaling(_Part):
         """Of the points whose efficiency is low."""
         found = []
         for point in self.points[1:]:
-            efficiency = statistics.median(self.efficiencies(point))
+            efficiency = self.efficiency(point)
             if efficiency < LEAST:
                 found.append(
                     f"{self.mode} scaling to {point.processes} processes has an efficiency of {efficiency:.2f}, below "
@@ -122,7 +126,7 @@ class Study(_Part):
                         "typical": point.typical,
                         "tokens_per_second": point.rows * self.length / point.typical,
                         "efficiencies": one.efficiencies(point),
-                        "efficiency": statistics.median(one.efficiencies(point)),
+                        "efficiency": one.efficiency(point),
                         "predicted_efficiency": one.predicted(point),
                     }
                     for point in one.points
@@ -165,7 +169,7 @@ def _table(study: Study, scaling: Scaling) -> list[str]:
                 str(point.rows),
                 seconds_text(point.typical),
                 count(point.rows * study.length / point.typical),
-                f"{statistics.median(own):.2f}",
+                f"{scaling.efficiency(point):.2f}",
                 f"{min(own):.2f} to {max(own):.2f}",
                 "-" if point.predicted is None else seconds_text(point.predicted),
                 "-" if expected is None else f"{expected:.2f}",
@@ -218,7 +222,7 @@ def draw(study: Study) -> str:
         parts.append(f'<line x1="{_LEFT}" y1="{y(value):.1f}" x2="{right}" y2="{y(value):.1f}" stroke="#ccc"{dash}/>')
     for place, scaling in enumerate(study.scalings):
         color = _COLORS[scaling.mode]
-        medians = [(x(one.processes), y(statistics.median(scaling.efficiencies(one)))) for one in scaling.points]
+        medians = [(x(one.processes), y(scaling.efficiency(one))) for one in scaling.points]
         parts.append(_line(medians, color))
         told = [(x(one.processes), scaling.predicted(one)) for one in scaling.points]
         expected = [(across, y(value)) for across, value in told if value is not None]

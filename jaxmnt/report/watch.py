@@ -68,17 +68,13 @@ class LatestReport:
     def _state(self) -> list[Any]:
         found: list[Any] = []
         for run in map(Path, self._runs):
-            for path in _files(run):
+            for path in [run / METRICS, run / PHASE_LINES, run / RESOURCES, run / "config.yaml", *event_files(run)]:
                 try:
                     status = path.stat()
                     found.append((status.st_mtime_ns, status.st_size))
                 except OSError:
                     found.append(None)
         return found
-
-
-def _files(run: Path) -> list[Path]:
-    return [run / METRICS, run / PHASE_LINES, run / RESOURCES, run / "config.yaml", *event_files(run)]
 
 
 class _Handler(LocalHandler):
