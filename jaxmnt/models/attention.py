@@ -62,6 +62,8 @@ class Attention(nnx.Module):
 
     head_norm_offset: float | None = None
     """That of an RMSNorm on each head's query and key, whose scales all heads share; None: there is none."""
+    window: int | None = None
+    """How many tokens a query sees, itself among them; None: all before it."""
     all_keys = False
     """Whether `adjusted` is given the keys of all heads whose weights are at hand."""
 
@@ -78,8 +80,8 @@ class Attention(nnx.Module):
         return context.rotary[""]
 
     def options(self) -> dict[str, Any]:
-        """Of `kernels.attend`."""
-        return {}
+        """Returns options of `kernels.attend`."""
+        return {"window": self.window}
 
 
 class KVHeads:
@@ -95,14 +97,12 @@ class KVHeads:
         self._split = num_shards > 1 and placement.num_shards("kv_heads") == 1
         if not self._split:
             return
-        local, group = heads // num_shards, heads // kv_heads
-        needed = [[(shard * local + query) // group for query in range(local)] for shard in range(num_shards)]
-        own = [sorted(set(row)) for row in needed]
-        most = max(map(len, own))
-        self._own = np.array([row + row[-1:] * (most - len(row)) for row in own])
-        self._of_query = np.array(
-            [[row.index(head) for head in row_needed] for row, row_needed in zip(own, needed, strict=True)]
-        )
+        local = heads // num_shards
+        needed = np.arange(heads).reshape(num_shards, local) // (heads // kv_heads)
+        first, last = needed[:, :1], needed[:, -1:]
+        most = int(np.max(last - first)) + 1
+        self._own = np.minimum(first + np.arange(most), last)
+        self._of_query = needed - first
         even = np.arange(local) // max(1, local // most)
         self._grouped = local % most == 0 and bool((self._of_query == even).all())
 

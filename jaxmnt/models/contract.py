@@ -335,8 +335,7 @@ def _stack(family: Family, group: LayerGroup, rngs: nnx.Rngs) -> nnx.Module:
     """The layers of a group; of several kinds, by their place in the pattern."""
 
     def stack(kind: str) -> nnx.Module:
-        stacked: nnx.Module = nnx.vmap(lambda rngs: family.layer(kind, rngs))(rngs.split(group.units))
-        return stacked
+        return nnx.vmap(lambda rngs: family.layer(kind, rngs))(rngs.split(group.units))
 
     stacks = [stack(kind) for kind in group.pattern]
     return stacks[0] if len(stacks) == 1 else nnx.Dict({str(place): one for place, one in enumerate(stacks)})

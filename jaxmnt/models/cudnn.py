@@ -183,17 +183,17 @@ def _chosen(call: _Call, new: tuple[jax.Array, ...], old: tuple[jax.Array, ...])
 def has_packed_form() -> bool:
     """Whether this version of JAX has the primitives for it, as they are known here: they are not public."""
     try:
-        return _jax().more is not None
+        _jax()
     except (ImportError, AttributeError):
         return False
+    return True
 
 
 class _Jax(NamedTuple):
     forward: Any
     backward: Any
     settings: dict[str, Any]
-    more: dict[str, Any] | None
-    """Settings that newer versions have, as they are without what they are for; None: there are some unknown here."""
+    """Those that newer versions alone have are as they are without what they are for."""
 
 
 _OPERANDS = {
@@ -204,6 +204,7 @@ _OPERANDS = {
 
 @functools.cache
 def _jax() -> _Jax:
+    """Raises `ImportError` or `AttributeError` if there is no such form, or if it has settings unknown here."""
     from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # looks for a GPU's libraries, so not before
 
     settings = {
@@ -212,8 +213,10 @@ def _jax() -> _Jax:
     }  # fmt: skip
     lowering = inspect.signature(jax_cudnn._dot_product_attention_fwd_cuda_lowering)
     newer = set(lowering.parameters) - _OPERANDS - set(settings)
-    more = dict.fromkeys(sorted(newer)) if newer <= {"score_mod_name", "score_mod_jaxpr"} else None
-    return _Jax(jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings, more)
+    if unknown := newer - {"score_mod_name", "score_mod_jaxpr"}:
+        raise AttributeError(f"cuDNN's attention has settings that are not known here: {', '.join(sorted(unknown))}")
+    settings |= dict.fromkeys(sorted(newer))
+    return _Jax(jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings)
 
 
 def cudnn_forward(
@@ -253,9 +256,7 @@ def cudnn_backward(
 
 
 def _settings(options: _Options) -> dict[str, Any]:
-    found = _jax()
-    assert found.more is not None, "cudnn is chosen where the packed form is there"
-    return {"scale": options.scale, "sliding_window_length": options.window, **found.settings, **found.more}
+    return {"scale": options.scale, "sliding_window_length": options.window, **_jax().settings}
 
 
 def _operands(q_BLHK: jax.Array, k_BLGK: jax.Array, lengths_C: jax.Array, first_C1: jax.Array) -> list[jax.Array]:

@@ -79,7 +79,7 @@ class GemmaAttention(Attention):
         self.soft_cap, self.scale = config.attention_soft_cap, config.attention_scale
 
     def options(self) -> dict[str, Any]:
-        return {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
+        return super().options() | {"soft_cap": self.soft_cap, "scale": self.scale}
 
 
 class GemmaBlock(Block):

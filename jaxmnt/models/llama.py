@@ -96,9 +96,6 @@ class WindowedAttention(Attention):
         super().__init__(config, output_std, rngs)
         self.window = config.sliding_window
 
-    def options(self) -> dict[str, Any]:
-        return {"window": self.window}
-
 
 class Mistral(Llama):
     """All layers are alike."""

@@ -9,7 +9,6 @@ Shapes: B batch, L length, H query heads, G key/value heads, K head width.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,9 +133,6 @@ class WindowedAttention(OlmoAttention):
 
     def angles(self, context: LayerContext) -> Angles:
         return context.rotary[self.kind]
-
-    def options(self) -> dict[str, Any]:
-        return {"window": self.window}
 
 
 class Olmo3(Alternating):

@@ -19,7 +19,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxmnt.config.mesh import AXES, BATCH_AXES, STAGE_AXIS, TOKEN_AXES
+from jaxmnt.config.mesh import AXES, STAGE_AXIS, TOKEN_AXES
 from jaxmnt.parallel.sharding import Axes, Placement, is_axes
 
 PROJECTED = "projected"
@@ -68,9 +68,8 @@ def largest_of_weights(weights: list[jax.Array], axes: list[Axes], placement: Pl
     over = [found[1] if (found := placement.gathered_axes(names)) else () for names in axes]
     for along in sorted(set(over) - {()}):
         places = [place for place, one in enumerate(over) if one == along]
-        most = jax.lax.pmax(jnp.concatenate([own[place] for place in places]), along)
-        parts = jnp.split(most, np.cumsum([len(own[place]) for place in places])[:-1])
-        for place, part in zip(places, parts, strict=True):
+        most = _as_one(functools.partial(jax.lax.pmax, axis_name=along), [own[place] for place in places])
+        for place, part in zip(places, most, strict=True):
             own[place] = part
     return own
 
@@ -136,16 +135,17 @@ def _psum(tree: Any, over: tuple[str, ...], placement: Placement) -> Any:
         filled[leaf.dtype] = filled.get(leaf.dtype, 0) + leaf.nbytes
         buckets.setdefault((leaf.dtype, filled[leaf.dtype] // _BUCKET_BYTES), []).append(place)
     for places in buckets.values():
-        summed = jax.lax.psum(jnp.concatenate([leaves[place].ravel() for place in places]), over)
-        ends = np.cumsum([leaves[place].size for place in places])
-        for place, flat in zip(places, jnp.split(summed, ends[:-1]), strict=True):
-            leaves[place] = flat.reshape(leaves[place].shape)
+        summed = _as_one(functools.partial(jax.lax.psum, axis_name=over), [leaves[place] for place in places])
+        for place, leaf in zip(places, summed, strict=True):
+            leaves[place] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 
-def batch_shard_index() -> jax.Array:
-    """This device's batch shard, counted in global row order."""
-    return jax.lax.axis_index(BATCH_AXES)
+def _as_one(reduce: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
+    """Reduces arrays of one dtype as if they were one array."""
+    whole = reduce(jnp.concatenate([array.ravel() for array in arrays]))
+    parts = jnp.split(whole, np.cumsum([array.size for array in arrays])[:-1])
+    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def index_along(axis: str, placement: Placement) -> jax.Array:

@@ -1,5 +1,6 @@
 """How arrays are sharded: the order of devices in the mesh, and one table from logical axes to mesh axes."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,10 +114,11 @@ class Placement:
     mesh: jax.sharding.Mesh
     rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
     overlap: Overlap = "off"
-    sizes: dict[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", {str(axis): size for axis, size in self.mesh.shape.items()})
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """How many devices each mesh axis has."""
+        return dict(self.mesh.shape)
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         """The mesh axes of more than one device that a logical axis is split over."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmnt.parallel.sharding import Axes
+from jaxmnt.parallel.sharding import named_leaves
 from jaxmnt.training.spec import State, StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device
 
@@ -34,8 +34,8 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
         return cpu_options(spec.dtype, level)
     options: dict[str, Any] = {}
     once = spec.zero < 3
-    if (spec.prefetch or (once and spec.placement.overlap != "rows")) and _whole_layer_bytes(spec):
-        options["xla_gpu_all_gather_combine_threshold_bytes"] = _whole_layer_bytes(spec)
+    if (spec.prefetch or (once and spec.placement.overlap != "rows")) and (whole := _whole_layer_bytes(spec)):
+        options["xla_gpu_all_gather_combine_threshold_bytes"] = whole
     if spec.placement.axes_of_layers > 1 and _is_known(_AT_ONCE, 4):
         options[_AT_ONCE] = 4
     return _unless_set(options)
@@ -70,21 +70,16 @@ def _unless_set(options: dict[str, Any]) -> dict[str, Any]:
 
 def _whole_layer_bytes(spec: StepSpec) -> int:
     """Of the largest layer's weights, as they are gathered."""
-    params, placement = abstract_state(spec)["params"], spec.placement
-
-    def gathered(leaf: jax.ShapeDtypeStruct, names: Axes) -> int:
-        found = placement.gathered_axes(names)
-        if found is None:
-            return 0
-        stored = math.prod(leaf.sharding.shard_shape(leaf.shape)) // leaf.shape[0]
-        return stored * math.prod(placement.sizes[axis] for axis in found[1]) * spec.dtype.itemsize
-
+    params, axes, placement = abstract_state(spec)["params"], spec.definition.axes, spec.placement
     largest = 0
     for group in spec.definition.groups:
-        tree, axes = params[group.name], spec.definition.axes[group.name]
-        layers = [(tree, axes)] if len(group.pattern) == 1 else [(tree[place], axes[place]) for place in tree]
-        sizes = (jax.tree.leaves(jax.tree.map(gathered, *layer)) for layer in layers)
-        largest = max([largest, *map(sum, sizes)])
+        for place in range(len(group.pattern)):
+            size = 0
+            for _, leaf, names in named_leaves(group.at(params[group.name], place), group.at(axes[group.name], place)):
+                if (gathered := placement.gathered_axes(names)) is not None:
+                    stored = math.prod(leaf.sharding.shard_shape(leaf.shape)) // leaf.shape[0]
+                    size += stored * math.prod(placement.sizes[axis] for axis in gathered[1]) * spec.dtype.itemsize
+            largest = max(largest, size)
     return largest
 
 

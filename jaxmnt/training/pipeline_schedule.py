@@ -152,16 +152,13 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
     """The schedule of this name: gpipe, 1f1b, interleaved, or forward (no backward, for evaluation)."""
     assert stages >= 1 and microbatches >= 1 and chunks >= 1
     entries = list(_entries(stages, microbatches, chunks))
-    first_back = {
-        "1f1b": stages * chunks - 1,  # in the tick in which the loss is first known
-        "interleaved": stages * chunks - 1,
-        "gpipe": entries[-1][0] + stages,
-    }
+    # Backward begins after all forwards, or in the tick in which the loss is first known.
+    first_back = entries[-1][0] + stages if name == "gpipe" else stages * chunks - 1
     forward = [(tick + stage, stage, work) for tick, work in entries for stage in range(stages)]
     backward = []
     if name != "forward":
         backward = [
-            (first_back[name] + tick + stages - 1 - stage, stage, Work(work.microbatch, chunks - 1 - work.chunk))
+            (first_back + tick + stages - 1 - stage, stage, Work(work.microbatch, chunks - 1 - work.chunk))
             for tick, work in entries
             for stage in range(stages)
         ]

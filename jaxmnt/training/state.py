@@ -92,13 +92,11 @@ def with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]
         transform_non_params=lambda leaf: function(leaf, ()),
         is_leaf=is_masked,
     )
-    single = {part: jax.tree.map(lambda leaf: function(leaf, ()), state[part]) for part in ("counters", "bad_steps")}
-    definition = spec.definition
-    arrays = {"params": definition.axes} | ({"buffers": definition.buffer_axes} if "buffers" in state else {})
+    arrays = {"params": spec.definition.axes, "buffers": spec.definition.buffer_axes}
     return {
-        **{part: map_with_axes(function, state[part], axes) for part, axes in arrays.items()},
+        **{part: map_with_axes(function, state[part], axes) for part, axes in arrays.items() if part in state},
         "optimizer": optimizer,
-        **single,
+        **{part: jax.tree.map(lambda leaf: function(leaf, ()), state[part]) for part in ("counters", "bad_steps")},
     }
 
 

@@ -208,6 +208,6 @@ def _row_keys(spec: StepSpec, step: jax.Array, microbatch: jax.Array) -> jax.Arr
     if spec.config.model.dropout == 0:
         return None
     rows, count = spec.microbatch_rows, spec.num_microbatches
-    first = (collectives.batch_shard_index() * count + microbatch) * rows
+    first = (collectives.index_along("batch", spec.placement) * count + microbatch) * rows
     key = jax.random.fold_in(jax.random.key(spec.config.seed), step)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(rows))

@@ -25,6 +25,8 @@ class Weights:
     def __init__(self, spec: StepSpec, params: Params):
         """`params`: this device's pieces, as they are placed."""
         self._spec, self.params = spec, params
+        self._summed_like = params
+        """Gradients of all microbatches are added up in these shapes."""
 
     def ready(self, params: Params, axes: Any) -> Params:
         """Returns whole weights in the compute dtype from some of `params`."""
@@ -37,7 +39,7 @@ class Weights:
 
     def no_gradients(self) -> Params:
         """Returns float32 zeros of the shapes in which the gradients of all microbatches are added up."""
-        trained = select(self._summed_like(), self._spec.trained_axes)
+        trained = select(self._summed_like, self._spec.trained_axes)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
 
     def reduced(self, gradients: Params, axes: Any) -> Params:
@@ -48,28 +50,21 @@ class Weights:
         """Returns the added gradients in the pieces of the stored parameters."""
         return gradients
 
-    def _summed_like(self) -> Params:
-        return self.params
-
 
 class GatheredOnce(Weights):
     """The weights of a step, all gathered before it: ZeRO 2."""
 
     def __init__(self, spec: StepSpec, params: Params):
         super().__init__(spec, params)
-        self._stored = params
-        self.params = {name: self._gathered(name) for name in params}
+        self.params = {name: self._gathered(name, stored) for name, stored in params.items()}
 
     def ready(self, params: Params, axes: Any) -> Params:
         return params
 
-    def _summed_like(self) -> Params:
-        return self._stored
-
-    def _gathered(self, name: str) -> Params:
+    def _gathered(self, name: str, stored: Params) -> Params:
         """Returns the whole weights of a group or an end. Layers are gathered one after another: a whole stack would
         come out with the dimension first along which it is gathered, and XLA would copy all of it into order."""
-        spec, stored, axes = self._spec, self._stored[name], self._spec.definition.axes[name]
+        spec, axes = self._spec, self._spec.definition.axes[name]
         is_gathered = any(map(spec.placement.gathered_axes, jax.tree.leaves(axes, is_leaf=is_axes)))
         if name not in spec.slots or not is_gathered:
             return super().ready(stored, axes)
@@ -81,15 +76,16 @@ class GatheredOnce(Weights):
 class SummedWhole(GatheredOnce):
     """The weights of a step, all gathered before it, whose gradients are added up whole and scattered once: ZeRO 1."""
 
+    def __init__(self, spec: StepSpec, params: Params):
+        super().__init__(spec, params)
+        self._summed_like = self.params
+
     def reduced(self, gradients: Params, axes: Any) -> Params:
         return jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
 
     def finished(self, gradients: Params) -> Params:
         spec = self._spec
         return collectives.reshard(gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
-
-    def _summed_like(self) -> Params:
-        return self.params
 
 
 _GATHERED_IN_A_ROUND = 4
