@@ -168,7 +168,7 @@ def test_documents_are_kept_apart_in_cudnns_packed_form(length, heads, kv_heads,
     assert calls == 1 if length == 1 or document == 1 else calls > 1
 
     def both(q, k, v):
-        packed = lambda q, k, v: cudnn.attend_packed(q, k, v, segments, scale=0.3, window=window)
+        packed = lambda q, k, v: cudnn.attend_packed(blockwise.Scores(0.3, window), q, k, v, segments)
         whole = lambda q, k, v: plain(q, k, v, None, segments, window, None, 0.3)
         results = []
         for function in (packed, whole):
@@ -184,7 +184,7 @@ def test_documents_are_kept_apart_in_cudnns_packed_form(length, heads, kv_heads,
 
 def test_more_numbers_than_cudnn_can_count_are_refused():
     q, k = (jax.ShapeDtypeStruct((16, 65536, heads, 128), jnp.bfloat16) for heads in (32, 8))
-    attend = lambda q, k, segments: cudnn.attend_packed(q, k, k, segments, scale=1.0, window=None)
+    attend = lambda q, k, segments: cudnn.attend_packed(blockwise.Scores(1.0), q, k, k, segments)
     with pytest.raises(ConfigError, match="cudnn cannot count the 4,294,967,296 numbers"):
         jax.eval_shape(attend, q, k, jax.ShapeDtypeStruct((16, 65536), jnp.int32))
 

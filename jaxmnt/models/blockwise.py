@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmnt.models.cudnn import ATTENTION
 from jaxmnt.parallel.collectives import with_backward
+
+ATTENTION = "attention"
+"""Checkpoint name of what attention gives: with it kept, backward does not attend a second time."""
 
 BLOCK = 512
 """Queries, and keys, of a block of a long row."""
@@ -29,7 +31,7 @@ _HIDDEN = -1e30
 
 
 class Scores(NamedTuple):
-    """What is done to the scores besides the causal mask. All static."""
+    """What is done to the scores besides the causal mask. All static. cuDNN has no soft cap."""
 
     scale: float
     window: int | None = None
@@ -75,8 +77,8 @@ class BlockRange(NamedTuple):
     def of_queries(self, array: jax.Array, axis: int = 2) -> jax.Array:
         return _cut(array, self.query, self.queries, axis)
 
-    def of_keys(self, array: jax.Array, axis: int = 1) -> jax.Array:
-        return _cut(array, self.key, self.keys, axis)
+    def of_keys(self, array: jax.Array) -> jax.Array:
+        return _cut(array, self.key, self.keys, 1)
 
 
 class Softmax(NamedTuple):

@@ -347,11 +347,11 @@ def define(family: Family) -> Definition:
     Raises `ConfigError` for groups, axes and buffers that the contract does not allow.
     """
     groups = tuple(family.groups())
-    _check_groups(family, groups)
+    first, last = _names_of_ends(family)
+    _check_groups(family, groups, first + last)
     decoder = nnx.eval_shape(lambda: _Decoder(family, nnx.Rngs(params=0)))
     graph = lambda module: nnx.split(module)[0]
     one_layer = lambda kind: nnx.eval_shape(lambda: family.layer(kind, nnx.Rngs(params=0)))
-    first, last = _names_of_ends(family)
     graphs: dict[str, Any] = {name: graph(getattr(decoder, name)) for name in first + last}
     for group in groups:
         graphs[group.name] = [graph(one_layer(kind)) for kind in group.pattern]
@@ -377,10 +377,10 @@ def _names_of_ends(family: Family) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return before, after
 
 
-def _check_groups(family: Family, groups: Sequence[LayerGroup]) -> None:
+def _check_groups(family: Family, groups: Sequence[LayerGroup], ends: Sequence[str]) -> None:
     """Their names are those of parameters and of logical axes, so they must be their own."""
     names, layers = [group.name for group in groups], sum(group.num_layers for group in groups)
-    taken = (RULES.keys() - {"layers"}) | {name for names in _names_of_ends(family) for name in names}
+    taken = (RULES.keys() - {"layers"}) | {*ends}
     for name in names:
         if name in taken or names.count(name) > 1:
             raise ConfigError(f"model.family: the name {name} of a group of layers is taken; choose another")

@@ -21,10 +21,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.blockwise import ATTENTION, Scores
 from jaxmnt.parallel.collectives import with_backward
-
-ATTENTION = "attention"
-"""Checkpoint name of what attention gives: with it kept, backward does not attend a second time."""
 
 DOCUMENT = 512
 """A call of cuDNN takes as many documents as fit in the rows if they have this many tokens on average."""
@@ -41,24 +39,16 @@ def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     return bool(primitive.name == "dot_product_attention_fwd_wrapper")
 
 
-def attend_whole(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, scale: float, window: int | None
-) -> jax.Array:
-    """Causal attention [B, L, H, K], in which a query sees its whole row up to itself, or `window` keys of it."""
+def attend_whole(options: Scores, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
+    """Causal attention [B, L, H, K], in which a query sees its whole row up to itself, or a window of it."""
     return jax.nn.dot_product_attention(  # without the checkpoint name, which would be a second array to keep
-        q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=scale, implementation="cudnn",
-        local_window_size=None if window is None else (window - 1, 0),
+        q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=options.scale, implementation="cudnn",
+        local_window_size=None if options.window is None else (options.window - 1, 0),
     )  # fmt: skip
 
 
 def attend_packed(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
+    options: Scores, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
 ) -> jax.Array:
     """Causal attention [B, L, H, K], in which a query sees the keys of its own document alone. Output and statistics
     have the checkpoint name `attention`. Raises `ConfigError` for more numbers than cuDNN's offsets can count."""
@@ -67,12 +57,7 @@ def attend_packed(
             f"model.attention: cudnn cannot count the {q_BLHK.size:,} numbers of the queries that a device has of a "
             "microbatch with documents kept apart; set train.microbatch_size lower, or model.attention=xla"
         )
-    return _packed(_Options(scale, window), q_BLHK, k_BLGK, v_BLGK, segments_BL)
-
-
-class _Options(NamedTuple):
-    scale: float
-    window: int | None
+    return _packed(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
 
 
 class _Documents(NamedTuple):
@@ -130,9 +115,7 @@ def _for_each_call(
         return jax.lax.fori_loop(0, calls, step, empty)
 
 
-def _backward(
-    options: _Options, saved: tuple[jax.Array, ...], gradient_BLHK: jax.Array
-) -> tuple[jax.Array | None, ...]:
+def _backward(options: Scores, saved: tuple[jax.Array, ...], gradient_BLHK: jax.Array) -> tuple[jax.Array | None, ...]:
     q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH = saved
     _, length, heads, _ = q_BLHK.shape
     statistics_TH = statistics_BLH.reshape(-1, heads)
@@ -153,7 +136,7 @@ def _backward(
 
 @with_backward(_backward, static=1)
 def _packed(
-    options: _Options, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
+    options: Scores, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The output, and what backward needs."""
     batch, length, heads, _ = q_BLHK.shape
@@ -220,7 +203,7 @@ def _jax() -> _Jax:
 
 
 def cudnn_forward(
-    options: _Options,
+    options: Scores,
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
@@ -236,7 +219,7 @@ def cudnn_forward(
 
 
 def cudnn_backward(
-    options: _Options,
+    options: Scores,
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
@@ -255,7 +238,7 @@ def cudnn_backward(
     return q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK
 
 
-def _settings(options: _Options) -> dict[str, Any]:
+def _settings(options: Scores) -> dict[str, Any]:
     return {"scale": options.scale, "sliding_window_length": options.window, **_jax().settings}
 
 

@@ -92,12 +92,12 @@ def product(how: Float8, x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
 def x_gradient(how: Float8, gradient_TF: jax.Array, weight_DF: jax.Array) -> jax.Array:
     """[T, D] in the dtype of the gradient, from that of the product."""
     gradient, weight = _quantised(gradient_TF, BACKWARD), _quantised(weight_DF, FORWARD)
-    return _multiply(how, gradient, _transposed(weight), gradient_TF.dtype)
+    return _multiply(how, gradient, weight.transposed(), gradient_TF.dtype)
 
 
 def weight_gradient(how: Float8, x_TD: jax.Array, gradient_TF: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """[D, F] in the weight's dtype, from that of the product."""
-    return _multiply(how, _transposed(_quantised(x_TD, FORWARD)), _quantised(gradient_TF, BACKWARD), dtype)
+    return _multiply(how, _quantised(x_TD, FORWARD).transposed(), _quantised(gradient_TF, BACKWARD), dtype)
 
 
 def packed(weight: jax.Array, scale: jax.Array) -> jax.Array:
@@ -116,9 +116,8 @@ class _Scaled(NamedTuple):
     values: jax.Array
     scale: jax.Array
 
-
-def _transposed(matrix: _Scaled) -> _Scaled:
-    return _Scaled(matrix.values.T, matrix.scale)
+    def transposed(self) -> "_Scaled":
+        return self._replace(values=self.values.T)
 
 
 def _quantised(x: jax.Array, dtype: jnp.dtype) -> _Scaled:

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmnt.config.model import Model
-from jaxmnt.models.attention import Attention
 from jaxmnt.models.contract import LayerContext
 from jaxmnt.models.huggingface import (
     ATTENTION,
@@ -32,10 +31,10 @@ from jaxmnt.models.huggingface import (
     Tensor,
     common_settings,
 )
-from jaxmnt.models.layers import RMSNorm
+from jaxmnt.models.layers import GatedMLP, RMSNorm
 from jaxmnt.models.llama import Block
 from jaxmnt.models.rotary import Angles
-from jaxmnt.models.windows import Alternating, two_rotaries, window
+from jaxmnt.models.windows import Alternating, AlternatingAttention, two_rotaries
 from jaxmnt.parallel.sharding import Placement
 
 NORMS = {
@@ -70,12 +69,11 @@ ASSUMED = {
 }  # fmt: skip
 
 
-class GemmaAttention(Attention):
+class GemmaAttention(AlternatingAttention):
     """Attention with a soft cap, a scale of its own, and in local layers a window."""
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
-        super().__init__(config, output_std, rngs)
-        self.kind, self.window = kind, window(config, kind)
+        super().__init__(config, output_std, rngs, kind)
         self.soft_cap, self.scale = config.attention_soft_cap, config.attention_scale
 
     def options(self) -> dict[str, Any]:
@@ -86,8 +84,8 @@ class GemmaBlock(Block):
     """One layer with norms on both sides."""
 
     norms = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm")
-    norm_offset = 1.0
-    activation = staticmethod(functools.partial(jax.nn.gelu, approximate=True))
+    norm = staticmethod(functools.partial(RMSNorm, offset=1.0))
+    make_mlp = staticmethod(functools.partial(GatedMLP, activation=functools.partial(jax.nn.gelu, approximate=True)))
 
 
 class Gemma2(Alternating):
@@ -95,7 +93,8 @@ class Gemma2(Alternating):
 
     settings: Sequence[str] = (*Alternating.settings, "attention_scale", "attention_soft_cap", "logit_soft_cap")
     pattern_length = 2
-    attention: type[GemmaAttention] = GemmaAttention
+    block = GemmaBlock
+    attention: type[AlternatingAttention] = GemmaAttention
     hugging_face = HuggingFace(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -106,9 +105,6 @@ class Gemma2(Alternating):
         meaningless=frozenset({"sliding_window_size"}),  # beside sliding_window
         assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_key_value_heads": 4},
     )
-
-    def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return GemmaBlock(self.config, functools.partial(self.attention, kind=kind), rngs)
 
     def after(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         return super().after(rngs) | {"norm": RMSNorm(self.config.hidden_size, self.config.norm_epsilon, offset=1.0)}

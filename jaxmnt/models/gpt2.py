@@ -18,7 +18,7 @@ from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Family, LayerContext
 from jaxmnt.models.huggingface import HuggingFace, Setting, Tensor
-from jaxmnt.models.layers import Embedding, LayerNorm, output_std, weight
+from jaxmnt.models.layers import Embedding, LayerNorm, weight
 from jaxmnt.models.llama import BiasedAttention, Block
 from jaxmnt.models.projections import project_gathered, project_scattered
 from jaxmnt.models.rotary import Angles
@@ -105,14 +105,8 @@ def _gelu(up_BLF: jax.Array) -> jax.Array:
 class GPT2Block(Block):
     """One of GPT-2's."""
 
-    def __init__(self, config: Model, rngs: nnx.Rngs):
-        assert config.intermediate_size
-        std = output_std(config.num_layers)
-        self.attention_norm = LayerNorm(config.hidden_size, config.norm_epsilon)
-        self.attention = GPT2Attention(config, std, rngs)
-        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, std, rngs)
-        self.dropout = config.dropout
+    norm = LayerNorm
+    make_mlp = MLP
 
 
 class GPT2(Family):
@@ -158,7 +152,7 @@ class GPT2(Family):
         self.max_positions = config.max_positions
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return GPT2Block(self.config, rngs)
+        return GPT2Block(self.config, GPT2Attention, rngs)
 
     def before(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         positions = Embedding(self.max_positions, self.config.hidden_size, rngs, axis="positions")

@@ -37,8 +37,8 @@ def attend(
     options = Scores(q_BLHK.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
     if kernel == "cudnn" and soft_cap is None and sinks_H is None:
         if segments_BL is None:
-            return attend_whole(q_BLHK, k_BLGK, v_BLGK, scale=options.scale, window=window)
-        return attend_packed(q_BLHK, k_BLGK, v_BLGK, segments_BL, scale=options.scale, window=window)
+            return attend_whole(options, q_BLHK, k_BLGK, v_BLGK)
+        return attend_packed(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
     return attend_blockwise(options, Inputs(q_BLHK, k_BLGK, v_BLGK, segments_BL, sinks_H))
 
 

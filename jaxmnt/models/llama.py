@@ -28,7 +28,7 @@ from jaxmnt.models.huggingface import (
     Tensor,
     common_settings,
 )
-from jaxmnt.models.layers import Activation, GatedMLP, RMSNorm, dropout, output_std
+from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
 
 
 def _unchanged(x_BSD: jax.Array) -> jax.Array:
@@ -36,12 +36,13 @@ def _unchanged(x_BSD: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """A layer that adds what attention makes of its input, then what a gated MLP makes of that sum."""
+    """A layer that adds what attention makes of its input, then what an MLP makes of that sum."""
 
     norms: Sequence[str] = ("attention_norm", "mlp_norm")
     """Which of the four norms this layer has; the others change nothing."""
-    norm_offset = 0.0
-    activation: Activation = staticmethod(jax.nn.silu)
+    norm: Callable[[int, float], nnx.Module] = RMSNorm
+    """Makes a norm of a size, with the epsilon of `model.norm_epsilon`."""
+    make_mlp: Callable[[int, int, float, nnx.Rngs], nnx.Module] = GatedMLP
     attention_norm: Any = staticmethod(_unchanged)
     after_attention_norm: Any = staticmethod(_unchanged)
     mlp_norm: Any = staticmethod(_unchanged)
@@ -54,9 +55,9 @@ class Block(nnx.Module):
         assert config.intermediate_size
         std = output_std(config.num_layers)
         for name in self.norms:
-            setattr(self, name, RMSNorm(config.hidden_size, config.norm_epsilon, offset=self.norm_offset))
+            setattr(self, name, self.norm(config.hidden_size, config.norm_epsilon))
         self.attention = attention(config, std, rngs)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, std, rngs, self.activation)
+        self.mlp = self.make_mlp(config.hidden_size, config.intermediate_size, std, rngs)
         self.dropout = config.dropout
 
     def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:

@@ -7,7 +7,6 @@ positions alone are stretched.
 Shapes: B batch, L length, H query heads, G key/value heads, K head width.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -31,7 +30,7 @@ from jaxmnt.models.huggingface import (
 )
 from jaxmnt.models.llama import Block, Llama
 from jaxmnt.models.rotary import Angles
-from jaxmnt.models.windows import Alternating, two_rotaries, window
+from jaxmnt.models.windows import Alternating, AlternatingAttention, two_rotaries
 from jaxmnt.parallel.collectives import sum_over, with_backward
 from jaxmnt.parallel.sharding import Placement
 
@@ -124,12 +123,8 @@ class Olmo2(Llama):
     )
 
 
-class WindowedAttention(OlmoAttention):
-    """OLMo 2's attention, in local layers with a window."""
-
-    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
-        super().__init__(config, output_std, rngs)
-        self.kind, self.window = kind, window(config, kind)
+class Olmo3Attention(AlternatingAttention, OlmoAttention):
+    """OLMo 2's attention, in local layers with a window, and with rotary positions of its kind."""
 
     def angles(self, context: LayerContext) -> Angles:
         return context.rotary[self.kind]
@@ -140,6 +135,8 @@ class Olmo3(Alternating):
 
     settings: Sequence[str] = (*Alternating.settings, "local_rope_theta")
     pattern_length = 4
+    block = OlmoBlock
+    attention = Olmo3Attention
     hugging_face = HuggingFace(
         "olmo3",
         "Olmo3ForCausalLM",
@@ -149,9 +146,6 @@ class Olmo3(Alternating):
         only=SILU | UNBIASED,
         assumed={"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": 4096, "rope_theta": 500000.0},
     )
-
-    def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return OlmoBlock(self.config, functools.partial(WindowedAttention, kind=kind), rngs)
 
     def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
         return two_rotaries(self.config, positions_BL)

@@ -1,11 +1,15 @@
 """What families share whose layers alternate between those with a window and those without."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
+from flax import nnx
 
 from jaxmnt.config.model import Model
+from jaxmnt.models.attention import Attention
 from jaxmnt.models.contract import AttentionShape, Family, LayerGroup
+from jaxmnt.models.llama import Block
 from jaxmnt.models.rotary import Angles, rotary_angles
 
 LOCAL, GLOBAL = "local", "global"
@@ -16,6 +20,14 @@ def window(config: Model, kind: str) -> int | None:
     return config.sliding_window if kind == LOCAL else None
 
 
+class AlternatingAttention(Attention):
+    """Attention that has a window in layers of the kind `LOCAL`."""
+
+    def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
+        super().__init__(config, output_std, rngs)
+        self.kind, self.window = kind, window(config, kind)
+
+
 class Alternating(Family):
     """A pattern of layers with a window and at its end one without. If it does not divide the layers, the first of it
     come once more at the end, as a group `last_layers`."""
@@ -23,6 +35,8 @@ class Alternating(Family):
     settings: Sequence[str] = ("sliding_window", "sliding_window_pattern")
     pattern_length: int
     """Where `model.sliding_window_pattern` is not set."""
+    block: type[Block]
+    attention: type[AlternatingAttention]
 
     def groups(self) -> list[LayerGroup]:
         layers, length = self.config.num_layers, self.config.sliding_window_pattern or self.pattern_length
@@ -32,6 +46,9 @@ class Alternating(Family):
             LayerGroup("last_layers", pattern[: layers % length], 1),
         ]
         return [group for group in groups if group.num_layers]
+
+    def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
+        return self.block(self.config, functools.partial(self.attention, kind=kind), rngs)
 
     def attention_shape(self, kind: str) -> AttentionShape:
         return super().attention_shape(kind)._replace(window=window(self.config, kind))

@@ -26,6 +26,7 @@ from jaxmnt.distributed.coordination import all_gather, barrier
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names, software
 from jaxmnt.models import cudnn
+from jaxmnt.models.blockwise import Scores
 from jaxmnt.models.kernels import device_capability
 from jaxmnt.plan.calibration import Attention, Calibration, Collective, Products
 from jaxmnt.plan.chips import CHIPS, network_of
@@ -304,7 +305,7 @@ def _played(program: Any, rates: Rates) -> float:
 
 def _attention(bench: _Bench) -> Attention:
     """Of cuDNN's, in rows of two lengths: seconds are FLOPs / rate × (1 + half length / length)."""
-    attend = partial(cudnn.attend_whole, scale=_HEAD_WIDTH**-0.5, window=None)
+    attend = partial(cudnn.attend_whole, Scores(_HEAD_WIDTH**-0.5))
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         out, backward = jax.vjp(attend, q, k, v)

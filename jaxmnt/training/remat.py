@@ -4,13 +4,14 @@ Shapes: B batch, L length, D model.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmnt.config.schema import Train
-from jaxmnt.models.cudnn import ATTENTION, is_cudnn_attention
+from jaxmnt.models.blockwise import ATTENTION
+from jaxmnt.models.cudnn import is_cudnn_attention
 from jaxmnt.parallel.collectives import PROJECTED, SCATTERED, row_major
 from jaxmnt.training.state import HOST_MEMORY
 
@@ -25,27 +26,16 @@ activations of a layer: layer_input [B, L / model, D], which is kept under every
 [B, L, D]."""
 
 
-class LayerHalf(NamedTuple):
-    """A half of a layer: forward gathers its input over the length and scatters its output, and backward does the
-    transposes."""
-
-    output_is_used_inside: bool
-    """Whether the layer itself goes on from the output, so that a layer that is computed again scatters it again."""
-
-    def collectives(self, remat: str) -> tuple[int, int]:
-        """Returns how often a microbatch gathers and scatters here under a policy; `names` does at most so much."""
-        again = remat not in ("none", "attention")
-        return 2 + again, 2 + (again and remat != "dots" and self.output_is_used_inside)
-
-
-HALVES = {"attention": LayerHalf(True), "mlp": LayerHalf(False)}
-"""Of a layer."""
-
-
 def layer_collectives(remat: str) -> tuple[int, int]:
-    """Returns how often a microbatch gathers and scatters the activations of a layer over the length."""
-    gathers, scatters = zip(*(half.collectives(remat) for half in HALVES.values()), strict=True)
-    return sum(gathers), sum(scatters)
+    """Returns how often a microbatch gathers and scatters the activations of a layer over the length under a policy;
+    `names` does at most so much.
+
+    In both halves of a layer, attention and MLP, forward gathers the input and scatters the output, and backward does
+    the transposes. A layer that is computed again gathers both inputs again. It scatters again what it goes on from
+    itself, which is attention's output, unless that is kept.
+    """
+    again = remat not in ("none", "attention")
+    return 2 * (2 + again), 2 * 2 + (again and remat != "dots")
 
 
 def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]:
@@ -54,15 +44,15 @@ def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]
     policies, remat = jax.checkpoint_policies, train.remat
     if remat in ("none", "attention"):
         return layer
-    names = {"dots": [PROJECTED, SCATTERED, ATTENTION], "names": train.remat_save, "full": []}[remat]
-    kept = [_is_named(names)]
-    kept += [policies.dots_with_no_batch_dims_saveable] if remat == "dots" else []
-    is_offloaded, to_host = _is_named(train.remat_offload), _to_host() if train.remat_offload else None
+    is_offloaded = _is_named(train.remat_offload)
+    is_kept = _is_named({"dots": [PROJECTED, SCATTERED, ATTENTION], "names": train.remat_save, "full": []}[remat])
+    if remat == "dots":
+        is_kept = policies.save_from_both_policies(is_kept, policies.dots_with_no_batch_dims_saveable)
 
     def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
-        if to_host is not None and is_offloaded(primitive, *values, **parameters):
-            return to_host
-        return any(keep(primitive, *values, **parameters) for keep in kept)
+        if is_offloaded(primitive, *values, **parameters):
+            return _to_host()
+        return is_kept(primitive, *values, **parameters)
 
     # Inside a scan XLA cannot merge the recomputation with the first computation; unrolled, it could.
     return jax.checkpoint(layer, policy=policy, prevent_cse=train.layer_unroll > 1)
