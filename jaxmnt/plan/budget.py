@@ -30,7 +30,7 @@ from jaxmnt.training.levers import find_levers, parameters_of
 from jaxmnt.training.noise import small_batches
 from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes
+from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes, numbers_a_device
 from jaxmnt.training.trained import names_of
 
 Least = dict[tuple[str, str], float]
@@ -48,7 +48,7 @@ def least(spec: StepSpec) -> Least:
     compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, spec.zero
     training, in_float8 = set(names_of(spec.trained_axes)), gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
-        stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        stored = numbers_a_device(leaf)
         gathered = placement.gathered_axes(names)
         if gathered is not None:
             over, num_shards = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
@@ -99,7 +99,7 @@ def small(spec: StepSpec) -> float:
     """A bound of what `least` leaves out, in bytes a step: scales and biases, and five numbers a token of the loss, in
     every tick of a pipeline."""
     vectors = [leaf for _, leaf, names in parameters_of(spec) if SCALES_AND_BIASES & {*names}]
-    elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in vectors)
+    elements = sum(map(numbers_a_device, vectors))
     tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
     return 2 * 4 * elements + 2 * 5 * 4 * tokens + 4096
 
@@ -137,7 +137,7 @@ def notes(spec: StepSpec) -> list[str]:
             "their weights are stored once, and each device computes the heads that its queries need"
         )
     if spec.float8:
-        in_float8, products = engine.float8_products(spec)
+        in_float8, products = engine.glance(spec).products
         found.append(
             f"train.precision: {in_float8} of the {products} products of the layers' projections are in float8, all "
             f"else in {spec.dtype.name}"

@@ -183,7 +183,7 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
 
 def _check_float8(spec: StepSpec, least: int) -> None:
     """Raises `ConfigError` if float8 is asked for and would not be used: the numbers would be another precision's."""
-    in_float8, products = engine.float8_products(spec)
+    in_float8, products = engine.glance(spec).products
     if in_float8 == 0:
         raise ConfigError(
             f"train.precision: none of the {products} products of the layers' projections would be in float8: on a "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmnt.parallel.sharding import named_leaves
 from jaxmnt.training.spec import State, StepSpec
-from jaxmnt.training.state import abstract_state, bytes_a_device
+from jaxmnt.training.state import abstract_state, bytes_a_device, numbers_a_device
 
 
 class GpuMemory(NamedTuple):
@@ -77,7 +77,7 @@ def _whole_layer_bytes(spec: StepSpec) -> int:
             size = 0
             for _, leaf, names in named_leaves(group.at(params[group.name], place), group.at(axes[group.name], place)):
                 if (gathered := placement.gathered_axes(names)) is not None:
-                    stored = math.prod(leaf.sharding.shard_shape(leaf.shape)) // leaf.shape[0]
+                    stored = numbers_a_device(leaf) // leaf.shape[0]
                     size += stored * math.prod(placement.sizes[axis] for axis in gathered[1]) * spec.dtype.itemsize
             largest = max(largest, size)
     return largest

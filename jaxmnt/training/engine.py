@@ -16,7 +16,7 @@ Shapes: A microbatches, B rows of one, L length, S a device's piece of the lengt
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,9 @@ from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
 from jaxmnt.training.noise import SmallBatches, small_batches, squares
 from jaxmnt.training.pipeline_schedule import PipelineSchedule, Table, schedule_table
-from jaxmnt.training.prefetch import PrefetchedLayers
 from jaxmnt.training.remat import Residuals
 from jaxmnt.training.spec import Batch, StepSpec
-from jaxmnt.training.stage import Layers, Pass, Rows, microbatch_rows
+from jaxmnt.training.stage import Layers, Pass, PrefetchedLayers, Rows, microbatch_rows
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import select
 from jaxmnt.training.weights import BY_ZERO, Weights
@@ -82,9 +81,6 @@ def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule
     return step.run(functools.partial(_evaluation_tick, step), (step.nothing(), no_loss()))[1]
 
 
-Found = TypeVar("Found")
-
-
 class Glance(NamedTuple):
     """What can be known of a step without computing anything, on a device."""
 
@@ -92,35 +88,24 @@ class Glance(NamedTuple):
     """The places for what forwards leave for their backwards: by group, for all slots."""
     gathered_in_float8: dict[str, list[list[bool]]]
     """By group and place in the pattern, which of the parameters."""
+    products: tuple[int, int]
+    """How many products of the layers' projections are in float8, and how many there are; 0 without float8."""
 
 
 def glance(spec: StepSpec) -> Glance:
     """Returns what tracing a step tells, without running it."""
-
-    def look(step: "Step") -> Glance:
-        gathered = {name: layers.gathered_in_float8 for name, layers in step.layers.items()}
-        return Glance(_start(step).residuals, gathered)
-
-    return _looked_at(spec, look)
-
-
-def float8_products(spec: StepSpec) -> tuple[int, int]:
-    """Returns how many products of the layers' projections are in float8, and how many there are."""
-
-    def look(step: "Step") -> list[tuple[int, int]]:
-        x_BSD, rows = step.nothing(), step.layer_rows(jnp.int32(0))
-        return [layers.products(x_BSD, rows) for layers in step.layers.values()]
-
-    counts = _looked_at(spec, look)
-    return sum(in_float8 for in_float8, _ in counts), sum(products for _, products in counts)
-
-
-def _looked_at(spec: StepSpec, look: Callable[["Step"], Found]) -> Found:
-    """Returns what `look` finds in a step that is traced on a device and not computed."""
-    found: list[Found] = []
+    found: list[Glance] = []
 
     def local(params: Params, buffers: Params, batch: Batch) -> jax.Array:
-        found.append(look(open_step(spec, params, buffers, batch, spec.schedule)))
+        step = open_step(spec, params, buffers, batch, spec.schedule)
+        gathered = {name: layers.gathered_in_float8 for name, layers in step.layers.items()}
+        in_float8 = products = 0
+        if spec.float8:
+            x_BSD, rows = step.nothing(), step.layer_rows(jnp.int32(0))
+            for layers in step.layers.values():
+                noted = layers.products(x_BSD, rows)
+                in_float8, products = in_float8 + noted[0], products + noted[1]
+        found.append(Glance(_start(step).residuals, gathered, (in_float8, products)))
         return jnp.zeros(())
 
     state = abstract_state(spec)

@@ -17,7 +17,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.sharding import Axes, named_leaves
 from jaxmnt.training import engine
 from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes
+from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes, numbers_a_device
 
 
 class Lever(NamedTuple):
@@ -78,7 +78,7 @@ def _of_zero(spec: StepSpec) -> Iterator[tuple[str, int]]:
     stored = whole = 0
     for _, leaf, names in parameters_of(spec):
         if (gathered := spec.placement.gathered_axes(names)) is not None:
-            piece = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            piece = numbers_a_device(leaf)
             stored += piece
             whole += piece * math.prod(spec.placement.sizes[axis] for axis in gathered[1])
     weights = whole * spec.dtype.itemsize

@@ -15,6 +15,7 @@ from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
 from jaxmnt.models.float8 import Noted, float8_products, noting_products
 from jaxmnt.models.rotary import Angles
+from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import unstacked
 from jaxmnt.training.remat import Backward, Residuals, placed, rematerialise, taken
 from jaxmnt.training.spec import Batch, StepSpec
@@ -83,7 +84,6 @@ class Layers:
         self._trained_axes = unstacked(spec.trained_axes[group.name])
         groups = spec.definition.groups
         self._number = sum(other.num_layers for other in groups[: groups.index(group)])
-        self._remat = lambda layer: rematerialise(layer, spec.config.train)
         self._backwards: dict[int, Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
 
@@ -181,7 +181,7 @@ class Layers:
                 x_out_BSD = x_BSD
                 for place in range(self.places):
                     arguments = self._arguments(unit, place, of.rows, self._weights.take(unit, place))
-                    x_out_BSD = self._apply(place)(*arguments, x_out_BSD)[0][0]
+                    x_out_BSD = self._called(place, *arguments, x_out_BSD).x_BSD
                 return x_out_BSD
 
             return of.when(self._filled(unit), go, lambda: x_BSD), None
@@ -207,7 +207,7 @@ class Layers:
             weights, ready = self._next(ready, unit, place)
             arguments = self._arguments(unit, place, rows, weights)
             (x_BSD, loss), backward, sums_of_layer = jax.vjp(
-                self._remat(self._apply(place)), *arguments, x_BSD, has_aux=True
+                rematerialise(self._apply(place), self._spec.config.train), *arguments, x_BSD, has_aux=True
             )
             self._backwards[place] = Backward(
                 backward, (*arguments, x_BSD), known=len(arguments), loss=loss is not None
@@ -317,6 +317,73 @@ class Layers:
     def _scan(self, body: Callable[[Any, jax.Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
         unroll = min(self._spec.config.train.layer_unroll, self._depth)
         return jax.lax.scan(body, start, jnp.arange(self._depth), unroll=unroll, reverse=reverse)[0]
+
+
+class PrefetchedLayers(Layers):
+    """Layers whose communication hides behind other layers: while a layer computes, the weights of the next one are
+    gathered and the gradients of the one before are reduced. A round of the loop waits for none of what it sends.
+
+    No slot is empty: what is gathered ahead is so under no condition.
+    """
+
+    def _first(self, when: When) -> Params:
+        first = lambda: self._weights.take(jnp.int32(0), 0)
+        return when(None, first, first)
+
+    def _next(self, ready: Params | None, unit: jax.Array, place: int) -> tuple[Params, Params]:
+        assert self._full and ready is not None
+        last = self.places - 1
+        after = (unit, place + 1) if place < last else (jnp.minimum(unit + 1, self._depth - 1), 0)
+        return ready, self._weights.take(*after)
+
+    def backward(
+        self, x_gradient_BSD: jax.Array, of: Pass, residuals: Residuals, gradients: Params, *, last: bool
+    ) -> tuple[jax.Array, Params]:
+        """As in `Layers`. After the `last` microbatch some gradients are also summed over replicas, layer by layer
+        (`StepSpec.is_reduced_early`).
+
+        A layer's gradients wait, whole, for the next round to reduce them. Those that wait for the first round are
+        zeros, of a layer past the end: they are dropped.
+        """
+        end = self.places - 1
+
+        def body(carry: Any, unit: jax.Array) -> tuple[Any, None]:
+            x_gradient_BSD, gradients, ready, waiting = carry
+            kept = taken(residuals, of.slot, unit)
+            for place in range(end, -1, -1):
+                before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), end)
+                weights, ready = ready, self._weights.take(*before)
+                after = (place + 1, unit) if place < end else (0, unit + 1)
+                gradients = self._with_waiting(gradients, *after, waiting, last)
+                own, kept = self._split(kept, place)
+                new, x_gradient_BSD = self._layer_backward(place, own, unit, of.rows, weights, x_gradient_BSD)
+                waiting = select(new, self._group.at(self._trained_axes, place))
+            return (x_gradient_BSD, gradients, ready, waiting), None
+
+        def rounds() -> tuple[jax.Array, Params]:
+            ready = self._weights.take(jnp.int32(self._depth - 1), end)
+            shapes = jax.eval_shape(lambda: self._weights.take(jnp.int32(0), 0))
+            trained = select(shapes, self._group.at(self._trained_axes, 0))
+            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trained)
+            start = (x_gradient_BSD, gradients, ready, nothing)
+            x_end_gradient_BSD, total, _, waiting = self._scan(body, start, reverse=True)
+            return x_end_gradient_BSD, self._with_waiting(total, 0, jnp.int32(0), waiting, last)
+
+        return of.when(None, rounds, rounds)
+
+    def _with_waiting(self, total: Params, place: int, unit: jax.Array, waiting: Params, last: bool) -> Params:
+        """Returns the total with the gradients of a layer that have waited."""
+        axes = self._group.at(self._trained_axes, place)
+        if not axes:
+            return total
+        own, reduced = self._group.at(total, place), self._weights.reduced(waiting, axes)
+        new = jax.tree.map(lambda stack, new: stack[unit] + collectives.row_major(new), own, reduced)
+        if last:
+            spec = self._spec
+            stacked = self._group.at(spec.trained_axes[self._group.name], place)
+            new = collectives.reduce_gradients(new, stacked, spec.placement, spec.reduce_dtype, spec.is_reduced_early)
+        added = jax.tree.map(lambda stack, new: stack.at[unit].set(new, mode="drop"), own, new)
+        return added if self.places == 1 else total | {str(place): added}
 
 
 def _checked(output: Any, x_BSD: jax.Array) -> LayerOutput:

@@ -100,13 +100,18 @@ def with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]
     }
 
 
+def numbers_a_device(leaf: Any) -> int:
+    """How many numbers of an array are on a device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+
 def bytes_a_device(tree: Any) -> int:
-    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    return sum(leaf.dtype.itemsize * numbers_a_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def float32_bytes(tree: Any) -> int:
     """Of a tree of float32 arrays like this one on a device, such as gradients."""
-    return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    return 4 * sum(map(numbers_a_device, jax.tree.leaves(tree)))
 
 
 def stored_bytes(canonical: State) -> int:
