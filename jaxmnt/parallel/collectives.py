@@ -66,8 +66,7 @@ def largest_of_weights(weights: list[jax.Array], axes: list[Axes], placement: Pl
     each set of mesh axes that they are gathered over."""
     own = [jnp.max(jnp.abs(one), axis=range(1, one.ndim)).astype(jnp.float32) for one in weights]
     over = [found[1] if (found := placement.gathered_axes(names)) else () for names in axes]
-    for along in sorted(set(over) - {()}):
-        places = [place for place, one in enumerate(over) if one == along]
+    for along, places in _by_axes(over):
         most = _as_one(functools.partial(jax.lax.pmax, axis_name=along), [own[place] for place in places])
         for place, part in zip(places, most, strict=True):
             own[place] = part
@@ -101,12 +100,16 @@ def reduce_gradients(
     leaves, structure = jax.tree.flatten(gradients)
     named = jax.tree.leaves(axes, is_leaf=is_axes)
     over = [placement.replicated_axes(names) if which(names) else () for names in named]
-    for along in sorted(set(over) - {()}):
-        places = [place for place, own in enumerate(over) if own == along]
+    for along, places in _by_axes(over):
         summed = _psum([leaves[place].astype(reduce_dtype) for place in places], along, placement)
         for place, gradient in zip(places, summed, strict=True):
             leaves[place] = gradient.astype(jnp.float32)
     return jax.tree.unflatten(structure, leaves)
+
+
+def _by_axes(over: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Which places of a list have which mesh axes; not those that have none."""
+    return [(along, [place for place, own in enumerate(over) if own == along]) for along in sorted(set(over) - {()})]
 
 
 def sum_over_tokens(tree: Any, placement: Placement) -> Any:

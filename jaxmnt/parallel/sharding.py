@@ -167,8 +167,7 @@ class Placement:
 
     def spec(self, axes: Axes) -> P:
         """The partition of an array over the mesh."""
-        split = [self.mesh_axes(axis) for axis in axes]
-        return P(*(None if not names else names[0] if len(names) == 1 else names for names in split))
+        return P(*(self.mesh_axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Axes) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))

@@ -46,17 +46,17 @@ def inference_spec(
     sizes = resolve_sizes(mesh, len(devices))
     # Any that the mesh takes.
     rows, length = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, RULES["sequence"]))
-    one = config.model_copy(
-        update={
-            "mesh": mesh,
-            "pipeline": Pipeline(),
-            "data": config.data.model_copy(update={"global_batch_size": rows, "sequence_length": length}),
-            "train": config.train.model_copy(update={"microbatch_size": None, "loss": None}),
-            "model": config.model.model_copy(update={"attention": "xla", "overlap": "off"}),
-            "optimizer": config.optimizer.model_copy(update={"offload": False}),
-        }
-    )
-    spec = build_spec(one, data_vocab_size, devices)
+    settings = {
+        "data.global_batch_size": rows,
+        "data.sequence_length": length,
+        "train.microbatch_size": None,
+        "train.loss": None,
+        "model.attention": "xla",
+        "model.overlap": "off",
+        "optimizer.offload": False,
+    }
+    called = config.model_copy(update={"mesh": mesh, "pipeline": Pipeline()}).changed(settings)
+    spec = build_spec(called, data_vocab_size, devices)
     placement = whole_length(spec.placement)
     return replace(spec, placement=placement, layout=replace(spec.layout, placement=placement))
 

@@ -7,6 +7,8 @@ All functions run on every stage at once. What they compute is the family's; gra
 Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -48,8 +50,7 @@ class EmbedAndHead:
     def logits(self, y_BSD: jax.Array) -> jax.Array:
         """[B, L, V] in float32, from the output of the last layer; without a pipeline."""
         ends = self._spec.definition.ends(self._use(self._spec.definition.last))
-        x_BSD = self._family.final_norm(ends, y_BSD).astype(self._spec.dtype)
-        x_BLD = collectives.gather_sequence(x_BSD, self._spec.placement)
+        x_BLD = self._into_head(ends, y_BSD)
         head_DV = self._family.head_weight(ends).astype(self._spec.dtype)
         product_TV = jnp.dot(x_BLD.reshape(-1, x_BLD.shape[-1]), head_DV, preferred_element_type=jnp.float32)
         return self._family.finish_logits(ends, product_TV).reshape(*x_BLD.shape[:-1], -1)
@@ -68,8 +69,7 @@ class EmbedAndHead:
         train, placement = spec.config.train, spec.placement
         y_BSD = collectives.broadcast_from_stage(y_BSD, placement.stages - 1, placement)
         ends = definition.ends(params)
-        x_BSD = self._family.final_norm(ends, y_BSD).astype(spec.dtype)
-        x_BLD = collectives.gather_sequence(x_BSD, placement)
+        x_BLD = self._into_head(ends, y_BSD)
         chunks = LossChunks(
             chunks=chunk_count(rows["targets"].size, definition.vocab_size, placement, train.loss_chunk_mib),
             data_vocab_size=spec.data_vocab_size,
@@ -80,6 +80,11 @@ class EmbedAndHead:
         )
         rest = {name: params[name] for name in self._family.finishing}
         return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), rest), rows)
+
+    def _into_head(self, ends: dict[str, Any], y_BSD: jax.Array) -> jax.Array:
+        """[B, L, D] in the compute dtype: what the head multiplies."""
+        x_BSD = self._family.final_norm(ends, y_BSD).astype(self._spec.dtype)
+        return collectives.gather_sequence(x_BSD, self._spec.placement)
 
     def _use(self, names: tuple[str, ...]) -> Params:
         """Float32 to autodiff, so that gradients are. The compute dtype is what crosses devices, and is multiplied:

@@ -76,22 +76,18 @@ class PipelineSchedule:
                     free.append(reads[tick][stage])
         return writes, reads, count
 
-    def cost(self, forward: float = 1, backward: float = 2) -> float:
-        """Time from the first to the last of a step, when a microbatch costs a stage `forward` and `backward`, and
-        neighbours wait for each other in both exchanges of a tick."""
+    def idle_share(self) -> float:
+        """Idle time of a stage as a share of its work, when a backward takes twice as long as a forward, and neighbours
+        wait for each other in both exchanges of a tick."""
         clocks = [0.0] * self.stages
         for ahead, back in zip(self.forward, self.backward, strict=True):
-            for phase, price in ((ahead, forward), (back, backward)):
+            for phase, price in ((ahead, 1), (back, 2)):
                 clocks = [
                     clock + (price / self.chunks if work else 0) for clock, work in zip(clocks, phase, strict=True)
                 ]
                 clocks = self._meet(clocks)
-        return max(clocks)
-
-    def idle_share(self, forward: float = 1, backward: float = 2) -> float:
-        """Idle time of a stage as a share of its work."""
-        work = self.microbatches * (forward + backward)
-        return (self.cost(forward, backward) - work) / work
+        work = self.microbatches * 3
+        return (max(clocks) - work) / work
 
     def _meet(self, clocks: list[float]) -> list[float]:
         """When each stage has exchanged with the stages beside it, which are a ring if there are several chunks."""
