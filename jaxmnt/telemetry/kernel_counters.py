@@ -10,9 +10,6 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _WORD = 4
 """Bytes in which an InfiniBand port counts its data: https://docs.nvidia.com/networking, "port_xmit_data"."""
 
-_ETHERNET = {"sent": "tx_bytes", "received": "rx_bytes"}
-_ETHERNET_ERRORS = ("rx_errors", "tx_errors")
-_INFINIBAND = {"sent": "port_xmit_data", "received": "port_rcv_data"}
 _INFINIBAND_ERRORS = (
     "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
@@ -32,20 +29,16 @@ class Traffic:
 
 def ethernet(root: Path = Path("/sys")) -> Traffic:
     """Of the interfaces that are devices; in a container, which sees none of these, of all but the loopback."""
-    found = Traffic()
     interfaces = [path for path in listed(root / "class" / "net") if path.name != "lo"]
     devices = [path for path in interfaces if (path / "device").exists()]
-    for path in devices or interfaces:
-        _read_counters(found, path.name, path / "statistics", _ETHERNET, _ETHERNET_ERRORS, 1)
-    return found
+    folders = {path.name: path / "statistics" for path in devices or interfaces}
+    return _traffic(folders, "tx_bytes", "rx_bytes", ("rx_errors", "tx_errors"))
 
 
 def infiniband(root: Path = Path("/sys")) -> Traffic:
     """Of all ports, which of RoCE are Ethernet's."""
-    found = Traffic()
-    for name, port in infiniband_ports(root).items():
-        _read_counters(found, name, port / "counters", _INFINIBAND, _INFINIBAND_ERRORS, _WORD)
-    return found
+    folders = {name: port / "counters" for name, port in infiniband_ports(root).items()}
+    return _traffic(folders, "port_xmit_data", "port_rcv_data", _INFINIBAND_ERRORS, _WORD)
 
 
 def infiniband_ports(root: Path = Path("/sys")) -> dict[str, Path]:
@@ -68,16 +61,19 @@ def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
     return found
 
 
-def _read_counters(
-    found: Traffic, name: str, folder: Path, counters: dict[str, str], errors: tuple[str, ...], factor: int
-) -> None:
-    for which, counter in counters.items():  # which of them there are differs between devices
-        value = kernel_number(folder / counter)
-        if value is not None:
-            getattr(found, which)[name] = value * factor
-    told = {counter: value for counter in errors if (value := kernel_number(folder / counter)) is not None}
-    if told:
-        found.errors[name] = told
+def _traffic(folders: dict[str, Path], sent: str, received: str, errors: tuple[str, ...], factor: int = 1) -> Traffic:
+    """Reads those counters that there are: devices differ."""
+    found = Traffic()
+    for name, folder in folders.items():
+        read = {counter: kernel_number(folder / counter) for counter in (sent, received, *errors)}
+        counts = {counter: value for counter, value in read.items() if value is not None}
+        if sent in counts:
+            found.sent[name] = counts.pop(sent) * factor
+        if received in counts:
+            found.received[name] = counts.pop(received) * factor
+        if counts:
+            found.errors[name] = counts
+    return found
 
 
 def listed(folder: Path) -> list[Path]:

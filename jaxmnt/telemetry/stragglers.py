@@ -123,10 +123,13 @@ def _outliers(times_TP: np.ndarray, threshold: float, share: float) -> tuple[np.
 
 def _median_of_others(values: np.ndarray) -> np.ndarray:
     """For each along the last axis, the median of the others."""
-    order = np.argsort(values, axis=-1, kind="stable")
-    ranks, ordered = np.argsort(order, axis=-1), np.take_along_axis(values, order, axis=-1)
+    ordered = np.sort(values, axis=-1)
     others = values.shape[-1] - 1
-    low, high = (others - 1) // 2, others // 2
-    pick = lambda place: np.take_along_axis(ordered, place + (ranks <= place), axis=-1)
-    middle: np.ndarray = (pick(low) + pick(high)) / 2
+
+    def pick(place: int) -> np.ndarray:
+        """What is at this place of the others in order: the next, for those that come before it."""
+        here, following = ordered[..., [place]], ordered[..., [place + 1]]
+        return np.where(values <= here, following, here)
+
+    middle: np.ndarray = (pick((others - 1) // 2) + pick(others // 2)) / 2
     return middle
