@@ -45,12 +45,12 @@ class StrangerError(ValueError):
     """What answers is no process 0 of this run."""
 
 
-def run_key(run_dir: Path, environment: Mapping[str, str] | None = None) -> bytes:
+def run_key(run_dir: Path, environment: Mapping[str, str] = os.environ) -> bytes:
     """The key that the launcher has given, else that of the run directory, which whoever comes first makes.
 
     Raises `ConfigError` if there is none and none can be made. What it says never shows the key.
     """
-    given = (os.environ if environment is None else environment).get(RUN_KEY, "").strip()
+    given = environment.get(RUN_KEY, "").strip()
     if given and not _KEY.fullmatch(given):
         raise ConfigError(
             f"{RUN_KEY}: is not 64 hexadecimal digits; give every process the same, such as from openssl rand -hex 32"
@@ -107,15 +107,12 @@ def _read(path: Path) -> bytes:
 
 
 def _keep_to_the_owner(path: Path, mode: int) -> None:
-    if not mode & 0o077:
-        return
-    try:
-        path.chmod(0o600)
-        if not path.stat().st_mode & 0o077:
-            return
-    except OSError:  # another's file, or a file system without modes
-        pass
-    remark(f"note: others may read the run's key, {path}: chmod 600 it")
+    if mode & 0o077:
+        with suppress(OSError):  # another's file, or a file system without modes
+            path.chmod(0o600)
+            mode = path.stat().st_mode
+    if mode & 0o077:
+        remark(f"note: others may read the run's key, {path}: chmod 600 it")
 
 
 # Process 0's side.

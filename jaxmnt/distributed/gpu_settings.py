@@ -57,13 +57,12 @@ SUCCESSORS: dict[str, str | None] = {
 not at all."""
 
 
-def prepare(config: Config, environment: MutableMapping[str, str] | None = None, gpus: int | None = None) -> None:
+def prepare(config: Config, environment: MutableMapping[str, str] = os.environ, gpus: int | None = None) -> None:
     """Completes the environment of this process, before JAX is imported, and tries it.
 
     `gpus` is how many it sees. With `launch.settings: none`, and without GPUs, nothing is set but what keeps JAX to the
     CPU. Raises `ConfigError` for flags that would end the process, and for values that JAX does not take.
     """
-    environment = os.environ if environment is None else environment
     gpus = len(visible_gpus(environment, gpus_here())) if gpus is None else gpus
     if not gpus:
         keep_to_the_cpu(environment)
@@ -103,7 +102,6 @@ def check_flags(environment: Mapping[str, str]) -> None:
         text=True,
         errors="replace",
         timeout=_CHILD_SECONDS,
-        check=False,
     )
     if child.returncode == 0:
         return

@@ -73,7 +73,7 @@ def identify(cluster: Cluster, gpus: int | None = None) -> Identity:
 
 def survey(
     cluster: Cluster,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
     machine: Machine | None = None,
     gpus: int | None = None,
 ) -> Survey:
@@ -83,7 +83,6 @@ def survey(
     `gpus` are those of this machine; default is to count them. Raises `ConfigError` when what is said is incomplete or
     contradicts itself.
     """
-    environment = os.environ if environment is None else environment
     chosen = cluster.launcher
     explicit = _explicit(cluster, environment)
     said = claims(environment, machine or Machine.this())

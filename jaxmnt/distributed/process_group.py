@@ -134,8 +134,7 @@ def _bind_address(identity: Identity) -> str | None:
 
 def _facts(config: Config, data_digest: str) -> dict[str, str]:
     """What must be the same in every process."""
-    digest = hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
-    return software() | {"config digest": digest, "data digest": data_digest[:12]}
+    return software() | {"config digest": _digest(dump_config(config)), "data digest": data_digest[:12]}
 
 
 def host_names(identity: Identity) -> dict[int, str]:
@@ -210,8 +209,11 @@ def software() -> dict[str, str]:
 
 def environment_digest() -> str:
     """A digest of the names and versions of all Python packages that this process could import."""
-    names = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions()})
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    return _digest("\n".join(sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions()})))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _code_digest() -> str:

@@ -54,10 +54,6 @@ def join(
     naming the process whose id, count or config disagree with process 0's, and `PreflightError` (exit 3) naming the
     host that is in trouble or whose software, data, key or network is not as it should be.
     """
-    if identity.alone:
-        if trouble is not None:
-            raise trouble
-        return {}
     deadline = time.monotonic() + timeout_seconds
     hello = {
         "process": identity.process_id,
