@@ -1,6 +1,5 @@
 """The command that checks the hosts of a run: see `arguments.py` for its help."""
 
-import os
 import sys
 
 from jaxmnt.commands import run_command
@@ -69,7 +68,7 @@ def _concluded(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
 
 def explain(cluster: Cluster, *, as_json: bool = False) -> int:
     """Prints which process this is, and why."""
-    found = survey(cluster, os.environ)
+    found = survey(cluster)
     identity = found.identity
     devices = "all that it sees" if identity.local_devices is None else ", ".join(map(str, identity.local_devices))
     place = "alone" if identity.alone else f"process {identity.process_id} of {identity.processes}"

@@ -2,9 +2,8 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.coordination import broadcast
@@ -162,43 +161,35 @@ def _fabric(all_facts: Sequence[Facts]) -> list[Row]:
 
 def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
     """What NVML says of GPUs; no row where no host has one."""
-    rows = []
-    most = max((links for facts in all_facts for links in facts["links"].values()), default=0)
-    for facts in _hosts(all_facts):
-        host = facts["host"]
-        for gpu in facts["gpus"]:
-            rows += _one_gpu(f"{host} GPU {gpu['index']}", gpu)
-        if facts["strangers"]:
-            who = ", ".join(facts["strangers"][:4])
-            rows.append(failed("GPUs in use", host, f"by {who}", "end them, or leave the host out"))
-        for xid in facts["xids"]:
-            rows.append(
-                warning("GPU errors", f"{host} {xid}", "since the driver was started", "look at the kernel's log")
-            )
-        for gpu, links in sorted(facts["links"].items()):
-            if links < most:
-                found = f"{links} links are active, elsewhere {most}"
-                rows.append(failed("NVLink", f"{host} {gpu}", found, "drain the host and have it looked at"))
-        if facts["platform"] == "gpu" and not facts["gpus"]:
-            rows.append(
-                warning("GPUs", host, "NVML tells nothing there", "look at nvidia-smi, and install nvidia-ml-py")
-            )
+    most_links = max((links for facts in all_facts for links in facts["links"].values()), default=0)
+    rows = [row for facts in _hosts(all_facts) for row in _gpus_of_host(facts, most_links)]
     if rows or not any(facts["gpus"] for facts in all_facts):
         return rows
     return [good("GPUs", everywhere(names_of(all_facts)), "no memory errors, no throttling, nobody else's processes")]
 
 
-def _one_gpu(where: str, gpu: dict[str, Any]) -> list[Row]:
-    rows = []
-    if gpu["uncorrected_errors"]:
-        found = f"{gpu['uncorrected_errors']} uncorrected memory errors"
-        rows.append(failed("GPU memory", where, found, "drain the host; a reset may clear them"))
-    if gpu["throttled"]:
-        found = f"its clocks are kept down by {', '.join(gpu['throttled'])}"
-        rows.append(failed("GPU clocks", where, found, "look at power and cooling"))
-    if gpu["celsius"] > _HOT_CELSIUS:
-        rows.append(warning("GPU heat", where, f"{gpu['celsius']} °C", "look at cooling"))
-    return rows
+def _gpus_of_host(facts: Facts, most_links: int) -> Iterator[Row]:
+    host = facts["host"]
+    for gpu in facts["gpus"]:
+        where = f"{host} GPU {gpu['index']}"
+        if gpu["uncorrected_errors"]:
+            found = f"{gpu['uncorrected_errors']} uncorrected memory errors"
+            yield failed("GPU memory", where, found, "drain the host; a reset may clear them")
+        if gpu["throttled"]:
+            found = f"its clocks are kept down by {', '.join(gpu['throttled'])}"
+            yield failed("GPU clocks", where, found, "look at power and cooling")
+        if gpu["celsius"] > _HOT_CELSIUS:
+            yield warning("GPU heat", where, f"{gpu['celsius']} °C", "look at cooling")
+    if facts["strangers"]:
+        yield failed("GPUs in use", host, f"by {', '.join(facts['strangers'][:4])}", "end them, or leave the host out")
+    for xid in facts["xids"]:
+        yield warning("GPU errors", f"{host} {xid}", "since the driver was started", "look at the kernel's log")
+    for gpu, links in sorted(facts["links"].items()):
+        if links < most_links:
+            found = f"{links} links are active, elsewhere {most_links}"
+            yield failed("NVLink", f"{host} {gpu}", found, "drain the host and have it looked at")
+    if facts["platform"] == "gpu" and not facts["gpus"]:
+        yield warning("GPUs", host, "NVML tells nothing there", "look at nvidia-smi, and install nvidia-ml-py")
 
 
 def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) -> None:

@@ -110,9 +110,8 @@ def of_each_device(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., An
 def on_each_device(mesh: Mesh, values: np.ndarray) -> jax.Array:
     """An array that has these values on each device of the mesh, one after the other along the first dimension."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    shards = [jax.device_put(values, device) for device in mesh.local_devices]
-    shape = (values.shape[0] * mesh.devices.size, *values.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    shape = (values.shape[0] * mesh.size, *values.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, lambda _: values)
 
 
 def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]) -> list[Row]:
