@@ -5,7 +5,7 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,8 @@ class _Unauthenticated:
     received: bytes = b""
 
 
-Said = list[tuple[JsonSocket, dict[str, Any] | None]]
-"""Messages of those who have the key; None for one who has hung up, or says what no process says."""
+Said = tuple[JsonSocket, dict[str, Any] | None]
+"""A message of one who has the key; None if that one has hung up, or says what no process says."""
 
 
 class Listener:
@@ -62,9 +62,9 @@ class Listener:
         self.with_another_key: list[str] = []
         """Addresses of those of them that seem to be processes of a run."""
 
-    def wait(self, seconds: float) -> Said:
+    def wait(self, seconds: float) -> list[Said]:
         """What is said meanwhile. Returns early as soon as something happens."""
-        said: Said = []
+        said: list[Said] = []
         for event, _ in self._selector.select(max(0.0, min(seconds, _LOOK_SECONDS))):
             if event.fileobj is self._server:
                 self._accept()
@@ -72,7 +72,7 @@ class Listener:
                 self._examine(event.fileobj, self._strangers[event.fileobj])
             elif event.fileobj in self.known:  # else it was dropped a moment ago
                 said += self._hear(event.fileobj)
-        self._drop_the_slow(time.monotonic())
+        self._drop_the_slow()
         return said
 
     def drop(self, connection: JsonSocket) -> None:
@@ -126,8 +126,8 @@ class Listener:
         self._refuse(next(one for one, stranger in self._strangers.items() if stranger.address == crowd))
         return True
 
-    def _drop_the_slow(self, now: float) -> None:
-        if now < self._look_again:
+    def _drop_the_slow(self) -> None:
+        if (now := time.monotonic()) < self._look_again:
             return
         self._look_again = now + _LOOK_SECONDS
         for connection in [one for one, it in self._strangers.items() if now - it.since > _PROOF_SECONDS]:
@@ -158,16 +158,15 @@ class Listener:
                 self.with_another_key.append(stranger.address)
         self._refuse(connection, silent=not stranger.received)
 
-    def _hear(self, connection: JsonSocket) -> Said:
-        said: Said = []
+    def _hear(self, connection: JsonSocket) -> Iterator[Said]:
         try:
-            said += [(connection, message) for message in connection.receive()]
+            for message in connection.receive():
+                yield connection, message
             if connection.has_messages:  # what follows makes no sense
                 connection.receive()
         except (OSError, ValueError):
             self.drop(connection)
-            said.append((connection, None))
-        return said
+            yield connection, None
 
     def _forget(self, connection: socket.socket | JsonSocket) -> None:
         self._selector.unregister(connection)

@@ -46,7 +46,8 @@ class Port:
 
 def cards(root: Path = Path("/sys")) -> list[Card]:
     """All interfaces that are up, in the kernel's order, in which NCCL looks at them."""
-    default = _default_interfaces()
+    routes = [line.split() for line in kernel_text(_ROUTES).splitlines()[1:]]
+    default = {route[0] for route in routes if route[1:2] == ["00000000"]}
     found = []
     for path in sorted(listed(root / "class" / "net"), key=lambda path: kernel_number(path / "ifindex") or 0):
         if kernel_text(path / "operstate") in ("up", "unknown"):
@@ -82,11 +83,6 @@ def fabric_ports(root: Path = Path("/sys")) -> list[Port]:
         errors = {counter: errors for counter, errors in counted.get(name, {}).items() if errors}
         found.append(Port(name, state, gigabits, kernel_text(path / "link_layer"), errors))
     return found
-
-
-def _default_interfaces() -> set[str]:
-    routes = [line.split() for line in kernel_text(_ROUTES).splitlines()[1:]]
-    return {route[0] for route in routes if route[1:2] == ["00000000"]}
 
 
 def _address(interface: str) -> str:

@@ -47,18 +47,19 @@ def read_profile(path: Path) -> DeviceProfile | None:
     communication = _union(interval for name, interval in operations if _COLLECTIVE.search(name))
     computation = _union(interval for name, interval in operations if not _COLLECTIVE.search(name))
     busy = _union([*communication, *computation])
-    whole, summed = busy[-1][1] - busy[0][0], _length(communication) + _length(computation)
+    whole = busy[-1][1] - busy[0][0]
+    communicating, computing, working = map(_length, (communication, computation, busy))
     longest: dict[str, float] = {}
     for name, (began, ended) in operations:
         kind = re.sub(r"[.\d]+$", "", name)
         longest[kind] = longest.get(kind, 0.0) + ended - began
     return DeviceProfile(
         seconds=whole,
-        computation=_length(computation),
-        communication=_length(communication),
+        computation=computing,
+        communication=communicating,
         # What is left of sums that are equal may be a rounding below 0.
-        overlap=max(0.0, summed - _length(busy)),
-        idle=max(0.0, whole - _length(busy)),
+        overlap=max(0.0, communicating + computing - working),
+        idle=max(0.0, whole - working),
         operations=dict(sorted(longest.items(), key=lambda item: -item[1])[:10]),
     )
 

@@ -1,10 +1,11 @@
 """What the kernel counts of this host: memory, and bytes and errors of network interfaces and InfiniBand ports."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxmnt.distributed.container import available_bytes, kernel_number
+from jaxmnt.distributed.container import available_bytes, kernel_number, kernel_text
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _WORD = 4
@@ -50,14 +51,11 @@ def infiniband_ports(root: Path = Path("/sys")) -> dict[str, Path]:
 def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
     """Bytes that are resident of this process, and that are available on the host; nothing where the kernel does not
     tell."""
-    found = {}
-    try:
-        found["host_bytes"] = int((proc / "self" / "statm").read_text().split()[1]) * _PAGE
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found["host_available_bytes"] = available_bytes(int(line.split()[1]) * 1024, proc.parent)
-    except (OSError, ValueError, IndexError):  # not Linux
-        pass
+    pages = kernel_text(proc / "self" / "statm").split()
+    available = re.search(r"^MemAvailable: +(\d+)", kernel_text(proc / "meminfo"), re.MULTILINE)
+    found = {"host_bytes": int(pages[1]) * _PAGE} if pages else {}
+    if available:
+        found["host_available_bytes"] = available_bytes(int(available[1]) * 1024, proc.parent)
     return found
 
 

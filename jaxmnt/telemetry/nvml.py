@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 BAD_REASONS = {
@@ -38,7 +39,10 @@ class GpuReader:
         `nvml` is the module of the bindings, `reasons` words why clocks are kept down. Raises `NvmlError` if NVML
         cannot be had.
         """
-        self._nvml = nvml = nvml or _bindings()
+        try:
+            self._nvml = nvml = nvml or import_module("pynvml")  # only of use with a GPU
+        except ImportError as error:
+            raise NvmlError("the package nvidia-ml-py is not installed") from error
         self._masks = {getattr(nvml, name): what for name, what in reasons.items() if hasattr(nvml, name)}
         try:
             nvml.nvmlInit()
@@ -134,14 +138,6 @@ class GpuReader:
             return question(*arguments)
         except self._nvml.NVMLError:
             return None
-
-
-def _bindings() -> Any:
-    try:
-        import pynvml  # only of use with a GPU
-    except ImportError as error:
-        raise NvmlError("the package nvidia-ml-py is not installed") from error
-    return pynvml
 
 
 class NvmlError(Exception):
