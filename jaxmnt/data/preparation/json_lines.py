@@ -80,61 +80,46 @@ class Lines:
 
     def __init__(self, blocks: Iterator[bytes], limit: int):
         self._blocks, self._limit = blocks, limit
-        self._block, self._place = b"", 0
         self.number = 0
         """Lines so far, the present one and blank ones included."""
         self.blank = 0
 
     def __iter__(self) -> Iterator[bytes | None]:
-        while self._find_line():
-            rest = self._rest_of_line()
-            yield self._joined(rest)
-            # A long line is read to its end only now: the caller may have stopped at it.
-            for _ in rest:
-                pass
-
-    def _find_line(self) -> bool:
-        """Goes on to where the next line begins that is not blank."""
+        pieces, size = [], 0  # of the present line
         begun = False  # whether a line of nothing but white space so far has begun
-        while True:
-            found = _NOT_BLANK.search(self._block, self._place)
-            stop = found.start() if found else len(self._block)
-            passed = self._block.count(b"\n", self._place, stop)
-            self.number += passed
-            self.blank += passed
-            if found:
-                self._place = max(self._place, self._block.rfind(b"\n", self._place, stop) + 1)
-                self.number += 1
-                return True
-            if stop > self._place:
-                begun = not self._block.endswith(b"\n")
-            if not self._next_block():
-                self.number += begun
-                self.blank += begun
-                return False
+        for block in self._blocks:
+            stop = 0
+            while stop < len(block):
+                start = stop
+                if not size:
+                    filled = _NOT_BLANK.search(block, start)
+                    text = filled.start() if filled else len(block)
+                    self._pass_over(block.count(b"\n", start, text))
+                    begun = not filled and not block.endswith(b"\n")
+                    if not filled:
+                        break
+                    self.number += 1
+                    start = max(start, block.rfind(b"\n", start, text) + 1)
+                stop = block.find(b"\n", start) + 1 or len(block)
+                fits = size <= self._limit
+                size += stop - start
+                if size <= self._limit:
+                    pieces.append(block[start:stop])
+                elif fits:
+                    pieces.clear()
+                    yield None  # the rest of a long line is read only then: the caller may have stopped at it
+                if block[stop - 1 : stop] == b"\n":
+                    if pieces:
+                        yield b"".join(pieces)
+                    pieces, size = [], 0
+        if pieces:
+            yield b"".join(pieces)
+        self._pass_over(begun)
 
-    def _joined(self, pieces: Iterator[bytes]) -> bytes | None:
-        line, size = [], 0
-        for piece in pieces:
-            line.append(piece)
-            size += len(piece)
-            if size > self._limit:
-                return None
-        return b"".join(line)
-
-    def _rest_of_line(self) -> Iterator[bytes]:
-        while True:
-            end = self._block.find(b"\n", self._place) + 1
-            piece = self._block[self._place : end or len(self._block)]
-            self._place += len(piece)
-            yield piece
-            if end or not self._next_block():
-                return
-
-    def _next_block(self) -> bool:
-        """False, and nothing left, at the end."""
-        self._block, self._place = next((block for block in self._blocks if block), b""), 0
-        return bool(self._block)
+    def _pass_over(self, lines: int) -> None:
+        """Counts blank lines."""
+        self.number += lines
+        self.blank += lines
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
