@@ -9,6 +9,6 @@ def make():
 
 
 def _work(item, advance):
-    if item == "bad":
+    if item == "the bad file":
         os.abort()
     return item

@@ -10,7 +10,7 @@ import jax
 import pytest
 from conftest import events, until
 
-from jaxmnt.config.monitoring import Watchdog as Limits
+from jaxmnt.config.schema import Watchdog as Limits
 from jaxmnt.distributed import rendezvous
 from jaxmnt.distributed.heartbeat import Heartbeat, ending_on_exceptions_in_threads
 from jaxmnt.distributed.identity import Identity

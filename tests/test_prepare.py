@@ -296,7 +296,7 @@ def test_what_a_killed_worker_was_reading_is_named():
     from killed_worker import make
 
     with pytest.raises(UserError, match=r"killed while these were read: .*the bad file.*or leave the file out with"):
-        run.run(["good", "bad"], make, 2, lambda done: None, lambda item: f"the {item} file")
+        run.run(["the good file", "the bad file"], make, 2, lambda done: None)
 
 
 def test_two_attempts_that_differ_are_no_data(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmnt.data.preparation.chat import conversation_of
 from jaxmnt.data.preparation.documents import BadRecordError
 from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.records import conversation_of
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import Bytes

@@ -43,7 +43,7 @@ def json_schema() -> str:
 
 def fields_by_key() -> dict[str, Schema]:
     """Dotted key → schema, in the order of the config; NAME stands for any name in a mapping."""
-    fields: dict[str, Schema] = {}
+    fields = {}
 
     def add(prefix: str, keys: dict[str, Schema]) -> None:
         for name, field in keys.items():

@@ -137,8 +137,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def _one_line(value: Any, **style: Any) -> str:
-    text: str = yaml.dump(value, Dumper=_Dumper, width=math.inf, allow_unicode=True, sort_keys=False, **style)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return _dumped(value, width=math.inf, allow_unicode=True, **style).removesuffix("\n").removesuffix("\n...")
 
 
 def _is_plain(text: str) -> bool:
@@ -190,8 +189,8 @@ _Dumper.add_representer(
 )
 
 
-def _dumped(tree: dict[str, Any]) -> str:
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+def _dumped(value: Any, **style: Any) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -237,7 +236,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except _NOT_YAML as error:
         raise ConfigError(f"{path}{_what_is_not_yaml(error, text)}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a config is a mapping of sections such as 'train:', not a {_kind(tree)}")
+        kind = "string" if isinstance(tree, str) else type(tree).__name__
+        raise ConfigError(f"{path}: a config is a mapping of sections such as 'train:', not a {kind}")
     return tree, lines
 
 
@@ -351,11 +351,6 @@ def _no_setting(overrides: list[str], number: int) -> str:
         f"argument {shown} is not a setting; write key.sub=value, such as train.steps=100, with quotes around it "
         "if there are spaces in it"
     )
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {list: "list", str: "string"}
-    return names.get(type(value), type(value).__name__)
 
 
 def import_dotted(path: str, key: str, wanted: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxmnt.config.monitoring import Watchdog as Settings
+from jaxmnt.config.schema import Watchdog as Settings
 from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.messages import Position
 from jaxmnt.errors import remark

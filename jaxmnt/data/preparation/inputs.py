@@ -111,11 +111,19 @@ class Piece(NamedTuple):
     stop: int
 
 
+_NAMED_FILES = 3
+"""Files of a part that an error names."""
+
+
 class Part(NamedTuple):
     """What one worker does at a time. It becomes shards of its own."""
 
     number: int
     pieces: tuple[Piece, ...]
+
+    def __str__(self) -> str:
+        names = [piece.file.shown for piece in self.pieces]
+        return ", ".join(names[:_NAMED_FILES]) + (" …" if len(names) > _NAMED_FILES else "")
 
 
 LeftOut = dict[Literal["hidden", "companions", "special"], list[str]]
@@ -180,8 +188,8 @@ def _find(
 
 def _below(root: Path, selection: Selection, requested: set[Path], left_out: LeftOut) -> dict[Path, str]:
     """Returns the selected files below a folder with their names, but for hidden ones and those that are none."""
-    files: dict[Path, str] = {}
-    visited: set[Path] = set()  # links may lead round in circles
+    files = {}
+    visited = set()  # links may lead round in circles
     suffixes, prefix = tuple(selection.suffixes) or "", root.resolve().name
     name_of = lambda path: f"{prefix}/{path.relative_to(root)}"
 

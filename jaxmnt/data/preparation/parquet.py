@@ -14,10 +14,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from jaxmnt.data.preparation.chat import KNOWN, SHAPES, fields_to_read
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Piece, Reading, damaged_parquet, open_parquet
-from jaxmnt.data.preparation.records import documents_of, key_of, names_of, what_it_holds
+from jaxmnt.data.preparation.records import (
+    KNOWN,
+    SHAPES,
+    documents_of,
+    fields_to_read,
+    key_of,
+    names_of,
+    what_it_holds,
+)
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.strict_json import json_text
 
@@ -204,18 +211,15 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str
                 read = [column for column in columns if column.field in wanted and column.uncompressed > limit]
                 size = max((largest_page(stream, column) for column in read), default=0)
                 if size > limit:
-                    raise _large_page(file, metadata, group, size)
+                    first = 1 + sum(metadata.row_group(before).num_rows for before in range(group))
+                    last = first + metadata.row_group(group).num_rows - 1
+                    raise ConfigError(
+                        f"--input: {file.shown}: between rows {first} and {last} is a page of {size / 2**20:.0f} MiB, "
+                        "to be read at once; raise --max-document-mib if there is the memory for it, or say what "
+                        "becomes of long documents by --long-documents split or skip"
+                    )
     except ValueError as error:
         raise damaged_parquet(file, error) from error
-
-
-def _large_page(file: Input, metadata: Any, group: int, size: int) -> ConfigError:
-    first = 1 + sum(metadata.row_group(before).num_rows for before in range(group))
-    return ConfigError(
-        f"--input: {file.shown}: between rows {first} and {first + metadata.row_group(group).num_rows - 1} is a page "
-        f"of {size / 2**20:.0f} MiB, to be read at once; raise --max-document-mib if there is the "
-        "memory for it, or say what becomes of long documents by --long-documents split or skip"
-    )
 
 
 def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:

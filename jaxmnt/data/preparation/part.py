@@ -274,7 +274,7 @@ Tokens = tuple[np.ndarray, bool]
 
 def _encoded(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iterator[tuple[Document, Iterable[Tokens]]]:
     """Each document with its tokens. Short ones are encoded together, long ones a segment at a time."""
-    waiting: list[tuple[Document, list[Segment]]] = []
+    waiting = []
     characters = 0
     for document in documents:
         if isinstance(document.segments, list):

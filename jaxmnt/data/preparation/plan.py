@@ -219,7 +219,7 @@ class Summary(Counts):
 
     def left_out(self) -> list[str]:
         """Returns what was left out, in words, with the names of some of the files."""
-        by_reason: tuple[tuple[int, str, str, list[str]], ...] = (
+        by_reason = (
             (self.skipped, "record that cannot be used", "records that cannot be used", []),
             (self.long, "document that is too long", "documents that are too long", []),
             (self.empty, "empty document", "empty documents", self.empty_files),

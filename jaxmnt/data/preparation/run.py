@@ -112,8 +112,6 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
 
 
 _POLL_SECONDS = 0.2
-_NAMED_FILES = 3
-"""Files of a part that an error names."""
 
 Work = Callable[[Any, Callable[[int], None]], object]
 """Does one item; calls its second argument with the bytes that it has read."""
@@ -132,12 +130,11 @@ def run(
     make_work: Callable[[], Work],
     workers: int,
     progress: Callable[[int], None],
-    name: Callable[[Any], str],
 ) -> None:
     """Does the work on each item; `progress` is called with the bytes done so far.
 
     `make_work` is called once in every worker and must be picklable, like items. With one worker everything happens in
-    this process. The first error ends all. `name` words an item for the error when a worker dies.
+    this process. The first error ends all; when a worker dies, it names the items that were being worked on.
     """
     if workers == 1 or len(items) < 2:
         _run_here(items, make_work(), progress)
@@ -153,7 +150,7 @@ def run(
             for future in finished:
                 future.result()
     except BrokenProcessPool as error:
-        names = ", ".join(name(item) for item, is_begun in zip(items, at_work[:], strict=True) if is_begun)
+        names = ", ".join(str(item) for item, is_begun in zip(items, at_work[:], strict=True) if is_begun)
         raise UserError(
             f"a worker was killed while these were read: {names or 'none yet'}; perhaps memory ran out, or a file is "
             "damaged; run the same command again with fewer --workers, or leave the file out with --exclude: it goes "
@@ -269,13 +266,8 @@ def _do_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None
     show = lambda done: progress("preparing", min(done_before + done, total), total)
     show(0)
     description = None if tokenizer is None else tokenizer.description
-    run(left, partial(_make_work, job, description), job.settings.workers, show, _names_of_files)
+    run(left, partial(_make_work, job, description), job.settings.workers, show)
     progress("preparing", total, total)
-
-
-def _names_of_files(part: Part) -> str:
-    names = [piece.file.shown for piece in part.pieces]
-    return ", ".join(names[:_NAMED_FILES]) + (" …" if len(names) > _NAMED_FILES else "")
 
 
 def _make_work(job: Job, description: dict[str, Any] | None) -> Work:
