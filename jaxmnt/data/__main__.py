@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.telemetry.progress import status_line
 
     if options.config is None:
-        tree: dict[str, object] = {"data": {"path": options.path}}
+        tree = {"data": {"path": options.path}}
         apply_overrides(tree, options.overrides)
         config = parse_config(tree, "command line")
     else:

@@ -57,7 +57,13 @@ class TrainingData:
         self._rows = {name: reader.rows for name, reader in self.readers.items()}
         """How many rows an epoch of each source has."""
         check_shares(self.names, phases(config.data))
-        _check_rows_exist(sources, self._rows, config.data.sequence_length)
+        for name, count in self._rows.items():
+            if not count:
+                part = sources.parts[name]
+                raise ConfigError(
+                    f"data.sequence_length: {config.data.sequence_length} is more than the {part.tokens('train')} "
+                    f"tokens of {part.path}; lower it or prepare more text"
+                )
         self.order = order_of(config, self._rows, branches or ())
         if branches is not None:
             _check_enough_rows(self.order, self._rows, config)
@@ -93,7 +99,7 @@ class TrainingData:
         return float(of_rows**settings.global_batch_size)
 
     def _merge(self, located: Located) -> Rows:
-        merged: Rows = {}
+        merged = {}
         for number, name in enumerate(self.names):
             mine = np.flatnonzero(located.source == number)
             if not len(mine):
@@ -202,16 +208,6 @@ def _reader(part: Any, split: str, settings: Any) -> RowReader:
             "do (grain.elements: rows)"
         )
     return make_reader(part.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
-
-
-def _check_rows_exist(sources: Sources, rows: dict[str, int], length: int) -> None:
-    for name, count in rows.items():
-        if not count:
-            part = sources.parts[name]
-            raise ConfigError(
-                f"data.sequence_length: {length} is more than the {part.tokens('train')} tokens of {part.path}; "
-                "lower it or prepare more text"
-            )
 
 
 def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> None:

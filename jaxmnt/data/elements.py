@@ -196,9 +196,6 @@ class GivenRows:
         found = [self._row(int(number)) for number in rows]
         return {name: np.stack([row[name] for row in found]) for name in self._fillers}
 
-    def offsets(self, row: int) -> np.ndarray:
-        return row * self._length + np.arange(self._length)
-
     def _row(self, number: int) -> Element:
         if number >= self.rows:
             return self._fillers

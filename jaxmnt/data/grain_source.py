@@ -6,6 +6,7 @@ whose lengths have to be known, are all read once for a run: an index keeps thei
 read later is compared with it.
 """
 
+import functools
 import hashlib
 import importlib
 import json
@@ -63,7 +64,7 @@ class GrainData:
         """Of what was sampled and, once all documents are indexed, of their lengths and checksums behind it."""
         if self.holds_rows or len(self._indices) < len(self.elements):
             return self.sampled
-        indices = "".join(self._indices[split].digest for split in sorted(self._indices))
+        indices = "".join(self._indices[split].digest.hex() for split in sorted(self._indices))
         return self.sampled + hashlib.sha256(indices.encode()).hexdigest()
 
     @property
@@ -123,7 +124,7 @@ class GrainData:
                 continue
             with _usable(file.parent):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                publish_bytes(file, bytes.fromhex(found.digest) + found.table.tobytes())
+                publish_bytes(file, found.digest + found.table.tobytes())
 
     def load_index(self, *, made_elsewhere: bool) -> None:
         """Holds the index of each split in memory, from here on independent of the folder.
@@ -149,7 +150,7 @@ class GrainData:
             found = None if file is None else _kept(file, len(elements))
             if found is None:
                 table = measured(elements, self.tokenizer["end_of_document"], progress)
-                found = _Index(table, hashlib.sha256(table).hexdigest(), is_new=True)
+                found = _Index(table, is_new=True)
             if not found.table[:, 0].any():
                 raise ConfigError(f"{elements.key}: {elements.path} has no documents; give a dataset that has some")
             self._indices[split] = found
@@ -165,9 +166,12 @@ class _Index:
 
     table: np.ndarray
     """See `elements.measured`."""
-    digest: str
     is_new: bool
     """Whether this process has just read all documents for it."""
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.table).digest()
 
 
 def open_grain(settings: Grain, key: str, like: Any, run_dir: Path | None, fields: tuple[Field, ...]) -> GrainData:
@@ -201,12 +205,12 @@ def _vocabulary(settings: Grain, key: str, like: Any) -> tuple[int, dict[str, An
         if settings.vocab_size is None:
             raise ConfigError(f"{key}.vocab_size: not set; give the number of token ids of {settings.train}")
         return settings.vocab_size, {"name": NAMELESS, "end_of_document": settings.end_of_document}
-    own = {"vocab_size": settings.vocab_size, "end_of_document": settings.end_of_document}
     theirs = {"vocab_size": like.vocab_size, "end_of_document": like.tokenizer["end_of_document"]}
-    for name, value in own.items():
-        if value is not None and value != theirs[name]:
+    for name, value in theirs.items():
+        own = getattr(settings, name)
+        if own is not None and own != value:
             raise ConfigError(
-                f"{key}.{name}: {value} is not that of the prepared data beside it ({theirs[name]}); leave it out if "
+                f"{key}.{name}: {own} is not that of the prepared data beside it ({value}); leave it out if "
                 "both have the same tokenizer"
             )
     return like.vocab_size, like.tokenizer
@@ -282,9 +286,10 @@ def _kept(file: Path, count: int) -> _Index | None:
         except FileNotFoundError:
             return None
     digest, values = content[:_SHA256_BYTES], content[_SHA256_BYTES:]
-    if hashlib.sha256(values).digest() != digest or len(values) != count * INDEX_COLUMNS * 4:
+    if len(values) != count * INDEX_COLUMNS * 4:
         return None
-    return _Index(np.frombuffer(values, "<u4").reshape(count, INDEX_COLUMNS), bytes(digest).hex(), is_new=False)
+    index = _Index(np.frombuffer(values, "<u4").reshape(count, INDEX_COLUMNS), is_new=False)
+    return index if index.digest == digest else None
 
 
 @contextmanager

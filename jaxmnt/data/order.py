@@ -74,7 +74,7 @@ class Order:
         run branched off, and before that its origin, the newest first."""
         assert list(rows) == sorted(rows) and phases[0].from_step == 0
         self.names = list(rows)
-        self._rows = np.array([rows[name] for name in self.names], np.int64)
+        self._rows = np.array(list(rows.values()), np.int64)
         self._keys = [_key(f"{seed}/{name}") for name in self.names]
         self._shuffle = shuffle
         self._skipped = Skipped(skip)
@@ -168,16 +168,15 @@ class Skipped:
     """Ranges of rows that are passed over."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]]):
-        merged: list[list[int]] = []
+        self.ranges: list[tuple[int, int]] = []
         for first, after in sorted(ranges):
-            if merged and first <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], after)
-            else:
-                merged.append([first, after])
-        self.ranges = [(first, after) for first, after in merged]
-        lengths = np.array([after - first for first, after in self.ranges], np.int64)
-        self._passed = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self._begins = np.array([first for first, _ in self.ranges], np.int64) - self._passed[:-1]
+            if self.ranges and first <= self.ranges[-1][1]:
+                begun, end = self.ranges.pop()
+                first, after = begun, max(end, after)
+            self.ranges.append((first, after))
+        begins, ends = np.array(self.ranges, np.int64).reshape(-1, 2).T
+        self._passed = np.concatenate([[0], np.cumsum(ends - begins)])
+        self._begins = begins - self._passed[:-1]
 
     def nth(self, index: np.ndarray) -> np.ndarray:
         """The number of the row that is at this place (0 is the first) among those that are not passed over; int64."""

@@ -25,7 +25,10 @@ Rows = dict[str, np.ndarray]
 
 
 class Windows:
-    """The stream cut every L targets. What it offers, `Packed` and `elements.GivenRows` offer too. Thread-safe."""
+    """The stream cut every L targets. Thread-safe.
+
+    `Packed` offers the same, and so does `elements.GivenRows`, but for the stream and places in it.
+    """
 
     fill = 1.0
     """The share of places that hold a token."""

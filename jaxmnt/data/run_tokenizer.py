@@ -53,15 +53,15 @@ class RunTokenizer:
 
 def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTokenizer:
     """What prepared data says in its manifest, with the file in its folder."""
-    path = folder / TOKENIZER_FILE
-    if description["name"] != "huggingface":
-        return RunTokenizer(description, vocab_size, None)
-    try:
-        return RunTokenizer(description, vocab_size, read(path).decode())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"data.path: {path} cannot be read ({error}); copy it again or prepare the data again"
-        ) from error
+    path, text = folder / TOKENIZER_FILE, None
+    if description["name"] == "huggingface":
+        try:
+            text = read(path).decode()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.path: {path} cannot be read ({error}); copy it again or prepare the data again"
+            ) from error
+    return RunTokenizer(description, vocab_size, text)
 
 
 def keep(home: StoragePath, found: RunTokenizer) -> None:

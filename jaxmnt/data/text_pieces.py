@@ -44,7 +44,7 @@ def encode_pieces(tokenizer: Tokenizer, texts: Sequence[Sequence[Piece]]) -> lis
     text, and a token across the boundary belongs to the later piece.
     """
     encoded = [[np.empty(0, np.uint32) for _ in pieces] for pieces in texts]
-    apart: dict[Form, list[tuple[int, int]]] = defaultdict(list)
+    apart = defaultdict(list)
     for number, pieces in enumerate(texts):
         filled = [index for index, piece in enumerate(pieces) if piece.text]
         for group in _groups(tokenizer, pieces, filled):

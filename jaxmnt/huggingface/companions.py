@@ -26,7 +26,7 @@ Files = dict[str, bytes]
 
 def found_in(folder: StoragePath) -> Files:
     """The files of a folder by name; empty if it has no config.json."""
-    found: Files = {}
+    found = {}
     for name in (CONFIG, *COMPANIONS):
         try:
             found[name] = read(folder / name)

@@ -331,8 +331,7 @@ def _written_rope(model: Model, optional: Any) -> dict[str, Any]:
         if (value is not None and value != RopeScaling.model_fields[SCALING[key]].default) or key in _ALWAYS:
             stretched[key] = value
     full = {"rope_theta": model.rope_theta, **stretched}
-    old: dict[str, Any] = {"rope_theta": model.rope_theta}
-    old["rope_scaling"] = None if scaling.type == "none" else stretched
+    old = {"rope_theta": model.rope_theta, "rope_scaling": None if scaling.type == "none" else stretched}
     if "local_rope_theta" not in optional:
         return {"rope_parameters": full, **old}
     local = model.local_rope_theta or model.rope_theta

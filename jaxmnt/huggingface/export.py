@@ -104,10 +104,9 @@ def plan_export(
     # What is left out would mean a family's usual ids.
     end = None if tokenizer is None else tokenizer.end_of_document
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
-    own = {"max_position_embeddings": config.data.sequence_length, **ids}
     theirs = source.get("text_config", {}) | source
-    longest = [one for one in (theirs.get("max_position_embeddings"), own["max_position_embeddings"]) if one]
-    tree = write_config(model, own | theirs | {"max_position_embeddings": max(longest)})
+    longest = max(theirs.get("max_position_embeddings") or 0, config.data.sequence_length)
+    tree = write_config(model, ids | theirs | {"max_position_embeddings": longest})
     parts = parts_of(definition)
     wanted = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
     known = [dtype.name for dtype in DTYPES.values()]
@@ -124,10 +123,10 @@ def plan_export(
     untaught_rows = config.model.vocab_size - model.vocab_size
     export = Export(checkpoint, parts, files, np.dtype(wanted), about, untaught_rows)
     if len(files) > 1:
-        places = {part.name: file for file in files for part in export.tensors(file)}
-        total = sum(_bytes(part, export.dtype) for file in files for part in export.tensors(file))
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        about[INDEX] = json_bytes(index)
+        tensors = [(part, file) for file in files for part in export.tensors(file)]
+        total = sum(_bytes(part, export.dtype) for part, _ in tensors)
+        places = {part.name: file for part, file in tensors}
+        about[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": places})
     return export
 
 

@@ -105,7 +105,7 @@ def tokenizer_in(folder: Folder, rows: int) -> RunTokenizer | None:
     path = folder.path / TOKENIZER_FILE
     if not path.is_file():
         return None
-    end: Any = None
+    end = None
     if (folder.path / "tokenizer_config.json").is_file():
         end = read_json(folder.path / "tokenizer_config.json", "tokenizer").get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end

@@ -75,7 +75,7 @@ def parts_of(definition: Definition) -> Parts:
             "to the class (docs/models.md)"
         )
     numbers = _layer_numbers(definition)
-    found: Parts = {}
+    found = {}
     for path, leaf in jax.tree.leaves_with_path(definition.abstract):
         name = parameter_name(path)
         group, _, rest = name.partition(".")
