@@ -9,6 +9,7 @@ the text that the ids of the whole text decode to; and `decode_after` is decode(
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,10 +87,7 @@ def decode_after(tokenizer: Tokenizer, context: Any, tokens: Any) -> str:
     context, tokens = np.asarray(context, np.int64), np.asarray(tokens, np.int64)
     tail, before = _tail(tokenizer, context)
     whole = tokenizer.decode(np.concatenate([tail, tokens]))
-    if whole.startswith(before):
-        return whole[len(before) :]
-    differs = next((at for at, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), len(whole))
-    return whole[differs:]
+    return whole[len(commonprefix([before, whole])) :]  # noqa: RUF071 (of characters)
 
 
 def _tail(tokenizer: Tokenizer, context: np.ndarray) -> tuple[np.ndarray, str]:

@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import BinaryIO
 
 import numpy as np
@@ -91,14 +92,16 @@ def read_tokens(piece: Piece, report: Report) -> Iterator[Document]:
         yield Document(file, 1, _key(file, 0), segments, closed=True, continues=piece.start > 0)
         return
     number = 0
-    start = 0 if piece.start == 0 else _after_end(array, piece.start - 1, end_id)
-    while start < piece.stop:
-        stop = _after_end(array, start, end_id)
-        number += 1
-        segment = _segment(file, array, start, stop, report)
-        report.lengths[stop - start] += 1
-        yield Document(file, number, _key(file, start), [segment], closed=True)
-        start = stop
+    for first in range(piece.start // TOKEN_BLOCK * TOKEN_BLOCK, piece.stop, TOKEN_BLOCK):
+        block = array[first : first + TOKEN_BLOCK]
+        after_ends = first + 1 + np.flatnonzero(block == end_id)
+        edges = np.unique(np.append(after_ends, [first, first + len(block)])).tolist()
+        for start, stop in pairwise(edges):
+            if piece.start <= start < piece.stop:
+                number += 1
+                segment = _segment(file, array, start, stop, report)
+                report.lengths[stop - start] += 1
+                yield Document(file, number, _key(file, start), [segment], closed=True)
     report.records[file.number] = number
 
 
@@ -117,14 +120,3 @@ def _segment(file: Input, array: np.ndarray, start: int, stop: int, report: Repo
         )
     report.advance(tokens.nbytes)
     return Segment(tokens)
-
-
-def _after_end(array: np.ndarray, start: int, end_id: int) -> int:
-    """Where the document that holds `start` stops: after its end token, or where a block of the file stops."""
-    stop = min((start // TOKEN_BLOCK + 1) * TOKEN_BLOCK, len(array))
-    step = 2**12
-    for first in range(start, stop, step):
-        found = np.flatnonzero(array[first : min(first + step, stop)] == end_id)
-        if len(found):
-            return first + int(found[0]) + 1
-    return stop
