@@ -62,8 +62,7 @@ def fields_by_key() -> dict[str, Schema]:
 def changes(before: Config, now: Config) -> list[Change]:
     """Keys that differ, each with what that means for a resumed run. A key that one of them lacks counts as null."""
     old, new = flatten(before), flatten(now)
-    keys = [*new, *(key for key in old if key not in new)]
-    pairs = [(key, old.get(key), new.get(key)) for key in keys]
+    pairs = [(key, old.get(key), new.get(key)) for key in new | old]
     return [
         Change(key, was, value, _resume_class(key))
         for key, was, value in pairs

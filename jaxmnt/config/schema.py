@@ -273,9 +273,9 @@ class Config(Section):
     @classmethod
     def _empty_sections(cls, raw: Any) -> Any:
         """A section that is named but left empty in YAML (null) means its defaults."""
-        if isinstance(raw, dict):
-            raw = {name: ({} if value is None and name != "seed" else value) for name, value in raw.items()}
-        return raw
+        if not isinstance(raw, dict):
+            return raw
+        return {name: ({} if value is None and name != "seed" else value) for name, value in raw.items()}
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

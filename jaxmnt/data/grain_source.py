@@ -174,7 +174,9 @@ class _Index:
         return hashlib.sha256(self.table).digest()
 
 
-def open_grain(settings: Grain, key: str, like: Any, run_dir: Path | None, fields: tuple[Field, ...]) -> GrainData:
+def open_grain(
+    settings: Grain, key: str, like: Any, run_dir: str | Path | None, fields: tuple[Field, ...]
+) -> GrainData:
     """The datasets that a section `key` of the config names.
 
     `like` is prepared data beside it, whose vocabulary it shares; `run_dir` keeps indices of documents; rows have
@@ -195,7 +197,7 @@ def open_grain(settings: Grain, key: str, like: Any, run_dir: Path | None, field
         for element in _sampled(first, again):
             for name, array in sorted((element or {}).items()):
                 digest.update(f"{name} {len(array)}".encode() + array.astype(array.dtype.newbyteorder("<")).tobytes())
-    folder = None if run_dir is None else run_dir / INDEX_FOLDER
+    folder = None if run_dir is None else Path(run_dir, INDEX_FOLDER)
     return GrainData(elements["train"].path, vocab_size, elements, tokenizer, digest.hexdigest(), folder)
 
 

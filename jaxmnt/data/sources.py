@@ -214,10 +214,9 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     prepared = {
         name: _open(source.path, f"{keys[name]}.path") for name, source in named.items() if source.grain.train is None
     }
-    like, folder = next(iter(prepared.values()), None), None if run_dir is None else Path(run_dir)
-    fields = batch_fields(settings)
+    like, fields = next(iter(prepared.values()), None), batch_fields(settings)
     parts: dict[str, Part] = {
-        name: prepared.get(name) or open_grain(source.grain, f"{keys[name]}.grain", like, folder, fields)
+        name: prepared.get(name) or open_grain(source.grain, f"{keys[name]}.grain", like, run_dir, fields)
         for name, source in named.items()
     }
     sets = {

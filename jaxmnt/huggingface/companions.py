@@ -52,10 +52,8 @@ def fitting(files: Files, tokenizer: RunTokenizer) -> Files:
     text = files.get(TOKENIZER_FILE)
     if text is None or same_vocabulary(of_file(text.decode(), 0), tokenizer):
         return files
-    found = {}
-    for name in sorted({CONFIG, GENERATION} & files.keys()):
-        found[name] = json_bytes(_without_ids(json.loads(files[name])))
-    return found
+    names = sorted({CONFIG, GENERATION} & files.keys())
+    return {name: json_bytes(_without_ids(json.loads(files[name]))) for name in names}
 
 
 def ended(files: Files, tokenizer: RunTokenizer) -> Files:
