@@ -27,7 +27,9 @@ from jaxmnt.huggingface.config import read_config, write_config
 from jaxmnt.huggingface.fits import different_settings, folder_origin, refuse_what_does_not_fit
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
+from jaxmnt.huggingface.tensors import Part
 from jaxmnt.models.contract import define
+from jaxmnt.models.huggingface import Tensor
 from jaxmnt.models.registry import build_family
 from jaxmnt.train import train
 from jaxmnt.training.build import inference_spec
@@ -96,6 +98,12 @@ def test_an_export_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir() if "building" in path.name] == []
     with pytest.raises(ConfigError, match="out exists already; name a new folder"):
         convert.main(command)
+
+
+def test_a_layer_larger_than_a_file_has_a_file_of_its_own():
+    parts = {name: [Part(Tensor(name), (size,))] for name, size in (("a", 100), ("b", 10), ("c", 10), ("d", 30))}
+    files = exports.divided(parts, 4, file_bytes=100)
+    assert [[work.parameters for work in file] for file in files.values()] == [[("a",)], [("b",), ("c",)], [("d",)]]
 
 
 def test_an_export_of_damaged_arrays_is_none(tmp_path):

@@ -217,7 +217,7 @@ def divided(parts: Parts, item: int, file_bytes: int) -> dict[str, list[Work]]:
         begin = 0
         while begin < layers:
             fits = min(layers - begin, room // layer_bytes)
-            if fits == 0 and files[-1]:
+            if fits < 1 and files[-1]:
                 files.append([])
                 room = file_bytes
                 continue
