@@ -55,7 +55,8 @@ class Document(NamedTuple):
     key: bytes
     """What decides whether it is held out."""
     segments: Iterable[Segment]
-    """Its contents, to be gone through once."""
+    """Its contents, to be gone through once: a list, or, of what may be long, an iterator of stretches that are all
+    targets, and all text unless it is `closed`."""
     closed: bool = False
     """Whether an end of document must not be added, because the tokens are given as they are."""
     end_is_target: bool = True

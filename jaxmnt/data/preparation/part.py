@@ -5,7 +5,6 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -285,7 +284,7 @@ def _encoded(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iter
         yield from _encode_together(waiting, tokenizer)
         waiting, characters = [], 0
         if not isinstance(document.segments, list):
-            yield document, _encode_one_by_one(document.segments, tokenizer)
+            yield document, _encode_in_stretches(document, tokenizer)
     yield from _encode_together(waiting, tokenizer)
 
 
@@ -303,11 +302,9 @@ def _encode_together(
         yield document, zip(tokens, (segment.learn for segment in segments), strict=True)
 
 
-def _encode_one_by_one(segments: Iterable[Segment], tokenizer: Tokenizer | None) -> Iterator[Tokens]:
-    for (is_text, learn), group in groupby(segments, lambda one: (isinstance(one.content, str), one.learn)):
-        contents: Iterator[Any] = (segment.content for segment in group)
-        if is_text:
-            assert tokenizer is not None
-            contents = encode_stretches(tokenizer, contents)
-        for tokens in contents:
-            yield tokens, learn
+def _encode_in_stretches(document: Document, tokenizer: Tokenizer | None) -> Iterator[Tokens]:
+    contents: Iterator[Any] = (segment.content for segment in document.segments)
+    if not document.closed:
+        assert tokenizer is not None
+        contents = encode_stretches(tokenizer, contents)
+    return ((tokens, True) for tokens in contents)
