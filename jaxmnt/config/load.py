@@ -387,11 +387,10 @@ def _with_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any
             name: _with_homes(item, f"{dotted}.{name}" if dotted else str(name), source_of)
             for name, item in value.items()
         }
-    if not _is_path(dotted):
-        return value
     if isinstance(value, list):
         return [_with_homes(item, dotted, source_of) for item in value]
-    if not isinstance(value, str):
+    # The schema is asked last: it is made when it is first asked.
+    if not isinstance(value, str) or {"~", "$"}.isdisjoint(value) or not _is_path(dotted):
         return value
     where = f"{source_of(dotted)}: {dotted}: {shortened(repr(value))}"
     if "$" in value:
