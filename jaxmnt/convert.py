@@ -21,7 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone are asked of JAX
-    return int({"from-hf": _from_hf, "to-hf": _to_hf, "settings": _settings}[options.command](options))
+    return {"from-hf": _from_hf, "to-hf": _to_hf, "settings": _settings}[options.command](options)
 
 
 def _from_hf(options: argparse.Namespace) -> int:

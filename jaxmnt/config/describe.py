@@ -1,6 +1,6 @@
 """The config as help text, as a JSON schema for editors, and as differences between two runs."""
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from jaxmnt.config.explain import Schema, entries_of, field_of, plain, section_fields, takes
 from jaxmnt.config.load import flatten
@@ -81,7 +81,7 @@ def _resume_class(dotted: str) -> Resume:
     while field is None:
         dotted = dotted.rpartition(".")[0]
         field = field_of(dotted)
-    return cast(Resume, field["resume"])
+    return field["resume"]
 
 
 def _default(field: Schema) -> str:

@@ -39,8 +39,7 @@ def field_of(dotted: str) -> Schema | None:
 
 def section_fields(parents: Sequence[str]) -> dict[str, Schema]:
     """The keys of a section, given as the names on the way to it; empty if that is no section."""
-    section = find(parents).schema or {}
-    return dict(section.get("properties", {}))
+    return (find(parents).schema or {}).get("properties", {})
 
 
 def find(path: Sequence[str | int]) -> SchemaPath:
@@ -65,7 +64,7 @@ def find(path: Sequence[str | int]) -> SchemaPath:
 def plain(schema: Schema) -> Schema:
     """The section, list or mapping that a schema refers to, or that may be null in it; else the schema itself."""
     if "$ref" in schema:
-        return dict(_whole()["$defs"][schema["$ref"].rpartition("/")[2]])
+        return _whole()["$defs"][schema["$ref"].rpartition("/")[2]]
     real = [plain(member) for member in schema.get("anyOf", ()) if member != {"type": "null"}]
     return real[0] if len(real) == 1 and real[0].get("type") in ("object", "array") else schema
 
@@ -232,7 +231,7 @@ def table() -> dict[str, Any]:
 
     `sections` and `settings` have names of other programs, with spaces between them, by a section's name and in order.
     """
-    return dict(json.loads(files("jaxmnt.config").joinpath("synonyms.json").read_text(encoding="utf-8")))
+    return json.loads(files("jaxmnt.config").joinpath("synonyms.json").read_text(encoding="utf-8"))
 
 
 def section_for(name: str) -> str | None:

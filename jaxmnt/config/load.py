@@ -143,7 +143,7 @@ def _one_line(value: Any, **style: Any) -> str:
 def _is_plain(text: str) -> bool:
     """Returns whether a text, without quotes, is read as itself."""
     try:
-        return text.isprintable() and not _comment(text) and bool(_value(text, "") == text)
+        return text.isprintable() and not _comment(text) and _value(text, "") == text
     except (ConfigError, *_NOT_YAML):
         return False
 

@@ -15,8 +15,7 @@ from jaxmnt.errors import nearest, printable
 def presets() -> dict[str, dict[str, Any]]:
     """Returns the settings of published models by name."""
     text = files("jaxmnt.config").joinpath("presets.yaml").read_text(encoding="utf-8")
-    models: dict[str, dict[str, Any]] = yaml.safe_load(text)["models"]
-    return models
+    return yaml.safe_load(text)["models"]
 
 
 class RopeScaling(Section):

@@ -96,7 +96,7 @@ class TrainingData:
         settings = self._config.data
         shares = zip(self.names, block_shares(phases(settings)[0].weights).tolist(), strict=True)
         of_rows = sum(share / BLOCK * without[name].share for name, share in shares if name in without)
-        return float(of_rows**settings.global_batch_size)
+        return of_rows**settings.global_batch_size
 
     def _merge(self, located: Located) -> Rows:
         merged = {}

@@ -183,4 +183,4 @@ def different_settings(one: Model, other: Model) -> list[str]:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) or isinstance(other, float):
         return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-6)
-    return bool(one == other)
+    return one == other

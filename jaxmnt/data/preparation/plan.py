@@ -142,7 +142,7 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     if not reading["ignored_fields"]:
         del reading["ignored_fields"]
     plan["long_documents"] = {name: reading.pop(name) for name in ("long_documents", "max_document")}
-    return dict(json.loads(json_text(plan)))
+    return json.loads(json_text(plan))
 
 
 def check_plan(job: Job) -> None:
