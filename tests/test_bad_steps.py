@@ -27,7 +27,7 @@ from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.plan.hlo import Program
 from jaxmnt.plan.timeline import play
 from jaxmnt.report.contents import report_of
-from jaxmnt.run.bad_steps import BadStepMonitor
+from jaxmnt.run.monitoring import BadStepMonitor
 from jaxmnt.run.replay import replay
 from jaxmnt.run.values import run_process
 from jaxmnt.telemetry.metrics import Rates, TrainLog

@@ -1,4 +1,7 @@
-"""What is watched while steps are taken: where their time goes, who holds the others up, hosts, the loss, the money."""
+"""What is watched while steps are taken: where their time goes, who holds the others up, hosts, the loss, the money.
+
+`BadStepMonitor` watches for steps that change nothing, and ends a run after too many of them.
+"""
 
 import math
 import re
@@ -8,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmnt.distributed.coordination import gather
-from jaxmnt.errors import PeerError, remark, summary
+from jaxmnt.errors import PeerError, UserError, remark, summary
 from jaxmnt.run.preemption import StopRequest
-from jaxmnt.run.probe import DeviceProbe
+from jaxmnt.run.probe import TimedProduct
 from jaxmnt.run.values import CompiledRun
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, repair
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
@@ -20,6 +23,8 @@ from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler, reader_of_g
 from jaxmnt.telemetry.slow_devices import SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.stragglers import Straggler
 
+_PROBE_WIDTH = {"cpu": 256, "gpu": 4096}
+"""Of the matrices that time a device, by its platform: a GPU is busy for less than a millisecond."""
 _LAST_SECONDS = 10.0
 """For all to give the times of the last steps."""
 _ON_THE_WAY_SECONDS = 2.0
@@ -40,7 +45,8 @@ class Monitoring:
         self._spending = run.spending
         self._identity, self._hosts, self._events, self._status = identity, run.hosts, run.events, run.status
         self._settings = settings
-        self._probe = DeviceProbe(settings.probe_every, devices)
+        self._probe_every, self._devices = settings.probe_every, devices
+        self._product: TimedProduct | None = None
         self._probed: list[float] = []
         self._probes: dict[int, list[float]] = {}
         self._logs: tuple[PhaseLog, ResourceLog] | None = None
@@ -86,15 +92,18 @@ class Monitoring:
 
         Returns the seconds that it took, which are none of a step's.
         """
-        if not self._probe.due(step):
+        if not self._probe_every or step % self._probe_every:
             return 0.0
         settle()
         started = time.perf_counter()
         with self.timer.during("probe"):
             try:
-                self._probed = self._probe()
+                if self._product is None:
+                    width = _PROBE_WIDTH.get(self._devices[0].platform, _PROBE_WIDTH["cpu"])
+                    self._product = TimedProduct(self._devices, width)
+                self._probed = self._product()
             except Exception as error:  # such as no memory left; no other process waits for it
-                self._probe = DeviceProbe(0, [])
+                self._probe_every, self._product = 0, None
                 remark(f"note: telemetry.probe_every: devices are not timed any more: {summary(error)}")
         return time.perf_counter() - started
 
@@ -147,10 +156,10 @@ class Monitoring:
 
     def _report(self) -> list[Any]:
         """What process 0 is to know: times of steps, and by name what is known besides. From any thread."""
-        report: list[Any] = [*self.timer.take()] if self._settings.phases else []
-        sample = None if self._sampler is None else self._sampler.take()
+        times = self.timer.take() if self._settings.phases else []
         probed, self._probed = self._probed, []
-        return [*report, *([{"resources": sample}] if sample else []), *([{"probe": probed}] if probed else [])]
+        more = {"resources": None if self._sampler is None else self._sampler.take(), "probe": probed}
+        return [*times, *({name: value} for name, value in more.items() if value)]
 
     def _hear(self, process: int, report: list[Any]) -> None:
         """From any thread. Telemetry that makes no sense is said once, and ends no run."""
@@ -241,3 +250,86 @@ class Monitoring:
                 seconds=sum(line.get("step_seconds") or 0.0 for line in lines),
                 until=max(line["time"] for line in lines),
             )
+
+
+class BadStepMonitor:
+    """Sees the metrics of every finished step, in all processes; one of them, the writer, reports."""
+
+    def __init__(self, run: CompiledRun):
+        self._most = run.config.train.max_bad_steps
+        self._rows = run.config.data.global_batch_size
+        self._order = run.training_data.order
+        self._events, self._status, self._writer = run.events, run.status, run.writes
+        self._good: tuple[int, float] | None = None
+        """The last good step and its loss."""
+        self._between: set[int] = set()
+        """Steps without targets among the bad steps in a row, which they neither add to nor end."""
+        self._told_of_targets = False
+
+    def see(self, step: int, values: dict[str, Any]) -> None:
+        """Raises `UserError`, in all processes after the same step, after too many bad steps in a row."""
+        if self._writer:
+            self._note_passed_over(step)
+        in_a_row = values["bad_in_a_row"]
+        if not values["tokens"]:
+            self._between |= {step} if in_a_row else set()
+            self._note_no_targets(step)
+            return
+        if not in_a_row:
+            self._good, self._between = (step, values["loss"]), set()
+            return
+        first, last = self._range(step, step)
+        bad = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
+        if self._writer:
+            self._events.write("bad_step", step=step, rows=[first, last], bad=bad, in_a_row=in_a_row)
+            self._status.line(
+                f"WARNING step {step}: {bad} is not finite (rows {first} to {last}); the model is left unchanged"
+            )
+        if in_a_row > self._most:
+            raise UserError(self._diagnosis(step, in_a_row, bad))
+
+    def _note_no_targets(self, step: int) -> None:
+        """Says it of the first such step of this start: there may be many."""
+        if self._writer and not self._told_of_targets:
+            first, last = self._range(step, step)
+            self._status.line(
+                f"note    step {step}: its rows ({first} to {last}) have no targets, so it changes nothing; the loss "
+                f"of such steps is null in {METRICS}"
+            )
+        self._told_of_targets = True
+
+    def _note_passed_over(self, step: int) -> None:
+        """Says when rows of `data.skip` have been passed over."""
+        before = self._order.passed_over(step - 2) if step > 1 else 0
+        passed = self._order.passed_over(step - 1) - before
+        if passed:
+            first, last = self._range(step, step)
+            self._events.write("rows_skipped", step=step, count=passed, rows=[first, last])
+            self._status.line(f"note    rows skipped in step {step}: {passed}")
+
+    def _range(self, first_step: int, last_step: int) -> tuple[int, int]:
+        """The numbers of the first and the last row of the batches of these steps."""
+        first = self._order.numbers(first_step - 1, [0])
+        return int(first[0]), int(self._order.numbers(last_step - 1, [self._rows - 1])[0])
+
+    def _first_bad_step(self, step: int, in_a_row: int) -> int:
+        """Returns the first of the bad steps in a row that end with `step`."""
+        first = step
+        while in_a_row > 1:
+            first -= 1
+            in_a_row -= first not in self._between
+        return first
+
+    def _diagnosis(self, step: int, in_a_row: int, bad: str) -> str:
+        since = self._first_bad_step(step, in_a_row)
+        first, last = self._range(since, step)
+        good = "none was good since this start"
+        if self._good is not None:
+            good = f"the last good step was {self._good[0]}, its loss {self._good[1]:.4f}"
+        return (
+            f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({good}; the rows of these "
+            f"steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "
+            f"{last + 1 - first}}} to data.skip; if there is a checkpoint of step {since} or later, "
+            "also set another run.dir and run.fork_from to continue from an earlier one; if these rows are not "
+            "the cause, lower optimizer.learning_rate and continue from an earlier checkpoint"
+        )

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_WIDTH = {"cpu": 256, "gpu": 4096}
-"""In a run: a GPU is busy for less than a millisecond."""
 _REPEATS = 4
 """Of which the quickest counts."""
 
@@ -36,21 +34,3 @@ class TimedProduct:
         started = time.perf_counter()
         self._product(x_WW).block_until_ready()
         return time.perf_counter() - started
-
-
-class DeviceProbe:
-    """The same during a run, every so many steps; 0 is never."""
-
-    def __init__(self, every: int, devices: Sequence[jax.Device]):
-        self._every, self._devices = every, devices
-        self._product: TimedProduct | None = None
-
-    def due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
-
-    def __call__(self) -> list[float]:
-        """Seconds of each device."""
-        if self._product is None:
-            platform = self._devices[0].platform
-            self._product = TimedProduct(self._devices, _WIDTH.get(platform, _WIDTH["cpu"]))
-        return self._product()

@@ -5,10 +5,9 @@ from typing import Any
 
 from jaxmnt.data.feed import Feed
 from jaxmnt.run import report
-from jaxmnt.run.bad_steps import BadStepMonitor
 from jaxmnt.run.evaluate import Evaluator, Sampler
 from jaxmnt.run.input import begin_feed
-from jaxmnt.run.monitoring import Monitoring
+from jaxmnt.run.monitoring import BadStepMonitor, Monitoring
 from jaxmnt.run.profiling import Profiler
 from jaxmnt.run.rundir import plain_config
 from jaxmnt.run.starting_state import ReadyRun
