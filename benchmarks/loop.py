@@ -80,7 +80,7 @@ def loop_cost(options: argparse.Namespace, folder: Path) -> dict:
     data = open_sources(config.data)
     config = fit_to_data(config, data)
     program = compile_program(config, data.vocab_size)
-    batch, _ = training_feed(config, TrainingData(config, data), program, 0).take()
+    batch, _ = training_feed(TrainingData(config, data), program, 0).take()
     batch |= {"control": ControlFlags(program.control_sharding).array()}
 
     def bare() -> float:

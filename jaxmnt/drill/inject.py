@@ -132,7 +132,7 @@ class FaultInjector:
         with self._journal.open("a", encoding="utf-8") as journal:
             journal.write(json_text(record) + "\n")
 
-    def _note_first_step(self, config: Any, data: Any, program: Any, start_step: int) -> None:
+    def _note_first_step(self, data: Any, program: Any, start_step: int) -> None:
         self._staged_step = start_step
 
     def _poison(self, fault: Fault, feed: Any) -> None:

@@ -17,7 +17,7 @@ from jaxmnt.training.spec import StepSpec
 _A_DAY_SECONDS = 86400.0
 
 
-def compile_run(run: OpenedRun, opened: Callable[[], None] = lambda: None) -> CompiledRun:
+def compile_run(run: OpenedRun, opened: Callable[[], None]) -> CompiledRun:
     """Begins the run's events, for which `opened` makes room, and compiles its step."""
     use_compile_cache(run.config.run.compile_cache, run.directory)
     run.clock.lap("data")

@@ -3,6 +3,7 @@
 An evaluation is exact: every held-out token of every source once, whatever the number of hosts.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -105,18 +106,18 @@ class Sampler:
             raise ConfigError("telemetry.samples: the data is of tokens whose tokenizer is not recorded; leave it out")
         self._tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder).open()
         self._prompts = [self._encoded(text) for text in self._config.telemetry.samples]
-        self._place: Callable[[Any], Any] | None = None
 
     def compile(self) -> None:
-        """What moves the parameters to where they are called; the programs that call them are compiled by the first
-        samples."""
-        if self._place is not None:
-            return
+        """Prepares what moves the parameters; the programs that call them are compiled by the first samples."""
+        _ = self._called_model
+
+    @functools.cached_property
+    def _called_model(self) -> tuple[Callable[[Any], Any], Generator]:
+        """What moves the parameters to where they are called, and what calls them there."""
         program, mesh = self._program, self._config.mesh
         called_on = without_stages(mesh, program.spec.placement.sizes)
         devices = list(program.spec.placement.mesh.devices.flat)
         spec = inference_spec(self._config, self._data.vocab_size, called_on, devices)
-        self._generator = Generator(spec)
         wanted = model_state(canonical_abstract(spec, abstract_state(spec)))
 
         def place(model: Any) -> Any:
@@ -124,17 +125,16 @@ class Sampler:
             return model | {"params": map_with_axes(cast, model["params"], spec.definition.axes)}
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-        self._place = jax.jit(place, out_shardings=shardings)
+        return jax.jit(place, out_shardings=shardings), Generator(spec)
 
     def __call__(self, state: Any, step: int, got_further: Callable[[], None] = lambda: None) -> list[dict[str, str]]:
         """Each prompt with its continuation: the same in all processes. `got_further` is called after each token."""
-        self.compile()
-        assert self._place is not None
+        place, generator = self._called_model
         settings, made = self._config.telemetry, []
-        model = self._place(self._program.to_canonical(model_state(state)))
-        weights = self._generator.place(model["params"], model.get("buffers", {}))
+        model = place(self._program.to_canonical(model_state(state)))
+        weights = generator.place(model["params"], model.get("buffers", {}))
         sampling = Sampling(_TEMPERATURE, seed=self._config.seed + step)
-        for tokens in self._generator.generate(weights, self._prompts, settings.sample_tokens, sampling):
+        for tokens in generator.generate(weights, self._prompts, settings.sample_tokens, sampling):
             made.append(tokens)
             got_further()
         end = self._data.end_of_document

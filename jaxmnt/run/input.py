@@ -52,9 +52,9 @@ def plan_rows(run: RunWithData, *, keeps: bool) -> TrainingData:
     return TrainingData(run.config, run.data, None if _may_be_branch(run.config) else ())
 
 
-def training_feed(config: Config, data: TrainingData, program: Program, start_step: int) -> Feed:
-    """The feed of this process's rows of every global batch from `start_step` on."""
-    settings = config.data
+def training_feed(data: TrainingData, program: Program, start_step: int) -> Feed:
+    """Makes the feed of this process's rows of every global batch from `start_step` on."""
+    settings = program.spec.config.data
     rows = process_rows(program.batch_sharding, settings.global_batch_size, settings.sequence_length)
     source = training_rows(data, rows, start_step, prefetch=settings.prefetch, threads=settings.read_threads)
     return Feed(source, rows, settings.global_batch_size, program.batch_sharding, digest=settings.log_digest)
@@ -62,7 +62,7 @@ def training_feed(config: Config, data: TrainingData, program: Program, start_st
 
 def begin_feed(run: RunProcess, data: TrainingData, program: Program, start_step: int) -> Feed:
     """A feed of which the watchdog knows when it is waited for."""
-    feed = training_feed(program.spec.config, data, program, start_step)
+    feed = training_feed(data, program, start_step)
     run.watchdog.reads = lambda: feed.reading
     return feed
 

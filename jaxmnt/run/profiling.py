@@ -64,7 +64,7 @@ class Profiler:
             threading.Thread(target=self._look, name="PROFILE", daemon=True).start()
         before = None
         with suppress(ValueError):  # not the main thread
-            before = signal.signal(SIGNAL, lambda *_: self._ask())
+            before = signal.signal(SIGNAL, self._ask)
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class Profiler:
             if before is not None:
                 signal.signal(SIGNAL, before)
 
-    def _ask(self) -> None:
+    def _ask(self, *_: object) -> None:
         self._signalled = True
 
     def _look(self) -> None:
@@ -112,10 +112,8 @@ class Profiler:
             if self._identity.process_id == 0:
                 self._note_begun(folder)
             self._signalled = False
-        if self._identity.process_id == process:
-            result = self._profiled(step, folder, lambda: self._timed(take))
-        else:
-            result = self._timed(take)
+        timed = lambda: self._timed(take)
+        result = self._profiled(step, folder, timed) if self._identity.process_id == process else timed()
         barrier("the profile is written", self._identity, PROFILE_SECONDS)
         return result
 

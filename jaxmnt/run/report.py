@@ -117,9 +117,13 @@ def already_finished(run: OpenedRun) -> None:
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
     """What a run trains with: versions, the kind of its devices, and what changes XLA's programs."""
     packages = {name: version(name) for name in _LIBRARIES}
-    flags = {name: os.environ[name] for name in SHOWN if os.environ.get(name)}
     python = {"Python": platform.python_version(), "system": platform.platform()}
-    return software() | python | {"device kind": devices[0].device_kind} | packages | flags
+    return software() | python | {"device kind": devices[0].device_kind} | packages | _flags()
+
+
+def _flags() -> dict[str, str]:
+    """The variables that change XLA's programs, as far as they are set."""
+    return {name: os.environ[name] for name in SHOWN if os.environ.get(name)}
 
 
 def program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()) -> None:
@@ -140,7 +144,7 @@ def program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()
     for note in notes(spec):
         status.line(f"note    {note}")
     if device.platform != "cpu":
-        status.line("environ " + " ".join(f"{name}={os.environ[name]}" for name in SHOWN if os.environ.get(name)))
+        status.line("environ " + " ".join(f"{name}={value}" for name, value in _flags().items()))
     if device.platform == "cpu" and (variable := missing_huge_pages()):
         status.line(f"note    steps on a CPU are quicker with huge pages: set {variable} before the command")
     limit = f" of {size(memory.limit)}" if memory.limit else ""

@@ -1,7 +1,7 @@
 """When a run saves, and what becomes of a save: reported, tried again, or too often failed."""
 
 import time
-from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,11 @@ class CheckpointManager:
         needed = need(stored_bytes(program.canonical_abstract_state), run.identity.processes)
         self._needed = needed
         self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
-        self._manifest = Manifest(
+        self._manifest = partial(
+            Manifest,
             run=run.start.run,
-            step=0,
-            arrays={},
             config=plain_config(config),
-            tokens=0,
             data=run.data.digests,
-            loss=None,
             lineage=run.start.lineage,
             libraries={name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")},
         )
@@ -74,7 +71,7 @@ class CheckpointManager:
 
     def check_room(self) -> None:
         """Raises `UserError`, in all processes, if not even one checkpoint fits; says so if not all to be kept do."""
-        told: str | None = None
+        told = None
         if self._identity.process_id == 0:
             told = shortage(self._root, self._needed) or ""
         if missing := broadcast("room for a checkpoint", told, self._identity):
@@ -111,9 +108,7 @@ class CheckpointManager:
         self._events.write("checkpoint_begin", step=step)
         self._clock.last = time.monotonic()
         self._saved_step, self._retry_at = step, None
-        describe = lambda arrays: replace(
-            self._manifest, step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time()
-        )
+        describe = lambda arrays: self._manifest(step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time())
         self.saver.save(step, self._program.to_canonical(state), describe)
         self._blocked = time.perf_counter() - started
         self.blocked_seconds += self._blocked
