@@ -41,7 +41,6 @@ class Reader:
         self._arrays = checkpoint.manifest.arrays
         self._context = ts.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_BYTES}})
         self._opening = {name: self._begin_to_open(name) for name in (self._arrays if names is None else names)}
-        self._open: dict[str, Any] = {}
 
     def open_all(self) -> None:
         """Waits until all are open: their places and shapes are there, if not yet their contents."""
@@ -86,8 +85,6 @@ class Reader:
         return digest.to_text(total)
 
     def _store(self, name: str) -> Any:
-        if name in self._open:
-            return self._open[name]
         try:
             store = self._opening[name].result()
         except Exception as error:
@@ -98,7 +95,6 @@ class Reader:
                 f"array {name} is {store.dtype.name}{list(store.shape)} in its files "
                 f"and {array.dtype}{list(array.shape)} in the manifest"
             )
-        self._open[name] = store
         return store
 
     def _begin_to_open(self, name: str) -> Any:

@@ -195,7 +195,7 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
 
     Raises `OSError` if one cannot be removed, once the others are.
     """
-    trouble: OSError | None = None
+    trouble = None
     for path in [found.path for found in checkpoints if found.step not in keep]:
         if storage.is_link(path):
             continue
@@ -227,8 +227,8 @@ def remove_cut_off(root: StoragePath, *, keep_notes: bool = False) -> tuple[list
 
     With `keep_notes` what appears of them later will be removed, too: a save that failed may go on writing for a while.
     """
-    removed: list[str] = []
-    left: list[str] = []
+    removed = []
+    left = []
     present: list[StoragePath] = sorted(root.iterdir()) if root.is_dir() else []
     for path in present:
         step, dot, rest = path.name.partition(".")

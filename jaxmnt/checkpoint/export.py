@@ -75,9 +75,9 @@ def export(
         groups[-1].append(name)
         room -= manifest.arrays[name].bytes
     with _building(folder) as building:
-        written = _write(building, folder, checkpoint, groups, tell, tokenizer)
+        _write(building, checkpoint, groups, tell, tokenizer)
         building.rename(folder)
-    return written
+    return sorted(folder.glob("*.safetensors"))
 
 
 @contextmanager
@@ -120,15 +120,14 @@ def _remove_left_over(building: Path) -> None:
 
 def _write(
     building: Path,
-    folder: Path,
     checkpoint: Committed,
     groups: list[list[str]],
     tell: Callable[[str], None],
     tokenizer: RunTokenizer | None,
-) -> list[Path]:
-    """Writes everything into `building`; the files' paths as they will be in `folder`."""
+) -> None:
+    """Writes everything into `building`, with a file of arrays for each group of names."""
     manifest, names = checkpoint.manifest, [name for group in groups for name in group]
-    reader, written, places = Reader(checkpoint, names), [], {}
+    reader, places = Reader(checkpoint, names), {}
     for number, group in enumerate(groups):
         path = building / (
             f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
@@ -139,7 +138,6 @@ def _write(
             tensors[_dotted(name)] = _read_verified(reader, checkpoint, name)
             places[_dotted(name)] = path.name
         save_file(tensors, path, metadata={"format": "np", "run": manifest.run, "step": str(manifest.step)})
-        written.append(folder / path.name)
     total = sum(manifest.arrays[name].bytes for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (building / _INDEX).write_text(json_text(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -151,7 +149,6 @@ def _write(
             (building / TOKENIZER_FILE).write_bytes(tokenizer.text.encode())
     for path in sorted(building.glob("*.safetensors")):  # which are made for their owner alone, whatever the umask
         path.chmod((building / _INDEX).stat().st_mode & 0o777)
-    return written
 
 
 def _read_verified(reader: Reader, checkpoint: Committed, name: str) -> np.ndarray:

@@ -43,6 +43,6 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def _key(entry: Any) -> str:
     """Orbax joins keys by dots and would store "a.b" and a→b in one place, so keys may not hold any."""
-    key = str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
+    key = jax.tree_util.keystr((entry,), simple=True)
     assert _KEY.fullmatch(key), f"{key!r} cannot be part of an array's name"
     return key

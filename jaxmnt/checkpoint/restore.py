@@ -20,7 +20,7 @@ from jaxmnt.checkpoint.names import like, named
 from jaxmnt.distributed.container import cores
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, UserError, listed
 from jaxmnt.strict_json import json_text
 
 State = dict[str, Any]
@@ -58,8 +58,8 @@ def restore(
     check_fit(checkpoint, wanted)
     started = time.perf_counter()
     where = f"restore {checkpoint.step} of {checkpoint.manifest.run} at {checkpoint.path.name}"
-    arrays: dict[str, jax.Array] = {}
-    trouble: UserError | None = None
+    arrays = {}
+    trouble = None
     placed = {name: _spread(leaf.shape, leaf.sharding) if spread else leaf.sharding for name, leaf in wanted.items()}
     try:
         arrays = _read(Reader(checkpoint, placed), placed, checkpoint.manifest)
@@ -69,8 +69,7 @@ def restore(
     raise_together(f"{where}: read", trouble, identity)
     started = time.perf_counter()
     if verify and (wrong := differing(where, checkpoint.manifest, arrays, identity)):
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise DamagedError(f"array {wrong[0]}{more} is not what was saved: its digest is another one")
+        raise DamagedError(f"array {listed(wrong, 1)} is not what was saved: its digest is another one")
     verify_seconds = time.perf_counter() - started
     taken = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
     for name, leaf in wanted.items():

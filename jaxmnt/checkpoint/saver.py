@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -47,14 +47,8 @@ _CHUNK_BYTES = 16 << 20
 _ORBAX_WAITED = "/jax/checkpoint/sync_global_devices_duration_sec"
 
 
-class _NotOrbax(logging.Filter):
-    """Orbax logs each failure with tracebacks; here it is reported once, in words."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
-
-
-logging.getLogger("absl").addFilter(_NotOrbax())
+# Orbax logs each failure with tracebacks; here it is reported once, in words.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 # Orbax does not wait for what it has begun when a save fails; that it failed is reported once, in words.
 warnings.filterwarnings("ignore", r"coroutine '\w+\.save_checkpointables\..*' was never awaited", RuntimeWarning)
 
@@ -75,17 +69,9 @@ class _Loop(asyncio.SelectorEventLoop):
             return asyncio.Handle(callback, args, self, context)
 
 
-class _Asyncio(ModuleType):
-    """The module asyncio as Orbax sees it: new event loops are ours."""
-
-    new_event_loop = _Loop
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
-
-
 _orbax_asyncio: Any = import_module("orbax.checkpoint._src.asyncio_utils")
-_orbax_asyncio.asyncio = _Asyncio("asyncio")
+# The module asyncio as Orbax sees it: new event loops are ours.
+_orbax_asyncio.asyncio = SimpleNamespace(**vars(asyncio) | {"new_event_loop": _Loop})
 
 
 @dataclass(frozen=True)
@@ -174,7 +160,7 @@ class Saver:
             return
         arrays = named(state)
         round = Vote("a save", self._identity, _SECONDS)
-        response: Any = None
+        response = None
         try:
             with _context():
                 response = ocp.save_checkpointables_async(str(self._root / str(step)), nested(arrays))
