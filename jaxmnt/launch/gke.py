@@ -75,9 +75,7 @@ def manifests(wanted: Job, salt: str = "") -> list[Manifest]:
         "immutable": True,
         "data": {_CONFIG_FILE: text},
     }
-    jobset = _jobset(wanted, name, config_name, metadata)
-    _check_folders(wanted, jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
-    return [config, jobset]
+    return [config, _jobset(wanted, name, config_name, metadata)]
 
 
 def _config_text(wanted: Job) -> str:
@@ -160,7 +158,9 @@ def _pod_template(wanted: Job, coordinator: str, config_name: str, pod: Manifest
         container["volumeMounts"].append({"name": f"data-{number}", "mountPath": path})
     _fill_in(container, wanted, coordinator, config_name)
     metadata = {"metadata": {"annotations": dict(sorted(gke.annotations.items()))}} if gke.annotations else {}
-    return metadata | {"spec": _merged(pod | _placement(wanted), gke.pod)}
+    spec = _merged(pod | _placement(wanted), gke.pod)
+    _check_folders(wanted, spec)
+    return metadata | {"spec": spec}
 
 
 def _key_name(config_name: str) -> str:
@@ -282,10 +282,8 @@ def submit(wanted: Job) -> str:
     """
     # Of a JobSet that was just deleted, Kubernetes may still be about to delete what belonged to it, by name.
     config, jobset = manifests(wanted, salt=secrets.token_hex())
-    metadata = config["metadata"]
-    key = _run_key_secret(metadata)
     # Kueue lets go what waits in its queues.
-    return create(jobset, [key, config], resume=not wanted.config.gke.queue)
+    return create(jobset, [_run_key_secret(config["metadata"]), config], resume=not wanted.config.gke.queue)
 
 
 _RESOURCE = "jobsets.jobset.x-k8s.io"

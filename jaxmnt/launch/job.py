@@ -4,7 +4,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -130,7 +130,7 @@ class Job:
     """Settings over the file's, for every process."""
     sweep: list[list[str]]
     """More settings for each task of a job array, with a checkpoint.dir of its own; empty for a single job."""
-    flags: list[str] = field(default_factory=list)
+    flags: list[str]
     """Of jaxmnt.train, such as --fresh."""
 
     @property

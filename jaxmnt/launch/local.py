@@ -49,16 +49,6 @@ _ENDED_BY_A_PEER = (ExitCode.PEER, -signal.SIGABRT)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a set of processes ended."""
-
-    code: int
-    """The exit code of the run."""
-    why: str
-    """Which process ended it, and how, in words; empty if none failed."""
-
-
-@dataclass(frozen=True)
 class Local:
     """What is started, and where."""
 
@@ -85,17 +75,17 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
     with _LocalProcesses(local, log_dir) as crew:
         while True:
             earlier = event_marks(run_dir)
-            outcome = crew.run(processes)
-            if outcome.why:
-                remark(outcome.why)
+            code, why = crew.run(processes)
+            if why:
+                remark(why)
             if crew.asked:
-                return outcome.code
-            waited = outcome.code == ExitCode.STOPPED and waited_in_vain(events_besides(run_dir, earlier))
-            verdict = restarts.after(outcome.code, processes, last_commit(run_dir), waited=waited)
+                return code
+            waited = code == ExitCode.STOPPED and waited_in_vain(events_besides(run_dir, earlier))
+            verdict = restarts.after(code, processes, last_commit(run_dir), waited=waited)
             if verdict.why:
                 remark(verdict.why)
             if verdict.processes is None:
-                return outcome.code
+                return code
             _wait(lambda: bool(crew.asked), verdict.wait_seconds)
             if crew.asked:
                 return ExitCode.STOPPED  # nothing runs, and nothing is lost
@@ -129,8 +119,9 @@ class _LocalProcesses:
         self.asked.append(number)
         _send(self._children, number)
 
-    def run(self, processes: int) -> Outcome:
-        """One start of all processes, to the end of the last.
+    def run(self, processes: int) -> tuple[int, str]:
+        """Makes one start of all processes, to the end of the last. Returns an exit code, and which process ended the
+        start, and how, in words; these are empty if none failed.
 
         The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
         """
@@ -147,13 +138,11 @@ class _LocalProcesses:
             child.finish()
         if failed is None:
             early = any(child.code != ExitCode.FINISHED for child in self._children)
-            return Outcome(int(ExitCode.STOPPED if early else ExitCode.FINISHED), "")
+            return int(ExitCode.STOPPED if early else ExitCode.FINISHED), ""
         assert failed.code is not None
         lost = failed.code in _ENDED_BY_A_PEER
         code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
-        return Outcome(
-            code, f"process {failed.number} {failed.exit_reason}; its log is {printable(str(failed.log_path))}"
-        )
+        return code, f"process {failed.number} {failed.exit_reason}; its log is {printable(str(failed.log_path))}"
 
     def _start(self, processes: int) -> None:
         """A signal that came before a process was there is handed on to it when it is."""
