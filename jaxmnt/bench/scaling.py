@@ -147,8 +147,8 @@ def _gpus(wanted: Wanted) -> list[str]:
 def measure(wanted: Wanted, say: Callable[[str], None]) -> Study:
     """All runs, in turn: each round has one of each. Raises `UserError` for a run that fails."""
     found: dict[_Case, list[_Measured]] = {}
-    predictions: dict[_Case, _Prediction] = {}
-    rates: dict[int, Path] = {}
+    predictions = {}
+    rates = {}
     for number in range(1, wanted.rounds + 1):
         for mode, processes in _cases(wanted):
             if number == 1 and _can_calibrate(wanted) and processes not in rates:

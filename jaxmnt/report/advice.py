@@ -164,7 +164,7 @@ def _checkpoints(seen: _Seen) -> Iterator[Advice]:
 
 
 def _slow_hosts(seen: _Seen) -> Iterator[Advice]:
-    slow: dict[tuple[int, str, str], float] = {}
+    slow = {}
     for record in seen.attempts[-1].events:
         if record["kind"] == "straggler":
             slow[_who(record)] = number(record, "slower_seconds")

@@ -123,7 +123,7 @@ def _phases(lines: Sequence[Record]) -> Chart:
 def _noise(attempts: Sequence[Attempt]) -> Chart:
     """Where it was measured: over the steps of an attempt up to each."""
     steps: list[int] = []
-    scales: list[float | None] = []
+    scales = []
     for attempt in attempts:
         compiled = next((record for record in attempt.events if record["kind"] == "compile"), {})
         small, rows = (number(compiled, name) for name in ("rows_of_small_batches", "rows"))

@@ -195,9 +195,9 @@ def _attempt(attempt: Attempt, parts: dict[str, float]) -> Record:
 
 def _stragglers(attempts: Sequence[Attempt]) -> list[Record]:
     """Who held the others up, in which phase, and from which step to which; devices are told with their host."""
-    found: list[Record] = []
+    found = []
     for attempt in attempts:
-        open_ones: dict[tuple[Any, ...], Record] = {}
+        open_ones = {}
         for record in attempt.events:
             kind = record["kind"]
             key = tuple(record.get(name) for name in ("at_fault", "phase", "device", "found_by"))

@@ -27,7 +27,7 @@ _BESIDE = ("kind", "time", "process", "host", "attempt")
 
 def trace_of(runs: Sequence[str]) -> str:
     """The trace of these run directories; each has processes of its own there."""
-    spans: list[Span] = []
+    spans = []
     for place, run in enumerate(runs):
         first = 10 * _ALL * place
         spans += [one | {"pid": one["pid"] + first} for one in _of_run(Path(run))]
@@ -79,16 +79,17 @@ def _phases(lines: Sequence[Record], ends: dict[int, float]) -> Iterator[Span]:
         if line["kind"] != "phases" or not isinstance(mean, dict):
             continue
         line = line | {"time": ends.get(line["step"], line["time"])}  # its own is when process 0 heard of it
-        yield from _one_after_the_other(_ALL, line, [number(mean, phase) for phase in PHASES])
+        yield from _one_after_the_other(_ALL, line, mean)
         for process, seconds in enumerate(each if isinstance(each, list) else []):
             if isinstance(seconds, list) and len(seconds) == len(PHASES):
-                sound = dict(zip(PHASES, seconds, strict=True))
-                yield from _one_after_the_other(process, line, [number(sound, phase) for phase in PHASES])
+                yield from _one_after_the_other(process, line, dict(zip(PHASES, seconds, strict=True)))
 
 
-def _one_after_the_other(process: int, line: Record, seconds: Sequence[float]) -> Iterator[Span]:
-    time = line["time"] - sum(seconds)
-    for phase, took in zip(PHASES, seconds, strict=True):
+def _one_after_the_other(process: int, line: Record, seconds: Record) -> Iterator[Span]:
+    """The phases of one process in the step of a line, with the seconds of each."""
+    times = {phase: number(seconds, phase) for phase in PHASES}
+    time = line["time"] - sum(times.values())
+    for phase, took in times.items():
         if took:
             yield _span(process, _PHASES, phase, time, took, {"step": line.get("step"), "what": DOING[phase]})
         time += took

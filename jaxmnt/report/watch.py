@@ -55,14 +55,12 @@ class LatestReport:
 
     def get(self) -> tuple[str, dict[str, Any]]:
         with self._lock:
-            seen = self._state()
-            stale = time.monotonic() > self._made + _STALE_SECONDS  # whether a run goes on is told by the clock, too
-            if (seen != self._seen or stale) and time.monotonic() >= self._not_before:
-                started = time.monotonic()
+            seen, now = self._state(), time.monotonic()
+            stale = now > self._made + _STALE_SECONDS  # whether a run goes on is told by the clock, too
+            if (seen != self._seen or stale) and now >= self._not_before:
                 self._report = report_of(self._runs, self._price) | {"watch_seconds": WATCH_SECONDS}
-                self._seen, self._version = seen, self._version + 1
-                self._made = time.monotonic()
-                self._not_before = time.monotonic() + _PATIENCE * (time.monotonic() - started)
+                self._seen, self._version, self._made = seen, self._version + 1, time.monotonic()
+                self._not_before = self._made + _PATIENCE * (self._made - now)
             return f'"{os.getpid()}-{self._version}"', self._report
 
     def _state(self) -> list[Any]:
