@@ -153,12 +153,11 @@ def test_another_tokenizer_than_the_runs_own_is_refused(moved, asked, tmp_path):
         generate.main(["--run", str(run(moved)), "--tokenizer", str(letters_json(tmp_path / "letters.json"))])
 
 
-def resealed(path: Path, found, lie) -> None:
-    """Writes a manifest that says something else of the tokenizer, with a seal that fits it."""
-    from jaxmnt.data.manifest import sealed
-    from jaxmnt.data.run_tokenizer import _record
+def reseal(path: Path, tokenizer) -> None:
+    """Has a manifest say something else of the tokenizer, with a seal that fits it."""
+    from jaxmnt.data.manifest import sealed, unsealed
 
-    path.write_text(json.dumps(sealed(_record(found) | {"tokenizer": lie})))
+    path.write_text(json.dumps(sealed(unsealed(json.loads(path.read_text())) | {"tokenizer": tokenizer})))
 
 
 def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
@@ -190,7 +189,8 @@ def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
         with pytest.raises(ConfigError, match="tokenizer is damaged"):
             kept(tmp_path)
     for lie in ({"name": "huggingface"}, {"name": 3}, {"name": "bytes", "end_of_document": 300}, {}, []):
-        resealed(tmp_path / "tokenizer" / "manifest.json", found, lie)
+        (tmp_path / "tokenizer" / "manifest.json").write_bytes(before["manifest.json"])
+        reseal(tmp_path / "tokenizer" / "manifest.json", lie)
         with pytest.raises(ConfigError, match="tokenizer is damaged"):
             kept(tmp_path)
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()
@@ -395,7 +395,7 @@ def test_a_model_from_elsewhere_begins_texts_as_its_tokenizer_does(moved, tmp_pa
     assert vocabulary().begun([1, 2]) == [11, 1, 2], "it was trained here"
     named = find_model(str(run(moved)), None)
     fresh = replace(named.checkpoint, manifest=replace(named.checkpoint.manifest, tokens=0))
-    begun = _vocabulary(str(run(moved)), None, fresh, named.config, named.files)
+    begun = _vocabulary(str(run(moved)), None, fresh, named.files)
     assert (begun.begun([1, 2]), begun.begun([])) == ([1, 2], [11]), "this tokenizer puts nothing before a text"
     assert continuation_of(begun, "ab", "c", "here") == Wanted([0, 1, 2], 2)
     assert continuation_of(begun, "", "c", "here") == Wanted([11, 2], 1)
