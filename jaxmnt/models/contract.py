@@ -298,9 +298,9 @@ class Definition:
         decoder = _Decoder(self.family, nnx.Rngs(params=key))
         return _pure(decoder, nnx.Param), _pure(decoder, Buffer)
 
-    def layer(self, group: LayerGroup, place: int, arrays: Params) -> Any:
+    def layer(self, group: LayerGroup, place: int, params: Params, buffers: Params) -> Any:
         """The module of the kind at this place of the pattern, with the parameters and buffers of one layer."""
-        return nnx.merge(self.graphs[group.name][place], arrays)
+        return nnx.merge(self.graphs[group.name][place], params, buffers)
 
     def ends(self, params: Params) -> dict[str, Any]:
         """The modules outside of the layers for which there are parameters."""

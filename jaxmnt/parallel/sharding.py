@@ -129,10 +129,14 @@ class Placement:
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPUs."""
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def between_cpu_processes(self) -> bool:
         """Whether it is CPUs that talk, of more than one process."""
-        devices = self.mesh.devices.flat
-        return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+        return self.on_cpu and len({device.process_index for device in self.mesh.devices.flat}) > 1
 
     @property
     def stages(self) -> int:
@@ -218,7 +222,7 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
         )
     if wanted != "auto":
         return wanted
-    if placement.mesh.devices.flat[0].platform == "cpu":
+    if placement.on_cpu:
         return "off"
     if rows > 1:
         return "rows"

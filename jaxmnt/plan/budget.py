@@ -165,7 +165,7 @@ def notes(spec: StepSpec) -> list[str]:
 def _without_effect(spec: StepSpec) -> list[str]:
     """Names settings that the config asks for and that change nothing on this mesh, each with the reason."""
     config, placement = spec.config, spec.placement
-    on_cpus = placement.mesh.size > 1 and placement.mesh.devices.flat[0].platform == "cpu"
+    on_cpus = placement.mesh.size > 1 and placement.on_cpu
     alone = placement.stages == 1
     reasons = {
         "mesh.prefetch": bool(config.mesh.prefetch) and not spec.prefetch and "no weights of layers are gathered",

@@ -133,7 +133,7 @@ def _spreads(run: CompiledRun) -> bool:
     """Whether replicas share the reading. On CPU, and inside a host, the file cache is quicker than the exchange."""
     if run.config.checkpoint.read != "auto":
         return run.config.checkpoint.read == "spread"
-    return not run.identity.alone and run.program.placement.mesh.devices.flat[0].platform != "cpu"
+    return not run.identity.alone and not run.program.placement.on_cpu
 
 
 def _note_what_it_is(run: CompiledRun) -> None:

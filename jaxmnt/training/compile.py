@@ -64,7 +64,10 @@ class Program:
     @functools.cached_property
     def evaluate(self) -> Any:
         """The evaluation step, `evaluate(model, batch)`: compiled when it is first asked for."""
-        return _compile_eval(self.spec, self.abstract_state)
+        spec = self.spec
+        step = lambda model, batch: eval_step(spec, model["params"], model.get("buffers", {}), batch)
+        evaluate = jax.jit(step, out_shardings=spec.placement.sharding(()))
+        return _compile(spec, evaluate, {}, model_state(self.abstract_state), _abstract_batch(spec))
 
     def init(self) -> State:
         """The state before the first step, created in place on its shards."""
@@ -163,7 +166,6 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
     """
     if spec.float8 is not None:
         _check_float8(spec, spec.float8.least)
-    batch = _abstract_batch(spec)
     shardings, resting = jax.tree.map(lambda leaf: leaf.sharding, state), state["optimizer"]
 
     def on_devices(state: State, batch: Any) -> Any:
@@ -178,7 +180,7 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
         return train_step(spec, state, batch)
 
     step = jax.jit(on_devices, donate_argnums=0, out_shardings=(shardings, spec.placement.sharding(())))
-    return _compile(spec, step, memory_options(state, memory), state, batch)
+    return _compile(spec, step, memory_options(state, memory), state, _abstract_batch(spec))
 
 
 def _check_float8(spec: StepSpec, least: int) -> None:
@@ -190,15 +192,6 @@ def _check_float8(spec: StepSpec, least: int) -> None:
             f"device each has fewer than {least} inputs or outputs (train.float8_least), or a dimension that 16 does "
             f"not divide; lower train.float8_least, or set train.precision={spec.dtype.name}, which computes the same"
         )
-
-
-def _compile_eval(spec: StepSpec, state: State) -> Any:
-    batch = _abstract_batch(spec)
-    evaluate = jax.jit(
-        lambda model, batch: eval_step(spec, model["params"], model.get("buffers", {}), batch),
-        out_shardings=spec.placement.sharding(()),
-    )
-    return _compile(spec, evaluate, {}, model_state(state), batch)
 
 
 def _compile(spec: StepSpec, function: Any, options: dict[str, Any], *arguments: Any) -> Any:
@@ -230,7 +223,7 @@ def measure(spec: StepSpec, state: State, step: Any, limit: int | None) -> Memor
 def _gpu_memory(placement: Placement) -> GpuMemory | None:
     """None on CPUs."""
     usable = _device_limit(placement)
-    if usable is None or placement.mesh.devices.flat[0].platform == "cpu":
+    if usable is None or placement.on_cpu:
         return None
     fraction = float(os.environ.get(MEMORY_FRACTION, JAX_MEMORY_FRACTION))
     return GpuMemory(usable / fraction, usable)

@@ -30,7 +30,7 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
     hosts would wait for those within them. All devices start collectives in the same order, and groups along two axes
     share one device.
     """
-    if spec.placement.mesh.devices.flat[0].platform == "cpu":
+    if spec.placement.on_cpu:
         return cpu_options(spec.dtype, level)
     options: dict[str, Any] = {}
     once = spec.zero < 3

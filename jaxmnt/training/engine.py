@@ -98,14 +98,11 @@ def glance(spec: StepSpec) -> Glance:
 
     def local(params: Params, buffers: Params, batch: Batch) -> jax.Array:
         step = open_step(spec, params, buffers, batch, spec.schedule)
-        gathered = {name: layers.gathered_in_float8 for name, layers in step.layers.items()}
-        in_float8 = products = 0
-        if spec.float8:
-            x_BSD, rows = step.nothing(), step.layer_rows(jnp.int32(0))
-            for layers in step.layers.values():
-                noted = layers.products(x_BSD, rows)
-                in_float8, products = in_float8 + noted[0], products + noted[1]
-        found.append(Glance(_start(step).residuals, gathered, (in_float8, products)))
+        gathered = {name: layers.weights.packed for name, layers in step.layers.items()}
+        products: list[bool] = []
+        for layers in step.layers.values() if spec.float8 else ():
+            products += layers.products(step.nothing(), step.layer_rows(jnp.int32(0)))
+        found.append(Glance(_start(step).residuals, gathered, (sum(products), len(products))))
         return jnp.zeros(())
 
     state = abstract_state(spec)
@@ -199,7 +196,7 @@ def open_step(
     weights = BY_ZERO[spec.zero](spec, params)
     stage = 0 if schedule.stages == 1 else collectives.stage_index()
     fold = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
-    fields = {name: fold(field) for name, field in batch.items()}
+    fields = jax.tree.map(fold, batch)
     layers, kind = {}, PrefetchedLayers if spec.prefetch else Layers
     for group in spec.definition.groups:
         order = np.array([[-1 if unit is None else unit for unit in row] for row in spec.slots[group.name]])

@@ -97,15 +97,15 @@ def _in_order(array: jax.Array) -> jax.Array:
 
 class Backward:
     """A layer's backward function without arrays. JAX keeps apart which of its arguments it holds and what else
-    (jax.vjp's `args_res` and `opaque_residuals`): the first `known` arguments are given again when it is called."""
+    (jax.vjp's `args_res` and `opaque_residuals`): all arguments but the last are given again when it is called."""
 
-    def __init__(self, backward: Any, arguments: tuple[Any, ...], *, known: int, loss: bool):
+    def __init__(self, backward: Any, arguments: tuple[Any, ...], *, loss: bool):
         self._tree, self._loss = jax.tree.structure(backward), loss
         # In place of an argument that it does not hold there is an object that is no array.
         is_entry = lambda node: node is not None and not isinstance(node, tuple | list | dict)
         entries = jax.tree.leaves(backward.args_res, is_leaf=is_entry)
         assert len(entries) == len(jax.tree.leaves(arguments)), "an entry for each argument"
-        given = len(jax.tree.leaves(arguments[:known]))
+        given = len(jax.tree.leaves(arguments[:-1]))
         self._given = [index for index in range(given) if isinstance(entries[index], jax.Array)]
         self.count = len(jax.tree.leaves(backward)) - len(self._given)
 

@@ -83,7 +83,7 @@ class StepSpec:
         mesh, placement = self.config.mesh, self.placement
         if mesh.prefetch is False or self.zero < 3 or placement.stages > 1:
             return False
-        wanted = mesh.prefetch or placement.mesh.devices.flat[0].platform != "cpu"
+        wanted = mesh.prefetch or not placement.on_cpu
         stacks = {name: self.definition.axes[name] for name in self.slots}
         each = jax.tree.leaves(stacks, is_leaf=is_axes)
         return wanted and any(placement.gathered_axes(names) or self._is_copied(names) for names in each)

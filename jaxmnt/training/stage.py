@@ -79,7 +79,7 @@ class Layers:
     ):
         """`full` says that no slot of any stage is empty."""
         self._spec, self._group, self._order, self._depth = spec, group, order, depth
-        self._weights, self._buffers = LayerWeights(spec, group, weights), buffers.get(group.name, {})
+        self.weights, self._buffers = LayerWeights(spec, group, weights), buffers.get(group.name, {})
         self._full = full
         self._trained_axes = unstacked(spec.trained_axes[group.name])
         groups = spec.definition.groups
@@ -93,17 +93,12 @@ class Layers:
         for place in range(self.places):
             weights, noted = self._noted(place, x_BSD, rows)
             multiplied.append([any(leaf is one.weight for one in noted if one.in_float8) for leaf in weights])
-        self._weights.pack(multiplied)
+        self.weights.pack(multiplied)
 
-    @property
-    def gathered_in_float8(self) -> list[list[bool]]:
-        """By place in the pattern, which of its parameters."""
-        return self._weights.packed
-
-    def products(self, x_BSD: jax.Array, rows: Rows) -> tuple[int, int]:
-        """Returns how many products of all layers are in float8, and how many there are."""
-        noted = [one for place in range(self.places) for one in self._noted(place, x_BSD, rows)[1]]
-        return self._group.units * sum(one.in_float8 for one in noted), self._group.units * len(noted)
+    def products(self, x_BSD: jax.Array, rows: Rows) -> list[bool]:
+        """Returns of each product of all layers whether it is in float8."""
+        noted = [one.in_float8 for place in range(self.places) for one in self._noted(place, x_BSD, rows)[1]]
+        return self._group.units * noted
 
     def _noted(self, place: int, x_BSD: jax.Array, rows: Rows) -> tuple[list[jax.Array], list[Noted]]:
         """The weights of a layer and its products, by trying the layer without computing anything."""
@@ -117,7 +112,7 @@ class Layers:
             products.extend(noted)
             return output.x_BSD
 
-        jax.eval_shape(look, jax.eval_shape(lambda: self._weights.take(jnp.int32(0), place)), x_BSD)
+        jax.eval_shape(look, jax.eval_shape(lambda: self.weights.take(jnp.int32(0), place)), x_BSD)
         return leaves, products
 
     def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
@@ -180,7 +175,7 @@ class Layers:
             def go() -> jax.Array:
                 x_out_BSD = x_BSD
                 for place in range(self.places):
-                    arguments = self._arguments(unit, place, of.rows, self._weights.take(unit, place))
+                    arguments = self._arguments(unit, place, of.rows, self.weights.take(unit, place))
                     x_out_BSD = self._called(place, *arguments, x_out_BSD).x_BSD
                 return x_out_BSD
 
@@ -190,7 +185,7 @@ class Layers:
 
     def call(self, unit: jax.Array, place: int, rows: Rows, x_BSD: jax.Array, cache: Cache) -> LayerOutput:
         """One layer's output for new tokens, with the keys and values of those before in `cache`."""
-        return self._call(place, *self._arguments(unit, place, rows, self._weights.take(unit, place)), x_BSD, cache)
+        return self._call(place, *self._arguments(unit, place, rows, self.weights.take(unit, place)), x_BSD, cache)
 
     @property
     def places(self) -> int:
@@ -209,9 +204,7 @@ class Layers:
             (x_BSD, loss), backward, sums_of_layer = jax.vjp(
                 rematerialise(self._apply(place), self._spec.config.train), *arguments, x_BSD, has_aux=True
             )
-            self._backwards[place] = Backward(
-                backward, (*arguments, x_BSD), known=len(arguments), loss=loss is not None
-            )
+            self._backwards[place] = Backward(backward, (*arguments, x_BSD), loss=loss is not None)
             kept += self._backwards[place].kept(backward)
             sums[str(place)] = sums_of_layer | ({} if loss is None else {"loss": jax.lax.stop_gradient(loss)})
         return x_BSD, kept, self._joined(sums), ready
@@ -222,7 +215,7 @@ class Layers:
 
     def _next(self, ready: Params | None, unit: jax.Array, place: int) -> tuple[Params, Params | None]:
         """Returns the weights of a layer, and those that are there before the next one."""
-        return self._weights.take(unit, place), None
+        return self.weights.take(unit, place), None
 
     def _unit_backward(
         self, x_gradient_BSD: jax.Array, unit: jax.Array, rows: Rows, kept: Residuals
@@ -230,10 +223,10 @@ class Layers:
         found = {}
         for place in reversed(range(self.places)):
             own, kept = self._split(kept, place)
-            weights = self._weights.take(unit, place)
+            weights = self.weights.take(unit, place)
             new, x_gradient_BSD = self._layer_backward(place, own, unit, rows, weights, x_gradient_BSD)
             if axes := self._group.at(self._trained_axes, place):
-                found[str(place)] = self._weights.reduced(select(new, axes), axes)
+                found[str(place)] = self.weights.reduced(select(new, axes), axes)
         return x_gradient_BSD, self._joined(found)
 
     def _split(self, kept: Residuals, place: int) -> tuple[Residuals, Residuals]:
@@ -293,7 +286,7 @@ class Layers:
         """The layer at this place of the pattern."""
         spec, keys = self._spec, rows.row_keys
         keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-        layer = spec.definition.layer(self._group, place, _merged(weights, buffers))
+        layer = spec.definition.layer(self._group, place, weights, buffers)
         context = LayerContext(rows.positions, rows.segments, rows.rotary, keys, spec.kernel, spec.placement, cache)
         with float8_products(spec.float8):
             return _checked(layer(x_BSD, context), x_BSD)
@@ -327,14 +320,14 @@ class PrefetchedLayers(Layers):
     """
 
     def _first(self, when: When) -> Params:
-        first = lambda: self._weights.take(jnp.int32(0), 0)
+        first = lambda: self.weights.take(jnp.int32(0), 0)
         return when(None, first, first)
 
     def _next(self, ready: Params | None, unit: jax.Array, place: int) -> tuple[Params, Params]:
         assert self._full and ready is not None
         last = self.places - 1
         after = (unit, place + 1) if place < last else (jnp.minimum(unit + 1, self._depth - 1), 0)
-        return ready, self._weights.take(*after)
+        return ready, self.weights.take(*after)
 
     def backward(
         self, x_gradient_BSD: jax.Array, of: Pass, residuals: Residuals, gradients: Params, *, last: bool
@@ -352,7 +345,7 @@ class PrefetchedLayers(Layers):
             kept = taken(residuals, of.slot, unit)
             for place in range(end, -1, -1):
                 before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), end)
-                weights, ready = ready, self._weights.take(*before)
+                weights, ready = ready, self.weights.take(*before)
                 after = (place + 1, unit) if place < end else (0, unit + 1)
                 gradients = self._with_waiting(gradients, *after, waiting, last)
                 own, kept = self._split(kept, place)
@@ -361,8 +354,8 @@ class PrefetchedLayers(Layers):
             return (x_gradient_BSD, gradients, ready, waiting), None
 
         def rounds() -> tuple[jax.Array, Params]:
-            ready = self._weights.take(jnp.int32(self._depth - 1), end)
-            shapes = jax.eval_shape(lambda: self._weights.take(jnp.int32(0), 0))
+            ready = self.weights.take(jnp.int32(self._depth - 1), end)
+            shapes = jax.eval_shape(lambda: self.weights.take(jnp.int32(0), 0))
             trained = select(shapes, self._group.at(self._trained_axes, 0))
             nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trained)
             start = (x_gradient_BSD, gradients, ready, nothing)
@@ -376,7 +369,7 @@ class PrefetchedLayers(Layers):
         axes = self._group.at(self._trained_axes, place)
         if not axes:
             return total
-        own, reduced = self._group.at(total, place), self._weights.reduced(waiting, axes)
+        own, reduced = self._group.at(total, place), self.weights.reduced(waiting, axes)
         new = jax.tree.map(lambda stack, new: stack[unit] + collectives.row_major(new), own, reduced)
         if last:
             spec = self._spec
@@ -401,9 +394,3 @@ def _checked(output: Any, x_BSD: jax.Array) -> LayerOutput:
     if "loss" in output.sums:
         raise ConfigError("model.family: a layer's sum is named loss, as its term of the loss is; rename it")
     return output._replace(loss=None if loss is None else jnp.asarray(loss))
-
-
-def _merged(weights: Params, buffers: Params) -> Params:
-    """Both trees in one."""
-    both = weights.keys() & buffers.keys()
-    return {**weights, **buffers, **{name: _merged(weights[name], buffers[name]) for name in sorted(both)}}
