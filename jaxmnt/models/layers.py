@@ -169,5 +169,5 @@ def dropout(x_BSD: jax.Array, rate: float, keys_B: jax.Array | None, placement: 
     def keep(row: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.bernoulli(jax.random.fold_in(row, position), 1 - rate, (width,))
 
-    keep_BSD = jax.vmap(lambda row: jax.vmap(lambda position: keep(row, position))(positions_S))(keys_B)
+    keep_BSD = jax.vmap(jax.vmap(keep, (None, 0)), (0, None))(keys_B, positions_S)
     return jnp.where(keep_BSD, x_BSD / (1 - rate), 0).astype(x_BSD.dtype)

@@ -333,6 +333,4 @@ def with_backward(
 
 def _with_transpose(function: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A linear function of one array that takes its gradient through `transpose`."""
-    linear = jax.custom_vjp(function)
-    linear.defvjp(lambda x: (function(x), None), lambda _, gradient: (transpose(gradient),))
-    return linear
+    return with_backward(lambda _, gradient: (transpose(gradient),))(lambda x: (function(x), None))

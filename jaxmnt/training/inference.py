@@ -215,7 +215,8 @@ def _sampled(
         logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
     if sampling.top_p < 1:
         sorted_BV = -jnp.sort(-logits_BV, axis=-1)
-        before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV, axis=-1), axis=-1) - jax.nn.softmax(sorted_BV, axis=-1)
+        shares_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(shares_BV, axis=-1) - shares_BV
         least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
     key = lambda number, position: jax.random.fold_in(jax.random.fold_in(draws.key, number), position)

@@ -7,7 +7,7 @@ nor are the masks of dropout: so a microbatch of half the rows saves more than i
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -32,14 +32,12 @@ class Lever(NamedTuple):
 def find_levers(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[Lever]:
     """Settings that differ from the config's, those that would save most first. `rebuild` gives the spec of another
     config on the same devices."""
-    kept = kept_bytes(spec)
-    found = [Lever(*one) for one in (*_of_the_state(spec, kept), *_of_zero(spec))]
-    for setting, other in _of_activations(spec):
+    measures: tuple[Callable[[StepSpec], int], ...] = (kept_bytes, _state_bytes)
+    before = {size: size(spec) for size in measures}
+    found = [*_of_the_state(spec, before[kept_bytes]), *_of_zero(spec)]
+    for setting, changes, size in _of_other_configs(spec):
         with contextlib.suppress(ConfigError):  # another size does not divide: no lever
-            found.append(Lever(setting, kept - kept_bytes(rebuild(other))))
-    for setting, other in _of_meshes(spec):
-        with contextlib.suppress(ConfigError):
-            found.append(Lever(setting, _state_bytes(spec) - _state_bytes(rebuild(other))))
+            found.append(Lever(setting, before[size] - size(rebuild(spec.config.changed(changes)))))
     return sorted((one for one in found if one.saves > 0), key=lambda one: (-one.saves, one.setting))
 
 
@@ -61,18 +59,17 @@ def kept_bytes(spec: StepSpec) -> int:
     return sum(one.dtype.itemsize * math.prod(one.shape) for one in on_device)
 
 
-def _of_the_state(spec: StepSpec, kept: int) -> Iterator[tuple[str, int]]:
-    """(setting, bytes)."""
+def _of_the_state(spec: StepSpec, kept: int) -> Iterator[Lever]:
     config, state = spec.config, abstract_state(spec)
     optimizer = bytes_a_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
     if not config.optimizer.offload:
-        yield "optimizer.offload=true", min(optimizer, kept)  # for the update, when nothing is kept, all is back
+        yield Lever("optimizer.offload=true", min(optimizer, kept))  # for the update, when nothing is kept, all is back
         if config.optimizer.state_dtype == "float32":
-            yield "optimizer.state_dtype=bfloat16", optimizer // 2
+            yield Lever("optimizer.state_dtype=bfloat16", optimizer // 2)
 
 
-def _of_zero(spec: StepSpec) -> Iterator[tuple[str, int]]:
-    """(setting, bytes). With ZeRO 2 and 1 gathered weights are whole for a step, with 1 their gradients as well."""
+def _of_zero(spec: StepSpec) -> Iterator[Lever]:
+    """With ZeRO 2 and 1 gathered weights are whole for a step, with 1 their gradients as well."""
     if spec.zero == 3:
         return
     stored = whole = 0
@@ -83,18 +80,9 @@ def _of_zero(spec: StepSpec) -> Iterator[tuple[str, int]]:
             whole += piece * math.prod(spec.placement.sizes[axis] for axis in gathered[1])
     weights = whole * spec.dtype.itemsize
     gradients = 4 * (whole - stored) if spec.zero == 1 else 0
-    yield "mesh.zero=3", weights + gradients
+    yield Lever("mesh.zero=3", weights + gradients)
     if spec.zero == 1:
-        yield "mesh.zero=2", gradients
-
-
-def _of_meshes(spec: StepSpec) -> Iterator[tuple[str, Config]]:
-    """(setting, the config with it)."""
-    config, sizes = spec.config, spec.placement.sizes
-    replicas, gathering = REPLICA_AXES[0], GATHERING_AXES[0]
-    if sizes[replicas] % 2 == 0 and spec.zero == 3:
-        changes = {f"mesh.{replicas}": sizes[replicas] // 2, f"mesh.{gathering}": sizes[gathering] * 2}
-        yield " ".join(f"{key}={size}" for key, size in changes.items()), config.changed(changes)
+        yield Lever("mesh.zero=2", gradients)
 
 
 def _state_bytes(spec: StepSpec) -> int:
@@ -104,13 +92,16 @@ def _state_bytes(spec: StepSpec) -> int:
     return bytes_a_device(state["params"]) + float32_bytes(state["params"]) + optimizer
 
 
-def _of_activations(spec: StepSpec) -> Iterator[tuple[str, Config]]:
-    """(setting, the config with it)."""
+def _of_other_configs(spec: StepSpec) -> Iterator[tuple[str, dict[str, Any], Callable[[StepSpec], int]]]:
+    """(setting, changes of the config, what they make smaller)."""
     config, offloaded, rows = spec.config, spec.config.train.remat_offload, spec.microbatch_rows
     if config.train.remat != "full":
-        yield "train.remat=full", config.changed({"train.remat": "full"})
+        yield "train.remat=full", {"train.remat": "full"}, kept_bytes
     elif spec.placement.stages == 1 and "layer_input" not in offloaded:
-        more = [*offloaded, "layer_input"]
-        yield "train.remat_offload=[layer_input]", config.changed({"train.remat_offload": more})
+        yield "train.remat_offload=[layer_input]", {"train.remat_offload": [*offloaded, "layer_input"]}, kept_bytes
     if rows > 1 and rows % 2 == 0 and config.model.overlap != "rows":
-        yield f"train.microbatch_size={rows // 2}", config.changed({"train.microbatch_size": rows // 2})
+        yield f"train.microbatch_size={rows // 2}", {"train.microbatch_size": rows // 2}, kept_bytes
+    sizes, replicas, gathering = spec.placement.sizes, REPLICA_AXES[0], GATHERING_AXES[0]
+    if sizes[replicas] % 2 == 0 and spec.zero == 3:
+        changes = {f"mesh.{replicas}": sizes[replicas] // 2, f"mesh.{gathering}": sizes[gathering] * 2}
+        yield " ".join(f"{key}={size}" for key, size in changes.items()), changes, _state_bytes

@@ -131,18 +131,13 @@ class Mean(NamedTuple):
 
 def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array) -> Mean:
     """Loss and gradients of one global batch."""
-    groups = spec.definition.groups
-    layer_axes = {group.name: (group.name,) for group in groups}  # stacked like parameters
+    layer_axes = {group.name: (group.name,) for group in spec.definition.groups}  # stacked like parameters
     out = ((), (), (), layer_axes, spec.trained_axes, ("devices",))
     sharded = spec.on_mesh(functools.partial(_local_gradients, spec), [spec.row_axes, ()], out)
     sums, tokens, weight, layers, gradients, squared = sharded(params, buffers, _rows(spec, batch), step)
-    stored = {
-        group.name: jax.tree.map(
-            lambda one, name=group.name: spec.layout.to_checkpoint_layout(one, (name, *[None] * (one.ndim - 1))),
-            layers[group.name],
-        )
-        for group in groups
-    }
+    stack_axes = lambda path, leaf: (path[0].key, *[None] * (leaf.ndim - 1))
+    store = lambda path, leaf: spec.layout.to_checkpoint_layout(leaf, stack_axes(path, leaf))
+    stored = jax.tree.map_with_path(store, layers)
     terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(stored) if path[-1].key == "loss"]
     scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
     gradients = jax.tree.map(lambda g: g * scale, gradients)
@@ -176,8 +171,7 @@ def _local_gradients(
 ) -> tuple[LossSums, jax.Array, jax.Array, dict[str, Any], Params, jax.Array | None]:
     """On one device: gradients of the summed loss over all microbatches, then one reduction over the replicas, where
     backward has not done it."""
-    row_keys = lambda index: _row_keys(spec, step, index)
-    found = engine.loss_and_gradients(spec, params, buffers, batch, row_keys)
+    found = engine.loss_and_gradients(spec, params, buffers, batch, functools.partial(_row_keys, spec, step))
     weights = batch["weights"]
     counts = (found.sums, _targets_of(weights), jnp.sum(weights))
     sums, tokens, weight = collectives.sum_over_tokens(counts, spec.placement)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.models.float8 import FORWARD, packed, power_of_two_scale, unpacked
@@ -141,12 +142,13 @@ class LayerWeights:
 
     def _scales_at(self, place: int, multiplied: list[bool]) -> list[jax.Array | None]:
         placement, axes = self._spec.placement, self._axes[place]
-        travels = [
-            chosen and placement.gathered_axes(names) is not None
-            for chosen, names in zip(multiplied, axes, strict=True)
+        is_packed = [
+            yes and placement.gathered_axes(names) is not None for yes, names in zip(multiplied, axes, strict=True)
         ]
-        only = lambda items: [item for item, chosen in zip(items, travels, strict=True) if chosen]
-        weights = [weight.astype(self._spec.dtype) for weight in only(jax.tree.leaves(self._stacked(place)))]
-        largest = collectives.largest_of_weights(weights, only(axes), placement)
-        scales = iter([power_of_two_scale(number, FORWARD) for number in largest])
-        return [next(scales) if chosen else None for chosen in travels]
+        chosen, leaves = np.flatnonzero(is_packed), jax.tree.leaves(self._stacked(place))
+        weights = [leaves[index].astype(self._spec.dtype) for index in chosen]
+        largest = collectives.largest_of_weights(weights, [axes[index] for index in chosen], placement)
+        scales: list[jax.Array | None] = [None] * len(axes)
+        for index, number in zip(chosen, largest, strict=True):
+            scales[index] = power_of_two_scale(number, FORWARD)
+        return scales
