@@ -72,21 +72,17 @@ def run_key(run_dir: Path, environment: Mapping[str, str] = os.environ) -> bytes
 def _make(path: Path) -> None:
     """Whole or not at all, and the first one counts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text, temporary = f"{secrets.token_hex(32)}\n", path.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
-    _write(temporary, text)
+    content, temporary = f"{secrets.token_hex(32)}\n".encode(), path.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
+    write_new(temporary, content, mode=0o600)
     try:
         os.link(temporary, path)
     except FileExistsError:
         return
     except OSError:  # a file system without links
         with suppress(FileExistsError):
-            _write(path, text)
+            write_new(path, content, mode=0o600)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    write_new(path, text.encode("ascii"), mode=0o600)
 
 
 def _read(path: Path) -> bytes:

@@ -59,8 +59,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
             continue
         inside = Path(path.lstrip("/"))
         # In a container, the path may be that on its host: then only the mount itself is there.
-        yield from (folder for part in [inside, *inside.parents] if ".." not in part.parts
-                    for folder in [base / part])  # fmt: skip
+        yield from (base / part for part in [inside, *inside.parents] if ".." not in part.parts)
 
 
 def _fields(path: Path) -> dict[str, int]:

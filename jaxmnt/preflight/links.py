@@ -222,7 +222,7 @@ def transport(text: str) -> str:
     """Which network and interfaces one process's NCCL uses; empty if it does not say."""
     using, plugin = _USING.findall(text), _PLUGIN.findall(text)
     parts = [f"{kind} {where.strip()}" for kind, where in using]
-    return ", ".join([*dict.fromkeys(plugin), *dict.fromkeys(parts)])
+    return ", ".join(dict.fromkeys([*plugin, *parts]))
 
 
 def nccl_rows(folder: Path, host: str) -> list[Row]:
