@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from jaxmnt.errors import ConfigError
@@ -59,9 +60,7 @@ def visible_gpus(environment: Mapping[str, str], here: int) -> list[str]:
     text = environment.get(_VISIBLE)
     if text is None:
         return [str(number) for number in range(here)]
-    names = [name.strip() for name in text.split(",")]
-    end = next((at for at, name in enumerate(names) if not _DEVICE.match(name)), len(names))
-    return names[:end]
+    return list(takewhile(_DEVICE.match, map(str.strip, text.split(","))))
 
 
 def own_gpus(neighbours: Neighbours, environment: Mapping[str, str], here: int) -> tuple[int, ...] | None:

@@ -68,10 +68,10 @@ class GpuReader:
     def active_links(self) -> list[int]:
         """Returns how many NVLinks of each GPU are active."""
         nvml, links = self._nvml, range(self._nvml.NVML_NVLINK_MAX_LINKS)
-        active = lambda handle, link: (
-            self._ask(nvml.nvmlDeviceGetNvLinkState, handle, link) == nvml.NVML_FEATURE_ENABLED
-        )
-        return [sum(active(handle, link) for link in links) for handle in self._handles]
+        return [
+            sum(self._ask(nvml.nvmlDeviceGetNvLinkState, handle, link) == nvml.NVML_FEATURE_ENABLED for link in links)
+            for handle in self._handles
+        ]
 
     def processes(self) -> list[list[tuple[int, str]]]:
         """Returns the processes that compute on each GPU: their numbers and names, which a container may not see."""
