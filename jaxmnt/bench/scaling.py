@@ -251,7 +251,7 @@ def _is_there(job: str) -> bool:
 
 
 def _call(arguments: list[str], run_dir: Path, environment: dict[str, str]) -> str:
-    """What `jaxmnt.launch` prints; `environment` is added. Raises `UserError` with the last line of a failed run."""
+    """Returns what `jaxmnt.launch` prints. Raises `UserError` with the last line of a failed run."""
     done = subprocess.run(
         [sys.executable, "-m", "jaxmnt.launch", *arguments], capture_output=True, text=True,
         env=os.environ | environment,

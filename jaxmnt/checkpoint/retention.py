@@ -59,7 +59,7 @@ class SaveTimer:
 
 
 _PARTS = 3
-"""Of a state, each in a database of its own."""
+"""A state has these parts, each in a database of its own."""
 
 _OVERHEAD = 1.02
 """Orbax's own files, and file systems that round up."""

@@ -86,7 +86,7 @@ def _phases(lines: Sequence[Record], ends: dict[int, float]) -> Iterator[Span]:
 
 
 def _one_after_the_other(process: int, line: Record, seconds: Record) -> Iterator[Span]:
-    """The phases of one process in the step of a line, with the seconds of each."""
+    """Yields the phases of one process in the step of a line, which took these `seconds`."""
     times = {phase: number(seconds, phase) for phase in PHASES}
     time = line["time"] - sum(times.values())
     for phase, took in times.items():

@@ -61,7 +61,7 @@ class Scaling(_Part):
         return [self._share(point) * one / other for one, other in seconds]
 
     def efficiency(self, point: Point) -> float:
-        """The median over the rounds."""
+        """Returns the median over the rounds."""
         return statistics.median(self.efficiencies(point))
 
     def predicted(self, point: Point) -> float | None:

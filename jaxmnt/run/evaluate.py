@@ -113,7 +113,7 @@ class Sampler:
 
     @functools.cached_property
     def _called_model(self) -> tuple[Callable[[Any], Any], Generator]:
-        """What moves the parameters to where they are called, and what calls them there."""
+        """Returns what moves the parameters to where they are called, and what calls them there."""
         program, mesh = self._program, self._config.mesh
         called_on = without_stages(mesh, program.spec.placement.sizes)
         devices = list(program.spec.placement.mesh.devices.flat)

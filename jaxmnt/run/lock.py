@@ -33,7 +33,7 @@ _PROMPT_SECONDS = 2.0
 
 
 class _Holder(BaseModel):
-    """What a lock says of the process that has it."""
+    """The content of a lock: the process that holds it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -50,7 +50,7 @@ class Monitoring:
         self._probed: list[float] = []
         self._probes: dict[int, list[float]] = {}
         self._logs: tuple[PhaseLog, ResourceLog] | None = None
-        """What is written of steps and of hosts; None but in process 0."""
+        """The logs of steps and of hosts; None in other processes than 0."""
         self._slow_devices = SlowDeviceDetector()
         self._losses = LossSpikeDetector()
         self._told_faults: dict[tuple[str, str], float] = {}

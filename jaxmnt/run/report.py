@@ -122,7 +122,7 @@ def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
 
 
 def _flags() -> dict[str, str]:
-    """The variables that change XLA's programs, as far as they are set."""
+    """Returns the variables that change XLA's programs, as far as they are set."""
     return {name: os.environ[name] for name in SHOWN if os.environ.get(name)}
 
 

@@ -43,13 +43,12 @@ def is_same_place(one: StoragePath, other: StoragePath) -> bool:
 
 def has_trained(config: Config) -> bool:
     """Whether the run has a checkpoint, or an event that tells of a step, as far as these can be read."""
-    directory = Path(config.run.dir or "")
-    for where in (directory, checkpoint_root(config)):
+    for where in (config.run_dir, checkpoint_root(config)):
         with suppress(OSError):
             if step_directories(where / CHECKPOINTS):
                 return True
     with suppress(OSError):
-        return any(event["kind"] == "started" for event in records(event_file(directory, 0)))
+        return any(event["kind"] == "started" for event in records(event_file(config.run_dir, 0)))
     return False
 
 
@@ -137,7 +136,7 @@ def branches_of(config: Config) -> list[BranchPoint]:
 
 def check_checkpoints_reachable(config: Config) -> None:
     """Raises `UserError` if the run's checkpoints lie where nothing is now, as where a mount is away."""
-    directory = Path(config.run.dir or "")
+    directory = config.run_dir
     root, elsewhere = checkpoint_root(config) / CHECKPOINTS, run_directories(config)[1:]
     if is_link(root) and not root.is_dir():
         kind = UserError if has_trained(config) else ConfigError
@@ -200,7 +199,7 @@ class RunDirectory:
 
 def read_directory(config: Config) -> RunDirectory:
     """Raises `ConfigError` for files that are damaged, and `OtherFormatError` for a newer checkpoint's format."""
-    directory, root = Path(config.run.dir or ""), checkpoint_root(config) / CHECKPOINTS
+    directory, root = config.run_dir, checkpoint_root(config) / CHECKPOINTS
     known = known_run(config)
     checkpoint = newest_valid(root, None if known is None else known.run)
     of_others = earlier = None
