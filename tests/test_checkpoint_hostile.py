@@ -28,9 +28,8 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.run import lock
-from jaxmnt.run.resume import Consent, resume_point
+from jaxmnt.run.resume import Consent, ResumePoint, resume_point
 from jaxmnt.run.rundir import run_directories
-from jaxmnt.run.start import ResumePoint
 from jaxmnt.storage import json_digest
 from jaxmnt.train import main as train_command
 from jaxmnt.train import train

@@ -26,9 +26,8 @@ from jaxmnt.run import fresh, whole
 from jaxmnt.run.changes import to_be_accepted, with_choices_of
 from jaxmnt.run.learning_rate import rate_change, steps_make_jump
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.resume import Consent, resume_point
+from jaxmnt.run.resume import Consent, ResumePoint, resume_point
 from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_config
-from jaxmnt.run.start import ResumePoint
 from jaxmnt.train import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

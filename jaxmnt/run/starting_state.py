@@ -13,10 +13,9 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.run.replicas import Replicas
-from jaxmnt.run.resume import fall_back
+from jaxmnt.run.resume import ResumePoint, fall_back
 from jaxmnt.run.rundir import run_directories, write_config
 from jaxmnt.run.saves import CheckpointManager
-from jaxmnt.run.start import ResumePoint
 from jaxmnt.run.values import CompiledRun
 from jaxmnt.training.compile import Program
 from jaxmnt.training.state import model_state

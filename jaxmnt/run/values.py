@@ -19,8 +19,8 @@ from jaxmnt.distributed.heartbeat import Heartbeat, heartbeat_alone
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.preemption import StopRequest, stop_request
+from jaxmnt.run.resume import ResumePoint
 from jaxmnt.run.spending import Spending
-from jaxmnt.run.start import ResumePoint
 from jaxmnt.run.watchdog import Watchdog
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.notify import Notifier
