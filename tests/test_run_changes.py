@@ -23,8 +23,7 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh, whole
-from jaxmnt.run.changes import to_be_accepted, with_choices_of
-from jaxmnt.run.learning_rate import rate_change, steps_make_jump
+from jaxmnt.run.changes import rate_change, steps_make_jump, to_be_accepted, with_choices_of
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.resume import Consent, ResumePoint, resume_point
 from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_config

@@ -18,7 +18,7 @@ from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
 from jaxmnt.plan.budget import notes
 from jaxmnt.plan.estimate import expected_step
-from jaxmnt.run.learning_rate import advice, rate_change, steps_make_jump
+from jaxmnt.run.changes import rate_advice, rate_change, steps_make_jump
 from jaxmnt.run.values import OpenedRun
 from jaxmnt.telemetry.progress import StatusLine, count, size
 from jaxmnt.training.compile import Program
@@ -110,7 +110,8 @@ def already_finished(run: OpenedRun) -> None:
     change = rate_change(checkpoint, longer)
     if change is not None and steps_make_jump(checkpoint, longer):
         run.status.line(
-            f"note    with train.steps={steps} {change}, which needs --accept-changes; {advice(checkpoint, change)}"
+            f"note    with train.steps={steps} {change}, which needs --accept-changes; "
+            f"{rate_advice(checkpoint, change)}"
         )
 
 

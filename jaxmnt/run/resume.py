@@ -39,12 +39,12 @@ from jaxmnt.run.changes import (
     different_data,
     not_accepted,
     numbering,
+    rate_remarks,
     refuse_changes,
     refuse_skips,
     refuse_stop,
     to_be_accepted,
 )
-from jaxmnt.run.learning_rate import rate_remarks
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.rundir import (
     RunDirectory,
