@@ -33,7 +33,7 @@ from jaxmnt.training.compile import compile_program
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.stage import Layers, Pass, always, microbatch_rows
 from jaxmnt.training.state import abstract_state
-from jaxmnt.training.weights import LayerWeights, Weights
+from jaxmnt.training.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -207,7 +207,7 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
     def logits(fields):
         weights, (group,) = Weights(spec, params), spec.definition.groups
         embed_head, order = EmbedAndHead(spec, weights), jax.numpy.arange(group.units)
-        layers = Layers(spec, group, LayerWeights(spec, group, weights), {}, order, group.units)
+        layers = Layers(spec, group, weights, {}, order, group.units)
         whole = Pass(0, 0, microbatch_rows(spec, fields, None), always)
         return embed_head.logits(layers.evaluate(embed_head.embed(fields), whole))[0]
 
