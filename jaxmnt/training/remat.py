@@ -4,7 +4,7 @@ Shapes: B batch, L length, D model.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,27 @@ activations of a layer: layer_input [B, L / model, D], which is kept under every
 [B, L, D]."""
 
 
-def layer_collectives(remat: str) -> tuple[int, int]:
-    """Returns how often a microbatch gathers and scatters the activations of a layer over the length under a policy;
-    `names` does at most so much.
+class LayerHalf(NamedTuple):
+    """A half of a layer: forward gathers its input over the length and scatters its output, and backward does the
+    transposes."""
 
-    In both halves of a layer, attention and MLP, forward gathers the input and scatters the output, and backward does
-    the transposes. A layer that is computed again gathers both inputs again. It scatters again what it goes on from
-    itself, which is attention's output, unless that is kept.
-    """
-    again = remat not in ("none", "attention")
-    return 2 * (2 + again), 2 * 2 + (again and remat != "dots")
+    output_is_used_inside: bool
+    """Whether the layer itself goes on from the output, so that a layer that is computed again scatters it again."""
+
+    def collectives(self, remat: str) -> tuple[int, int]:
+        """Returns how often a microbatch gathers and scatters here under a policy; `names` does at most so much."""
+        again = remat not in ("none", "attention")
+        return 2 + again, 2 + (again and remat != "dots" and self.output_is_used_inside)
+
+
+HALVES = {"attention": LayerHalf(True), "mlp": LayerHalf(False)}
+"""Of a layer."""
+
+
+def layer_collectives(remat: str) -> tuple[int, int]:
+    """Returns how often a microbatch gathers and scatters the activations of a layer over the length."""
+    gathers, scatters = zip(*(half.collectives(remat) for half in HALVES.values()), strict=True)
+    return sum(gathers), sum(scatters)
 
 
 def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]:
