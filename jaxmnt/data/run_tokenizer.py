@@ -79,7 +79,14 @@ def keep(home: StoragePath, found: RunTokenizer) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)
         if found.text is not None:
             publish(folder / TOKENIZER_FILE, found.text)
-        publish(folder / MANIFEST, sealed_text(_record(found)))
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "tokenizer": found.description,
+            "vocab_size": found.vocab_size,
+            "file": None if found.text is None else hashlib.sha256(found.text.encode()).hexdigest(),
+        }
+        publish(folder / MANIFEST, sealed_text(record))
     except UserError:
         raise
     except OSError as error:
@@ -178,13 +185,3 @@ def _makes_sense(found: RunTokenizer) -> bool:
     end, named = found.end_of_document, isinstance(found.description["name"], str)
     whole = found.text is not None and isinstance(found.description.get("end_token"), str)
     return named and (end is None or 0 <= end < found.vocab_size) and (whole or found.name != "huggingface")
-
-
-def _record(found: RunTokenizer) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "tokenizer": found.description,
-        "vocab_size": found.vocab_size,
-        "file": None if found.text is None else hashlib.sha256(found.text.encode()).hexdigest(),
-    }
