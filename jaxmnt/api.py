@@ -11,6 +11,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from jax import Array
 
 from jaxmnt.checkpoint.refs import find, folders_started_in, tokenizer_of
 from jaxmnt.config.load import parse_config
@@ -54,7 +55,7 @@ class Run:
         self._spec, self._tokenizer, self._folder = spec, tokenizer, folder
         self._logits = jax.jit(functools.partial(row_logits, spec))
 
-    def __call__(self, tokens: Any) -> jax.Array:
+    def __call__(self, tokens: Any) -> Array:
         """The logits of the token after each: float32 [B, L, ids] for int [B, L].
 
         Each row is a document of its own. Raises `ValueError` for tokens of another shape, for ids that the model does

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +29,7 @@ from jaxmnt.checkpoint.digest import (
 class Digests:
     """Digests under way. The arrays may be donated meanwhile."""
 
-    pieces: dict[str, jax.Array]
+    pieces: dict[str, Array]
     """For each name uint32 [devices, 2], of what each device holds: replicas can be compared, too."""
     firsts: dict[str, list[jax.Device]]
     """The devices of this process that hold the first copy of a piece."""
@@ -46,7 +47,7 @@ class Digests:
         return shares
 
 
-def start_digests(arrays: Mapping[str, jax.Array]) -> Digests:
+def start_digests(arrays: Mapping[str, Array]) -> Digests:
     """Dispatches the digests of `arrays`, which are on a mesh, and returns at once."""
     firsts = {
         name: [shard.device for shard in array.addressable_shards if shard.replica_id == 0]
@@ -60,7 +61,7 @@ def start_digests(arrays: Mapping[str, jax.Array]) -> Digests:
 def _program(shardings: tuple[tuple[str, NamedSharding], ...]) -> Any:
     """One program for all arrays, which a compile cache keeps as one."""
 
-    def digest(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def digest(arrays: dict[str, Array]) -> dict[str, Array]:
         return {name: _pieces(sharding)(arrays[name]) for name, sharding in shardings}
 
     return jax.jit(digest)
@@ -72,7 +73,7 @@ def _pieces(sharding: NamedSharding) -> Any:
     mesh, spec = sharding.mesh, sharding.spec
     assert isinstance(mesh, Mesh)
 
-    def digest(array: jax.Array) -> jax.Array:
+    def digest(array: Array) -> Array:
         inside = jax.shard_map(
             lambda piece: _digest_piece(piece, array.shape, spec),
             mesh=mesh,
@@ -85,7 +86,7 @@ def _pieces(sharding: NamedSharding) -> Any:
     return jax.jit(digest)
 
 
-def _digest_piece(piece: jax.Array, shape: tuple[int, ...], spec: P) -> jax.Array:
+def _digest_piece(piece: Array, shape: tuple[int, ...], spec: P) -> Array:
     """uint32 [1, 2] of the piece of an array of `shape` that this device holds."""
     index = jnp.zeros(piece.shape, jnp.uint32)
     names = [*spec, *[None] * (len(shape) - len(spec))]

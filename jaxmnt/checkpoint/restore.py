@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -97,9 +98,9 @@ def check_fit(checkpoint: Committed, wanted: dict[str, Any]) -> None:
             )
 
 
-def _read(reader: Reader, placed: dict[str, NamedSharding], manifest: Manifest) -> dict[str, jax.Array]:
+def _read(reader: Reader, placed: dict[str, NamedSharding], manifest: Manifest) -> dict[str, Array]:
     """Each piece that this process's devices hold, read once; so many at a time as memory allows."""
-    shards: dict[str, list[jax.Array]] = {name: [] for name in placed}
+    shards: dict[str, list[Array]] = {name: [] for name in placed}
     under_way: deque[tuple[str, np.ndarray, Any, list[SingleDeviceSharding]]] = deque()
     in_flight = 0
 
@@ -154,7 +155,7 @@ def _spread(shape: Shape, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, P(*(names or None for names in split)), memory_kind=sharding.memory_kind)
 
 
-def differing(where: str, manifest: Manifest, arrays: dict[str, jax.Array], identity: Identity) -> list[str]:
+def differing(where: str, manifest: Manifest, arrays: dict[str, Array], identity: Identity) -> list[str]:
     """The names of those of `arrays` that are not what the manifest says, in all processes.
 
     `where` is the same in all processes, and new.

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmnt.data.rows import Rows, batch_digest, row_digests
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Array]
 
 
 def process_rows(sharding: NamedSharding, global_rows: int, length: int) -> list[int]:
@@ -30,7 +31,7 @@ def to_devices(local: Rows, rows: list[int], global_rows: int, sharding: NamedSh
     """Global arrays [global_rows, L] of which this process contributes `rows`. Copies overlap with computation."""
     place = {row: position for position, row in enumerate(rows)}
 
-    def one(array: np.ndarray) -> jax.Array:
+    def one(array: np.ndarray) -> Array:
         def piece(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             first, stop, _ = index[0].indices(global_rows)

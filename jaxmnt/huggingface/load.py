@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -90,7 +91,7 @@ class _Reader:
         self.bytes = 0
         self.trouble: UserError | None = None
 
-    def spread(self, parts: list[Part], sharding: NamedSharding) -> jax.Array:
+    def spread(self, parts: list[Part], sharding: NamedSharding) -> Array:
         """[U, R, C] in the dtype of the files, rows over all devices but for the axes that split the stack; rows are
         filled up to what the devices divide."""
         mesh = sharding.mesh
@@ -126,7 +127,7 @@ class _Reader:
             own[...] = read
 
 
-def _converted(matrices_URC: jax.Array, part: Part, wanted: Any) -> jax.Array:
+def _converted(matrices_URC: Array, part: Part, wanted: Any) -> Array:
     """The parameter as it is stored."""
     nameless = Part(part.tensor._replace(name=""), part.shape)
     stacked = len(wanted.shape) > len(part.shape)
@@ -138,7 +139,7 @@ def _converted(matrices_URC: jax.Array, part: Part, wanted: Any) -> jax.Array:
 def _converter(part: Part, stacked: bool, dtype: Any, sharding: NamedSharding) -> Any:
     """Compiled once for all parameters that lie alike."""
 
-    def convert(matrices_URC: jax.Array) -> jax.Array:
+    def convert(matrices_URC: Array) -> Array:
         whole = jax.vmap(part.to_parameter)(matrices_URC[:, : part.matrix[0]])
         return (whole if stacked else whole[0]).astype(dtype)
 

@@ -7,10 +7,10 @@ and G are a device's own where the `model` axis splits them.
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.model import Model
@@ -42,7 +42,7 @@ class Attention(nnx.Module):
             norm = functools.partial(RMSNorm, width, config.norm_epsilon, offset=self.head_norm_offset)
             self.query_norm, self.key_norm = norm(), norm()
 
-    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(self, x_BSD: Array, context: LayerContext) -> Array:
         placement = context.placement
         shared = KVHeads(self.heads, self.kv_heads, placement)
         weights = (self.query[...], self.key[...], self.value[...])
@@ -67,9 +67,7 @@ class Attention(nnx.Module):
     all_keys = False
     """Whether `adjusted` is given the keys of all heads whose weights are at hand."""
 
-    def adjusted(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: "KVHeads"
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def adjusted(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: "KVHeads") -> tuple[Array, Array, Array]:
         """Queries, keys and values of this device's heads, before they are rotated, from the projections of x."""
         if self.head_norm_offset is None:
             return q_BLHK, k_BLGK, v_BLGK
@@ -107,15 +105,15 @@ class KVHeads:
         self._grouped = local % most == 0 and bool((self._of_query == even).all())
 
     @property
-    def taken(self) -> jax.Array | None:
+    def taken(self) -> Array | None:
         """Which heads this device computes, of those whose weights are at hand; None: all."""
         return jnp.asarray(self._own)[index_along("heads", self.placement)] if self._split else None
 
-    def own(self, array: jax.Array, axis: int) -> jax.Array:
+    def own(self, array: Array, axis: int) -> Array:
         """What belongs to the heads that this device computes, from those at hand along `axis`."""
         return array if self.taken is None else jnp.take(array, self.taken, axis=axis)
 
-    def for_queries(self, k_BLGK: jax.Array) -> jax.Array:
+    def for_queries(self, k_BLGK: Array) -> Array:
         """Keys or values so that the heads are shared by equal groups of queries, or else one for each query."""
         if not self._split or self._grouped:
             return k_BLGK

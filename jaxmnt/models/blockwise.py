@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.parallel.collectives import with_backward
@@ -43,55 +44,55 @@ class Scores(NamedTuple):
 class Queries(NamedTuple):
     """Queries, and what backward knows of their outputs."""
 
-    q_NRLK: jax.Array
-    gradient_NRLK: jax.Array
-    log_sum_NRL: jax.Array
+    q_NRLK: Array
+    gradient_NRLK: Array
+    log_sum_NRL: Array
     """The logarithm of the sum of the exponentials of a query's scores, in float32."""
-    dot_NRL: jax.Array
+    dot_NRL: Array
     """The product of the output and its gradient."""
 
 
 class Keys(NamedTuple):
     """Keys and values, and the segments of their rows."""
 
-    k_NLK: jax.Array
-    v_NLK: jax.Array
-    segments_BL: jax.Array | None
+    k_NLK: Array
+    v_NLK: Array
+    segments_BL: Array | None
 
 
 class KeySums(NamedTuple):
     """Gradients of all keys and values in float32. K before L: so a CPU needs no transposed copy."""
 
-    k_NKL: jax.Array
-    v_NKL: jax.Array
+    k_NKL: Array
+    v_NKL: Array
 
 
 class BlockRange(NamedTuple):
     """Which scores a block has: its first query and key, and how many there are of each."""
 
-    query: int | jax.Array
+    query: int | Array
     queries: int
-    key: int | jax.Array
+    key: int | Array
     keys: int
 
-    def of_queries(self, array: jax.Array, axis: int = 2) -> jax.Array:
+    def of_queries(self, array: Array, axis: int = 2) -> Array:
         return _cut(array, self.query, self.queries, axis)
 
-    def of_keys(self, array: jax.Array) -> jax.Array:
+    def of_keys(self, array: Array) -> Array:
         return _cut(array, self.key, self.keys, 1)
 
 
 class Softmax(NamedTuple):
     """Of the keys that a block of queries has seen so far, in float32."""
 
-    largest_NRQ: jax.Array
-    sum_NRQ: jax.Array
+    largest_NRQ: Array
+    sum_NRQ: Array
     """Of exponentials, relative to the largest score."""
-    values_NRQK: jax.Array
+    values_NRQK: Array
     """The sum of values weighted by them."""
 
     @staticmethod
-    def before(q_NRQK: jax.Array, sinks_H: jax.Array | None) -> "Softmax":
+    def before(q_NRQK: Array, sinks_H: Array | None) -> "Softmax":
         """Returns that before the first key; a sink has been seen, and has no value."""
         shape, values_NRQK = q_NRQK.shape[:-1], jnp.zeros(q_NRQK.shape, jnp.float32)
         if sinks_H is None:
@@ -99,7 +100,7 @@ class Softmax(NamedTuple):
         largest_NRQ = jnp.broadcast_to(_of_heads(sinks_H, q_NRQK), shape)
         return Softmax(largest_NRQ, jnp.ones(shape, jnp.float32), values_NRQK)
 
-    def add(self, options: Scores, block: BlockRange, q_NRQK: jax.Array, keys: Keys) -> "Softmax":
+    def add(self, options: Scores, block: BlockRange, q_NRQK: Array, keys: Keys) -> "Softmax":
         """With the keys of a block."""
         scores_NRQJ, _ = _scores(options, block, q_NRQK, keys)
         largest_NRQ = jnp.maximum(self.largest_NRQ, jnp.max(scores_NRQJ, axis=-1))
@@ -111,15 +112,15 @@ class Softmax(NamedTuple):
             self.values_NRQK * factor_NRQ[..., None] + _product(p_NRQJ, block.of_keys(keys.v_NLK), 1),
         )
 
-    def output(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    def output(self, dtype: jnp.dtype) -> tuple[Array, Array]:
         """Returns the outputs [N, R, Q, K] of the queries, and the logarithms of their sums."""
         a_NRQK = (self.values_NRQK / self.sum_NRQ[..., None]).astype(dtype)
         return a_NRQK, self.largest_NRQ + jnp.log(self.sum_NRQ)
 
 
 def _differentiate(
-    options: Scores, block: BlockRange, own: Queries, keys: Keys, q_gradient_NRQK: jax.Array, sums: KeySums
-) -> tuple[jax.Array, KeySums]:
+    options: Scores, block: BlockRange, own: Queries, keys: Keys, q_gradient_NRQK: Array, sums: KeySums
+) -> tuple[Array, KeySums]:
     """Adds the block's share to the gradients of its queries and of all keys; `own` are its queries."""
     dtype = own.gradient_NRLK.dtype
     k_NJK, v_NJK = block.of_keys(keys.k_NLK), block.of_keys(keys.v_NLK)
@@ -133,10 +134,10 @@ def _differentiate(
     )
 
 
-def _scores(options: Scores, block: BlockRange, q_NRQK: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array | float]:
+def _scores(options: Scores, block: BlockRange, q_NRQK: Array, keys: Keys) -> tuple[Array, Array | float]:
     """Returns float32 scores [N, R, Q, J] and their slope: the derivative by the product of query and key."""
     scores_NRQJ = _product(q_NRQK, block.of_keys(keys.k_NLK), 2) * options.scale
-    slope: jax.Array | float = options.scale
+    slope: Array | float = options.scale
     if options.soft_cap is not None:
         bent_NRQJ = jnp.tanh(scores_NRQJ / options.soft_cap)
         scores_NRQJ, slope = options.soft_cap * bent_NRQJ, slope * (1 - jnp.square(bent_NRQJ))
@@ -149,14 +150,14 @@ def _scores(options: Scores, block: BlockRange, q_NRQK: jax.Array, keys: Keys) -
     return jnp.where(visible, scores_NRQJ, _HIDDEN), slope
 
 
-def _of_heads(sinks_H: jax.Array, like_NRLK: jax.Array) -> jax.Array:
+def _of_heads(sinks_H: Array, like_NRLK: Array) -> Array:
     """Numbers of heads as [N, R, 1], in float32."""
     rows, shared = like_NRLK.shape[:2]
     groups = sinks_H.shape[0] // shared
     return jnp.tile(sinks_H.astype(jnp.float32).reshape(groups, shared), (rows // groups, 1))[..., None]
 
 
-def _product(x_NRQA: jax.Array, y: jax.Array, contracted: int) -> jax.Array:
+def _product(x_NRQA: Array, y: Array, contracted: int) -> Array:
     """x @ y in float32 for each N: over y's first dimension after N (`contracted` 1) or over its last (2)."""
     rows, shared, queries, size = x_NRQA.shape
     product = jax.lax.dot_general(
@@ -166,7 +167,7 @@ def _product(x_NRQA: jax.Array, y: jax.Array, contracted: int) -> jax.Array:
     return product.reshape(rows, shared, queries, -1)
 
 
-def _summed_over_queries(x_NRQK: jax.Array, y_NRQJ: jax.Array) -> jax.Array:
+def _summed_over_queries(x_NRQK: Array, y_NRQJ: Array) -> Array:
     """[N, K, J] in float32. K before J: so a CPU needs no transposed copy."""
     flat = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])
     return jax.lax.dot_general(
@@ -174,7 +175,7 @@ def _summed_over_queries(x_NRQK: jax.Array, y_NRQJ: jax.Array) -> jax.Array:
     )
 
 
-def _added_at(sums_NKL: jax.Array, key: Any, new_NKJ: jax.Array) -> jax.Array:
+def _added_at(sums_NKL: Array, key: Any, new_NKJ: Array) -> Array:
     size = new_NKJ.shape[-1]
     if size == sums_NKL.shape[-1]:
         return sums_NKL + new_NKJ
@@ -182,7 +183,7 @@ def _added_at(sums_NKL: jax.Array, key: Any, new_NKJ: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(sums_NKL, old_NKJ + new_NKJ, key, axis=2)
 
 
-def _cut(array: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+def _cut(array: Array, start: Any, size: int, axis: int) -> Array:
     if isinstance(start, int):
         return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)
@@ -194,14 +195,14 @@ def _cut(array: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
 class Inputs(NamedTuple):
     """What is attended to, and by what. No gradient but those of queries, keys, values and sinks."""
 
-    q_BLHK: jax.Array
-    k_BLGK: jax.Array
-    v_BLGK: jax.Array
-    segments_BL: jax.Array | None
-    sinks_H: jax.Array | None
+    q_BLHK: Array
+    k_BLGK: Array
+    v_BLGK: Array
+    segments_BL: Array | None
+    sinks_H: Array | None
 
 
-def _backward(options: Scores, saved: tuple[Inputs, jax.Array, jax.Array], gradient_BLHK: jax.Array) -> tuple[Inputs]:
+def _backward(options: Scores, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
     inputs, a_BLHK, log_sum_NRL = saved
     batch, length, heads, _ = gradient_BLHK.shape
     groups, dtype = inputs.k_BLGK.shape[2], gradient_BLHK.dtype
@@ -221,7 +222,7 @@ def _backward(options: Scores, saved: tuple[Inputs, jax.Array, jax.Array], gradi
 
 
 @with_backward(_backward, static=1)
-def attend_blockwise(options: Scores, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
+def attend_blockwise(options: Scores, inputs: Inputs) -> tuple[Array, tuple[Inputs, Array, Array]]:
     """Causal attention [B, L, H, K]. Output and logarithms of sums have the checkpoint name `attention`: with them
     kept, backward does not attend a second time."""
     length, groups = inputs.q_BLHK.shape[1], inputs.k_BLGK.shape[2]
@@ -239,7 +240,7 @@ def _keys(inputs: Inputs) -> Keys:
     return Keys(k_NLK, v_NLK, None if inputs.segments_BL is None else _padded(inputs.segments_BL))
 
 
-def _by_group(x_BLHK: jax.Array, groups: int) -> jax.Array:
+def _by_group(x_BLHK: Array, groups: int) -> Array:
     """[N, R, L, K], with zeros after a row that is looped over."""
     x_BLHK = _padded(x_BLHK)
     batch, length, heads, width = x_BLHK.shape
@@ -247,14 +248,14 @@ def _by_group(x_BLHK: jax.Array, groups: int) -> jax.Array:
     return x_BLGRK.transpose(0, 2, 3, 1, 4).reshape(batch * groups, heads // groups, length, width)
 
 
-def _by_head(x_NRLK: jax.Array, groups: int, length: int) -> jax.Array:
+def _by_head(x_NRLK: Array, groups: int, length: int) -> Array:
     """[B, L, H, K] of a row's own length."""
     rows, shared, padded, width = x_NRLK.shape
     x_BGRLK = x_NRLK.reshape(rows // groups, groups, shared, padded, width)
     return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(rows // groups, padded, -1, width)[:, :length]
 
 
-def _padded(x_BL: jax.Array) -> jax.Array:
+def _padded(x_BL: Array) -> Array:
     """With zeros up to a whole number of blocks in a long row. No query sees the keys there, which come after all."""
     length = x_BL.shape[1]
     if length <= 2 * BLOCK or length % BLOCK == 0:
@@ -265,9 +266,7 @@ def _padded(x_BL: jax.Array) -> jax.Array:
 # -- short rows
 
 
-def _short_forward(
-    options: Scores, q_NRLK: jax.Array, keys: Keys, sinks_H: jax.Array | None, length: int
-) -> list[jax.Array]:
+def _short_forward(options: Scores, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
     """Returns the outputs and the logarithms of the sums of their softmax."""
     outputs = []
     for block in _halves(length, options.window):
@@ -277,7 +276,7 @@ def _short_forward(
     return [jnp.concatenate(halves, axis=2) for halves in zip(*outputs, strict=True)]
 
 
-def _short_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[jax.Array, KeySums]:
+def _short_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
     """Returns the gradients, that of queries in their own dtype."""
     sums, q_gradients = _no_gradients(keys), []
     for block in _halves(length, options.window):
@@ -299,12 +298,10 @@ def _halves(length: int, window: int | None) -> list[BlockRange]:
 # -- long rows
 
 
-def _long_forward(
-    options: Scores, q_NRLK: jax.Array, keys: Keys, sinks_H: jax.Array | None, length: int
-) -> list[jax.Array]:
+def _long_forward(options: Scores, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
     """As `_short_forward`. The arrays have whole blocks; a row's own length may be less."""
 
-    def attend_queries(_: None, index: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    def attend_queries(_: None, index: Array) -> tuple[None, tuple[Array, Array]]:
         block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
         q_NRQK = block.of_queries(q_NRLK)
         add = lambda number, seen: seen.add(options, block._replace(key=number * BLOCK), q_NRQK, keys)
@@ -315,10 +312,10 @@ def _long_forward(
     return [_joined(x) for x in outputs]
 
 
-def _long_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[jax.Array, KeySums]:
+def _long_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
     """As `_short_backward`."""
 
-    def differentiate_queries(sums: KeySums, index: jax.Array) -> tuple[KeySums, jax.Array]:
+    def differentiate_queries(sums: KeySums, index: Array) -> tuple[KeySums, Array]:
         block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
         own = Queries(*map(block.of_queries, queries))
         add = lambda number, found: _differentiate(options, block._replace(key=number * BLOCK), own, keys, *found)
@@ -337,9 +334,7 @@ def _no_gradients(keys: Keys) -> KeySums:
     return KeySums(nothing_NKL, nothing_NKL)
 
 
-def _over_keys(
-    window: int | None, length: int, index: jax.Array, add: Callable[[jax.Array, Any], Any], start: Any
-) -> Any:
+def _over_keys(window: int | None, length: int, index: Array, add: Callable[[Array, Any], Any], start: Any) -> Any:
     """Folds `add` over the numbers of the blocks of keys that some of these queries see."""
     first = 0 if window is None else jnp.maximum(0, index * BLOCK - window + 1) // BLOCK
     reach = length if window is None else min(length, window + BLOCK)
@@ -348,6 +343,6 @@ def _over_keys(
         return jax.lax.fori_loop(first, index + 1, add, start)
 
 
-def _joined(x: jax.Array) -> jax.Array:
+def _joined(x: Array) -> Array:
     """Puts the outputs of blocks together, [N, R, L, …]."""
     return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxmnt.models.kernels import Kernel, attend
 
@@ -19,30 +20,30 @@ from jaxmnt.models.kernels import Kernel, attend
 class KeysValues(NamedTuple):
     """Of one call of attention, by place."""
 
-    k_BTGK: jax.Array
-    v_BTGK: jax.Array
+    k_BTGK: Array
+    v_BTGK: Array
 
 
 class Cache:
     """What one layer keeps, while it is traced: `kept` has it afterwards, a `KeysValues` for each call of attention."""
 
-    def __init__(self, places: int, positions_BQ: jax.Array, before: list[KeysValues] | None):
+    def __init__(self, places: int, positions_BQ: Array, before: list[KeysValues] | None):
         """`before` is what the layer kept when it was called last; None: these are the prompts, from position 0."""
         self._places, self._positions_BQ, self._before = places, positions_BQ, before
         self.kept: list[KeysValues] = []
 
     def attend(
         self,
-        q_BQHK: jax.Array,
-        k_BQGK: jax.Array,
-        v_BQGK: jax.Array,
+        q_BQHK: Array,
+        k_BQGK: Array,
+        v_BQGK: Array,
         kernel: Kernel,
         *,
         window: int | None = None,
         soft_cap: float | None = None,
         scale: float | None = None,
-        sinks_H: jax.Array | None = None,
-    ) -> jax.Array:
+        sinks_H: Array | None = None,
+    ) -> Array:
         """As `kernels.attend`, to the tokens before as well. A row is one document."""
         if self._before is None:
             behind = ((0, 0), (0, self._places - k_BQGK.shape[1]), (0, 0), (0, 0))
@@ -69,7 +70,7 @@ class Cache:
         return a_BQGRK.reshape(q_BQHK.shape).astype(q_BQHK.dtype)
 
 
-def _softmax(scores_BGRQT: jax.Array, sinks_GR11: jax.Array | None) -> jax.Array:
+def _softmax(scores_BGRQT: Array, sinks_GR11: Array | None) -> Array:
     """Over the keys, and over a sink that has no value."""
     if sinks_GR11 is None:
         return jax.nn.softmax(scores_BGRQT, axis=-1)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError
@@ -36,11 +37,11 @@ from jaxmnt.parallel.sharding import (
 
 Params = dict[str, Any]
 
-Sums = dict[str, jax.Array]
+Sums = dict[str, Array]
 """Float32 sums by name."""
 
 
-class Buffer(nnx.Variable[jax.Array]):
+class Buffer(nnx.Variable[Array]):
     """State of a layer that no gradient touches: `Family.update_buffers` changes it once a step. Float32; `axes=` as of
     a parameter, but for those that are stored in pieces and used whole (`embed`)."""
 
@@ -48,26 +49,26 @@ class Buffer(nnx.Variable[jax.Array]):
 class LayerContext(NamedTuple):
     """What every layer is given of a microbatch besides its activations."""
 
-    positions_BL: jax.Array
+    positions_BL: Array
     """int32, from 0 in each document; [1, L] if all rows count alike."""
-    segments_BL: jax.Array | None
+    segments_BL: Array | None
     """int32, equal in one document; None if documents need not be kept apart."""
     rotary: dict[str, Angles]
     """What `Family.rotary` made of the positions."""
-    row_keys_B: jax.Array | None
+    row_keys_B: Array | None
     """Random keys of the rows, of this layer and step; None without dropout and in evaluation."""
     kernel: Kernel
     placement: Placement
     cache: Cache | None = None
     """While tokens are generated: the keys and values of those before."""
 
-    def keys(self, count: int) -> list[jax.Array | None]:
+    def keys(self, count: int) -> list[Array | None]:
         """So many independent keys of each row, [B] each."""
         if self.row_keys_B is None:
             return [None] * count
         return list(jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key, count))(self.row_keys_B), 1, 0))
 
-    def attend(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, **options: Any) -> jax.Array:
+    def attend(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, **options: Any) -> Array:
         """Causal attention inside documents, see `kernels.attend`."""
         if self.cache is not None:
             return self.cache.attend(q_BLHK, k_BLGK, v_BLGK, self.kernel, **options)
@@ -82,11 +83,11 @@ class LayerOutput(NamedTuple):
     add up over rows: a layer may be called for half of a microbatch's rows at a time (`model.overlap`).
     """
 
-    x_BSD: jax.Array
-    loss: jax.Array | None = None
+    x_BSD: Array
+    loss: Array | None = None
     """A float32 number that is added to the summed loss, with its gradient. Its scale is that of a sum over targets:
     the whole is divided by the sum of their weights."""
-    sums: Mapping[str, jax.Array] = MappingProxyType({})
+    sums: Mapping[str, Array] = MappingProxyType({})
     """For metrics and `update_buffers`: added up over microbatches and devices, for each layer by itself."""
 
 
@@ -206,7 +207,7 @@ class Family(ABC):
 
     # What they compute.
 
-    def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
+    def rotary(self, positions_BL: Array) -> dict[str, Angles]:
         """The rotary tables that layers look up in their context."""
         config = self.config
         assert config.head_dim
@@ -215,30 +216,30 @@ class Family(ABC):
     def embed(
         self,
         ends: dict[str, Any],
-        tokens_BL: jax.Array,
-        positions_BL: jax.Array,
+        tokens_BL: Array,
+        positions_BL: Array,
         dtype: jnp.dtype,
         placement: Placement,
-    ) -> jax.Array:
+    ) -> Array:
         """[B, L, D] in `dtype`: partial over the axes that split the vocabulary. Positions count from 0 in each
         document; in each row, if documents are not kept apart."""
         return ends["embedding"](tokens_BL, dtype, placement)
 
-    def final_norm(self, ends: dict[str, Any], y_BSD: jax.Array) -> jax.Array:
+    def final_norm(self, ends: dict[str, Any], y_BSD: Array) -> Array:
         """What the head multiplies, from the last layer's output."""
         return ends["norm"](y_BSD)
 
-    def head_weight(self, ends: dict[str, Any]) -> jax.Array:
+    def head_weight(self, ends: dict[str, Any]) -> Array:
         """[D, V]"""
         return ends["embedding"].table[...].T if self.config.tie_embeddings else ends["head"].kernel[...]
 
-    def finish_logits(self, ends: dict[str, Any], logits_CV: jax.Array) -> jax.Array:
+    def finish_logits(self, ends: dict[str, Any], logits_CV: Array) -> Array:
         """The logits, from the head's product, in float32. Called for one chunk of tokens after another."""
         return logits_CV
 
     # What becomes of the sums.
 
-    def metrics(self, sums: dict[str, Any], tokens: jax.Array) -> Sums:
+    def metrics(self, sums: dict[str, Any], tokens: Array) -> Sums:
         """Numbers of a step by name, from the sums of all layers over all `tokens` of the batch.
 
         `sums` has for each group what its layers returned, stacked: [units, …]; if the pattern has several kinds, by
@@ -293,7 +294,7 @@ class Definition:
     def vocab_size(self) -> int:
         return self.family.vocab_size
 
-    def init(self, key: jax.Array) -> tuple[Params, Params]:
+    def init(self, key: Array) -> tuple[Params, Params]:
         """Initial float32 parameters and buffers; the same for any sharding."""
         decoder = _Decoder(self.family, nnx.Rngs(params=key))
         return _pure(decoder, nnx.Param), _pure(decoder, Buffer)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
@@ -39,7 +40,7 @@ def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     return bool(primitive.name == "dot_product_attention_fwd_wrapper")
 
 
-def attend_whole(options: Scores, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
+def attend_whole(options: Scores, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array) -> Array:
     """Causal attention [B, L, H, K], in which a query sees its whole row up to itself, or a window of it."""
     return jax.nn.dot_product_attention(  # without the checkpoint name, which would be a second array to keep
         q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=options.scale, implementation="cudnn",
@@ -47,9 +48,7 @@ def attend_whole(options: Scores, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: 
     )  # fmt: skip
 
 
-def attend_packed(
-    options: Scores, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
-) -> jax.Array:
+def attend_packed(options: Scores, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array) -> Array:
     """Causal attention [B, L, H, K], in which a query sees the keys of its own document alone. Output and statistics
     have the checkpoint name `attention`. Raises `ConfigError` for more numbers than cuDNN's offsets can count."""
     if q_BLHK.size > _LARGEST:
@@ -63,12 +62,12 @@ def attend_packed(
 class _Documents(NamedTuple):
     """The documents of all rows, one after the other. What is after the last row's end counts as empty ones."""
 
-    begin: jax.Array  # int32 [documents + 1], up to a whole number of calls: each one's first token, or T
-    of_token_T: jax.Array  # int32
-    total: jax.Array  # int32
+    begin: Array  # int32 [documents + 1], up to a whole number of calls: each one's first token, or T
+    of_token_T: Array  # int32
+    total: Array  # int32
 
     @staticmethod
-    def of(segments_BL: jax.Array) -> "_Documents":
+    def of(segments_BL: Array) -> "_Documents":
         opens_BL = jnp.ones(segments_BL.shape, bool).at[:, 1:].set(segments_BL[:, 1:] != segments_BL[:, :-1])
         opens_T = opens_BL.reshape(-1)
         tokens, per_call = opens_T.size, documents_of_a_call(*segments_BL.shape)
@@ -87,14 +86,14 @@ def documents_of_a_call(batch: int, length: int) -> int:
 class _Call(NamedTuple):
     """The documents of one call."""
 
-    lengths_C: jax.Array
-    first_C1: jax.Array  # each one's first token, and where the last one ends
-    mine_T: jax.Array  # bool: the tokens of these documents
-    document_T: jax.Array  # which one of these a token belongs to; of the tokens of others any
-    place_T: jax.Array  # and where in it
+    lengths_C: Array
+    first_C1: Array  # each one's first token, and where the last one ends
+    mine_T: Array  # bool: the tokens of these documents
+    document_T: Array  # which one of these a token belongs to; of the tokens of others any
+    place_T: Array  # and where in it
 
 
-def _call(documents: _Documents, number: jax.Array, per_call: int) -> _Call:
+def _call(documents: _Documents, number: Array, per_call: int) -> _Call:
     first_C1 = jax.lax.dynamic_slice_in_dim(documents.begin, number * per_call, per_call + 1)
     document_T = documents.of_token_T - number * per_call
     mine_T = (document_T >= 0) & (document_T < per_call)
@@ -104,8 +103,8 @@ def _call(documents: _Documents, number: jax.Array, per_call: int) -> _Call:
 
 
 def _for_each_call(
-    segments_BL: jax.Array, fill: Callable[[_Call, tuple[jax.Array, ...]], tuple[jax.Array, ...]], like: Any
-) -> tuple[jax.Array, ...]:
+    segments_BL: Array, fill: Callable[[_Call, tuple[Array, ...]], tuple[Array, ...]], like: Any
+) -> tuple[Array, ...]:
     """`fill(call, arrays)` for one call after the other; the arrays are made like these."""
     documents, per_call = _Documents.of(segments_BL), documents_of_a_call(*segments_BL.shape)
     calls = -(-documents.total // per_call)
@@ -115,12 +114,12 @@ def _for_each_call(
         return jax.lax.fori_loop(0, calls, step, empty)
 
 
-def _backward(options: Scores, saved: tuple[jax.Array, ...], gradient_BLHK: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(options: Scores, saved: tuple[Array, ...], gradient_BLHK: Array) -> tuple[Array | None, ...]:
     q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH = saved
     _, length, heads, _ = q_BLHK.shape
     statistics_TH = statistics_BLH.reshape(-1, heads)
 
-    def fill(call: _Call, filled: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def fill(call: _Call, filled: tuple[Array, ...]) -> tuple[Array, ...]:
         token_CL = call.first_C1[:-1, None] + jnp.arange(length)
         inside_CL = jnp.arange(length) < call.lengths_C[:, None]
         # Where a document has no token any more, its exponentials are to be 0.
@@ -136,12 +135,12 @@ def _backward(options: Scores, saved: tuple[jax.Array, ...], gradient_BLHK: jax.
 
 @with_backward(_backward, static=1)
 def _packed(
-    options: Scores, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    options: Scores, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array
+) -> tuple[Array, tuple[Array, ...]]:
     """The output, and what backward needs."""
     batch, length, heads, _ = q_BLHK.shape
 
-    def fill(call: _Call, filled: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def fill(call: _Call, filled: tuple[Array, ...]) -> tuple[Array, ...]:
         a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.lengths_C, call.first_C1)
         statistics_TH = statistics_CHL[call.document_T, :, call.place_T]
         return _chosen(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
@@ -154,7 +153,7 @@ def _packed(
 _NOTHING = 1e30
 
 
-def _chosen(call: _Call, new: tuple[jax.Array, ...], old: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _chosen(call: _Call, new: tuple[Array, ...], old: tuple[Array, ...]) -> tuple[Array, ...]:
     """The tokens of this call's documents from what it has given, where the rest is whatever memory held."""
     own = lambda one: call.mine_T.reshape(*one.shape[:2], *[1] * (one.ndim - 2))
     return tuple(jnp.where(own(one), one, other) for one, other in zip(new, old, strict=True))
@@ -204,12 +203,12 @@ def _jax() -> _Jax:
 
 def cudnn_forward(
     options: Scores,
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    lengths_C: jax.Array,
-    first_C1: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    lengths_C: Array,
+    first_C1: Array,
+) -> tuple[Array, Array]:
     """The output [B, L, H, K] and the statistics, float32 [C, H, L], of these documents' tokens; elsewhere anything."""
     nothing, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
     a_BLHK, statistics_CHL = _jax().forward.bind(
@@ -220,15 +219,15 @@ def cudnn_forward(
 
 def cudnn_backward(
     options: Scores,
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    statistics_CHL: jax.Array,
-    gradient_BLHK: jax.Array,
-    a_BLHK: jax.Array,
-    lengths_C: jax.Array,
-    first_C1: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    statistics_CHL: Array,
+    gradient_BLHK: Array,
+    a_BLHK: Array,
+    lengths_C: Array,
+    first_C1: Array,
+) -> tuple[Array, Array, Array]:
     """The gradients of queries, keys and values, for these documents' tokens; elsewhere anything."""
     nothing, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
     q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _jax().backward.bind(
@@ -242,7 +241,7 @@ def _settings(options: Scores) -> dict[str, Any]:
     return {"scale": options.scale, "sliding_window_length": options.window, **_jax().settings}
 
 
-def _operands(q_BLHK: jax.Array, k_BLGK: jax.Array, lengths_C: jax.Array, first_C1: jax.Array) -> list[jax.Array]:
+def _operands(q_BLHK: Array, k_BLGK: Array, lengths_C: Array, first_C1: Array) -> list[Array]:
     """Lengths [B, C / B] and offsets [B, C / B + 1], of queries and of keys: JAX reads the number of documents off
     their shapes, cuDNN reads them as a line. An offset counts numbers, not tokens."""
     batch, documents = q_BLHK.shape[0], len(lengths_C)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -49,7 +50,7 @@ def float8_products(chosen: Float8 | None) -> Iterator[None]:
 class Noted(NamedTuple):
     """A product of `project`."""
 
-    weight: jax.Array
+    weight: Array
     """As it is given."""
     in_float8: bool
 
@@ -65,7 +66,7 @@ def noting_products() -> Iterator[list[Noted]]:
         _noted.reset(token)
 
 
-def note_product(weight: jax.Array, *, in_float8: bool) -> None:
+def note_product(weight: Array, *, in_float8: bool) -> None:
     """Adds a product to the list that is kept at the moment, if there is one."""
     noted = _noted.get()
     if noted is not None:
@@ -84,28 +85,28 @@ def chosen_for(tokens: int, inputs: int, outputs: int) -> Float8 | None:
     return chosen if chosen is not None and is_fit(tokens, inputs, outputs, chosen.least) else None
 
 
-def product(how: Float8, x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
+def product(how: Float8, x_TD: Array, weight_DF: Array) -> Array:
     """[T, F] in the dtype of x."""
     return _multiply(how, _quantised(x_TD, FORWARD), _quantised(weight_DF, FORWARD), x_TD.dtype)
 
 
-def x_gradient(how: Float8, gradient_TF: jax.Array, weight_DF: jax.Array) -> jax.Array:
+def x_gradient(how: Float8, gradient_TF: Array, weight_DF: Array) -> Array:
     """[T, D] in the dtype of the gradient, from that of the product."""
     gradient, weight = _quantised(gradient_TF, BACKWARD), _quantised(weight_DF, FORWARD)
     return _multiply(how, gradient, weight.transposed(), gradient_TF.dtype)
 
 
-def weight_gradient(how: Float8, x_TD: jax.Array, gradient_TF: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def weight_gradient(how: Float8, x_TD: Array, gradient_TF: Array, dtype: jnp.dtype) -> Array:
     """[D, F] in the weight's dtype, from that of the product."""
     return _multiply(how, _quantised(x_TD, FORWARD).transposed(), _quantised(gradient_TF, BACKWARD), dtype)
 
 
-def packed(weight: jax.Array, scale: jax.Array) -> jax.Array:
+def packed(weight: Array, scale: Array) -> Array:
     """A weight rounded to float8, as bytes, which every backend can send. `scale` is a power of two."""
     return jax.lax.bitcast_convert_type((weight.astype(jnp.float32) * scale).astype(FORWARD), jnp.uint8)
 
 
-def unpacked(weight: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def unpacked(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
     """The rounded weight. What rounds it once more, for a product, gets the same numbers."""
     return (jax.lax.bitcast_convert_type(weight, FORWARD).astype(jnp.float32) / scale).astype(dtype)
 
@@ -113,20 +114,20 @@ def unpacked(weight: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array
 class _Scaled(NamedTuple):
     """A matrix in float8, and what it has been multiplied by."""
 
-    values: jax.Array
-    scale: jax.Array
+    values: Array
+    scale: Array
 
     def transposed(self) -> "_Scaled":
         return self._replace(values=self.values.T)
 
 
-def _quantised(x: jax.Array, dtype: jnp.dtype) -> _Scaled:
+def _quantised(x: Array, dtype: jnp.dtype) -> _Scaled:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     scale = power_of_two_scale(largest, dtype)
     return _Scaled((x.astype(jnp.float32) * scale).astype(dtype), scale)
 
 
-def power_of_two_scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def power_of_two_scale(largest: Array, dtype: jnp.dtype) -> Array:
     """The largest power of two by which `largest`, a float32 number, may be multiplied. 1 where that is 0 or no finite
     number, which then stays what it is."""
     most_mantissa, most_exponent = jnp.frexp(jnp.float32(jnp.finfo(dtype).max))
@@ -136,7 +137,7 @@ def power_of_two_scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.ldexp(jnp.float32(1), jnp.where(usual, power, 0))
 
 
-def _multiply(how: Float8, left: _Scaled, right: _Scaled, dtype: jnp.dtype) -> jax.Array:
+def _multiply(how: Float8, left: _Scaled, right: _Scaled, dtype: jnp.dtype) -> Array:
     """In `dtype`, added up in float32."""
     a, b = left.values, right.values
     if not how.native:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.contract import LayerContext
@@ -112,15 +113,15 @@ class Gemma2(Alternating):
     def embed(
         self,
         ends: dict[str, Any],
-        tokens_BL: jax.Array,
-        positions_BL: jax.Array,
+        tokens_BL: Array,
+        positions_BL: Array,
         dtype: jnp.dtype,
         placement: Placement,
-    ) -> jax.Array:
+    ) -> Array:
         scale = jnp.asarray(self.config.hidden_size**0.5, dtype)
         return super().embed(ends, tokens_BL, positions_BL, dtype, placement) * scale
 
-    def finish_logits(self, ends: dict[str, Any], logits_CV: jax.Array) -> jax.Array:
+    def finish_logits(self, ends: dict[str, Any], logits_CV: Array) -> Array:
         cap = self.config.logit_soft_cap
         return logits_CV if cap is None else cap * jnp.tanh(logits_CV / cap)
 
@@ -161,5 +162,5 @@ class Gemma3(Gemma2):
         nested=("gemma3", "text_config"),
     )
 
-    def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
+    def rotary(self, positions_BL: Array) -> dict[str, Angles]:
         return two_rotaries(self.config, positions_BL)

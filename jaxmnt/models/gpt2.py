@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.model import Model
@@ -73,7 +74,7 @@ class GPT2Attention(BiasedAttention):
         super().__init__(config, output_std, rngs)
         self.output_bias = _bias(config.hidden_size)
 
-    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(self, x_BSD: Array, context: LayerContext) -> Array:
         return super().__call__(x_BSD, context) + self.output_bias[...]
 
     def angles(self, context: LayerContext) -> Angles | None:
@@ -89,7 +90,7 @@ class MLP(nnx.Module):
         self.down = weight(rngs, (intermediate_size, hidden_size), ("mlp", "embed"), output_std)
         self.down_bias = _bias(hidden_size)
 
-    def __call__(self, x_BSD: jax.Array, placement: Placement) -> jax.Array:
+    def __call__(self, x_BSD: Array, placement: Placement) -> Array:
         [up_BLF] = project_gathered(x_BSD, (self.up[...],), placement)
         h_BLF = _gelu(checkpoint_name(up_BLF + self.up_bias[...], "mlp_up"))
         m_BSD = checkpoint_name(project_scattered(h_BLF, self.down[...], placement, "mlp"), "mlp_output")
@@ -97,7 +98,7 @@ class MLP(nnx.Module):
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def _gelu(up_BLF: jax.Array) -> jax.Array:
+def _gelu(up_BLF: Array) -> Array:
     """Backward keeps the argument alone."""
     return jax.nn.gelu(up_BLF, approximate=True)
 
@@ -161,16 +162,16 @@ class GPT2(Family):
     def after(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         return super().after(rngs) | {"norm": LayerNorm(self.config.hidden_size, self.config.norm_epsilon)}
 
-    def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
+    def rotary(self, positions_BL: Array) -> dict[str, Angles]:
         return {}
 
     def embed(
         self,
         ends: dict[str, Any],
-        tokens_BL: jax.Array,
-        positions_BL: jax.Array,
+        tokens_BL: Array,
+        positions_BL: Array,
         dtype: jnp.dtype,
         placement: Placement,
-    ) -> jax.Array:
+    ) -> Array:
         x_BLD = super().embed(ends, tokens_BL, positions_BL, dtype, placement)
         return x_BLD + ends["positions"](positions_BL, dtype, placement)

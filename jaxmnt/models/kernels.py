@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.blockwise import Inputs, Scores, attend_blockwise
@@ -17,17 +18,17 @@ Kernel = Literal["blockwise", "cudnn"]
 
 
 def attend(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array | None,
     kernel: Kernel,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
-    sinks_H: jax.Array | None = None,
-) -> jax.Array:
+    sinks_H: Array | None = None,
+) -> Array:
     """Causal attention [B, L, H, K], in the dtype of q; G divides H, and heads share keys in equal groups.
 
     A query sees keys of its own segment alone. `scale` multiplies scores (default K^-½); `sinks_H` are scores of a key

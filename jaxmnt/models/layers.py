@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.models.projections import project_gathered, project_scattered
@@ -38,7 +39,7 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: f
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
-def zeros_after(x: jax.Array, like: jax.Array) -> jax.Array:
+def zeros_after(x: Array, like: Array) -> Array:
     """Zeros like another array, made when x is there. XLA makes all zeros of a shape at once, and of a large table's
     gradient they would lie in memory until it is added up. So they depend on x, as far as XLA can tell: that ends what
     it has in common with zeros made after something else."""
@@ -53,7 +54,7 @@ class Embedding(nnx.Module):
         self.table = weight(rngs, (rows, hidden_size), (axis, "embed"))
         self.axis = axis
 
-    def __call__(self, tokens_BL: jax.Array, dtype: jnp.dtype, placement: Placement) -> jax.Array:
+    def __call__(self, tokens_BL: Array, dtype: jnp.dtype, placement: Placement) -> Array:
         """[B, L, D] in `dtype` with the rows of this device's part of the vocabulary, and zeros for tokens of other
         parts: partial over the axes that split the vocabulary."""
         table_VD = self.table[...]
@@ -62,18 +63,14 @@ class Embedding(nnx.Module):
         return _look_up(dtype, table_VD, jnp.where(inside_BL, own_BL, table_VD.shape[0]))
 
 
-def _look_up_gradient(
-    dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], gradient_BLD: jax.Array
-) -> tuple[jax.Array, None]:
+def _look_up_gradient(dtype: jnp.dtype, saved: tuple[Array, Array], gradient_BLD: Array) -> tuple[Array, None]:
     table_VD, rows_BL = saved
     zeros_VD = zeros_after(gradient_BLD, table_VD)
     return zeros_VD.at[rows_BL].add(gradient_BLD.astype(table_VD.dtype), mode="drop"), None
 
 
 @with_backward(_look_up_gradient, static=1)
-def _look_up(
-    dtype: jnp.dtype, table_VD: jax.Array, rows_BL: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _look_up(dtype: jnp.dtype, table_VD: Array, rows_BL: Array) -> tuple[Array, tuple[Array, Array]]:
     """Rows of a table; zeros for those beyond its end. The gradient is added up in the table's dtype."""
     return table_VD.astype(dtype).at[rows_BL].get(mode="fill", fill_value=0), (table_VD, rows_BL)
 
@@ -93,13 +90,13 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32), axes=("norm",))
         self.epsilon, self.offset = epsilon, offset
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: Array) -> Array:
         scale_D = self.scale[...]
         return _normalise(x_BSD, scale_D + self.offset if self.offset else scale_D, self.epsilon)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _normalise(x_BSD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Array:
+def _normalise(x_BSD: Array, scale_D: Array, epsilon: float) -> Array:
     """Backward keeps x alone, and not its float32 copies: under every remat policy."""
     x32_BSD = x_BSD.astype(jnp.float32)
     inverse_BS1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + epsilon)
@@ -114,12 +111,12 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32), axes=("norm",))
         self.epsilon = epsilon
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: Array) -> Array:
         return _standardise(x_BSD, self.scale[...], self.bias[...], self.epsilon)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
-def _standardise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon: float) -> jax.Array:
+def _standardise(x_BSD: Array, scale_D: Array, bias_D: Array, epsilon: float) -> Array:
     """Backward keeps x alone, as `_normalise`."""
     x32_BSD = x_BSD.astype(jnp.float32)
     centred_BSD = x32_BSD - jnp.mean(x32_BSD, axis=-1, keepdims=True)
@@ -127,7 +124,7 @@ def _standardise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilo
     return (centred_BSD * inverse_BS1 * scale_D + bias_D).astype(x_BSD.dtype)
 
 
-Activation = Callable[[jax.Array], jax.Array]
+Activation = Callable[[Array], Array]
 
 
 class GatedMLP(nnx.Module):
@@ -146,7 +143,7 @@ class GatedMLP(nnx.Module):
         self.up = weight(rngs, (hidden_size, intermediate_size), ("embed", "mlp"))
         self.down = weight(rngs, (intermediate_size, hidden_size), ("mlp", "embed"), output_std)
 
-    def __call__(self, x_BSD: jax.Array, placement: Placement) -> jax.Array:
+    def __call__(self, x_BSD: Array, placement: Placement) -> Array:
         gate_BLF, up_BLF = project_gathered(x_BSD, (self.gate[...], self.up[...]), placement)
         gate_BLF, up_BLF = checkpoint_name(gate_BLF, "mlp_gate"), checkpoint_name(up_BLF, "mlp_up")
         h_BLF = _gated(gate_BLF, up_BLF, self.activation)
@@ -154,19 +151,19 @@ class GatedMLP(nnx.Module):
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _gated(gate_BLF: jax.Array, up_BLF: jax.Array, activation: Activation) -> jax.Array:
+def _gated(gate_BLF: Array, up_BLF: Array, activation: Activation) -> Array:
     """Backward keeps the two factors alone."""
     return activation(gate_BLF) * up_BLF
 
 
-def dropout(x_BSD: jax.Array, rate: float, keys_B: jax.Array | None, placement: Placement) -> jax.Array:
+def dropout(x_BSD: Array, rate: float, keys_B: Array | None, placement: Placement) -> Array:
     """Inverted dropout with a key a row and position, so that the mask does not depend on how either is placed."""
     if keys_B is None:
         return x_BSD
     size, width = x_BSD.shape[1:]
     positions_S = index_along("sequence", placement) * size + jnp.arange(size)
 
-    def keep(row: jax.Array, position: jax.Array) -> jax.Array:
+    def keep(row: Array, position: Array) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(row, position), 1 - rate, (width,))
 
     keep_BSD = jax.vmap(jax.vmap(keep, (None, 0)), (0, None))(keys_B, positions_S)

@@ -10,9 +10,9 @@ Shapes: B batch, L length, S a device's piece of the length, D model, H query he
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention, KVHeads
@@ -31,7 +31,7 @@ from jaxmnt.models.huggingface import (
 from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
 
 
-def _unchanged(x_BSD: jax.Array) -> jax.Array:
+def _unchanged(x_BSD: Array) -> Array:
     return x_BSD
 
 
@@ -60,7 +60,7 @@ class Block(nnx.Module):
         self.mlp = self.make_mlp(config.hidden_size, config.intermediate_size, std, rngs)
         self.dropout = config.dropout
 
-    def __call__(self, x_BSD: jax.Array, context: LayerContext) -> LayerOutput:
+    def __call__(self, x_BSD: Array, context: LayerContext) -> LayerOutput:
         attention_keys, mlp_keys = context.keys(2)
         placement = context.placement
         a_BSD = self.after_attention_norm(self.attention(self.attention_norm(x_BSD), context))
@@ -139,9 +139,7 @@ class BiasedAttention(Attention):
         self.key_bias = zeros(config.num_kv_heads, "kv_heads")
         self.value_bias = zeros(config.num_kv_heads, "kv_heads")
 
-    def adjusted(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: KVHeads
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def adjusted(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
         key_bias_GK, value_bias_GK = (shared.own(one[...], axis=0) for one in (self.key_bias, self.value_bias))
         return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
 

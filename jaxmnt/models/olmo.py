@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention, KVHeads
@@ -48,18 +49,18 @@ class ProjectionNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((heads, width), jnp.float32), axes=(axis, "norm"))
         self.axis, self.size, self.epsilon = axis, heads * width, epsilon
 
-    def __call__(self, x_BLHK: jax.Array, placement: Placement) -> jax.Array:
+    def __call__(self, x_BLHK: Array, placement: Placement) -> Array:
         return _normalise(self.axis, self.size, self.epsilon, placement, x_BLHK, self.scale[...])
 
 
-_Saved = tuple[jax.Array, jax.Array, jax.Array]
+_Saved = tuple[Array, Array, Array]
 """x, one over its root mean square, and the scale: backward keeps x once, without float32 copies, under every remat
 policy."""
 
 
 def _normalise_backward(
-    axis: str, size: int, epsilon: float, placement: Placement, saved: _Saved, gradient_BLHK: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    axis: str, size: int, epsilon: float, placement: Placement, saved: _Saved, gradient_BLHK: Array
+) -> tuple[Array, Array]:
     """Through the scale, and through the squares: of i = (s / size + epsilon)^-1/2 the derivative is -i^3 / (2 size),
     and that of s is 2 x."""
     x_BLHK, inverse_BL11, scale_HK = saved
@@ -72,14 +73,14 @@ def _normalise_backward(
 
 @with_backward(_normalise_backward, static=4)
 def _normalise(
-    axis: str, size: int, epsilon: float, placement: Placement, x_BLHK: jax.Array, scale_HK: jax.Array
-) -> tuple[jax.Array, _Saved]:
+    axis: str, size: int, epsilon: float, placement: Placement, x_BLHK: Array, scale_HK: Array
+) -> tuple[Array, _Saved]:
     squares_BL11 = jnp.sum(jnp.square(x_BLHK.astype(jnp.float32)), axis=(-2, -1), keepdims=True)
     inverse_BL11 = jax.lax.rsqrt(sum_over(axis, squares_BL11, placement) / size + epsilon)
     return _scaled(x_BLHK, inverse_BL11, scale_HK), (x_BLHK, inverse_BL11, scale_HK)
 
 
-def _scaled(x_BLHK: jax.Array, inverse_BL11: jax.Array, scale_HK: jax.Array) -> jax.Array:
+def _scaled(x_BLHK: Array, inverse_BL11: Array, scale_HK: Array) -> Array:
     return (x_BLHK.astype(jnp.float32) * inverse_BL11 * scale_HK).astype(x_BLHK.dtype)
 
 
@@ -94,9 +95,7 @@ class OlmoAttention(Attention):
 
     all_keys = True  # the norm is over all heads, which are then chosen from
 
-    def adjusted(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, shared: KVHeads
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def adjusted(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
         q_BLHK = self.query_norm(q_BLHK, shared.placement)
         return q_BLHK, shared.own(self.key_norm(k_BLGK, shared.placement), axis=2), v_BLGK
 
@@ -147,5 +146,5 @@ class Olmo3(Alternating):
         assumed={"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": 4096, "rope_theta": 500000.0},
     )
 
-    def rotary(self, positions_BL: jax.Array) -> dict[str, Angles]:
+    def rotary(self, positions_BL: Array) -> dict[str, Angles]:
         return two_rotaries(self.config, positions_BL)

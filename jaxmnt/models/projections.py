@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.models import float8
@@ -31,14 +32,14 @@ from jaxmnt.parallel.collectives import (
 )
 from jaxmnt.parallel.sharding import Placement
 
-Own = jax.Array | None
+Own = Array | None
 """Which heads of a weight are taken; None: all."""
 
 How = float8.Float8 | None
 """A product is made in float8; None: in the compute dtype."""
 
 
-def project(x: jax.Array, weight: jax.Array, own: Own = None) -> jax.Array:
+def project(x: Array, weight: Array, own: Own = None) -> Array:
     """[B, L, *out] from x [B, L, *in] and a weight [*in, *out], as one product of two matrices: in float8 where the run
     wants that (`float8.float8_products`) and the shapes are fit for it. `own`: of the weight's next to last dimension
     these alone.
@@ -50,8 +51,8 @@ def project(x: jax.Array, weight: jax.Array, own: Own = None) -> jax.Array:
 
 
 def project_gathered(
-    x_BSD: jax.Array, weights: Sequence[jax.Array], placement: Placement, own: Sequence[Own] | None = None
-) -> tuple[jax.Array, ...]:
+    x_BSD: Array, weights: Sequence[Array], placement: Placement, own: Sequence[Own] | None = None
+) -> tuple[Array, ...]:
     """[B, L, *out] for each weight [D, *out], from the pieces of the length: the way into attention and MLP. With
     `model.overlap: ring` pieces travel while they are multiplied."""
     chosen = tuple(own or [None] * len(weights))
@@ -62,7 +63,7 @@ def project_gathered(
     return tuple(project(x_BLD, weight, one) for weight, one in zip(weights, chosen, strict=True))
 
 
-def project_scattered(x: jax.Array, weight: jax.Array, placement: Placement, split: str) -> jax.Array:
+def project_scattered(x: Array, weight: Array, placement: Placement, split: str) -> Array:
     """[B, S, D] from x [B, L, *in] and a weight [*in, D], where devices have pieces of `in` by the logical axis
     `split`: the way out."""
     if placement.overlap != "ring" or not placement.mesh_axes(split):
@@ -71,7 +72,7 @@ def project_scattered(x: jax.Array, weight: jax.Array, placement: Placement, spl
     return _scatter_ring(how, placement, x, weight)
 
 
-def _chosen_for(x: jax.Array, weight: jax.Array, own: Own, pieces: int = 1) -> How:
+def _chosen_for(x: Array, weight: Array, own: Own, pieces: int = 1) -> How:
     """How x, cut into so many pieces of the length, is multiplied."""
     tokens, inputs = math.prod(x.shape[:2]) // pieces, math.prod(x.shape[2:])
     outputs = weight.size // inputs if own is None else weight.size // inputs // weight.shape[-2] * len(own)
@@ -80,7 +81,7 @@ def _chosen_for(x: jax.Array, weight: jax.Array, own: Own, pieces: int = 1) -> H
     return how
 
 
-def _projection_backward(how: How, saved: tuple[jax.Array, jax.Array, Own], gradient: jax.Array) -> tuple[Any, ...]:
+def _projection_backward(how: How, saved: tuple[Array, Array, Own], gradient: Array) -> tuple[Any, ...]:
     x, weight, own = saved
     taken = _owned(weight, own)
     x_gradient, weight_gradient = _x_gradient(how, gradient, taken, x), _weight_gradient(how, x, gradient, taken)
@@ -88,28 +89,26 @@ def _projection_backward(how: How, saved: tuple[jax.Array, jax.Array, Own], grad
 
 
 @with_backward(_projection_backward, static=1)
-def _projection(
-    how: How, x: jax.Array, weight: jax.Array, own: Own
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Own]]:
+def _projection(how: How, x: Array, weight: Array, own: Own) -> tuple[Array, tuple[Array, Array, Own]]:
     return _project(how, x, _owned(weight, own)), (x, weight, own)
 
 
-def _owned(weight: jax.Array, own: Own) -> jax.Array:
+def _owned(weight: Array, own: Own) -> Array:
     return weight if own is None else jnp.take(weight, own, axis=-2)
 
 
-def _given_back(gradient: jax.Array, weight: jax.Array, own: Own) -> jax.Array:
+def _given_back(gradient: Array, weight: Array, own: Own) -> Array:
     """The gradient of a weight of which some was taken, perhaps several times."""
     return gradient if own is None else jnp.zeros_like(weight).at[..., own, :].add(gradient)
 
 
-def _project(how: How, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _project(how: How, x: Array, weight: Array) -> Array:
     matrix, shape = _matrix(x, weight), (*x.shape[:2], *weight.shape[x.ndim - 2 :])
     flat = x.reshape(-1, matrix.shape[0])
     return (flat @ matrix if how is None else float8.product(how, flat, matrix)).reshape(shape)
 
 
-def _x_gradient(how: How, gradient: jax.Array, weight: jax.Array, like: jax.Array) -> jax.Array:
+def _x_gradient(how: How, gradient: Array, weight: Array, like: Array) -> Array:
     """Of x, which is like this but for its length."""
     matrix = _matrix(like, weight)
     flat = gradient.reshape(-1, matrix.shape[1])
@@ -117,7 +116,7 @@ def _x_gradient(how: How, gradient: jax.Array, weight: jax.Array, like: jax.Arra
     return x_gradient.reshape(*gradient.shape[:2], *like.shape[2:])
 
 
-def _weight_gradient(how: How, x: jax.Array, gradient: jax.Array, like: jax.Array) -> jax.Array:
+def _weight_gradient(how: How, x: Array, gradient: Array, like: Array) -> Array:
     """Of a weight like this."""
     matrix = _matrix(x, like)
     flat, x_matrix = gradient.reshape(-1, matrix.shape[1]), x.reshape(-1, matrix.shape[0])
@@ -125,22 +124,22 @@ def _weight_gradient(how: How, x: jax.Array, gradient: jax.Array, like: jax.Arra
     return found.reshape(like.shape)
 
 
-def _matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matrix(x: Array, weight: Array) -> Array:
     return weight.reshape(math.prod(x.shape[2:]), -1)
 
 
 # -- the same by pieces of the length
 
-_Ring = tuple[jax.Array, tuple[jax.Array, ...], tuple[Own, ...]]
+_Ring = tuple[Array, tuple[Array, ...], tuple[Own, ...]]
 
 
 def _project_ring_backward(
-    how: tuple[How, ...], placement: Placement, saved: _Ring, gradients: tuple[jax.Array, ...]
+    how: tuple[How, ...], placement: Placement, saved: _Ring, gradients: tuple[Array, ...]
 ) -> tuple[Any, ...]:
     x_BLD, weights, own = saved
     taken = tuple(map(_owned, weights, own))
 
-    def part(number: jax.Array) -> jax.Array:
+    def part(number: Array) -> Array:
         pieces = [piece_of_length(gradient, number, placement) for gradient in gradients]
         gradient_of = lambda how, piece, weight: _x_gradient(how, piece, weight, x_BLD)
         found = [_unseen(gradient_of, *one) for one in zip(how, pieces, taken, strict=True)]
@@ -158,11 +157,11 @@ def _project_ring_backward(
 def _project_ring(
     how: tuple[How, ...],
     placement: Placement,
-    x_BSD: jax.Array,
-    weights: tuple[jax.Array, ...],
+    x_BSD: Array,
+    weights: tuple[Array, ...],
     own: tuple[Own, ...],
-) -> tuple[tuple[jax.Array, ...], _Ring]:
-    def work(piece_BSD: jax.Array) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[Array, ...], _Ring]:
+    def work(piece_BSD: Array) -> tuple[Array, ...]:
         each = zip(how, weights, own, strict=True)
         return tuple(_unseen(_project, one, piece_BSD, _owned(weight, chosen)) for one, weight, chosen in each)
 
@@ -172,8 +171,8 @@ def _project_ring(
 
 
 def _scatter_ring_backward(
-    how: How, placement: Placement, saved: tuple[jax.Array, jax.Array], gradient_BSD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    how: How, placement: Placement, saved: tuple[Array, Array], gradient_BSD: Array
+) -> tuple[Array, Array]:
     x, weight = saved
     gradient_of = lambda how, piece_BSD, weight: _x_gradient(how, piece_BSD, weight, x)
     work = lambda piece_BSD: _unseen(gradient_of, how, piece_BSD, weight)
@@ -182,14 +181,12 @@ def _scatter_ring_backward(
 
 
 @with_backward(_scatter_ring_backward, static=2)
-def _scatter_ring(
-    how: How, placement: Placement, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _scatter_ring(how: How, placement: Placement, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
     part = lambda number: _unseen(_project, how, piece_of_length(x, number, placement), weight)
     return checkpoint_name(scatter_piece_by_piece(part, placement), SCATTERED), (x, weight)
 
 
-def _unseen(product: Callable[..., jax.Array], how: How, *arrays: jax.Array) -> jax.Array:
+def _unseen(product: Callable[..., Array], how: How, *arrays: Array) -> Array:
     """A product that the remat policy `dots` does not keep, since it has a dimension of batches, of one: what is kept
     is the whole. Behind a barrier, or XLA would make one product of those of all pieces, and wait for the last."""
     behind = jax.lax.optimization_barrier(tuple(one[None] for one in arrays))

@@ -5,20 +5,20 @@ Shapes: B batch, L length, H heads, K head width.
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxmnt.config.model import RopeScaling
 from jaxmnt.parallel.collectives import with_backward
 
 UNSCALED = RopeScaling()
 
-Angles = tuple[jax.Array, jax.Array]
+Angles = tuple[Array, Array]
 """Cosines and sines [B, L, 1, K/2] of the rotary embedding, in float32."""
 
 
-def rotary_angles(positions_BL: jax.Array, head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> Angles:
+def rotary_angles(positions_BL: Array, head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> Angles:
     """The tables of the rotary embedding, for wavelengths up to about 2π · `theta`, stretched as `scaling` says."""
     frequencies = rotary_frequencies(head_dim, theta, scaling)
     angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies
@@ -72,7 +72,7 @@ def _attention_factor(scaling: RopeScaling) -> float:
     return 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
 
 
-def _rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
+def _rotate(x_BLHK: Array, angles: Angles) -> Array:
     cos, sin = angles
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -80,7 +80,7 @@ def _rotate(x_BLHK: jax.Array, angles: Angles) -> jax.Array:
 
 
 @with_backward(lambda angles, gradient_BLHK: (_rotate(gradient_BLHK, (angles[0], -angles[1])), None))
-def rotate(x_BLHK: jax.Array, angles: Angles) -> tuple[jax.Array, Angles]:
+def rotate(x_BLHK: Array, angles: Angles) -> tuple[Array, Angles]:
     """Applies the rotary embedding, pairing the first half of a head with the second as Llama does.
 
     Its transpose turns back, so that backward needs the angles alone, which are not differentiated.

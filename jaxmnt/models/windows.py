@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Sequence
 
-import jax
 from flax import nnx
+from jax import Array
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention
@@ -54,7 +54,7 @@ class Alternating(Family):
         return super().attention_shape(kind)._replace(window=window(self.config, kind))
 
 
-def two_rotaries(config: Model, positions_BL: jax.Array) -> dict[str, Angles]:
+def two_rotaries(config: Model, positions_BL: Array) -> dict[str, Angles]:
     """Tables for the two kinds: that of layers with a window has its own base, and is not stretched."""
     assert config.head_dim
     return {

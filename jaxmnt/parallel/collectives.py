@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -38,7 +39,7 @@ def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> A
     Cast before the gather, so that the gather moves `dtype`. Norm scales become float32.
     """
 
-    def one(weight: jax.Array, names: Axes) -> jax.Array:
+    def one(weight: Array, names: Axes) -> Array:
         if "norm" in names:
             return weight.astype(jnp.float32)
         return unshard_as_it_is(weight.astype(dtype), names, placement)
@@ -46,7 +47,7 @@ def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> A
     return jax.tree.map(one, params, axes, is_leaf=is_axes)
 
 
-def unshard_as_it_is(piece: jax.Array, names: Axes, placement: Placement) -> jax.Array:
+def unshard_as_it_is(piece: Array, names: Axes, placement: Placement) -> Array:
     """A weight from this device's piece of it, in the dtype that it has."""
     gathered = placement.gathered_axes(names)
     if gathered is None:
@@ -55,13 +56,13 @@ def unshard_as_it_is(piece: jax.Array, names: Axes, placement: Placement) -> jax
     return jax.lax.all_gather(row_major(piece), over, axis=dimension, tiled=True)
 
 
-def row_major(array: jax.Array) -> jax.Array:
+def row_major(array: Array) -> Array:
     """A part of a stack, before it is gathered, put into it, or used. XLA for GPUs would have what is gathered or
     scattered with that dimension first: then it gives that order to the whole stack, and copies it."""
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
-def largest_of_weights(weights: list[jax.Array], axes: list[Axes], placement: Placement) -> list[jax.Array]:
+def largest_of_weights(weights: list[Array], axes: list[Axes], placement: Placement) -> list[Array]:
     """Of each stack of weights [units, …] the largest absolute numbers [units], over all pieces: in one reduction for
     each set of mesh axes that they are gathered over."""
     own = [jnp.max(jnp.abs(one), axis=range(1, one.ndim)).astype(jnp.float32) for one in weights]
@@ -77,7 +78,7 @@ def reshard(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.d
     """From gradients of whole weights to this device's pieces of them in float32, summed over the axes that the weights
     are gathered over. What crosses devices is in `reduce_dtype`."""
 
-    def one(gradient: jax.Array, names: Axes) -> jax.Array:
+    def one(gradient: Array, names: Axes) -> Array:
         gathered = placement.gathered_axes(names)
         if gathered is not None:
             dimension, over = gathered
@@ -144,25 +145,25 @@ def _psum(tree: Any, over: tuple[str, ...], placement: Placement) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _as_one(reduce: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
+def _as_one(reduce: Callable[[Array], Array], arrays: list[Array]) -> list[Array]:
     """Reduces arrays of one dtype as if they were one array."""
     whole = reduce(jnp.concatenate([array.ravel() for array in arrays]))
     parts = jnp.split(whole, np.cumsum([array.size for array in arrays])[:-1])
     return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-def index_along(axis: str, placement: Placement) -> jax.Array:
+def index_along(axis: str, placement: Placement) -> Array:
     """Which piece of a logical axis this device has."""
     over = placement.mesh_axes(axis)
     return jax.lax.axis_index(over) if over else jnp.int32(0)
 
 
-def stage_index() -> jax.Array:
+def stage_index() -> Array:
     """This device's stage of the pipeline."""
     return jax.lax.axis_index(STAGE_AXIS)
 
 
-def gather_sequence(x_BSD: jax.Array, placement: Placement, axis: str = "sequence") -> jax.Array:
+def gather_sequence(x_BSD: Array, placement: Placement, axis: str = "sequence") -> Array:
     """[B, L, D] from the pieces of the length, by the logical axis that splits it: split to replicated, the way into
     attention and MLP."""
     over = placement.mesh_axes(axis)
@@ -172,7 +173,7 @@ def gather_sequence(x_BSD: jax.Array, placement: Placement, axis: str = "sequenc
     return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
 
 
-def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str, axis: str = "sequence") -> jax.Array:
+def scatter_sequence(x_BLD: Array, placement: Placement, split: str, axis: str = "sequence") -> Array:
     """[B, S, D]: the way out. Partial to split where `split`, the logical axis that was summed over, is split; else
     replicated to split. Where the length stays whole (`whole_length`), partial to replicated."""
     over = placement.mesh_axes(axis)
@@ -186,8 +187,8 @@ def scatter_sequence(x_BLD: jax.Array, placement: Placement, split: str, axis: s
 
 
 def gather_piece_by_piece(
-    x_BSD: jax.Array, placement: Placement, work: Callable[[jax.Array], Any], axis: str = "sequence"
-) -> tuple[Any, jax.Array]:
+    x_BSD: Array, placement: Placement, work: Callable[[Array], Any], axis: str = "sequence"
+) -> tuple[Any, Array]:
     """`work` of each piece of the length, put together along the length, and [B, L, D] itself.
 
     Each device hands the piece that it has on to the device before it, while it works on it. So nothing waits for the
@@ -205,7 +206,7 @@ def gather_piece_by_piece(
         found.append((result, done))
     length = x_BSD.shape[1]
 
-    def in_order(*parts: jax.Array) -> jax.Array:
+    def in_order(*parts: Array) -> Array:
         whole = jnp.zeros((parts[0].shape[0], size * length, *parts[0].shape[2:]), parts[0].dtype)
         for step, part in enumerate(parts):
             whole = jax.lax.dynamic_update_slice_in_dim(whole, part, (own + step) % size * length, axis=1)
@@ -214,9 +215,7 @@ def gather_piece_by_piece(
     return jax.tree.map(in_order, *found)
 
 
-def scatter_piece_by_piece(
-    part: Callable[[jax.Array], jax.Array], placement: Placement, axis: str = "sequence"
-) -> jax.Array:
+def scatter_piece_by_piece(part: Callable[[Array], Array], placement: Placement, axis: str = "sequence") -> Array:
     """[B, S, D]: this device's piece of the length, summed over devices. `part(number)` is what one has of a piece.
 
     A sum goes from device to device until it is with whom it is for. While it is under way, each computes what it
@@ -233,57 +232,57 @@ def scatter_piece_by_piece(
     return total
 
 
-def _gather(over: tuple[str, ...], x_BSD: jax.Array) -> jax.Array:
+def _gather(over: tuple[str, ...], x_BSD: Array) -> Array:
     return jax.lax.all_gather(x_BSD, over, axis=1, tiled=True)
 
 
-def _sum_and_scatter(over: tuple[str, ...], x_BLD: jax.Array) -> jax.Array:
+def _sum_and_scatter(over: tuple[str, ...], x_BLD: Array) -> Array:
     return jax.lax.psum_scatter(x_BLD, over, scatter_dimension=1, tiled=True)
 
 
-def local_shard(x_BLD: jax.Array, placement: Placement, axis: str = "sequence") -> jax.Array:
+def local_shard(x_BLD: Array, placement: Placement, axis: str = "sequence") -> Array:
     """This device's piece of the length of something that all devices have whole: replicated to split."""
     return piece_of_length(x_BLD, index_along(axis, placement), placement, axis)
 
 
-def piece_of_length(x_BLD: jax.Array, number: jax.Array, placement: Placement, axis: str = "sequence") -> jax.Array:
+def piece_of_length(x_BLD: Array, number: Array, placement: Placement, axis: str = "sequence") -> Array:
     """[B, S, …]: this piece of the length, of what is at hand whole."""
     size = x_BLD.shape[1] // placement.num_shards(axis)
     return jax.lax.dynamic_slice_in_dim(x_BLD, number * size, size, axis=1)
 
 
-def sum_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
+def sum_over(axis: str, x: Array, placement: Placement) -> Array:
     """The sum over the pieces of a logical axis: partial to replicated, and so is its transpose."""
     return _sum(x, placement.mesh_axes(axis))
 
 
-def share_of(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
+def share_of(axis: str, x: Array, placement: Placement) -> Array:
     """Of something that all devices of a logical axis have computed alike, this device's part of the sum over them:
     replicated to partial, and so is its transpose. It keeps a sum, such as a term of the loss, from being counted once
     a device."""
     return x / placement.num_shards(axis)
 
 
-def max_over(axis: str, x: jax.Array, placement: Placement) -> jax.Array:
+def max_over(axis: str, x: Array, placement: Placement) -> Array:
     """The maximum over the pieces of a logical axis. It has no gradient."""
     over = placement.mesh_axes(axis)
     x = jax.lax.stop_gradient(x)
     return jax.lax.pmax(x, over) if over else x
 
 
-def sum_over_stages(x: jax.Array, placement: Placement) -> jax.Array:
+def sum_over_stages(x: Array, placement: Placement) -> Array:
     """The sum over the pipeline's stages: partial to replicated, and so is its transpose."""
     return _sum(x, (STAGE_AXIS,) if placement.stages > 1 else ())
 
 
-def _sum(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+def _sum(x: Array, over: tuple[str, ...]) -> Array:
     if not over:
         return x
     add = lambda x: jax.lax.psum(x, over)
     return _with_transpose(add, add)(x)
 
 
-def only_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
+def only_stage(x: Array, stage: int, placement: Placement) -> Array:
     """What `stage` has, as a sum over the stages: zeros on the others."""
     if placement.stages == 1:
         return x
@@ -291,12 +290,12 @@ def only_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
     return jnp.where(mine, x, jnp.zeros_like(x))
 
 
-def broadcast_from_stage(x: jax.Array, stage: int, placement: Placement) -> jax.Array:
+def broadcast_from_stage(x: Array, stage: int, placement: Placement) -> Array:
     """What `stage` has, on every stage: a sum to which the others add zeros."""
     return sum_over_stages(only_stage(x, stage, placement), placement)
 
 
-def shift_stage(x: jax.Array, placement: Placement, *, forward: bool, circular: bool) -> jax.Array:
+def shift_stage(x: Array, placement: Placement, *, forward: bool, circular: bool) -> Array:
     """Hands x to the next stage, or to the one before. Unless `circular`, one end gets zeros. Its transpose hands
     back."""
     stages = placement.stages

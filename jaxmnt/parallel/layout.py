@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,7 +68,7 @@ class Layout:
                 split[best] = (*split[best], name)
         return NamedSharding(placement.mesh, P(*(names or None for names in split)))
 
-    def to_device_layout(self, array: jax.Array, axes: Axes) -> jax.Array:
+    def to_device_layout(self, array: Array, axes: Axes) -> Array:
         """Canonical to placed; inside jit. The move itself is local, the change of sharding an exchange."""
         if not self.moves(axes):
             return array
@@ -83,7 +84,7 @@ class Layout:
         array = jax.lax.with_sharding_constraint(array, between)
         return jax.lax.with_sharding_constraint(array, self.placement.sharding(axes))
 
-    def to_checkpoint_layout(self, array: jax.Array, axes: Axes) -> jax.Array:
+    def to_checkpoint_layout(self, array: Array, axes: Axes) -> Array:
         """Placed to canonical; inside jit."""
         if not self.moves(axes):
             return array

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxmnt.distributed.coordination import all_gather, barrier
@@ -151,7 +152,7 @@ class _Bench:
         self.elapsed = 0.0
         """Seconds since the start, of the process that began first: the same in all of them."""
 
-    def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> jax.Array:
+    def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Array:
         """Random numbers of this shape on each device, whose first dimensions lie one after the other. Of zeros a GPU
         multiplies more, since they take less power."""
         return on_each_device(mesh or self._mesh, np.resize(self._random, shape).astype(dtype))
@@ -188,13 +189,13 @@ def _products(
     what the nearest does that was measured."""
 
     @cache  # they stay, for others of the same shape
-    def side(place: int, rows: int, columns: int) -> jax.Array:
+    def side(place: int, rows: int, columns: int) -> Array:
         return bench.array((rows, columns), jnp.float8_e4m3fn if dtype == "float8" else dtype)
 
-    def multiply(sides: list[tuple[jax.Array, jax.Array]], place: jax.Array, rounds: int) -> list[jax.Array]:
+    def multiply(sides: list[tuple[Array, Array]], place: Array, rounds: int) -> list[Array]:
         """One number of each product, so that they are written into the same memory one after the other."""
 
-        def once(number: int, found: list[jax.Array]) -> list[jax.Array]:
+        def once(number: int, found: list[Array]) -> list[Array]:
             # Without it the products would be made once, before the loop.
             again, number = jax.lax.optimization_barrier((sides, number))
             whole, at = (_product(left, right, dtype, gradient) for left, right in again), place[0] * number
@@ -222,7 +223,7 @@ def _products(
     return Products(dtype=dtype, gradient=gradient, sizes=sizes, rates=rates)
 
 
-def _product(left: jax.Array, right: jax.Array, dtype: str, gradient: bool) -> jax.Array:
+def _product(left: Array, right: Array, dtype: str, gradient: bool) -> Array:
     inside = (((0,) if gradient else (1,), (0,)), ((), ()))
     out = jnp.float32 if dtype == "float32" else jnp.bfloat16
     precision = "highest" if dtype == "float32" else None  # as training multiplies
@@ -246,8 +247,8 @@ def _memory(bench: _Bench, scale: Scale) -> float:
     return moved / seconds
 
 
-def _besides(x_TD: jax.Array, y_TD: jax.Array, gate_TF: jax.Array, up_TF: jax.Array) -> tuple[jax.Array, ...]:
-    def forward(x_TD: jax.Array, gate_TF: jax.Array, up_TF: jax.Array) -> tuple[jax.Array, ...]:
+def _besides(x_TD: Array, y_TD: Array, gate_TF: Array, up_TF: Array) -> tuple[Array, ...]:
+    def forward(x_TD: Array, gate_TF: Array, up_TF: Array) -> tuple[Array, ...]:
         wide_TD = (x_TD + y_TD).astype(jnp.float32)
         normed_TD = (wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD**2, -1, keepdims=True) + 1e-5)).astype(x_TD.dtype)
         heads_BLHW = normed_TD.reshape(-1, _ROW, _HEADS_OF_LAYER, x_TD.shape[-1] // _HEADS_OF_LAYER)
@@ -255,7 +256,7 @@ def _besides(x_TD: jax.Array, y_TD: jax.Array, gate_TF: jax.Array, up_TF: jax.Ar
         turned_BHLW = jnp.concatenate([one - two, one + two], -1).swapaxes(1, 2)
         return turned_BHLW.reshape(x_TD.shape), jax.nn.silu(gate_TF) * up_TF
 
-    def layer(_: int, given: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def layer(_: int, given: tuple[Array, ...]) -> tuple[Array, ...]:
         out, backward = jax.vjp(forward, *given)
         return tuple(one - 0.01 * gradient for one, gradient in zip(given, backward(out), strict=True))
 
@@ -265,7 +266,7 @@ def _besides(x_TD: jax.Array, y_TD: jax.Array, gate_TF: jax.Array, up_TF: jax.Ar
 def _instruction(bench: _Bench) -> float:
     """Seconds that an instruction takes that does next to nothing."""
 
-    def chain(x_NN: jax.Array) -> jax.Array:
+    def chain(x_NN: Array) -> Array:
         return jax.lax.fori_loop(0, 1000, lambda _, x_NN: jnp.dot(jnp.dot(x_NN, x_NN) * 0.1, x_NN) * 0.1, x_NN)
 
     seconds, program = bench.timed(chain, bench.array((8, 8)))
@@ -307,7 +308,7 @@ def _attention(bench: _Bench) -> Attention:
     """Of cuDNN's, in rows of two lengths: seconds are FLOPs / rate × (1 + half length / length)."""
     attend = partial(cudnn.attend_whole, Scores(_HEAD_WIDTH**-0.5))
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def both(q: Array, k: Array, v: Array) -> Any:
         out, backward = jax.vjp(attend, q, k, v)
         return backward(out)
 
@@ -327,11 +328,11 @@ def _attention(bench: _Bench) -> Attention:
     return Attention(forward=flops[-1] * long / ahead[-1], backward=2.5 * flops[-1] * long / back[-1], half_length=half)
 
 
-def _repeated(bench: _Bench, function: Callable[..., Any], *arrays: jax.Array) -> float:
+def _repeated(bench: _Bench, function: Callable[..., Any], *arrays: Array) -> float:
     """Seconds of one of many times in a program."""
 
-    def many(*given: jax.Array) -> jax.Array:
-        def once(number: int, found: jax.Array) -> jax.Array:
+    def many(*given: Array) -> Array:
+        def once(number: int, found: Array) -> Array:
             again, number = jax.lax.optimization_barrier((given, number))  # or it would be done once, before the loop
             cut = lambda one: jax.lax.dynamic_slice(one, [0 * number] * one.ndim, [1] * one.ndim).ravel()
             return sum(map(cut, jax.tree.leaves(function(*again))), found)
@@ -414,14 +415,14 @@ def _send(bench: _Bench, scale: Scale, kind: str, grid: np.ndarray, payload: int
 
 
 def _beside_work(
-    bench: _Bench, scale: Scale, send: Callable[[Any], Any], array: jax.Array, mesh: Mesh
+    bench: _Bench, scale: Scale, send: Callable[[Any], Any], array: Array, mesh: Mesh
 ) -> tuple[float, float]:
     """Seconds of sending in a loop that also multiplies, less those of the loop that only multiplies; and the
     latter."""
     square_NN = bench.array((scale.work, scale.work), mesh=mesh)
 
-    def loop(x: jax.Array, y_NN: jax.Array, send: Callable[[Any], Any]) -> jax.Array:
-        def once(_: int, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loop(x: Array, y_NN: Array, send: Callable[[Any], Any]) -> Array:
+        def once(_: int, given: tuple[Array, Array]) -> tuple[Array, Array]:
             x, product_NN = given
             product_NN = 0.01 * jnp.dot(product_NN, y_NN)
             return 0.5 * x + send(x + product_NN[0, 0])[0], product_NN

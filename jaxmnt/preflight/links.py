@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmnt.distributed.coordination import barrier, gather
@@ -107,7 +108,7 @@ def of_each_device(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., An
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def on_each_device(mesh: Mesh, values: np.ndarray) -> jax.Array:
+def on_each_device(mesh: Mesh, values: np.ndarray) -> Array:
     """An array that has these values on each device of the mesh, one after the other along the first dimension."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     shape = (values.shape[0] * mesh.size, *values.shape[1:])

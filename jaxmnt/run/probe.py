@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 _REPEATS = 4
 """Of which the quickest counts."""
@@ -30,7 +31,7 @@ class TimedProduct:
         """Seconds of each device."""
         return [min(self._time(x_WW) for _ in range(_REPEATS)) for x_WW in self._matrices]
 
-    def _time(self, x_WW: jax.Array) -> float:
+    def _time(self, x_WW: Array) -> float:
         started = time.perf_counter()
         self._product(x_WW).block_until_ready()
         return time.perf_counter() - started

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +27,7 @@ class Replicas:
 
     def __init__(self, every: int, hosts: Mapping[int, str], events: Events):
         self._every, self._hosts, self._events = every, hosts, events
-        self._pending: tuple[int, list[str], dict[str, Any], jax.Array] | None = None
+        self._pending: tuple[int, list[str], dict[str, Any], Array] | None = None
         self._equal: int | None = None
         """The last step after which all were found equal."""
 
@@ -89,17 +90,17 @@ class Replicas:
         self._pending = step, names, shardings, _everywhere(tuple(pieces[name] for name in names))
 
 
-def _copies(leaf: jax.Array) -> int:
+def _copies(leaf: Array) -> int:
     """How many devices hold each piece."""
     pieces = {str(index) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
     return leaf.sharding.num_devices // len(pieces)
 
 
-def _everywhere(pieces: tuple[jax.Array, ...]) -> jax.Array:
+def _everywhere(pieces: tuple[Array, ...]) -> Array:
     """uint32 [arrays, devices, 2], all of it on each device."""
     sharding = pieces[0].sharding
     assert isinstance(sharding, NamedSharding)
-    stacked: jax.Array = _stacking(NamedSharding(sharding.mesh, P()))(pieces)
+    stacked: Array = _stacking(NamedSharding(sharding.mesh, P()))(pieces)
     return stacked
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
 from jaxmnt.strict_json import finite
 from jaxmnt.telemetry import clock
@@ -78,12 +79,12 @@ class TrainLog:
         """The record of the last step that was written. Not to be changed; for other threads to read."""
         self._lines = LineWriter(self.run_dir / METRICS) if self.writer else None
         self._refused_mfu = False
-        self._pending: tuple[int, dict[str, jax.Array], float, str | None] | None = None
+        self._pending: tuple[int, dict[str, Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
         """When the step before was found finished, but for pauses since."""
         self._pace: float | None = None
 
-    def push(self, step: int, metrics: dict[str, jax.Array], wait_seconds: float, digest: str | None) -> None:
+    def push(self, step: int, metrics: dict[str, Array], wait_seconds: float, digest: str | None) -> None:
         """Notes the metrics of a step just dispatched, and reads those of the step before it."""
         self.flush()
         self._pending = step, metrics, wait_seconds, digest

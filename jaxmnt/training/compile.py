@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding
 
 from jaxmnt.config.schema import Config
@@ -92,7 +93,7 @@ class Program:
         """Array by array, so that at most one is held in both layouts at a time."""
         layout = self.spec.layout
 
-        def one(array: jax.Array, named: OneLeaf, goal: Any) -> jax.Array:
+        def one(array: Array, named: OneLeaf, goal: Any) -> Array:
             axes = named.axes
             if not layout.moves(axes):
                 return array

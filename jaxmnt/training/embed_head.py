@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
@@ -26,28 +27,28 @@ class EmbedAndHead:
         self._spec, self._weights = spec, weights
         self._family = spec.definition.family
 
-    def embed(self, rows: Batch) -> jax.Array:
+    def embed(self, rows: Batch) -> Array:
         """[B, S, D], the first layer's input."""
         return self._embed(self._use(self._spec.definition.first), rows)
 
-    def embed_gradient(self, x_gradient_BSD: jax.Array, rows: Batch) -> Params:
+    def embed_gradient(self, x_gradient_BSD: Array, rows: Batch) -> Params:
         """The gradient of what is before the first layer, from that of the first stage's input, which is read from
         that stage."""
         _, backward = jax.vjp(lambda params: self._embed(params, rows), self._use(self._spec.definition.first))
         return backward(collectives.only_stage(x_gradient_BSD, 0, self._spec.placement))[0]
 
-    def loss(self, y_BSD: jax.Array, rows: Batch) -> LossSums:
+    def loss(self, y_BSD: Array, rows: Batch) -> LossSums:
         """Sums of the loss from the last stage's output."""
         return self._loss(self._use(self._spec.definition.last), y_BSD, rows)
 
-    def loss_and_gradients(self, y_BSD: jax.Array, rows: Batch) -> tuple[LossSums, jax.Array, Params]:
+    def loss_and_gradients(self, y_BSD: Array, rows: Batch) -> tuple[LossSums, Array, Params]:
         """`loss`, and its gradients with respect to the last stage's output and to what is after the last layer."""
         params = self._use(self._spec.definition.last)
         sums, backward = jax.vjp(lambda params, y_BSD: self._loss(params, y_BSD, rows), params, y_BSD)
         gradients, y_gradient_BSD = backward(LossSums(jnp.ones(()), jnp.zeros(())))
         return sums, y_gradient_BSD, gradients
 
-    def logits(self, y_BSD: jax.Array) -> jax.Array:
+    def logits(self, y_BSD: Array) -> Array:
         """[B, L, V] in float32, from the output of the last layer; without a pipeline."""
         ends = self._spec.definition.ends(self._use(self._spec.definition.last))
         x_BLD = self._into_head(ends, y_BSD)
@@ -55,7 +56,7 @@ class EmbedAndHead:
         product_TV = jnp.dot(x_BLD.reshape(-1, x_BLD.shape[-1]), head_DV, preferred_element_type=jnp.float32)
         return self._family.finish_logits(ends, product_TV).reshape(*x_BLD.shape[:-1], -1)
 
-    def _embed(self, params: Params, rows: Batch) -> jax.Array:
+    def _embed(self, params: Params, rows: Batch) -> Array:
         spec = self._spec
         ends = spec.definition.ends(params)
         x_BLD = self._family.embed(ends, rows["tokens"], rows["positions"], spec.dtype, spec.placement)
@@ -64,7 +65,7 @@ class EmbedAndHead:
         x_BSD = collectives.scatter_sequence(x_BLD, spec.placement, "vocab")
         return collectives.sum_over_stages(x_BSD, spec.placement)
 
-    def _loss(self, params: Params, y_BSD: jax.Array, rows: Batch) -> LossSums:
+    def _loss(self, params: Params, y_BSD: Array, rows: Batch) -> LossSums:
         spec, definition = self._spec, self._spec.definition
         train, placement = spec.config.train, spec.placement
         y_BSD = collectives.broadcast_from_stage(y_BSD, placement.stages - 1, placement)
@@ -81,7 +82,7 @@ class EmbedAndHead:
         rest = {name: params[name] for name in self._family.finishing}
         return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), rest), rows)
 
-    def _into_head(self, ends: dict[str, Any], y_BSD: jax.Array) -> jax.Array:
+    def _into_head(self, ends: dict[str, Any], y_BSD: Array) -> Array:
         """[B, L, D] in the compute dtype: what the head multiplies."""
         x_BSD = self._family.final_norm(ends, y_BSD).astype(self._spec.dtype)
         return collectives.gather_sequence(x_BSD, self._spec.placement)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxmnt.models.contract import Params
 from jaxmnt.models.layers import zeros_after
@@ -41,10 +42,10 @@ FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss
 """Scopes in the compiled program of what a condition may skip. The ends are called so in the table, too."""
 
 
-RowKeys = Callable[[jax.Array], jax.Array | None]
+RowKeys = Callable[[Array], Array | None]
 """The random keys of a microbatch's rows."""
 
-TickPlan = dict[str, jax.Array]
+TickPlan = dict[str, Array]
 """The table's line of a tick."""
 
 Tick = Callable[[Any, TickPlan], tuple[Any, None]]
@@ -57,7 +58,7 @@ class Results(NamedTuple):
     layers: dict[str, Any]
     """What the layers of each group returned as sums, stacked as the group is placed: this device's part of them."""
     gradients: Params
-    squares: jax.Array | None
+    squares: Array | None
     """Of this device's gradients of small batches, if they are asked for."""
 
 
@@ -96,7 +97,7 @@ def glance(spec: StepSpec) -> Glance:
     """Returns what tracing a step tells, without running it."""
     found: list[Glance] = []
 
-    def local(params: Params, buffers: Params, batch: Batch) -> jax.Array:
+    def local(params: Params, buffers: Params, batch: Batch) -> Array:
         step = open_step(spec, params, buffers, batch, spec.schedule)
         gathered = {name: layers.weights.packed for name, layers in step.layers.items()}
         products: list[bool] = []
@@ -145,15 +146,15 @@ class Step:
                 return start
         return (last_tick or tick)(start, jax.tree.map(lambda array: jnp.asarray(array[-1]), rows))[0]
 
-    def rows(self, microbatch: jax.Array) -> Batch:
+    def rows(self, microbatch: Array) -> Batch:
         pick = lambda field: jax.lax.dynamic_index_in_dim(field, jnp.maximum(microbatch, 0), keepdims=False)
         return jax.tree.map(pick, self.fields)
 
-    def layer_rows(self, microbatch: jax.Array) -> Rows:
+    def layer_rows(self, microbatch: Array) -> Rows:
         microbatch = jnp.maximum(microbatch, 0)
         return microbatch_rows(self.spec, self.rows(microbatch), self.row_keys(microbatch))
 
-    def nothing(self) -> jax.Array:
+    def nothing(self) -> Array:
         """Zeros [B, S, D] like what stages hand to each other."""
         spec = self.spec
         length = spec.placement.local_length(spec.config.data.sequence_length)
@@ -170,13 +171,13 @@ class Step:
         `idle()`."""
         return _when(self.table.rows[end], row[end], end, None, go, idle)
 
-    def entering(self, row: TickPlan, chunk: jax.Array, arriving_BSD: jax.Array) -> jax.Array:
+    def entering(self, row: TickPlan, chunk: Array, arriving_BSD: Array) -> Array:
         """A stage's input: of the first stage's first chunk the embedding, else what arrived."""
         embed = lambda: self.ends.embed(self.rows(row[ENTER]))
         x_BSD = self.when_at(row, ENTER, embed, lambda: arriving_BSD)
         return x_BSD if self.alone else jnp.where((self.stage == 0) & (chunk == 0), x_BSD, arriving_BSD)
 
-    def handed_on(self, x_BSD: jax.Array, *, forward: bool) -> jax.Array:
+    def handed_on(self, x_BSD: Array, *, forward: bool) -> Array:
         """What arrives when every stage hands on its x."""
         if self.alone:
             return x_BSD
@@ -212,9 +213,7 @@ def open_step(
     return step
 
 
-def _evaluation_tick(
-    step: Step, carry: tuple[jax.Array, LossSums], row: TickPlan
-) -> tuple[tuple[jax.Array, LossSums], None]:
+def _evaluation_tick(step: Step, carry: tuple[Array, LossSums], row: TickPlan) -> tuple[tuple[Array, LossSums], None]:
     arriving_BSD, sums = carry
     of = step.passing(row, "forward", FORWARD)
     y_BSD = step.entering(row, of.chunk, arriving_BSD)
@@ -228,14 +227,14 @@ def _evaluation_tick(
 class _Carry(NamedTuple):
     """What goes from tick to tick of training."""
 
-    arriving: jax.Array  # [B, S, D] from the stage before
-    returning: jax.Array  # [B, S, D] from the next stage: a gradient
+    arriving: Array  # [B, S, D] from the stage before
+    returning: Array  # [B, S, D] from the next stage: a gradient
     residuals: dict[str, Residuals]  # what forwards of each group left for their backwards, by slot
-    pending: jax.Array  # [slots, B, S, D]: gradients of the loss that wait for the last stage's backward
+    pending: Array  # [slots, B, S, D]: gradients of the loss that wait for the last stage's backward
     gradients: Params
     sums: LossSums
     layer_sums: dict[str, Any]
-    squares: jax.Array | None  # of the first microbatch's gradients, if they are asked for
+    squares: Array | None  # of the first microbatch's gradients, if they are asked for
 
 
 def _start(step: Step) -> _Carry:
@@ -278,7 +277,7 @@ def _tick(step: Step, carry: _Carry, row: TickPlan, *, last: bool = False) -> tu
     return carry._replace(arriving=arriving_BSD, returning=returning_BSD), None
 
 
-def _forward(step: Step, carry: _Carry, row: TickPlan) -> tuple[jax.Array, _Carry]:
+def _forward(step: Step, carry: _Carry, row: TickPlan) -> tuple[Array, _Carry]:
     of = step.passing(row, "forward", FORWARD)
     y_BSD, residuals, sums = step.entering(row, of.chunk, carry.arriving), dict(carry.residuals), dict(carry.layer_sums)
     for name, layers in step.layers.items():
@@ -286,10 +285,10 @@ def _forward(step: Step, carry: _Carry, row: TickPlan) -> tuple[jax.Array, _Carr
     return y_BSD, carry._replace(residuals=residuals, layer_sums=sums)
 
 
-def _loss(step: Step, carry: _Carry, row: TickPlan, y_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+def _loss(step: Step, carry: _Carry, row: TickPlan, y_BSD: Array) -> tuple[Array, _Carry]:
     """The gradient of what comes out of the last stage, in the tick in which it does."""
 
-    def leaving() -> tuple[LossSums, jax.Array, Params]:
+    def leaving() -> tuple[LossSums, Array, Params]:
         sums, y_gradient_BSD, new = step.ends.loss_and_gradients(y_BSD, step.rows(row[LOSS]))
         return carry.sums.plus(sums), y_gradient_BSD, _added(step, carry.gradients, new)
 
@@ -299,7 +298,7 @@ def _loss(step: Step, carry: _Carry, row: TickPlan, y_BSD: jax.Array) -> tuple[j
     return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | new)
 
 
-def _wait(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -> tuple[jax.Array, _Carry]:
+def _wait(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: Array) -> tuple[Array, _Carry]:
     """The loss's gradient for the last stage's backward, which comes later if the schedule says so."""
     if not step.table.pending_slots:
         return y_gradient_BSD, carry
@@ -309,9 +308,7 @@ def _wait(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array) -
     return pending[read], carry._replace(pending=pending)
 
 
-def _backward(
-    step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: jax.Array, last: bool
-) -> tuple[jax.Array, _Carry]:
+def _backward(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: Array, last: bool) -> tuple[Array, _Carry]:
     of, gradients = step.passing(row, "backward", BACKWARD), dict(carry.gradients)
     if step.alone:
         y_gradient_BSD, gradients = _after_head(step, y_gradient_BSD, gradients)
@@ -329,7 +326,7 @@ def _backward(
     return x_gradient_BSD, carry._replace(gradients=gradients)
 
 
-def _after_head(step: Step, y_gradient_BSD: jax.Array, gradients: Params) -> tuple[jax.Array, Params]:
+def _after_head(step: Step, y_gradient_BSD: Array, gradients: Params) -> tuple[Array, Params]:
     """The same, when those of the head are added up: XLA would have them wait, whole, and scatter them after the
     backward of all layers, where nothing else is left to do beside it."""
     own = {name: gradients[name] for name in step.spec.definition.last}
@@ -337,7 +334,7 @@ def _after_head(step: Step, y_gradient_BSD: jax.Array, gradients: Params) -> tup
     return y_gradient_BSD, gradients | own
 
 
-def _leave(step: Step, carry: _Carry, row: TickPlan, x_gradient_BSD: jax.Array) -> _Carry:
+def _leave(step: Step, carry: _Carry, row: TickPlan, x_gradient_BSD: Array) -> _Carry:
     """The embedding's gradient, when that of its output comes out of the first stage."""
 
     def leaving() -> Params:
@@ -367,9 +364,9 @@ def _added(step: Step, gradients: Params, new: Params) -> Params:
 
 def _when(
     planned: np.ndarray,
-    microbatch: jax.Array,
+    microbatch: Array,
     scope: str,
-    also: jax.Array | None,
+    also: Array | None,
     go: Callable[[], Any],
     idle: Callable[[], Any],
 ) -> Any:

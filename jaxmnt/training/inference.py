@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerGroup, Params
@@ -28,7 +29,7 @@ _LEAST = 16
 """Lengths are rounded up to a power of two from here on, so that few programs are compiled."""
 
 
-def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
+def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array) -> Array:
     """[B, L, V] in float32, of ids that the data has: at each position those of the next token, given the tokens up to
     it, all of one document.
 
@@ -36,7 +37,7 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
     batch shards. To be jitted.
     """
 
-    def logits(params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
+    def logits(params: Params, buffers: Params, tokens_BL: Array) -> Array:
         return EmbedAndHead(spec, Weights(spec, params)).logits(_last_layer(spec, params, buffers, tokens_BL))
 
     axes = (spec.definition.axes, spec.definition.buffer_axes)
@@ -48,22 +49,22 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.A
 class Scores(NamedTuple):
     """Of each token given those before it."""
 
-    log_p_BL: jax.Array
-    likeliest_BL: jax.Array
+    log_p_BL: Array
+    likeliest_BL: Array
     """Whether no other token was likelier."""
 
 
-def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array, targets_BL: jax.Array) -> Scores:
+def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array, targets_BL: Array) -> Scores:
     """Log-likelihoods in float32 of `targets`, the tokens that follow `tokens`: of a chunk of tokens at a time, so that
     the logits of all are never there. The weights are as they are placed (`Generator.place`). To be jitted."""
 
-    def scores(params: Params, buffers: Params, tokens_BL: jax.Array, targets_BL: jax.Array) -> Scores:
+    def scores(params: Params, buffers: Params, tokens_BL: Array, targets_BL: Array) -> Scores:
         y_BLD = _last_layer(spec, params, buffers, tokens_BL)
         ends = EmbedAndHead(spec, Weights(spec, params))
         limit = spec.config.train.loss_chunk_mib
         chunks = chunk_count(targets_BL.size, spec.definition.vocab_size, spec.placement, limit)
 
-        def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> Scores:
+        def of_chunk(chunk: tuple[Array, Array]) -> Scores:
             y_TD, targets_T = chunk
             logits = logits_of(ends.logits(y_TD[None])[0], spec.data_vocab_size, spec.placement)
             picked_T = logits.pick(targets_T)
@@ -149,8 +150,8 @@ class Generator:
 class Draws(NamedTuple):
     """What random numbers depend on besides a token's position."""
 
-    key: jax.Array
-    numbers_B: jax.Array
+    key: Array
+    numbers_B: Array
     """Of the prompts."""
 
 
@@ -160,18 +161,16 @@ def _next_token(
     sampling: Sampling,
     params: Params,
     buffers: Params,
-    tokens_BQ: jax.Array,
-    starts_B: jax.Array,
-    counts_B: jax.Array,
+    tokens_BQ: Array,
+    starts_B: Array,
+    counts_B: Array,
     caches: Any,
     draws: Draws,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Array, Any]:
     """The token [B, 1] after the first `counts` of these, which stand at the positions from `starts` on, and the caches
     with keys and values in so many places. `caches` are those of the tokens before; None: there are none."""
 
-    def run(
-        params: Params, buffers: Params, tokens_BQ: jax.Array, starts_B: jax.Array, counts_B: jax.Array, caches: Any
-    ) -> Any:
+    def run(params: Params, buffers: Params, tokens_BQ: Array, starts_B: Array, counts_B: Array, caches: Any) -> Any:
         weights, kept = Weights(spec, params), {}
         positions_BQ = starts_B[:, None] + jnp.arange(tokens_BQ.shape[1], dtype=jnp.int32)
         seen = Rows(positions_BQ, None, spec.definition.family.rotary(positions_BQ), None)
@@ -179,9 +178,7 @@ def _next_token(
         for group in spec.definition.groups:
             layers = _layers(spec, group, weights, buffers)
 
-            def unit(
-                x_BQD: jax.Array, scanned: tuple[jax.Array, Any], layers: Layers = layers
-            ) -> tuple[jax.Array, Any]:
+            def unit(x_BQD: Array, scanned: tuple[Array, Any], layers: Layers = layers) -> tuple[Array, Any]:
                 number, before = scanned
                 new = [Cache(places, positions_BQ, each) for each in before or [None] * layers.places]
                 for place, cache in enumerate(new):
@@ -201,9 +198,7 @@ def _next_token(
     return _sampled(spec, sampling, logits_BV, starts_B + counts_B, draws)[:, None], caches
 
 
-def _sampled(
-    spec: StepSpec, sampling: Sampling, logits_BV: jax.Array, positions_B: jax.Array, draws: Draws
-) -> jax.Array:
+def _sampled(spec: StepSpec, sampling: Sampling, logits_BV: Array, positions_B: Array, draws: Draws) -> Array:
     """[B], the tokens at these positions of the prompts with these numbers; on all devices, for the host to read."""
     logits_BV = logits_BV[:, : spec.data_vocab_size]
     whole = lambda token_B: jax.lax.with_sharding_constraint(token_B.astype(jnp.int32), spec.placement.sharding(()))
@@ -232,11 +227,11 @@ def _on_mesh(spec: StepSpec, function: Callable[..., Any], arrays: Sequence[Any]
         return spec.on_mesh(function, arrays, out)(*arguments)
 
 
-def _rows(tokens_BL: jax.Array, positions_BL: jax.Array) -> Batch:
+def _rows(tokens_BL: Array, positions_BL: Array) -> Batch:
     return {"tokens": tokens_BL, "positions": positions_BL, "segments": jnp.ones_like(tokens_BL)}
 
 
-def _last_layer(spec: StepSpec, params: Params, buffers: Params, tokens_BL: jax.Array) -> jax.Array:
+def _last_layer(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array) -> Array:
     """The output of the last layer for rows of one document each."""
     rows = _rows(tokens_BL, jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape))
     weights, none = Weights(spec, params), jnp.int32(0)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxmnt.config.load import import_dotted
 from jaxmnt.config.schema import Train
@@ -28,9 +29,9 @@ from jaxmnt.parallel.sharding import Placement
 class LossSums(NamedTuple):
     """Float32 sums over real tokens; divide by the sum of weights once, at the very end."""
 
-    loss: jax.Array
+    loss: Array
     """What is minimised."""
-    cross_entropy: jax.Array
+    cross_entropy: Array
     """In nats: what is reported."""
 
     def plus(self, new: "LossSums") -> "LossSums":
@@ -46,22 +47,22 @@ class Logits:
     from it: each a share of it, so that the gradient that comes back is partial.
     """
 
-    values_CV: jax.Array
+    values_CV: Array
     """Float32; minus infinity for ids that the data does not have."""
-    ids_V: jax.Array
+    ids_V: Array
     """Which ids this device has."""
     placement: Placement
 
-    def log_sum_exp(self) -> jax.Array:
+    def log_sum_exp(self) -> Array:
         """[C], the logarithm of the partition function."""
         return _log_sum_exp(self.placement, self.values_CV)
 
-    def pick(self, ids_C: jax.Array) -> jax.Array:
+    def pick(self, ids_C: Array) -> Array:
         """[C], the logit of one id for each token."""
         # A comparison and a sum instead of an index: each device looks only at its part of the vocabulary.
         return self.weighted(ids_C[:, None] == self.ids_V)
 
-    def weighted(self, weights_CV: jax.Array) -> jax.Array:
+    def weighted(self, weights_CV: Array) -> Array:
         """[C], the sum of all logits times weights, of which this device has those of its `ids_V`. Logits of ids that
         the data does not have count as 0."""
         counts_CV = (weights_CV != 0) & (self.values_CV != -jnp.inf)
@@ -69,7 +70,7 @@ class Logits:
         return sum_over("vocab", jnp.sum(product_CV, axis=-1), self.placement)
 
 
-def logits_of(values_CV: jax.Array, data_vocab_size: int, placement: Placement) -> Logits:
+def logits_of(values_CV: Array, data_vocab_size: int, placement: Placement) -> Logits:
     """The logits of this device's part of the vocabulary, of ids that the data has."""
     size = values_CV.shape[1]
     ids_V = index_along("vocab", placement) * size + jnp.arange(size)
@@ -78,7 +79,7 @@ def logits_of(values_CV: jax.Array, data_vocab_size: int, placement: Placement) 
     return Logits(values_CV, ids_V, placement)
 
 
-Tokens = dict[str, jax.Array]
+Tokens = dict[str, Array]
 """The fields of a batch for the tokens of a chunk, [C] each: tokens, targets, weights, segments, positions."""
 
 Loss = Callable[[Logits, Tokens, Train], LossSums]
@@ -106,15 +107,13 @@ def load_loss(path: str | None) -> Loss:
     return found
 
 
-def _log_sum_exp_gradient(
-    placement: Placement, saved: tuple[jax.Array, jax.Array], gradient_C: jax.Array
-) -> tuple[jax.Array]:
+def _log_sum_exp_gradient(placement: Placement, saved: tuple[Array, Array], gradient_C: Array) -> tuple[Array]:
     exponentials_CV, partition_C = saved
     return (exponentials_CV * (sum_over("vocab", gradient_C, placement) / partition_C)[:, None],)
 
 
 @with_backward(_log_sum_exp_gradient, static=1)
-def _log_sum_exp(placement: Placement, logits_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _log_sum_exp(placement: Placement, logits_CV: Array) -> tuple[Array, tuple[Array, Array]]:
     largest_C1 = max_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
     exponentials_CV = jnp.exp(logits_CV - largest_C1)
     partition_C = sum_over("vocab", jnp.sum(exponentials_CV, axis=-1), placement)
@@ -128,7 +127,7 @@ class HeadWeights(NamedTuple):
     """Parameters that make logits: the matrix, and what the rest of the head has, such as a bias. Their gradients come
     in their own dtype."""
 
-    matrix_DV: jax.Array
+    matrix_DV: Array
     rest: Any
 
 
@@ -142,7 +141,7 @@ class LossChunks:
     dtype: jnp.dtype
     """In which x and the matrix are multiplied."""
     placement: Placement
-    finish: Callable[[Any, jax.Array], jax.Array]
+    finish: Callable[[Any, Array], Array]
     """(rest of the head, product [C, V] in float32) → logits."""
     loss: Callable[[Logits, Tokens], LossSums]
 
@@ -154,13 +153,13 @@ def chunk_count(tokens: int, vocab_size: int, placement: Placement, limit_mib: i
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_loss(chunks: LossChunks, x_BLD: jax.Array, head: HeadWeights, rows: Tokens) -> LossSums:
+def chunked_loss(chunks: LossChunks, x_BLD: Array, head: HeadWeights, rows: Tokens) -> LossSums:
     """The sums of the loss of `x @ matrix` for all tokens of the rows [B, L]; x is in the compute dtype.
 
     Only `loss` has a gradient. That of x is partial over the axes that split the vocabulary.
     """
 
-    def add(sums: LossSums, chunk: tuple[jax.Array, Tokens]) -> tuple[LossSums, None]:
+    def add(sums: LossSums, chunk: tuple[Array, Tokens]) -> tuple[LossSums, None]:
         x_CD, tokens = chunk
         product_CV = _product(x_CD, matrix_DV)
         return sums.plus(_loss_of(chunks, head.rest, product_CV, tokens)), None
@@ -170,14 +169,14 @@ def chunked_loss(chunks: LossChunks, x_BLD: jax.Array, head: HeadWeights, rows: 
 
 
 def _with_gradients(
-    chunks: LossChunks, x_BLD: jax.Array, head: HeadWeights, rows: Tokens
-) -> tuple[LossSums, tuple[jax.Array, HeadWeights]]:
+    chunks: LossChunks, x_BLD: Array, head: HeadWeights, rows: Tokens
+) -> tuple[LossSums, tuple[Array, HeadWeights]]:
     """`chunked_loss`, and the gradients of its loss with respect to x and the head."""
     matrix_DV = head.matrix_DV.astype(chunks.dtype)
 
     def add(
-        carry: tuple[LossSums, jax.Array, Any], chunk: tuple[jax.Array, Tokens]
-    ) -> tuple[tuple[LossSums, jax.Array, Any], jax.Array]:
+        carry: tuple[LossSums, Array, Any], chunk: tuple[Array, Tokens]
+    ) -> tuple[tuple[LossSums, Array, Any], Array]:
         sums, matrix_gradient_DV, rest_gradient = carry
         x_CD, tokens = chunk
         part, backward = jax.vjp(
@@ -196,8 +195,8 @@ def _with_gradients(
 
 
 def _scaled(
-    chunks: LossChunks, gradients: tuple[jax.Array, HeadWeights], outer: LossSums
-) -> tuple[jax.Array, HeadWeights, None]:
+    chunks: LossChunks, gradients: tuple[Array, HeadWeights], outer: LossSums
+) -> tuple[Array, HeadWeights, None]:
     x_gradient_BLD, head = jax.tree.map(lambda g: (g * outer.loss).astype(g.dtype), gradients)
     return x_gradient_BLD, head, None
 
@@ -210,11 +209,11 @@ def no_loss() -> LossSums:
     return LossSums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
 
-def _product(x_CD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
+def _product(x_CD: Array, matrix_DV: Array) -> Array:
     return jnp.dot(x_CD, matrix_DV, preferred_element_type=jnp.float32)
 
 
-def _loss_of(chunks: LossChunks, rest: Any, product_CV: jax.Array, tokens: Tokens) -> LossSums:
+def _loss_of(chunks: LossChunks, rest: Any, product_CV: Array, tokens: Tokens) -> LossSums:
     logits = logits_of(chunks.finish(rest, product_CV), chunks.data_vocab_size, chunks.placement)
     sums = chunks.loss(logits, tokens)
     if not (isinstance(sums, LossSums) and all(jnp.shape(one) == () for one in sums)):
@@ -222,12 +221,12 @@ def _loss_of(chunks: LossChunks, rest: Any, product_CV: jax.Array, tokens: Token
     return sums
 
 
-def _cut(chunks: LossChunks, x_BLD: jax.Array, rows: Tokens) -> tuple[jax.Array, Tokens]:
+def _cut(chunks: LossChunks, x_BLD: Array, rows: Tokens) -> tuple[Array, Tokens]:
     """[chunks, C, …] of each."""
     return jax.tree.map(lambda array: in_chunks(array, chunks.chunks), (x_BLD, rows))
 
 
-def in_chunks(array_BL: jax.Array, chunks: int) -> jax.Array:
+def in_chunks(array_BL: Array, chunks: int) -> Array:
     """[chunks, C, …] from [B, L, …], with zeros after the last token."""
     flat = array_BL.reshape(-1, *array_BL.shape[2:])
     size = -(-len(flat) // chunks)

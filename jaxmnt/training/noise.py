@@ -9,8 +9,8 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxmnt.config.mesh import TOKEN_AXES
 from jaxmnt.models.contract import Params
@@ -53,7 +53,7 @@ def small_batches(spec: StepSpec) -> SmallBatches | None:
     return SmallBatches(share, samples, first, apart)
 
 
-def squares(spec: StepSpec, small: SmallBatches, gradients: Params) -> jax.Array:
+def squares(spec: StepSpec, small: SmallBatches, gradients: Params) -> Array:
     """Of a device's gradients, or of all: the sum of their squares, in float32."""
     leaves = named_leaves(gradients, spec.trained_axes)
     chosen = [leaf for _, leaf, names in leaves if _apart(spec, names) == small.apart]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxmnt.config.schema import Train
 from jaxmnt.models.blockwise import ATTENTION
@@ -84,23 +85,23 @@ def _is_named(names: list[str]) -> Callable[..., bool]:
     )
 
 
-Residuals = list[jax.Array]
+Residuals = list[Array]
 """What forward leaves for backward."""
 
 
-def taken(residuals: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
+def taken(residuals: Residuals, slot: Array, offset: Array) -> Residuals:
     """What a unit has left in a slot. By slices, which arrays in host memory have too."""
     cut = lambda one: jax.lax.dynamic_slice(one, (slot, offset, *[0] * (one.ndim - 2)), (1, 1, *one.shape[2:]))
     return [_in_order(cut(one).reshape(one.shape[2:])) for one in residuals]
 
 
-def placed(residuals: Residuals, kept: Residuals, slot: jax.Array, offset: jax.Array) -> Residuals:
+def placed(residuals: Residuals, kept: Residuals, slot: Array, offset: Array) -> Residuals:
     """With what a unit leaves."""
     put = lambda one, new: jax.lax.dynamic_update_slice(one, new[None, None], (slot, offset, *[0] * new.ndim))
     return [put(one, _in_order(new)) for one, new in zip(residuals, kept, strict=True)]
 
 
-def _in_order(array: jax.Array) -> jax.Array:
+def _in_order(array: Array) -> Array:
     """[rows, length, …] of several rows. Of one there is only one order, and to ask for it would keep XLA from
     simplifying."""
     return row_major(array) if array.ndim > 2 and array.shape[0] > 1 else array
@@ -117,14 +118,14 @@ class Backward:
         entries = jax.tree.leaves(backward.args_res, is_leaf=is_entry)
         assert len(entries) == len(jax.tree.leaves(arguments)), "an entry for each argument"
         given = len(jax.tree.leaves(arguments[:-1]))
-        self._given = [index for index in range(given) if isinstance(entries[index], jax.Array)]
+        self._given = [index for index in range(given) if isinstance(entries[index], Array)]
         self.count = len(jax.tree.leaves(backward)) - len(self._given)
 
     def kept(self, backward: Any) -> Residuals:
         """The arrays that it holds, but for those that will be given again."""
         return jax.tree.leaves(backward)[len(self._given) :]
 
-    def __call__(self, kept: Residuals, arguments: tuple[Any, ...], x_gradient_BSD: jax.Array) -> Any:
+    def __call__(self, kept: Residuals, arguments: tuple[Any, ...], x_gradient_BSD: Array) -> Any:
         """The gradients of all arguments and of x."""
         given = jax.tree.leaves(arguments)
         backward = jax.tree.unflatten(self._tree, [given[index] for index in self._given] + kept)

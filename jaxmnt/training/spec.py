@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import NamedSharding
 
 from jaxmnt.config.mesh import REPLICA_AXES
@@ -26,7 +27,7 @@ from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
 State = dict[str, Any]
 Slots = dict[str, list[list[int | None]]]
-Batch = dict[str, jax.Array]
+Batch = dict[str, Array]
 
 CONTROL_AXES = ("devices", None)
 
@@ -178,12 +179,12 @@ class ControlFlags:
     def __init__(self, sharding: NamedSharding):
         devices = sharding.mesh.size
 
-        def flags(*asked: bool) -> jax.Array:
+        def flags(*asked: bool) -> Array:
             whole = np.tile(np.array(asked, np.int32), (devices, 1))
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
         self._arrays = {asked: flags(*asked) for asked in itertools.product((False, True), repeat=self.COUNT)}
 
-    def array(self, *, stop: bool = False, save: bool = False, profile: bool = False) -> jax.Array:
+    def array(self, *, stop: bool = False, save: bool = False, profile: bool = False) -> Array:
         """int32 [devices, 3], made once."""
         return self._arrays[stop, save, profile]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
@@ -22,11 +23,11 @@ from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.trained import select
 from jaxmnt.training.weights import LayerWeights, Weights
 
-When = Callable[[jax.Array | None, Callable[[], Any], Callable[[], Any]], Any]
+When = Callable[[Array | None, Callable[[], Any], Callable[[], Any]], Any]
 """`when(also, go, idle)` is `go()` if this tick has a microbatch and `also` is true (None is), else `idle()`."""
 
 
-def always(also: jax.Array | None, go: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+def always(also: Array | None, go: Callable[[], Any], idle: Callable[[], Any]) -> Any:
     """The `When` of a program without a pipeline."""
     assert also is None
     return go()
@@ -35,13 +36,13 @@ def always(also: jax.Array | None, go: Callable[[], Any], idle: Callable[[], Any
 class Rows(NamedTuple):
     """What all layers see of a microbatch."""
 
-    positions: jax.Array  # [B, L], or [1, L]
-    segments: jax.Array | None  # [B, L]
+    positions: Array  # [B, L], or [1, L]
+    segments: Array | None  # [B, L]
     rotary: dict[str, Angles]
-    row_keys: jax.Array | None  # [B]
+    row_keys: Array | None  # [B]
 
 
-def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -> Rows:
+def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: Array | None) -> Rows:
     """Of a microbatch with these rows and a random key for each of them (None: no dropout)."""
     apart = spec.config.data.keeps_documents_apart
     positions = rows["positions"] if apart else rows["positions"][:1]  # all rows count alike
@@ -52,8 +53,8 @@ def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: jax.Array | None) -
 class Pass(NamedTuple):
     """A microbatch's pass through one chunk of a stage."""
 
-    chunk: jax.Array
-    slot: jax.Array
+    chunk: Array
+    slot: Array
     """Where forward leaves what backward needs."""
     rows: Rows
     when: When
@@ -72,7 +73,7 @@ class Layers:
         group: LayerGroup,
         weights: Weights,
         buffers: Params,
-        order: jax.Array,
+        order: Array,
         depth: int,
         *,
         full: bool = True,
@@ -87,7 +88,7 @@ class Layers:
         self._backwards: dict[int, Backward] = {}
         """Of a layer by place in the pattern: known once forward is traced."""
 
-    def gather_in_float8(self, x_BSD: jax.Array, rows: Rows) -> None:
+    def gather_in_float8(self, x_BSD: Array, rows: Rows) -> None:
         """From now on, weights that layers multiply in float8 alone, and that are gathered."""
         multiplied = []
         for place in range(self.places):
@@ -95,17 +96,17 @@ class Layers:
             multiplied.append([any(leaf is one.weight for one in noted if one.in_float8) for leaf in weights])
         self.weights.pack(multiplied)
 
-    def products(self, x_BSD: jax.Array, rows: Rows) -> list[bool]:
+    def products(self, x_BSD: Array, rows: Rows) -> list[bool]:
         """Returns of each product of all layers whether it is in float8."""
         noted = [one.in_float8 for place in range(self.places) for one in self._noted(place, x_BSD, rows)[1]]
         return self._group.units * noted
 
-    def _noted(self, place: int, x_BSD: jax.Array, rows: Rows) -> tuple[list[jax.Array], list[Noted]]:
+    def _noted(self, place: int, x_BSD: Array, rows: Rows) -> tuple[list[Array], list[Noted]]:
         """The weights of a layer and its products, by trying the layer without computing anything."""
-        leaves: list[jax.Array] = []
+        leaves: list[Array] = []
         products: list[Noted] = []
 
-        def look(weights: Params, x_BSD: jax.Array) -> jax.Array:
+        def look(weights: Params, x_BSD: Array) -> Array:
             with noting_products() as noted:
                 output = self._called(place, *self._arguments(jnp.int32(0), place, rows, weights), x_BSD)
             leaves.extend(jax.tree.leaves(weights))
@@ -115,7 +116,7 @@ class Layers:
         jax.eval_shape(look, jax.eval_shape(lambda: self.weights.take(jnp.int32(0), place)), x_BSD)
         return leaves, products
 
-    def empty(self, slots: int, x_BSD: jax.Array, rows: Rows) -> tuple[Residuals, Any]:
+    def empty(self, slots: int, x_BSD: Array, rows: Rows) -> tuple[Residuals, Any]:
         """A place for what the forwards of `slots` microbatches leave for their backwards, [slots, depth, …], and for
         the sums of this device's layers, [units, …], stacked like its parameters."""
         forward = lambda x: self._unit_forward(x, jnp.int32(0), rows, self._first(always))[1:3]
@@ -129,11 +130,11 @@ class Layers:
         residuals = [place(one, space) for one, space in zip(kept, spaces, strict=True)]
         return residuals, jax.tree.map(lambda one: jnp.zeros((units, *one.shape), jnp.float32), sums)
 
-    def forward(self, x_BSD: jax.Array, of: Pass, residuals: Residuals, sums: Any) -> tuple[jax.Array, Residuals, Any]:
+    def forward(self, x_BSD: Array, of: Pass, residuals: Residuals, sums: Any) -> tuple[Array, Residuals, Any]:
         """The chunk's output; the residuals, which in this slot have what its backward needs besides weights and rows;
         and the sums with those of this pass added."""
 
-        def body(carry: Any, offset: jax.Array) -> tuple[Any, None]:
+        def body(carry: Any, offset: Array) -> tuple[Any, None]:
             x_BSD, residuals, sums, ready = carry
             unit = of.chunk * self._depth + offset
             go = lambda: self._unit_forward(x_BSD, unit, of.rows, ready)
@@ -147,8 +148,8 @@ class Layers:
         return x_BSD, residuals, sums
 
     def backward(
-        self, x_gradient_BSD: jax.Array, of: Pass, residuals: Residuals, gradients: Params, *, last: bool
-    ) -> tuple[jax.Array, Params]:
+        self, x_gradient_BSD: Array, of: Pass, residuals: Residuals, gradients: Params, *, last: bool
+    ) -> tuple[Array, Params]:
         """The gradient of the chunk's input, and `gradients` with those of its weights added. `last`: after this
         microbatch no other comes.
 
@@ -156,7 +157,7 @@ class Layers:
         outside of the condition, through which XLA would carry a copy of all of it.
         """
 
-        def body(carry: tuple[jax.Array, Params], offset: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
+        def body(carry: tuple[Array, Params], offset: Array) -> tuple[tuple[Array, Params], None]:
             x_gradient_BSD, gradients = carry
             unit = of.chunk * self._depth + offset
             go = lambda: self._unit_backward(x_gradient_BSD, unit, of.rows, taken(residuals, of.slot, offset))
@@ -166,13 +167,13 @@ class Layers:
 
         return self._scan(body, (x_gradient_BSD, gradients), reverse=True)
 
-    def evaluate(self, x_BSD: jax.Array, of: Pass) -> jax.Array:
+    def evaluate(self, x_BSD: Array, of: Pass) -> Array:
         """The chunk's output alone."""
 
-        def body(x_BSD: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
+        def body(x_BSD: Array, offset: Array) -> tuple[Array, None]:
             unit = of.chunk * self._depth + offset
 
-            def go() -> jax.Array:
+            def go() -> Array:
                 x_out_BSD = x_BSD
                 for place in range(self.places):
                     arguments = self._arguments(unit, place, of.rows, self.weights.take(unit, place))
@@ -183,7 +184,7 @@ class Layers:
 
         return self._scan(body, x_BSD)
 
-    def call(self, unit: jax.Array, place: int, rows: Rows, x_BSD: jax.Array, cache: Cache) -> LayerOutput:
+    def call(self, unit: Array, place: int, rows: Rows, x_BSD: Array, cache: Cache) -> LayerOutput:
         """One layer's output for new tokens, with the keys and values of those before in `cache`."""
         return self._call(place, *self._arguments(unit, place, rows, self.weights.take(unit, place)), x_BSD, cache)
 
@@ -193,8 +194,8 @@ class Layers:
         return len(self._group.pattern)
 
     def _unit_forward(
-        self, x_BSD: jax.Array, unit: jax.Array, rows: Rows, ready: Params | None
-    ) -> tuple[jax.Array, Residuals, Any, Params | None]:
+        self, x_BSD: Array, unit: Array, rows: Rows, ready: Params | None
+    ) -> tuple[Array, Residuals, Any, Params | None]:
         """`ready`: see `_first`."""
         kept: Residuals = []
         sums = {}
@@ -213,13 +214,11 @@ class Layers:
         """Returns the weights that are there before the first unit: none, where each comes when it is used."""
         return None
 
-    def _next(self, ready: Params | None, unit: jax.Array, place: int) -> tuple[Params, Params | None]:
+    def _next(self, ready: Params | None, unit: Array, place: int) -> tuple[Params, Params | None]:
         """Returns the weights of a layer, and those that are there before the next one."""
         return self.weights.take(unit, place), None
 
-    def _unit_backward(
-        self, x_gradient_BSD: jax.Array, unit: jax.Array, rows: Rows, kept: Residuals
-    ) -> tuple[jax.Array, Params]:
+    def _unit_backward(self, x_gradient_BSD: Array, unit: Array, rows: Rows, kept: Residuals) -> tuple[Array, Params]:
         found = {}
         for place in reversed(range(self.places)):
             own, kept = self._split(kept, place)
@@ -235,8 +234,8 @@ class Layers:
         return kept[count:], kept[:count]
 
     def _layer_backward(
-        self, place: int, kept: Residuals, unit: jax.Array, rows: Rows, weights: Params, x_gradient_BSD: jax.Array
-    ) -> tuple[Params, jax.Array]:
+        self, place: int, kept: Residuals, unit: Array, rows: Rows, weights: Params, x_gradient_BSD: Array
+    ) -> tuple[Params, Array]:
         """The gradients of the layer's whole weights, and of its input."""
         arguments = self._arguments(unit, place, rows, weights)
         gradients, *_, x_gradient_BSD = self._backwards[place](kept, arguments, x_gradient_BSD)
@@ -259,7 +258,7 @@ class Layers:
         return self._call_by_halves(place, *arguments) if by_halves else self._call(place, *arguments)
 
     def _call_by_halves(
-        self, place: int, weights: Params, buffers: Params, number: jax.Array, rows: Rows, x_BSD: jax.Array
+        self, place: int, weights: Params, buffers: Params, number: Array, rows: Rows, x_BSD: Array
     ) -> LayerOutput:
         """The layer of half of the rows, and of the others: what one half waits for, the other computes behind. Sums
         and terms of the loss add up over rows."""
@@ -278,9 +277,9 @@ class Layers:
         place: int,
         weights: Params,
         buffers: Params,
-        number: jax.Array,
+        number: Array,
         rows: Rows,
-        x_BSD: jax.Array,
+        x_BSD: Array,
         cache: Cache | None = None,
     ) -> LayerOutput:
         """The layer at this place of the pattern."""
@@ -291,9 +290,7 @@ class Layers:
         with float8_products(spec.float8):
             return _checked(layer(x_BSD, context), x_BSD)
 
-    def _arguments(
-        self, unit: jax.Array, place: int, rows: Rows, weights: Params
-    ) -> tuple[Params, Params, jax.Array, Rows]:
+    def _arguments(self, unit: Array, place: int, rows: Rows, weights: Params) -> tuple[Params, Params, Array, Rows]:
         """What a layer is applied to besides x."""
         pick = lambda array: jax.lax.dynamic_index_in_dim(array, unit, keepdims=False)
         buffers = jax.tree.map(pick, self._group.at(self._buffers, place)) if self._buffers else {}
@@ -304,10 +301,10 @@ class Layers:
         """A group's tree of what there is for each place of its pattern."""
         return by_place if self.places > 1 else by_place["0"]
 
-    def _filled(self, unit: jax.Array) -> jax.Array | None:
+    def _filled(self, unit: Array) -> Array | None:
         return None if self._full else self._order[unit] >= 0
 
-    def _scan(self, body: Callable[[Any, jax.Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
+    def _scan(self, body: Callable[[Any, Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
         unroll = min(self._spec.config.train.layer_unroll, self._depth)
         return jax.lax.scan(body, start, jnp.arange(self._depth), unroll=unroll, reverse=reverse)[0]
 
@@ -323,15 +320,15 @@ class PrefetchedLayers(Layers):
         first = lambda: self.weights.take(jnp.int32(0), 0)
         return when(None, first, first)
 
-    def _next(self, ready: Params | None, unit: jax.Array, place: int) -> tuple[Params, Params]:
+    def _next(self, ready: Params | None, unit: Array, place: int) -> tuple[Params, Params]:
         assert self._full and ready is not None
         last = self.places - 1
         after = (unit, place + 1) if place < last else (jnp.minimum(unit + 1, self._depth - 1), 0)
         return ready, self.weights.take(*after)
 
     def backward(
-        self, x_gradient_BSD: jax.Array, of: Pass, residuals: Residuals, gradients: Params, *, last: bool
-    ) -> tuple[jax.Array, Params]:
+        self, x_gradient_BSD: Array, of: Pass, residuals: Residuals, gradients: Params, *, last: bool
+    ) -> tuple[Array, Params]:
         """As in `Layers`. After the `last` microbatch some gradients are also summed over replicas, layer by layer
         (`StepSpec.is_reduced_early`).
 
@@ -340,7 +337,7 @@ class PrefetchedLayers(Layers):
         """
         end = self.places - 1
 
-        def body(carry: Any, unit: jax.Array) -> tuple[Any, None]:
+        def body(carry: Any, unit: Array) -> tuple[Any, None]:
             x_gradient_BSD, gradients, ready, waiting = carry
             kept = taken(residuals, of.slot, unit)
             for place in range(end, -1, -1):
@@ -353,7 +350,7 @@ class PrefetchedLayers(Layers):
                 waiting = select(new, self._group.at(self._trained_axes, place))
             return (x_gradient_BSD, gradients, ready, waiting), None
 
-        def rounds() -> tuple[jax.Array, Params]:
+        def rounds() -> tuple[Array, Params]:
             ready = self.weights.take(jnp.int32(self._depth - 1), end)
             shapes = jax.eval_shape(lambda: self.weights.take(jnp.int32(0), 0))
             trained = select(shapes, self._group.at(self._trained_axes, 0))
@@ -364,7 +361,7 @@ class PrefetchedLayers(Layers):
 
         return of.when(None, rounds, rounds)
 
-    def _with_waiting(self, total: Params, place: int, unit: jax.Array, waiting: Params, last: bool) -> Params:
+    def _with_waiting(self, total: Params, place: int, unit: Array, waiting: Params, last: bool) -> Params:
         """Returns the total with the gradients of a layer that have waited."""
         axes = self._group.at(self._trained_axes, place)
         if not axes:
@@ -379,7 +376,7 @@ class PrefetchedLayers(Layers):
         return added if self.places == 1 else total | {str(place): added}
 
 
-def _checked(output: Any, x_BSD: jax.Array) -> LayerOutput:
+def _checked(output: Any, x_BSD: Array) -> LayerOutput:
     """What a layer has returned. Raises `ConfigError` for what the contract does not allow."""
     if not isinstance(output, LayerOutput):
         raise ConfigError(f"model.family: a layer must return a LayerOutput, and returns a {type(output).__name__}")

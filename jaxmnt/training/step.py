@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Params
@@ -78,13 +79,13 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     return new_state, metrics
 
 
-def updates_applied(state: State) -> jax.Array:
+def updates_applied(state: State) -> Array:
     """Returns the number of updates so far: the optimizer counts them for its schedule. Batches are counted apart:
     a bad step and a step without targets take a batch and apply no update."""
     return state["optimizer"]["learning_rate"].count
 
 
-def _value_if(has_targets: jax.Array, value: jax.Array) -> jax.Array:
+def _value_if(has_targets: Array, value: Array) -> Array:
     """Returns a mean over targets, NaN if there are none. An integer is a count, and stays."""
     is_mean = jnp.issubdtype(jnp.result_type(value), jnp.floating)
     return jnp.where(has_targets, value, jnp.nan) if is_mean else jnp.asarray(value)
@@ -104,7 +105,7 @@ def _updated_buffers(spec: StepSpec, buffers: Params, layers: dict[str, Any]) ->
     return map_with_axes(layout.to_device_layout, new, axes)
 
 
-def _layer_metrics(spec: StepSpec, found: "Mean") -> dict[str, jax.Array]:
+def _layer_metrics(spec: StepSpec, found: "Mean") -> dict[str, Array]:
     metrics = spec.definition.family.metrics(found.layers, found.tokens)
     wrong = sorted(name for name, value in metrics.items() if jnp.shape(value) != ())
     if wrong:
@@ -117,19 +118,19 @@ class Mean(NamedTuple):
 
     sums: LossSums
     """Over all real targets, with the layers' terms in `loss`."""
-    tokens: jax.Array
+    tokens: Array
     """Real targets."""
-    scale: jax.Array
+    scale: Array
     """One over the sum of their weights; 0 if there are none."""
     layers: dict[str, Any]
     """What the layers returned as sums, stacked as they are stored."""
     gradients: Params
     """Float32 gradients of the mean loss, sharded like the parameters."""
-    squares: dict[str, jax.Array] | None
+    squares: dict[str, Array] | None
     """Of the gradients of the mean loss of small batches, on average, and of the whole one, if they are asked for."""
 
 
-def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array) -> Mean:
+def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: Array) -> Mean:
     """Loss and gradients of one global batch."""
     layer_axes = {group.name: (group.name,) for group in spec.definition.groups}  # stacked like parameters
     out = ((), (), (), layer_axes, spec.trained_axes, ("devices",))
@@ -145,7 +146,7 @@ def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch
     return Mean(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, stored, gradients, squares)
 
 
-def _mean_squares(spec: StepSpec, squared: jax.Array, gradients: Params, scale: jax.Array) -> dict[str, jax.Array]:
+def _mean_squares(spec: StepSpec, squared: Array, gradients: Params, scale: Array) -> dict[str, Array]:
     """`squared` has the squares of each device's sums over small batches, [devices]; their targets are taken to weigh
     what those of the whole batch do."""
     small = noise.small_batches(spec)
@@ -167,8 +168,8 @@ def _rows(spec: StepSpec, batch: Batch) -> Batch:
 
 
 def _local_gradients(
-    spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: jax.Array
-) -> tuple[LossSums, jax.Array, jax.Array, dict[str, Any], Params, jax.Array | None]:
+    spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: Array
+) -> tuple[LossSums, Array, Array, dict[str, Any], Params, Array | None]:
     """On one device: gradients of the summed loss over all microbatches, then one reduction over the replicas, where
     backward has not done it."""
     found = engine.loss_and_gradients(spec, params, buffers, batch, functools.partial(_row_keys, spec, step))
@@ -184,7 +185,7 @@ def _local_gradients(
     return sums, tokens, weight, layers, gradients, squared
 
 
-def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
+def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> tuple[LossSums, Array]:
     training = spec.schedule
     schedule = build_schedule("forward", training.stages, training.microbatches, training.chunks)
     sums = engine.loss(spec, params, buffers, batch, schedule)
@@ -192,12 +193,12 @@ def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Ba
     return collectives.sum_over_tokens((sums, tokens), spec.placement)
 
 
-def _targets_of(weights: jax.Array) -> jax.Array:
+def _targets_of(weights: Array) -> Array:
     """Returns the number of targets. A weight of NaN counts as one: its step is bad, and not without targets."""
     return jnp.sum(weights != 0, dtype=jnp.int32)
 
 
-def _row_keys(spec: StepSpec, step: jax.Array, microbatch: jax.Array) -> jax.Array | None:
+def _row_keys(spec: StepSpec, step: Array, microbatch: Array) -> Array | None:
     """A random key for each row of a microbatch from (seed, step, global row), or None without dropout."""
     if spec.config.model.dropout == 0:
         return None

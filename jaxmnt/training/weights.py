@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.models.float8 import FORWARD, packed, power_of_two_scale, unpacked
@@ -104,7 +105,7 @@ class LayerWeights:
         self._spec, self._group, self._weights = spec, group, weights
         axes = unstacked(spec.definition.axes[group.name])
         self._axes = [jax.tree.leaves(group.at(axes, place), is_leaf=is_axes) for place in range(len(group.pattern))]
-        self._scales: list[list[jax.Array | None]] = [[None] * len(names) for names in self._axes]
+        self._scales: list[list[Array | None]] = [[None] * len(names) for names in self._axes]
         """By place in the pattern, of each weight that travels in float8 the scale, [units]; None of the others."""
 
     def pack(self, multiplied: list[list[bool]]) -> None:
@@ -119,7 +120,7 @@ class LayerWeights:
         """Which weights travel in float8, by place in the pattern."""
         return [[scale is not None for scale in scales] for scales in self._scales]
 
-    def take(self, unit: jax.Array, place: int) -> Params:
+    def take(self, unit: Array, place: int) -> Params:
         """Returns a layer's weights, ready for use."""
         leaves, structure = jax.tree.flatten(self._stacked(place))
         pieces = [jax.lax.dynamic_index_in_dim(leaf, unit, keepdims=False) for leaf in leaves]
@@ -135,12 +136,12 @@ class LayerWeights:
     def _stacked(self, place: int) -> Params:
         return self._group.at(self._weights.params[self._group.name], place)
 
-    def _unpacked(self, weight: jax.Array, scale: jax.Array, names: Axes) -> jax.Array:
+    def _unpacked(self, weight: Array, scale: Array, names: Axes) -> Array:
         dtype = self._spec.dtype
         piece = packed(weight.astype(dtype), scale)
         return unpacked(collectives.unshard_as_it_is(piece, names, self._spec.placement), scale, dtype)
 
-    def _scales_at(self, place: int, multiplied: list[bool]) -> list[jax.Array | None]:
+    def _scales_at(self, place: int, multiplied: list[bool]) -> list[Array | None]:
         placement, axes = self._spec.placement, self._axes[place]
         is_packed = [
             yes and placement.gathered_axes(names) is not None for yes, names in zip(multiplied, axes, strict=True)
@@ -148,7 +149,7 @@ class LayerWeights:
         chosen, leaves = np.flatnonzero(is_packed), jax.tree.leaves(self._stacked(place))
         weights = [leaves[index].astype(self._spec.dtype) for index in chosen]
         largest = collectives.largest_of_weights(weights, [axes[index] for index in chosen], placement)
-        scales: list[jax.Array | None] = [None] * len(axes)
+        scales: list[Array | None] = [None] * len(axes)
         for index, number in zip(chosen, largest, strict=True):
             scales[index] = power_of_two_scale(number, FORWARD)
         return scales
