@@ -8,8 +8,7 @@ the text that the ids of the whole text decode to; and `decode_after` is decode(
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
-from os.path import commonprefix
+from itertools import groupby, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +86,8 @@ def decode_after(tokenizer: Tokenizer, context: Any, tokens: Any) -> str:
     context, tokens = np.asarray(context, np.int64), np.asarray(tokens, np.int64)
     tail, before = _tail(tokenizer, context)
     whole = tokenizer.decode(np.concatenate([tail, tokens]))
-    return whole[len(commonprefix([before, whole])) :]  # noqa: RUF071 (of characters)
+    in_both = takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False))
+    return whole[len(list(in_both)) :]
 
 
 def _tail(tokenizer: Tokenizer, context: np.ndarray) -> tuple[np.ndarray, str]:
