@@ -75,8 +75,8 @@ install_jaxmnt() {
         "$1/bin/python" scripts/pip_progress.py || fail "the installation failed; the lines above say why"
 }
 
-# run_tests PYTHON MARKS [ARGUMENT …]: most tests side by side, as they compute on one core each, then those that start
-# several processes, one after the other. With arguments all of them one after the other.
+# run_tests PYTHON MARKS [ARGUMENT …]: most tests side by side, then those whose claim is about time, one after the other
+# on a machine that does nothing else. With arguments all of them one after the other.
 run_tests() {
     local python=$1 marks=$2
     shift 2
@@ -91,7 +91,7 @@ run_tests() {
 }
 
 # run_tests_side_by_side PYTHON MARKS [FILE …]: those that need not be alone, of these files if they are given. One more at
-# a time than there are cores, for some wait for a time limit or for a process; at most 4, for the memory.
+# a time than there are cores, for some wait for a time limit or for another process; at most 4, for the memory.
 run_tests_side_by_side() {
     local workers=$(($(nproc) + 1))
     "$1" -m pytest -m "$2 and not alone" --numprocesses $((workers < 4 ? workers : 4)) --dist worksteal "${@:3}"

@@ -267,6 +267,11 @@ def child_of(launcher: subprocess.Popen, number: int) -> int:
     raise AssertionError("no such process")
 
 
+def pytest_collection_modifyitems(items):
+    """The long tests come first, so that no worker is left with one of them when the others have ended."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_sessionstart(session):
     """What ends this process in the middle of a test, as only os._exit can without a word, says where."""
     told, ends, here = os.dup(2), os._exit, os.getpid()

@@ -197,7 +197,6 @@ def test_a_cpu_is_planned_for_by_what_it_attains(tiny_file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_two_processes_are_measured_together(tiny_file, tmp_path):
     file = tmp_path / "rates.json"
     done = subprocess.run(

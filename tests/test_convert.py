@@ -516,7 +516,6 @@ def test_a_family_of_ones_own_has_no_names_there():
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["llama-a", "gpt2-b"])
 def test_processes_together_read_each_byte_once(tmp_path, name):
     tree = {

@@ -40,7 +40,7 @@ def shell(folder: Path, commands: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.slow
 def test_commands_of_all_pages(checkout):
     """Every shell block that is not marked, in the order in which a reader meets them."""
@@ -80,6 +80,7 @@ def test_configs_load_and_are_short(path):
     assert len(path.read_text().splitlines()) < 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shorter", "share"),
     [

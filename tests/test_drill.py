@@ -22,7 +22,7 @@ def drill(config, tmp_path, *arguments, timeout):
     return result, result.stdout + result.stderr
 
 
-@pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_short_drill(tiny_file, tmp_path):
     """One fault of each kind: in the numbers, on disk, killed, asked to stop, raised, hanging."""
@@ -37,7 +37,6 @@ def test_a_short_drill(tiny_file, tmp_path):
     assert not (tmp_path / "drill").exists(), "nothing is left of a drill that went well"
 
 
-@pytest.mark.alone
 @pytest.mark.exhaustive
 def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
     """Each is noticed, named rightly and made good, and no committed step is lost."""

@@ -72,7 +72,6 @@ def test_a_signal_while_python_imports_is_a_wish_to_stop(started, tiny_file, tmp
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_in_the_rendezvous_ends_the_start_for_all_who_are_here(started, tiny_file, tmp_path, asked):
     """Process 2 of 3 does not come. Nobody waits for it any longer, and nobody calls it a failure."""

@@ -18,6 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_part_runs(tmp_path):
     told = run("--rehearse", "--seconds", "3000", "--output", str(tmp_path / "results.jsonl"))

@@ -203,7 +203,6 @@ def mixture(prepared, module, tmp_path):
     return make
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_two_processes_stop_and_one_goes_on(mixture, tmp_path):
     """The batches are those that the config means, and the documents are indexed once."""
@@ -250,7 +249,6 @@ VALUED = """
 """
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_field_of_ones_own_reaches_a_loss_on_any_number_of_hosts(asked, module, tmp_path):
     """The losses of a run depend on the field, and not on the processes and meshes."""

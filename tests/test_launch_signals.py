@@ -132,7 +132,6 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(launcher, tmp_path):
         assert "the launcher is gone, so this process is asked to stop" in log and "saved" in log
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_run_whose_launcher_is_killed_saves_and_stops(tiny_file, tmp_path):
     run = tmp_path / "run"

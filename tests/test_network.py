@@ -9,7 +9,7 @@ import pytest
 from conftest import events, losses
 from lab import Lab, outcomes, skip_without_namespaces
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 HOSTS, PORT = 3, 12355
 FROM_A_LAUNCHER = {host: {"JAXMNT_RUN_KEY": "5e" * 32} for host in range(HOSTS)}
@@ -62,6 +62,7 @@ def test_three_hosts_train(on_all, tmp_path):
     assert [events(tmp_path / "run", "start", host)[0]["host"] for host in range(HOSTS)] == ["h0", "h1", "h2"]
 
 
+@pytest.mark.alone
 def test_a_slow_link_is_named(lab, on_all):
     lab.slow_down(1, megabits=100)
     try:
@@ -72,6 +73,7 @@ def test_a_slow_link_is_named(lab, on_all):
     assert "links: h1: 0.0" in ended[0][1]
 
 
+@pytest.mark.alone
 def test_a_network_that_is_slow_everywhere_is_no_network_of_this_speed(lab, on_all):
     """Compared with what the cards say of themselves: nobody is slower than the others."""
     for host in range(HOSTS):

@@ -232,7 +232,7 @@ def test_memory_levers_change_nothing(sections):
 RING, SPLIT = {"overlap": "ring"}, {"overlap": "rows"}
 GPT2 = {"family": "gpt2", "max_positions": LENGTH, "vocab_size": 4096}
 FEW_HEADS = {"vocab_size": 16384, "num_kv_heads": 2}
-ALTERNATING = {"family": "gemma3", "sliding_window": 5, "sliding_window_pattern": 4}
+ALTERNATING = {"family": "gemma3", "sliding_window": 5, "sliding_window_pattern": 2, "num_layers": 4}
 
 
 @pytest.mark.parametrize(
@@ -362,6 +362,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_checkpoint_moves_between_meshes(tmp_path):
     """What any mesh saves any other restores, bit for bit: parameters and optimizer state."""

@@ -48,15 +48,14 @@ def assert_same_run(run: Path, reference: Path) -> None:
     assert ours["tokens"] == theirs["tokens"] and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("processes", "devices", "overrides"),
     [
         pytest.param(2, 4, ["mesh.fsdp=2", "mesh.model=2"], marks=pytest.mark.slow),
         pytest.param(4, 2, ["mesh.model=4"], marks=pytest.mark.slow),  # two processes share a batch shard
-        # Stages are processes.
+        # A stage is two processes.
         pytest.param(
-            2, 4, ["mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2", "train.microbatch_size=2"], marks=pytest.mark.slow
+            4, 2, ["mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2", "train.microbatch_size=2"], marks=pytest.mark.slow
         ),
     ],
 )
@@ -70,16 +69,8 @@ def test_processes_compute_what_one_does(tiny_file, tmp_path, reference, process
     assert len(list((tmp_path / "run" / "events").iterdir())) == processes
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("shape", "processes"),
-    [
-        pytest.param((2, 1, 2, 2), 4, marks=pytest.mark.exhaustive),
-        pytest.param((1, 2, 2, 2), 4, marks=pytest.mark.slow),
-        pytest.param((1, 1, 8, 1), 2, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("shape", "processes"), [((2, 1, 2, 2), 4), ((1, 1, 8, 1), 2)], ids=str)
 def test_twenty_steps_on_each_mesh_in_processes(tiny_file, tmp_path, reference, shape, processes):
     """data, pipeline, fsdp, model; stages and replicas are in other processes."""
     sizes = zip(("data", "pipeline", "fsdp", "model"), shape, strict=True)
@@ -89,14 +80,11 @@ def test_twenty_steps_on_each_mesh_in_processes(tiny_file, tmp_path, reference, 
     assert_same_run(tmp_path / "run", reference)
 
 
-@pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path, reference):
     """Each leg restores what another mesh on other processes saved, and verifies it against the digests of those."""
-    legs = [
-        (4, (1, 2, 2, 2)), (1, (8, 1, 1, 1)), (2, (2, 2, 2, 1)), (4, (1, 1, 8, 1)), (2, (2, 1, 2, 2)),
-        (1, (1, 2, 2, 2)),
-    ]  # fmt: skip
+    legs = [(2, (2, 2, 2, 1)), (1, (8, 1, 1, 1)), (4, (1, 1, 8, 1)), (2, (1, 2, 2, 2))]
     for leg, (processes, shape) in enumerate(legs):
         sizes = zip(("data", "pipeline", "fsdp", "model"), shape, strict=True)
         overrides = [f"mesh.{axis}={size}" for axis, size in sizes] + ["train.microbatch_size=2"]
@@ -109,7 +97,6 @@ def test_a_run_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path, r
     assert_same_run(tmp_path / "run", reference)
 
 
-@pytest.mark.alone
 def test_two_stop_at_ctrl_c_and_two_resume_bit_for_bit(two_processes, sabotaged, tiny_file, tmp_path):
     run = tmp_path / "run"
     launcher = sabotaged("2,0", seconds={"step": 0.2})
@@ -170,7 +157,6 @@ def wait_for_steps(run: Path, steps: int, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.alone
 def test_a_killed_process_stops_the_rest_with_its_name(tiny_file, tmp_path):
     launcher = start_launcher(tiny_file, "train.steps=100000", "checkpoint.every_steps=50", processes=2)
     wait_for_steps(tmp_path / "run", 20)
@@ -191,7 +177,6 @@ def wait_for_event(run: Path, kind: str, number: int, seconds: float = 120) -> d
     return events(run, kind)[number]
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_save_that_fails_on_one_process_is_known_to_all_and_tried_again(tiny_file, tmp_path):
     """A real failure of a write, by a limit on the size of files. Meanwhile a second job wants the same directory."""
@@ -250,7 +235,6 @@ def test_places_that_the_launcher_gives_may_not_be_in_the_config(tiny_file):
         local.local_run(["--config", str(tiny_file), "cluster.processes=2"], 1)
 
 
-@pytest.mark.alone
 def test_an_error_of_all_processes_names_one_and_keeps_its_code(tiny_file):
     result = launch(tiny_file, "data.global_batch_size=15", processes=2, devices=1)
     assert result.returncode == 2
@@ -465,7 +449,6 @@ def test_another_service_on_the_port_is_no_process_0(address):
     assert isinstance(outcome, PeerError) and "something else answers on that port" in str(outcome)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_the_launcher_outlives_its_reader(tiny_file, tmp_path):
     """Output that nobody reads any more (… | head) does not stop the run, and the log has all of it."""
@@ -505,7 +488,6 @@ def test_a_process_that_never_comes_is_no_failure(tiny_file, tmp_path, address):
     assert told == [run / "run.key"] and key not in result.stdout + result.stderr
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_processes_sample_together(tiny_file, tmp_path):
     """Stages are processes; what they write is the same text, and what one process writes."""

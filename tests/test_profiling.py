@@ -112,7 +112,6 @@ def test_what_a_gpu_did_by_its_own_plane(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_process_that_the_file_names_makes_the_profile(tiny_file, tmp_path):
     """The others wait for it, however long it takes."""
     (tmp_path / "run").mkdir()

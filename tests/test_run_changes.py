@@ -400,7 +400,6 @@ def test_the_command_has_flags_for_both(tiny_file, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_several_processes_start_over_and_wait_for_data(tiny_file, whole_run, tmp_path):
     """Process 0 sets the run aside, for all. Then data that is away for a moment is exit code 1 for all."""
     shutil.copytree(whole_run.run.dir, tmp_path / "run")

@@ -158,15 +158,34 @@ def test_a_study_that_cannot_be_made_is_refused(tiny_file, arguments, words):
         assert word in str(error.value)
 
 
+def test_each_round_has_one_run_of_each_case(tiny_file, monkeypatch):
+    """So that what changes on the machine in the meantime touches all of them alike."""
+    wanted = Wanted(
+        tiny_file, load_config(tiny_file, []), (), (1, 2), ("weak", "strong"), 9, 2, Path("nowhere"),
+        devices_per_process=1, predicts=False,
+    )  # fmt: skip
+    ran = []
+
+    def run(wanted, mode, processes):
+        ran.append((mode, processes))
+        return scaling._Measured(float(len(ran)), {}, processes, {}, (None, {}))
+
+    monkeypatch.setattr(scaling, "_run", run)
+    monkeypatch.setattr(scaling, "_can_calibrate", lambda wanted: False)
+    study = scaling.measure(wanted, lambda line: None)
+    assert ran == [("weak", 1), ("weak", 2), ("strong", 2)] * 2
+    seconds = [[point.seconds for point in each.points] for each in study.scalings]
+    assert seconds == [[(1.0, 4.0), (2.0, 5.0)], [(1.0, 4.0), (3.0, 6.0)]]
+
+
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_study_on_one_and_two_processes(tiny_file, tmp_path):
     """It stands in the report of the run, too; no checkpoint of its runs is kept."""
     rates = tmp_path / "rates.json"
     rates.write_text(of_a_cpu())
     done = subprocess.run(
         [sys.executable, "-m", "jaxmnt.bench", "scaling", "--config", str(tiny_file), "--processes", "1,2",
-         "--steps", "9", "--rounds", "2", "--devices-per-process", "1", "--cores-per-process", "1",
+         "--steps", "9", "--rounds", "1", "--devices-per-process", "1", "--cores-per-process", "1",
          "--calibration", str(rates)],
         capture_output=True, text=True, cwd=ROOT, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
     )  # fmt: skip
@@ -176,7 +195,7 @@ def test_a_study_on_one_and_two_processes(tiny_file, tmp_path):
     study = Study.model_validate_json((folder / FILE).read_bytes())
     assert [[one.processes for one in scaling.points] for scaling in study.scalings] == [[1, 2], [1, 2]]
     assert all(one.predicted for scaling in study.scalings for one in scaling.points)
-    assert all(len(one.seconds) == 2 and one.phases for scaling in study.scalings for one in scaling.points)
+    assert all(len(one.seconds) == 1 and one.phases for scaling in study.scalings for one in scaling.points)
     assert study.scalings[0].points[0] == study.scalings[1].points[0]  # run once
     assert not list(folder.glob("*/checkpoints"))
     assert "picture" in done.stdout and (folder / "scaling.svg").exists()

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import events, losses, metrics
+from conftest import ROOT, events, losses, metrics
 from slurm_lab import SlurmLab, skip_without_slurm
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NODES = 3
 
@@ -21,16 +21,36 @@ def slurm():
     made.close()
 
 
+SLOW_PYTHON = """#!/bin/sh
+if [ "$1 $2" = "-m jaxmnt.train" ]; then
+    shift 2
+    PYTHONPATH="{tests}${{PYTHONPATH:+:$PYTHONPATH}}" exec {python} -m sabotage "$@"
+fi
+exec {python} "$@"
+"""
+
+
+@pytest.fixture
+def slow_steps(tmp_path, monkeypatch):
+    """A Python that takes 50 ms for a step: while Slurm makes up its mind, a run must not keep all cores busy."""
+    python = tmp_path / "slow_python"
+    python.write_text(SLOW_PYTHON.format(tests=ROOT / "tests", python=sys.executable))
+    python.chmod(0o755)
+    (tmp_path / "marks").mkdir()
+    monkeypatch.setenv("SABOTAGE", json.dumps({"seconds": {"step": 0.05}, "marks": str(tmp_path / "marks")}))
+    return str(python)
+
+
 @pytest.fixture
 def submit(slurm, tiny_file, tmp_path):
     """Submits with `launch slurm` on the login host; the number of the job."""
     numbers = []
 
-    def start(*settings, nodes=2):
+    def start(*settings, nodes=2, python=sys.executable):
         slurm.wait(lambda: slurm.idle() == NODES, 60, "all nodes are idle")
         text = slurm.call(
             sys.executable, "-m", "jaxmnt.launch", "slurm", "--config", str(tiny_file), "--nodes", str(nodes),
-            "launch.gpus_per_node=0", f"launch.python={sys.executable}",
+            "launch.gpus_per_node=0", f"launch.python={python}",
             "launch.environment={JAX_NUM_CPU_DEVICES: '1'}", *settings,
         )  # fmt: skip
         assert text.startswith("job "), text
@@ -89,11 +109,13 @@ def test_two_nodes_train_and_a_wrong_config_is_not_tried_again(slurm, submit, tm
     assert "ended with exit code 2; next: end" in log_of(run_dir, second)
 
 
-def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, tmp_path, tiny_file):
+@pytest.mark.long
+def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, slow_steps, tmp_path, tiny_file):
     """Slurm's own --signal: it comes up to a minute early or late. The steps around the stop are taken again."""
     run_dir = tmp_path / "run"
     more = ("train.steps=30000", "optimizer.warmup_steps=2", "checkpoint.every_steps=50", "checkpoint.keep=1000")
-    number = submit(*more, "launch.hours=0.05", "launch.warning_seconds=100", "run.stop_margin_seconds=0")
+    signalled = ("launch.hours=0.05", "launch.warning_seconds=100", "run.stop_margin_seconds=0")
+    number = submit(*more, *signalled, python=slow_steps)
     slurm.wait(lambda: state(slurm, number) == "PENDING" and steps_of(run_dir) > 0, 150, "the job is requeued")
     (stopped,) = events(run_dir, "preempted")
     assert stopped["asked_by"] == "SIGUSR1" and "exit code 75; next: requeue (SIGUSR1" in log_of(run_dir, number)
@@ -147,10 +169,11 @@ def slow_to_miss(slurm):
     slurm.miss_after(10)
 
 
-def test_a_node_that_is_lost_is_replaced_by_a_spare_one(slurm, crashed, submit, slow_to_miss, tmp_path):
+@pytest.mark.long
+def test_a_node_that_is_lost_is_replaced_by_a_spare_one(slurm, crashed, submit, slow_steps, slow_to_miss, tmp_path):
     """Long before Slurm misses it."""
     run_dir = tmp_path / "run"
-    number = submit(*LONG, "launch.spare_nodes=1")
+    number = submit(*LONG, "launch.spare_nodes=1", python=slow_steps)
     slurm.wait(lambda: steps_of(run_dir) > 60, 90, "it trains")
     assert slurm.nodes_of(number) == [1, 2, 3]
     crashed(2)

@@ -58,7 +58,6 @@ def stop_in(sabotaged, part: str, tmp_path: Path, processes: int) -> None:
     assert all(event["time"] >= began for event in stopped)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_sigterm_in_the_middle_of_an_evaluation_and_of_a_restore(sabotaged, tmp_path):
     """The evaluation is cut short, and made up for at the first start that has the time."""
@@ -71,14 +70,13 @@ def test_sigterm_in_the_middle_of_an_evaluation_and_of_a_restore(sabotaged, tmp_
     assert cut_short in [line["step"] for line in metrics(tmp_path / "run", "eval")]
 
 
-@pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.slow
 def test_sigterm_to_one_of_four_wherever_they_are(sabotaged, tmp_path):
-    for part in ("step", "compile", "restore", "evaluate", "save"):
+    for part in ("step", "compile", "save"):
         stop_in(sabotaged, part, tmp_path, 4)
 
 
-@pytest.mark.alone
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("compiling", "saving"), [(15.0, 8.0), (90.0, 20.0)])
 def test_what_takes_long_in_good_health_is_no_hang(compiling, saving, sabotaged, tmp_path):
@@ -92,7 +90,6 @@ def test_what_takes_long_in_good_health_is_no_hang(compiling, saving, sabotaged,
     assert not (tmp_path / "run" / "hangs").exists()
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_run_that_a_process_is_lost_for_goes_on_with_fewer(sabotaged, tmp_path):
     """Process 3 of 4 never comes up: after a second try two go on, with the same batches."""
@@ -105,7 +102,6 @@ def test_a_run_that_a_process_is_lost_for_goes_on_with_fewer(sabotaged, tmp_path
     assert "[0] mesh    data 2" in out and len(losses(tmp_path / "run")) == 8
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_run_that_fails_is_started_again_and_given_up(tiny_file, tmp_path):
     """A learning rate that no restart makes better: three starts, then no more."""

@@ -275,7 +275,6 @@ def test_two_jobs_and_one_address(tiny, address, monkeypatch):
         assert not (where / "lock.json").exists(), "it was given back"
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_processes_save_in_a_bucket_together(tiny_file, tmp_path, address, cloud):
     there = f"checkpoint.dir={address}"
