@@ -37,6 +37,7 @@ def test_a_short_drill(tiny_file, tmp_path):
     assert not (tmp_path / "drill").exists(), "nothing is left of a drill that went well"
 
 
+@pytest.mark.alone
 @pytest.mark.exhaustive
 def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
     """Each is noticed, named rightly and made good, and no committed step is lost."""

@@ -89,7 +89,7 @@ def digests(run: Path) -> list[str]:
 
 
 def assert_same_batches(run, reference):
-    """And so the same losses, held-out losses of each source among them."""
+    """The run has the batches of the reference, and so its losses and the held-out losses of each source."""
     assert digests(run) == digests(reference)
     np.testing.assert_allclose(losses(run), losses(reference), rtol=1e-5)
     ours, theirs = (metrics(each, "eval")[-1]["sources"] for each in (run, reference))

@@ -171,7 +171,6 @@ def test_each_round_has_one_run_of_each_case(tiny_file, monkeypatch):
         return scaling._Measured(float(len(ran)), {}, processes, {}, (None, {}))
 
     monkeypatch.setattr(scaling, "_run", run)
-    monkeypatch.setattr(scaling, "_can_calibrate", lambda wanted: False)
     study = scaling.measure(wanted, lambda line: None)
     assert ran == [("weak", 1), ("weak", 2), ("strong", 2)] * 2
     seconds = [[point.seconds for point in each.points] for each in study.scalings]

@@ -77,6 +77,7 @@ def test_sigterm_to_one_of_four_wherever_they_are(sabotaged, tmp_path):
         stop_in(sabotaged, part, tmp_path, 4)
 
 
+@pytest.mark.alone
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("compiling", "saving"), [(15.0, 8.0), (90.0, 20.0)])
 def test_what_takes_long_in_good_health_is_no_hang(compiling, saving, sabotaged, tmp_path):
