@@ -69,9 +69,10 @@ make_environment() {
     printf '%s\nwith \nwith %s\n' "$stamp" "$extras" >"$folder/.jaxmnt-stamp"
 }
 
-# install_jaxmnt FOLDER EXTRAS: in place, with the tested versions.
+# install_jaxmnt FOLDER EXTRAS: in place, with the tested versions. Python compiles a module when it is first imported, so
+# pip need not compile all of them, of which most are never imported.
 install_jaxmnt() {
-    "$1/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".$2" |
+    "$1/bin/python" -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e ".$2" |
         "$1/bin/python" scripts/pip_progress.py || fail "the installation failed; the lines above say why"
 }
 

@@ -12,10 +12,13 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     if version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+# No test looks for the lines of Python that a program was traced from, which JAX would write beside each operation.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import atexit
 import faulthandler
 import functools
+import gc
 import json
 import shutil
 import signal
@@ -47,6 +50,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 from jaxmnt.run.compile_cache import keep_programs_of_one_cpu_alone  # imports JAX, which reads the variables
 
 keep_programs_of_one_cpu_alone()
+
+# A collection of garbage walks all that JAX keeps of the programs before.
+gc.set_threshold(100_000, 20, 20)
 
 # How long an example takes says nothing on a machine that does other things as well.
 settings.register_profile("unhurried", deadline=None)

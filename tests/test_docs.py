@@ -84,7 +84,7 @@ def test_configs_load_and_are_short(path):
 @pytest.mark.parametrize(
     ("shorter", "share"),
     [
-        pytest.param(["train.steps=250"], 0.7, marks=pytest.mark.slow),
+        pytest.param(["train.steps=160"], 0.75, marks=pytest.mark.slow),
         pytest.param([], 0.6, marks=pytest.mark.exhaustive),
     ],
 )
@@ -105,12 +105,12 @@ def test_quickstart_from_nothing(checkout, tmp_path, shorter, share):
             ["scripts/quickstart", *shorter, *arguments], cwd=folder, env=environment, capture_output=True, text=True
         )
 
-    half = quickstart("train.stop_after=150")
+    half = quickstart("train.stop_after=80")
     assert half.returncode == 75, half.stdout + half.stderr
     assert "run scripts/quickstart again" in half.stdout
     rest = quickstart()
     assert rest.returncode == 0, rest.stdout + rest.stderr
-    assert "resuming after step 150" in rest.stdout
+    assert "resuming after step 80" in rest.stdout
     assert "Installing" not in rest.stdout and "Preparing" not in rest.stdout
     frequencies = float(re.search(r"unigram ([\d.]+)", rest.stdout)[1])
     held_out = float(re.findall(r"held-out loss ([\d.]+)", rest.stdout)[-1])

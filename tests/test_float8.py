@@ -29,7 +29,7 @@ from jaxmnt.training.compile import compile_step
 from jaxmnt.training.state import abstract_state
 
 HOW = Float8(least=16, native=False)
-RING_OF_8 = ("mesh.fsdp=16", "mesh.model=8", "model.overlap=ring", "train.float8_least=512")
+RING_OF_4 = ("mesh.fsdp=32", "mesh.model=4", "model.overlap=ring", "train.float8_least=512")
 
 
 @pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
@@ -188,8 +188,8 @@ def test_a_run_learns_as_it_does_in_float32(tiny, tmp_path):
         (("train.float8_least=2048",), 3 * 5, 3 * 2 + 3),  # not keys and values
         (("train.precision=bfloat16",), 0, 3 * 7 + 3),
         (("train.remat=full",), 3 * 7 + 6, 3),  # forward once more, but for the last, which backward does not need
-        # In eight pieces, forward and the gradient of x; keys and values are too small.
-        (RING_OF_8, 5 * (8 + 8 + 1), 2 * (8 + 8 + 1) + 3),
+        # In four pieces, forward and the gradient of x; keys and values are too small.
+        (RING_OF_4, 5 * (4 + 4 + 1), 2 * (4 + 4 + 1) + 3),
     ],
 )
 def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatch, overrides, in_float8, others):
