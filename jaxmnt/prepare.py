@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.config.load import as_typed
     from jaxmnt.data.preparation.inputs import Selection
     from jaxmnt.data.preparation.run import build
-    from jaxmnt.telemetry.progress import count, duration, size, status_line
+    from jaxmnt.telemetry.progress import status_line
+    from jaxmnt.units import count, duration, size
 
     if options.chat and _has_chat_template(options.tokenizer):
         print(f"--chat writes ChatML, not the chat template that came with {printable(options.tokenizer)}")
@@ -123,7 +124,8 @@ class _Rate:
         self._first = (0.0, 0)
 
     def show(self, status: "StatusLine", what: str, done: int, total: int) -> None:
-        from jaxmnt.telemetry.progress import bar, duration, size
+        from jaxmnt.telemetry.progress import bar
+        from jaxmnt.units import duration, size
 
         if what != self._what:
             self._what, self._first = what, (time.monotonic(), done)

@@ -991,6 +991,10 @@ def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_pat
     assert checkpoint_command(["show", f"{run}@15"]) == 0
     shown = capsys.readouterr().out
     assert "step 15 of run" in shown and "params/layers/attention/query" in shown
+    assert checkpoint_command(["show", f"{run}@best"]) == 0
+    assert "step 20 of run" in capsys.readouterr().out, "10 and 20 were evaluated, and 20 is the better"
+    with pytest.raises(ConfigError, match="after @ comes a step, or best"):
+        find(f"{run}@last", "checkpoint")
     assert checkpoint_command(["diff", f"{run}@15", run]) == 0
     assert "2 arrays are the same bit for bit, 39 are not" in capsys.readouterr().out
     shutil.copytree(finished, tmp_path / "run")

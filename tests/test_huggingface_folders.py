@@ -104,7 +104,7 @@ def test_a_text_is_as_likely_as_transformers_finds_it(case):
 
 def test_a_text_model_and_the_model_around_it_must_agree():
     tree = {"model_type": "gemma3", "text_config": config_of("gemma3-b"), "tie_word_embeddings": True}
-    with pytest.raises(ConfigError, match="tie_word_embeddings is False, and tie_word_embeddings beside it True"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings is false, and tie_word_embeddings beside it true"):
         read_config(tree, "config.json")
     assert read_config(tree | {"tie_word_embeddings": False}, "config.json")["family"] == "gemma3"
 
@@ -117,7 +117,7 @@ def test_windows_that_transformers_does_not_read_are_refused():
 
 def test_gemma_3_has_no_soft_cap_of_attention():
     """transformers gives the same log-likelihood, −2878.0697 for gemma3-b, with and without the key."""
-    with pytest.raises(ConfigError, match=r"attn_logit_softcapping is 20.0, and the family gemma3 computes only None"):
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping is 20.0, and the family gemma3 computes only null"):
         read_config(config_of("gemma3-b") | {"attn_logit_softcapping": 20.0}, "config.json")
     settings = read_config(config_of("gemma3-b"), "config.json") | {"attention_soft_cap": 20.0}
     with pytest.raises(ConfigError, match=r"model.attention_soft_cap: .* cannot be written for gemma3_text"):

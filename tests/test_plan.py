@@ -610,7 +610,12 @@ def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
     )
     assert 0.8 * (before - after) <= lever.saves <= 1.1 * (before - after), (before, after)
     assert find_levers(spec, build)[0].setting == "train.remat=full"
-    assert told(find_levers(spec, build)).startswith("train.remat=full saves 0.0")
+    levers = find_levers(spec, build)
+    assert told(levers, peak=2**20 + 1, limit=2**20).startswith("train.remat=full saves ")
+    much = told(levers, peak=7 * 2**40, limit=2**40)
+    assert much.startswith(
+        "no single setting makes it fit: raise mesh.fsdp over at least 7 times as many devices; train"
+    )
 
 
 def test_levers_of_zero_are_what_is_whole():

@@ -1,7 +1,8 @@
 """python -m jaxmnt.checkpoint list|verify|show|diff|export: looks after checkpoints, on any machine.
 
-A checkpoint is named RUN@STEP, RUN (its newest whole one) or by its own directory; RUN is a run directory, or the
-folder or gs:// address of checkpoint.dir. No JAX and none of the devices that wrote it are needed.
+A checkpoint is named RUN@STEP, RUN@best (the lowest held-out loss), RUN (its newest whole one) or by its own
+directory; RUN is a run directory, or the folder or gs:// address of checkpoint.dir.
+No JAX and none of the devices that wrote it are needed.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Naming a checkpoint: RUN, RUN@STEP, or its own directory. RUN is a run directory or where its checkpoints are."""
+"""Naming a checkpoint: RUN, RUN@STEP, RUN@best, or its own directory. RUN is a run directory or where its checkpoints
+are; best is the lowest held-out loss."""
 
 import json
 import os
@@ -8,8 +9,16 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxmnt.checkpoint.commit import Committed, newest_valid, open_checkpoint, step_directories, step_of
+from jaxmnt.checkpoint.commit import (
+    Committed,
+    newest_valid,
+    open_checkpoint,
+    step_directories,
+    step_of,
+    valid_checkpoints,
+)
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, wrong_with
+from jaxmnt.checkpoint.retention import best_first
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError, printable
@@ -17,6 +26,7 @@ from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
 CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
+BEST = "best"
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 """What reading YAML from a file that holds something else may raise."""
 
@@ -53,12 +63,29 @@ def locate(text: str, argument: str) -> StoragePath | None:
     named = storage_path(text)
     if (named / MANIFEST_FILE).exists():
         return named
+    if at and named_step == BEST and not is_there(named):
+        return _best(checkpoint_root_of(run) / CHECKPOINTS, argument)
     where = checkpoint_root_of(text)
     if not (where / CHECKPOINTS).is_dir():
         if (where / RUN_FILE).exists():
             raise ConfigError(f"{argument}: {where} has no checkpoint yet; train until there is one")
-        raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path")
+        after = "; after @ comes a step, or best" if at else ""
+        raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path{after}")
     return None
+
+
+def _best(root: StoragePath, argument: str) -> StoragePath:
+    """The directory of the whole checkpoint with the lowest held-out loss.
+
+    Raises `ConfigError` if none has one.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{argument}: {root.parent} is not a run directory with checkpoints; check the path")
+    checkpoints = {one.step: one for one in valid_checkpoints(root)}
+    ranked = best_first({step: one.manifest.loss for step, one in checkpoints.items()})
+    if not ranked:
+        raise ConfigError(f"{argument}: no checkpoint in {root} has a held-out loss; name a step instead of {BEST}")
+    return checkpoints[ranked[0]].path
 
 
 def checkpoint_root_of(run: str) -> StoragePath:

@@ -10,8 +10,8 @@ from typing import Literal
 from jaxmnt.checkpoint.commit import newest_valid, step_directories, step_of
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.storage import StoragePath, files, is_link
-from jaxmnt.telemetry.progress import size
 from jaxmnt.telemetry.reliability import best_interval
+from jaxmnt.units import size
 
 _SHORTEST_SECONDS = 60.0
 
@@ -19,14 +19,19 @@ _SHORTEST_SECONDS = 60.0
 def kept(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
     """Of the steps that have a checkpoint, each with its held-out loss, those that stay.
 
-    The newest, every Nth and the best; at a tie the newer one is the better.
+    The newest, every Nth and the best.
     """
     steps = sorted(losses)
     stay = set(steps[-settings.keep :])
     if settings.keep_every_steps:
         stay |= {step for step in steps if step % settings.keep_every_steps == 0}
+    return stay | set(best_first(losses)[: settings.keep_best])
+
+
+def best_first(losses: Mapping[int, float | None]) -> list[int]:
+    """The steps that have a held-out loss, the lowest first; at a tie the newer one is the better."""
     known = [(loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
-    return stay | {-step for _, step in sorted(known)[: settings.keep_best]}
+    return [-step for _, step in sorted(known)]
 
 
 @dataclass

@@ -15,7 +15,8 @@ from jaxmnt.errors import ConfigError, ExitCode, printable
 from jaxmnt.output import progress
 from jaxmnt.storage import StoragePath, is_link
 from jaxmnt.strict_json import json_text
-from jaxmnt.telemetry.progress import size, table
+from jaxmnt.telemetry.progress import table
+from jaxmnt.units import size
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -106,7 +107,7 @@ def _diff(options: argparse.Namespace) -> int:
     first, second, config_changes = one.manifest, other.manifest, changes(one.config, other.config)
     print(printable(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}"))
     for change in config_changes:
-        print(printable(f"config  {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})"))
+        print(printable(f"config  {change.key}: {change.values} ({MEANING[change.resume]})"))
     for source in sorted(first.data.keys() | second.data.keys()):
         if first.data.get(source) != second.data.get(source):
             print(f"data    {printable(source)} holds something else")

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxmnt.config.explain import Schema, entries_of, field_of, plain, section_fields, takes
-from jaxmnt.config.load import flatten
+from jaxmnt.config.load import as_yaml, flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
 from jaxmnt.strict_json import json_text
@@ -26,6 +26,11 @@ class Change(NamedTuple):
     before: Any
     now: Any
     resume: Resume
+
+    @property
+    def values(self) -> str:
+        """Both values, as a config file writes them."""
+        return f"{as_yaml(self.before)} → {as_yaml(self.now)}"
 
 
 def help_text() -> str:

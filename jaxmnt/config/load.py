@@ -75,7 +75,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     tree["run"] = tree.get("run") or {}
     if isinstance(tree["run"], dict) and tree["run"].setdefault("dir", f"runs/{path.stem}") in (None, ""):
         where = source_of("run.dir", sources) or path
-        raise ConfigError(f"{where}: run.dir: is empty; name a folder, or leave it out for runs/{path.stem}")
+        null = " (~ means null in YAML)" if tree["run"]["dir"] is None else ""
+        raise ConfigError(f"{where}: run.dir: is empty; name a folder, or leave it out for runs/{path.stem}{null}")
     tree = _with_homes(tree, "", lambda dotted: source_of(dotted, sources) or str(path))
     try:
         config = Config.model_validate(tree)
@@ -121,7 +122,7 @@ def last_of_each(settings: Iterable[str]) -> list[str]:
 
 def as_override(key: str, value: Any) -> str:
     """Returns the argument `key=value` that sets a key to this value, in quotes of YAML where it needs them."""
-    return f"{key}={_as_yaml(value)}"
+    return f"{key}={as_yaml(value)}"
 
 
 def as_typed(key: str, value: Any) -> str:
@@ -129,7 +130,7 @@ def as_typed(key: str, value: Any) -> str:
     return shlex.quote(as_override(key, value))
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """Returns one line of YAML that our loader reads as this value."""
     if isinstance(value, str):
         return value if _is_plain(value) else _one_line(value, default_style='"')
@@ -296,6 +297,14 @@ def _collect_lines(
         _collect_lines(path, value, f"{dotted}.", lines, (*above, node))
 
 
+def _what_is_wrong_with(value: str) -> str:
+    """Python writes a byte of an argument that is not UTF-8 as half of a surrogate pair."""
+    odd = next((character for character in value if "\udc80" <= character <= "\udcff"), None)
+    if odd is not None:
+        return f"byte 0x{ord(odd) - 0xDC00:02x} of the value is not UTF-8; write the value in UTF-8"
+    return "the value is not valid YAML; correct it, or put it in quotes"
+
+
 def _apply(tree: dict[str, Any], override: str) -> str:
     """Sets one `key.sub=value` in the tree and returns the dotted key."""
     dotted, _, text = override.partition("=")
@@ -304,9 +313,7 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     except _GivenTwiceError as error:
         raise ConfigError(f"override {shortened(repr(override))}: {error}") from error
     except _NOT_YAML as error:
-        raise ConfigError(
-            f"override {shortened(repr(override))}: the value is not valid YAML; correct it, or put it in quotes"
-        ) from error
+        raise ConfigError(f"override {shortened(repr(override))}: {_what_is_wrong_with(text)}") from error
     if comment:
         raise ConfigError(
             f"override {shortened(repr(override))}: {shortened(repr(comment))} is a comment in YAML; "

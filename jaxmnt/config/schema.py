@@ -25,9 +25,13 @@ Minutes = Annotated[float, Field(gt=0)]
 class Run(Section):
     dir: str | None = key(None, "Run directory; default runs/<config file's name>.", path=True)
     init_from: str | None = key(
-        None, "Start with the parameters of RUN, RUN@STEP or hf:FOLDER (of Hugging Face), and nothing else.", path=True
+        None,
+        "Start with the parameters of RUN, RUN@STEP, RUN@best or hf:FOLDER (of Hugging Face), and nothing else.",
+        path=True,
     )
-    fork_from: str | None = key(None, "Start as a branch of RUN or RUN@STEP: its whole state, its step.", path=True)
+    fork_from: str | None = key(
+        None, "Start as a branch of RUN, RUN@STEP or RUN@best: its whole state, its step.", path=True
+    )
     init_from_changes: list[str] = key(
         [], "Settings of the model, and tokenizer, that differ on purpose from what init_from or fork_from names."
     )

@@ -15,7 +15,7 @@ from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.data.store import PreparedData
 from jaxmnt.data.text_pieces import LONGEST_CONTEXT, decode_after
 from jaxmnt.data.tokenizer import Tokenizer
-from jaxmnt.errors import printable
+from jaxmnt.errors import counted, printable
 
 _BAR = 40
 _WIDTH = 60
@@ -82,7 +82,8 @@ def batch(
     everyone = range(config.data.global_batch_size)
     located = training.order.locate(step - 1, everyone)
     tokens = training.batch(step - 1, everyone)
-    yield f"batch of step {step}: {len(everyone)} rows, batch_digest {batch_digest(row_digests(tokens['tokens']))}"
+    digest = batch_digest(row_digests(tokens["tokens"]))
+    yield f"batch of step {step}: {counted(len(everyone), 'row', 'rows')}, batch_digest {digest}"
     for row in everyone[:limit]:
         name = training.names[located.source[row]]
         reader, number = training.readers[name], located.row[row]

@@ -299,8 +299,10 @@ def fit_to_data(config: Config, data: Sources) -> Config:
     if size is None:
         return config.changed({"model.vocab_size": -(-data.vocab_size // 64) * 64})
     if data.ids > size:
+        fix = f"raise it to {data.vocab_size} or more, or leave it out"
+        if config.run.init_from or config.run.fork_from:
+            fix = "the data was made with another tokenizer than the model's: prepare it with the model's --tokenizer"
         raise ConfigError(
-            f"model.vocab_size: the data has ids up to {data.ids - 1}, and the model only {size} rows; "
-            f"raise it to {data.vocab_size} or more, or leave it out"
+            f"model.vocab_size: the data has ids up to {data.ids - 1}, and the model only {size} rows; {fix}"
         )
     return config

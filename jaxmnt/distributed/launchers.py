@@ -283,7 +283,10 @@ class _Reader:
     def number(self, name: str) -> int:
         found = self.optional_number(name)
         if found is None:
-            raise ConfigError(f"{name}: missing, though other variables of {self._launcher} are set; set or unset all")
+            raise ConfigError(
+                f"{name}: missing, though other variables of {self._launcher} are set; set or unset all, or set "
+                "cluster.launcher=explicit for a single-process run"
+            )
         return found
 
     def optional_number(self, name: str) -> int | None:

@@ -1,5 +1,6 @@
 """config.json of Hugging Face, to and from the section `model`. What alters the maths and is not known is refused."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -115,8 +116,8 @@ def _settings_of(family: str, written: HuggingFace, tree: Tree) -> dict[str, Any
     for key, allowed in sorted(written.only.items()):
         if key in tree and tree[key] not in allowed:
             raise ConfigError(
-                f"{key} is {printable(str(tree[key]))}, and the family {family} computes only "
-                f"{' or '.join(map(str, allowed))}"
+                f"{key} is {_shown(tree[key])}, and the family {family} computes only "
+                f"{' or '.join(map(_shown, allowed))}"
             )
     found: dict[str, Any] = {"family": family}
     for key, setting in written.settings.items():
@@ -126,7 +127,7 @@ def _settings_of(family: str, written: HuggingFace, tree: Tree) -> dict[str, Any
         if value is not None:
             found[setting.name] = _number(setting.read, value, key)
             if setting.name in _WHOLE and not _is_positive_integer(value):
-                raise ConfigError(f"{key} is {printable(str(value))}, and must be 1 or more; correct it")
+                raise ConfigError(f"{key} is {_shown(value)}, and must be 1 or more; correct it")
     found.setdefault("intermediate_size", 4 * found["hidden_size"])  # where GPT-2's n_inner says nothing
     found |= _read_rope(tree, written, "local_rope_theta" in family_class(family).settings)
     return found | _read_windows(tree, family, written.reads_pattern, found["num_layers"])
@@ -182,9 +183,7 @@ def _family_of(tree: Tree) -> tuple[str, HuggingFace, Tree]:
     if not kind:
         raise ConfigError(f"model_type is missing; known: {', '.join(sorted(known))}")
     if not isinstance(kind, str) or kind not in known:
-        raise ConfigError(
-            f"model_type is {printable(str(kind))}, which is not known; {nearest(str(kind), sorted(known))}"
-        )
+        raise ConfigError(f"model_type is {_shown(kind)}, which is not known; {nearest(str(kind), sorted(known))}")
     return *known[kind], tree
 
 
@@ -195,18 +194,18 @@ def _check_agree(outer: Tree, key_of_inner: str, written: HuggingFace) -> None:
         own = inner.get(key, written.assumed.get(key))
         if outer[key] != own:
             raise ConfigError(
-                f"{key_of_inner}.{key} is {printable(str(own))}, and {key} beside it {printable(str(outer[key]))}; "
+                f"{key_of_inner}.{key} is {_shown(own)}, and {key} beside it {_shown(outer[key])}; "
                 "write the same into both"
             )
 
 
 def _number(read: Any, value: Any, key: str) -> Any:
     if isinstance(value, str | list | dict) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{key} is {printable(str(value))}, and must be a number; correct it")
+        raise ConfigError(f"{key} is {_shown(value)}, and must be a number; correct it")
     try:
         return read(value)
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{key} is {printable(str(value))}, which cannot be: {error}; correct it") from error
+        raise ConfigError(f"{key} is {_shown(value)}, which cannot be: {error}; correct it") from error
 
 
 def _is_positive_integer(value: Any) -> bool:
@@ -268,22 +267,27 @@ def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace) -> float:
     others = [key for key in ("rope_theta", older) if "rope_theta" not in sliding and tree.get(key, local) != local]
     if others:
         raise ConfigError(
-            f"{others[0]} is {printable(str(tree[others[0]]))}, and versions of transformers differ in "
+            f"{others[0]} is {_shown(tree[others[0]])}, and versions of transformers differ in "
             f"whether layers with a window have it or {local:g}; write rope_parameters.{_SLIDING}.rope_theta"
         )
     return local
 
 
+def _shown(value: Any) -> str:
+    """The value as the file writes it, so that a number in quotes is not taken for a number."""
+    return printable(json.dumps(value, ensure_ascii=False))
+
+
 def _object(tree: Tree, key: str) -> Tree:
     value = tree.get(key)
     if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{key} is {printable(str(value))}, and must be an object; correct it")
+        raise ConfigError(f"{key} is {_shown(value)}, and must be an object; correct it")
     return value or {}
 
 
 def _above(least: float, key: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > least:
-        raise ConfigError(f"{key} is {printable(str(value))}, and must be a number above {least}; correct it")
+        raise ConfigError(f"{key} is {_shown(value)}, and must be a number above {least}; correct it")
     return float(value)
 
 
@@ -292,15 +296,15 @@ def _scaling(parameters: Tree, tree: Tree) -> dict[str, Any]:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if (older := parameters.get("type", kind)) != kind:
         raise ConfigError(
-            f"rope_type is {printable(str(kind))} (default where it is missing), and type is "
-            f"{printable(str(older))}; write rope_type alone"
+            f"rope_type is {_shown(kind)} (default where it is missing), and type is "
+            f"{_shown(older)}; write rope_type alone"
         )
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise ConfigError("partial_rotary_factor must be 1: heads are rotated whole here")
     if kind == "default":
         return {}
     if not isinstance(kind, str) or kind not in OF_TYPE:
-        raise ConfigError(f"rope_type is {printable(str(kind))}; known are default, {', '.join(OF_TYPE)}")
+        raise ConfigError(f"rope_type is {_shown(kind)}; known are default, {', '.join(OF_TYPE)}")
     given = {key: value for key, value in parameters.items() if value is not None and key != "partial_rotary_factor"}
     known = {*OF_TYPE[kind], "rope_type", "type", "rope_theta", "finetuned"}
     scales = {key: given.pop(key) for key in ("mscale", "mscale_all_dim") if key in given and kind == "yarn"}
@@ -357,7 +361,7 @@ def _read_windows(tree: Tree, family: str, reads_pattern: bool, layers: int) -> 
         return {}
     length = tree.get("sliding_window_pattern")
     if length is not None and not _is_positive_integer(length):
-        raise ConfigError(f"sliding_window_pattern is {printable(str(length))}, and must be 1 or more")
+        raise ConfigError(f"sliding_window_pattern is {_shown(length)}, and must be 1 or more")
     if types is None and length not in (None, getattr(kind, "pattern_length", None)) and not reads_pattern:
         raise ConfigError(
             f"sliding_window_pattern is {length}, which transformers does not read in the family {family}; "

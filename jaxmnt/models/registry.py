@@ -4,7 +4,7 @@ from inspect import isabstract
 
 from jaxmnt.config.load import import_dotted
 from jaxmnt.config.model import Model
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.models.contract import Family
 
 FAMILIES = {
@@ -48,8 +48,8 @@ def family_class(name: str) -> type[Family]:
     path = FAMILIES.get(name, name if "." in name else None)
     if path is None:
         raise ConfigError(
-            f"model.family: {printable(name)} is not known; known: {', '.join(sorted(FAMILIES))}, or the dotted path "
-            "of a class of your own"
+            f"model.family: {printable(name)} is not known; {nearest(name, sorted(FAMILIES))}; a family of your own is "
+            "the dotted path of its class"
         )
     found = import_dotted(path, "model.family", "a class")
     if not (isinstance(found, type) and issubclass(found, Family)):

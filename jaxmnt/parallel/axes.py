@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxmnt.config.mesh import BATCH_AXES, GATHERING_AXES, STAGE_AXIS, Mesh
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, counted
 
 
 def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
@@ -24,9 +24,12 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
             "size, or set one axis to -1 for the rest"
         )
     if device_count % fixed:
+        axes = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
+        there = counted(device_count, "device is there", "devices are there")
+        virtual = f", or try virtual devices: launch local --devices-per-process {fixed}"
         raise ConfigError(
-            f"mesh: {shape} does not divide {device_count} devices; the fixed axes multiply to {fixed}, "
-            f"choose sizes whose product divides {device_count}"
+            f"{axes} needs a multiple of {fixed} devices, and {there}; choose sizes whose product divides "
+            f"{device_count}{virtual if device_count < fixed else ''}"
         )
     if rest is not None:
         sizes[rest] = device_count // fixed

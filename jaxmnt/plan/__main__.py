@@ -107,7 +107,7 @@ def _does_not_fit(search: "Search", answers: "list[Answer]") -> str:
     """With the least number of GPUs on which the run was compiled and fits."""
     from jaxmnt.plan.candidates import numbers_of_gpus
     from jaxmnt.plan.search import describe
-    from jaxmnt.telemetry.progress import size
+    from jaxmnt.units import size
 
     asked = [answer.gpus for answer in answers]
     guesses = [guess for answer in answers for guess in answer.guesses]

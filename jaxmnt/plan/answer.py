@@ -11,7 +11,7 @@ from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Guess, Plan, Search, describe
 from jaxmnt.report.advice import EXPOSED, IDLE, MEMORY
-from jaxmnt.telemetry.progress import size
+from jaxmnt.units import size, span
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,10 @@ def advice(search: Search, best: Priced) -> list[str]:
         )
     interval, every = best.faults.interval_seconds, config.checkpoint.every_steps * seconds
     if config.checkpoint.every_minutes is None and not interval / 3 < every < 3 * interval:
-        told = f"every {every / 60:.3g} min" if every else "only at the end"
+        told = f"every {span(every)}" if every else "only at the end"
         often = "often" if 0 < every < interval else "rarely"
         found.append(
-            f"checkpoints too {often}: the config saves {told}, and every {interval / 60:.3g} min loses least; set "
+            f"checkpoints too {often}: the config saves {told}, and every {span(interval)} loses least; set "
             "checkpoint.every_minutes: auto and checkpoint.every_steps: 0"
         )
     is_left = not search.precisions and search.dtype(None) == "bfloat16"

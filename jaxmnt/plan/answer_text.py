@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Search, describe
-from jaxmnt.telemetry.progress import count, seconds_text, size, table
+from jaxmnt.telemetry.progress import table
+from jaxmnt.units import count, seconds_text, size
 
 _SHOWN = 6
 

@@ -21,7 +21,6 @@ from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predicted
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.timeline import Round, Timeline, play
-from jaxmnt.telemetry.progress import size
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure
@@ -32,6 +31,7 @@ from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes, numbers_a_device
 from jaxmnt.training.trained import names_of
+from jaxmnt.units import size
 
 Least = dict[tuple[str, str], float]
 """(kind, axis) → bytes."""

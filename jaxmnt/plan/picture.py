@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from jaxmnt.plan.answer import Answer, knee
-from jaxmnt.telemetry.progress import count
+from jaxmnt.units import count
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 420, 70, 70, 46, 52
 _TIME, _COST = "#1f77b4", "#d62728"

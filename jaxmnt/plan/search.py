@@ -24,9 +24,9 @@ from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme, model_shape, schedule_of
-from jaxmnt.telemetry.progress import size
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule
+from jaxmnt.units import size
 
 ROOM = 1.06
 """Of the memory that there is, what an estimate may be: few are further off (`benchmarks/plan_estimates.py`), and the

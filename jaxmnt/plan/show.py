@@ -9,8 +9,9 @@ import numpy as np
 from jaxmnt.config.mesh import AXES
 from jaxmnt.plan.budget import Report, counted
 from jaxmnt.plan.zero import ZeroChoice
-from jaxmnt.telemetry.progress import Rows, count, seconds_text, size, table
+from jaxmnt.telemetry.progress import Rows, table
 from jaxmnt.training.spec import StepSpec
+from jaxmnt.units import count, seconds_text, size
 
 _HOSTS_SHOWN = 8
 

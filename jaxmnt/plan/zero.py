@@ -27,9 +27,9 @@ from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.memory import estimate_memory, state_bytes
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.workload import model_shape, scheme_of
-from jaxmnt.telemetry.progress import seconds_text, size
 from jaxmnt.training.levers import kept_bytes
 from jaxmnt.training.spec import StepSpec
+from jaxmnt.units import seconds_text, size
 
 STAGES = (3, 2, 1)
 """Those that need less memory come first."""

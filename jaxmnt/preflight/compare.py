@@ -13,7 +13,7 @@ from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.facts import Facts, quick, told_to_all
 from jaxmnt.preflight.network import Card, active_ports, cards_of, chosen_card
 from jaxmnt.preflight.table import Row, everywhere, failed, failures, from_json, good, to_json, warning
-from jaxmnt.telemetry.progress import size
+from jaxmnt.units import size
 
 CLOCK_SECONDS = 1.0
 """How far clocks may be apart: events of several hosts are put in order by them."""

@@ -12,12 +12,13 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import counted
 from jaxmnt.parallel.sharding import Hosts
 from jaxmnt.preflight.table import Row, everywhere, failed, good, warning
 from jaxmnt.run.rundir import run_directories
-from jaxmnt.telemetry.progress import size
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
+from jaxmnt.units import size
 
 _APPEARS_SECONDS = 5.0
 """A network file system may show what another host has written only after a while."""
@@ -151,5 +152,12 @@ def room_rows(config: Config, hosts: Hosts) -> list[Row]:
     if one := shortage(root, wanted):
         return [failed("room", str(root), one, "make room, or choose another checkpoint.dir")]
     if several := shortage(root, wanted, keep):
-        return [warning("room", str(root), several, f"{keep} checkpoints will not fit: keep fewer, or make room")]
-    return [good("room", str(root), f"for {keep} checkpoints of {size(wanted.bytes)}")]
+        return [
+            warning(
+                "room",
+                str(root),
+                several,
+                f"{counted(keep, 'checkpoint', 'checkpoints')} will not fit: keep fewer, or make room",
+            )
+        ]
+    return [good("room", str(root), f"for {counted(keep, 'checkpoint', 'checkpoints')} of {size(wanted.bytes)}")]

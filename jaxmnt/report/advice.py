@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxmnt.report.history import Attempt, Record, events_of, number
 from jaxmnt.report.noise import STEPS, noise_scale
-from jaxmnt.telemetry.progress import size
 from jaxmnt.telemetry.reliability import best_interval, seconds_between_failures
+from jaxmnt.units import size, span
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def _checkpoints(seen: _Seen) -> Iterator[Advice]:
         often = "often" if taken < best else "rarely"
         yield Advice(
             f"checkpoints too {often}",
-            f"a save every {taken / 60:.1f} min, which blocks training for {cost:.2g} s, where {best / 60:.1f} min "
-            f"would lose least with {mean / 3600:.1f} hours between failures ({known})",
+            f"a save every {span(taken)}, which blocks training for {cost:.2g} s, where {span(best)} would lose least "
+            f"with a failure about every {span(mean)} ({'by published rates' if known == 'assumed' else known})",
             "set checkpoint.every_minutes: auto and checkpoint.every_steps: 0",
             lost(taken) - lost(best),
         )

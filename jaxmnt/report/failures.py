@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxmnt.errors import counted
 from jaxmnt.report.goodput import cost_of
 from jaxmnt.report.history import Attempt, Record, attempt_at, seconds_ahead
 from jaxmnt.telemetry.events import FAILED_START, event_files, log_files, read_lines
@@ -129,7 +130,7 @@ def _then(attempt: Attempt, following: Attempt | None) -> str:
     if following is None:
         return "nothing yet"
     waited = max(0.0, following.began - attempt.ended)
-    again = f", which took {attempt.lost_steps} steps again" if attempt.lost_steps else ""
+    again = f", which took {counted(attempt.lost_steps, 'step', 'steps')} again" if attempt.lost_steps else ""
     return f"attempt {following.number} went on after step {following.resumed_after}, {waited:.0f} s later{again}"
 
 

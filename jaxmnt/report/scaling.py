@@ -11,7 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from jaxmnt.telemetry.phases import DOING
-from jaxmnt.telemetry.progress import count, seconds_text, table
+from jaxmnt.telemetry.progress import table
+from jaxmnt.units import count, seconds_text
 
 FORMAT = 1
 FOLDER, FILE = "scaling", "scaling.json"

@@ -1,8 +1,8 @@
 """The report as lines for a terminal."""
 
-from jaxmnt.errors import printable
+from jaxmnt.errors import counted, printable
 from jaxmnt.report.history import Record
-from jaxmnt.telemetry.progress import count, duration
+from jaxmnt.units import count, duration
 
 _LEAST_SHARE = 0.0005
 """Of the wall time, for a part to have a line."""
@@ -82,7 +82,7 @@ def _failure(one: Record) -> str:
     )
     code = "" if one["exit_code"] is None else f", exit code {one['exit_code']}"
     cost = "" if one["cost"] is None else f", which cost {one['cost']:,.2f}"
-    steps = f", {one['lost_steps']} steps taken again" if one["lost_steps"] else ""
+    steps = f", {counted(one['lost_steps'], 'step', 'steps')} taken again" if one["lost_steps"] else ""
     lines = [
         f"attempt {one['attempt']}: {one['kind'].replace('_', ' ')} after step {one['step']}{who}{code}",
         f"  why   {one['why']}",

@@ -46,10 +46,12 @@ def with_choices_of(config: Config, before: Config) -> Config:
 def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committed, different: list[Change]) -> None:
     """Raises `ConfigError` if this config cannot go on with this run directory whatever a person says."""
     if breaking := [change for change in different if change.resume == "breaks"]:
+        # A branch keeps the parameters and their optimizer, whatever data they are trained on.
+        may_branch = all(change.key == "seed" or change.key.startswith("data.") for change in breaking)
+        branch = f" with {_branch_from(config, checkpoint)} to branch off here" if may_branch else " for a new run"
         raise ConfigError(
             f"run.dir: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with a "
-            f"changed {_listed(breaking)}; undo the change, or choose another run.dir (with "
-            f"{_branch_from(config, checkpoint)}, where only seed or data settings changed)"
+            f"changed {_listed(breaking)}; undo the change, or choose another run.dir{branch}"
         )
     refuse_other_data(config, digests, checkpoint)
     refuse_skips(config, checkpoint)
@@ -138,7 +140,7 @@ def numbering(config: Config) -> Any:
 
 
 def _listed(different: list[Change]) -> str:
-    return ", ".join(f"{change.key} ({change.before} → {change.now})" for change in different)
+    return ", ".join(f"{change.key} ({change.values})" for change in different)
 
 
 def different_data(before: dict[str, str], now: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from jaxmnt.run.profiling import PROFILE_SECONDS
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.running import Running
 from jaxmnt.telemetry.events import METRICS, peak_host_bytes, records
-from jaxmnt.telemetry.progress import count, duration
+from jaxmnt.units import count, duration
 
 
 def train_steps(run: Running) -> ExitCode:

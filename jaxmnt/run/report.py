@@ -20,9 +20,10 @@ from jaxmnt.plan.budget import notes
 from jaxmnt.plan.estimate import expected_step
 from jaxmnt.run.changes import rate_advice, rate_change, steps_make_jump
 from jaxmnt.run.values import OpenedRun
-from jaxmnt.telemetry.progress import StatusLine, count, size
+from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.compile import Program
 from jaxmnt.training.noise import small_batches
+from jaxmnt.units import count, size
 
 _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
 _BYTES_A_TOKEN = 20
@@ -49,7 +50,10 @@ def run(run: OpenedRun) -> None:
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
-        status.line(f"changed {change.key}: {change.before} → {change.now} ({MEANING[change.resume]})")
+        allowed = start.kind == "fork" and change.resume == "breaks"
+        status.line(
+            f"changed {change.key}: {change.values} ({'allowed in a branch' if allowed else MEANING[change.resume]})"
+        )
 
 
 def data(run: OpenedRun) -> None:
@@ -66,7 +70,8 @@ def data(run: OpenedRun) -> None:
             f"{math.log(part.vocab_size):.3f}{known}"
         )
         rows = training.readers[name].rows
-        kind = "rows" if isinstance(part, GrainData) and part.holds_rows else settings.rows
+        kinds = {"windows": "windows", "packed": "packed rows"}
+        kind = "rows" if isinstance(part, GrainData) and part.holds_rows else kinds[settings.rows]
         status.line(
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
             f"fill {training.readers[name].fill:.3f}{_masked(without.get(name))}"

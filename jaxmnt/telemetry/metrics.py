@@ -14,8 +14,9 @@ from jaxmnt.strict_json import finite
 from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.events import METRICS
 from jaxmnt.telemetry.phases import StepTimer
-from jaxmnt.telemetry.progress import StatusLine, count, duration
+from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.writer import LineWriter
+from jaxmnt.units import count, duration
 
 
 class Rates(NamedTuple):
@@ -192,7 +193,9 @@ class TrainLog:
         every = None if self.status.live else self.log_every
         due = self.status.due if every is None else step % every == 0
         if due or step == self.steps:
-            self._show(step, values, rate, mfu, wait_seconds / step_seconds, stays=step == self.steps or bool(every))
+            self._show(
+                step, values, rate, mfu, min(1.0, wait_seconds / step_seconds), stays=step == self.steps or bool(every)
+            )
 
     def _record(self, kind: str, step: int, **fields: Any) -> dict[str, Any]:
         """Writes a line, and returns it."""

@@ -143,35 +143,6 @@ def bar(share: float, cells: int) -> str:
     return "█" * full + "░" * (cells - full)
 
 
-def count(number: float) -> str:
-    """A number in three significant digits: 1.23M."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def size(number: float) -> str:
-    """Bytes in binary units: 1.5 GiB."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**power:
-            value = number / 1024**power
-            return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
-    return f"{number:.0f} bytes"
-
-
-def duration(seconds: float) -> str:
-    """1:05 or 2:03:04."""
-    whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def seconds_text(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
-
-
 Rows = list[tuple[str, ...]]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.errors import remark
+from jaxmnt.errors import counted, remark
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.background import BackgroundQueue
@@ -55,7 +55,7 @@ class LineWriter:
         self.settle()
         self._lines.end()
         if lines := sum(self._lines.missing()):
-            remark(f"note: {self._path} lacks {lines} lines that could not be written")
+            remark(f"note: {self._path} lacks {counted(lines, 'line', 'lines')} that could not be written")
 
     # In the thread.
 
@@ -106,7 +106,7 @@ class LineWriter:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            remark(f"WARNING {self._path} {what}; the run goes on without it")
+            remark(f"WARNING {self._path} {what}; the run does not wait for it")
 
 
 def _encoded(record: dict[str, Any]) -> bytes:

@@ -34,6 +34,7 @@ from jaxmnt.training.state import (
     with_axes,
 )
 from jaxmnt.training.step import eval_step, train_step
+from jaxmnt.units import size
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def compile_program(
     if memory.limit is not None and memory.peak > memory.limit:
         levers = find_levers(spec, lambda changed: build_spec(changed, data_vocab_size, devices, hosts))
         raise ConfigError(
-            f"memory: a step needs {memory.peak / 2**30:.2f} GiB on a device that has "
-            f"{memory.limit / 2**30:.2f} GiB; {told(levers)}"
+            f"memory: a step needs {size(memory.peak)} on a device that has {size(memory.limit)}; "
+            f"{told(levers, memory.peak, memory.limit)}"
         )
     return Program(spec, step, state, memory, seconds)
 

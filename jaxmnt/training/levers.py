@@ -18,6 +18,7 @@ from jaxmnt.parallel.sharding import Axes, named_leaves
 from jaxmnt.training import engine
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes, numbers_a_device
+from jaxmnt.units import size
 
 
 class Lever(NamedTuple):
@@ -33,18 +34,21 @@ def find_levers(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[L
     """Settings that differ from the config's, those that would save most first. `rebuild` gives the spec of another
     config on the same devices."""
     measures: tuple[Callable[[StepSpec], int], ...] = (kept_bytes, _state_bytes)
-    before = {size: size(spec) for size in measures}
+    before = {measure: measure(spec) for measure in measures}
     found = [*_of_the_state(spec, before[kept_bytes]), *_of_zero(spec)]
-    for setting, changes, size in _of_other_configs(spec):
+    for setting, changes, measure in _of_other_configs(spec):
         with contextlib.suppress(ConfigError):  # another size does not divide: no lever
-            found.append(Lever(setting, before[size] - size(rebuild(spec.config.changed(changes)))))
+            found.append(Lever(setting, before[measure] - measure(rebuild(spec.config.changed(changes)))))
     return sorted((one for one in found if one.saves > 0), key=lambda one: (-one.saves, one.setting))
 
 
-def told(levers: Sequence[Lever]) -> str:
-    """The first three in words."""
-    parts = [f"{lever.setting} saves {lever.saves / 2**30:.2f} GiB" for lever in levers[:3]]
-    return "; ".join(parts) or "raise mesh.fsdp, or take more devices"
+def told(levers: Sequence[Lever], peak: int, limit: int) -> str:
+    """The first three in words, of a step that needs `peak` bytes of a device that has `limit`."""
+    parts = [f"{lever.setting} saves {size(lever.saves)}" for lever in levers[:3]]
+    if any(lever.saves >= peak - limit for lever in levers):
+        return "; ".join(parts)
+    more = f"{GATHERING_AXES[0]} over at least {math.ceil(peak / limit)} times as many devices"
+    return "; ".join([f"no single setting makes it fit: raise mesh.{more}", *parts])
 
 
 def parameters_of(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
