@@ -66,7 +66,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = {
     "data": {"global_batch_size": 16, "sequence_length": 32, "log_digest": True},
     "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96},
-    "train": {"steps": 20, "precision": "float32"},
+    "train": {"steps": 20, "precision": "float32", "eval_tokens": None},
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 4},
     "checkpoint": {"every_steps": 5},
     "telemetry": {"sinks": []},

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -844,6 +846,19 @@ def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, monkeypatch, p
     assert times == sorted(times, reverse=True)
     assert contents(Path(config.run.dir)) == contents(finished)
     assert train(config, devices=one_device()) == ExitCode.FINISHED
+
+
+def test_losses_over_other_parts_of_what_is_held_out_are_not_compared():
+    """Not even with those of a version that evaluated on all."""
+
+    def checkpoint(step: int, loss: float | None, **train: int | None) -> Any:
+        return SimpleNamespace(step=step, manifest=SimpleNamespace(loss=loss, config={"train": train}))
+
+    all_of_it, small, newest = {}, {"eval_tokens": 100}, {"eval_tokens": None}
+    made = [checkpoint(1, 1.0, **small), checkpoint(2, 3.0, **all_of_it), checkpoint(3, 4.0, **newest)]
+    made.append(checkpoint(4, None, **small))
+    assert retention.comparable_losses(made) == {1: None, 2: 3.0, 3: 4.0, 4: None}
+    assert retention.comparable_losses(made[:1]) == {1: 1.0} and retention.comparable_losses([]) == {}
 
 
 def test_the_best_and_every_nth_are_kept(tiny):

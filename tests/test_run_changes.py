@@ -200,7 +200,7 @@ def test_auto_is_what_a_run_has():
     assert changes(before, now) == [] and with_choices_of(now, before).mesh.zero == 1
     explicit = parse_config({"mesh": {"zero": 2}})
     assert [change.key for change in changes(before, explicit)] == ["mesh.zero"]
-    assert with_choices_of(explicit, before) is explicit
+    assert with_choices_of(explicit, before).mesh.zero == explicit.mesh.zero
 
 
 def test_weights_of_rows_that_were_read_are_no_plan():
@@ -413,3 +413,20 @@ def test_several_processes_start_over_and_wait_for_data(tiny_file, whole_run, tm
     waiting = launch(tiny_file, *settings, processes=2, devices=1)
     assert waiting.returncode == ExitCode.FAILURE, waiting.stdout + waiting.stderr
     assert "is not a directory" in waiting.stdout + waiting.stderr
+
+
+# -- how much an evaluation reads
+
+
+def test_the_part_that_is_evaluated_follows_from_the_config_and_stays():
+    """5 % of what is trained between two evaluations; a run keeps its own, one of before all that is held out."""
+    shape = {"data": {"global_batch_size": 8, "sequence_length": 256}}
+    of = lambda **train: parse_config(shape | {"train": train})
+    assert of(eval_every=350).eval_limit == 350 * 8 * 256 // 20 and of(eval_every=0).eval_limit is None
+    assert of(eval_every=350, eval_tokens=70).eval_limit == 70 and of(eval_tokens=None, eval_every=9).eval_limit is None
+    begun = of(eval_every=350, eval_tokens=of(eval_every=350).eval_limit)
+    later = of(eval_every=10)
+    assert with_choices_of(later, begun).eval_limit == begun.eval_limit
+    assert "train.eval_tokens" not in {change.key for change in changes(begun, later)}
+    earlier_version = of(eval_every=350)
+    assert with_choices_of(later, earlier_version).eval_limit is None

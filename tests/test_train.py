@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -16,6 +17,7 @@ from conftest import command, events, losses, metrics, mostly_slow
 from jaxmnt import generate, prepare
 from jaxmnt.checkpoint.commit import newest_valid, step_directories
 from jaxmnt.checkpoint.restore import restore
+from jaxmnt.data.batches import EvaluationData
 from jaxmnt.data.manifest import sealed
 from jaxmnt.data.rows import Windows
 from jaxmnt.data.sources import fit_to_data, open_sources
@@ -271,6 +273,29 @@ def test_evaluation_is_exact_for_any_batch(tiny, whole_run, rows):
     result = Evaluator(program, data)(state)["data"]
     assert result.tokens == data.tokens("eval") == reference["tokens"]
     assert result.loss / result.tokens == pytest.approx(reference["loss"], rel=1e-6)
+
+
+def test_an_evaluation_reads_a_fixed_part_of_what_is_held_out(prepared, tiny, capsys):
+    """Rows evenly spaced over the split, the same each time and for any batch; the run says how many."""
+    config = tiny("train.eval_tokens=100", "train.eval_every=10", "train.stop_after=10")
+    [part] = open_sources(config.data).parts.values()
+
+    def tokens(global_rows, limit):
+        data = EvaluationData(config, part)
+        data.limit_rows(limit)
+        batches = data.batches(range(global_rows), global_rows, prefetch=1, threads=0)
+        rows = np.concatenate([batch["tokens"] for batch in batches])
+        return rows[: data.row_count], rows[data.row_count :]
+
+    (whole, _), (few, filler) = tokens(16, 10**9), tokens(3, 4)
+    np.testing.assert_array_equal(few, whole[np.arange(4) * len(whole) // 4])
+    np.testing.assert_array_equal(few, tokens(16, 4)[0])
+    assert len(few) == 4 and len(filler) == 2
+    assert train(config, devices=one_device()) == ExitCode.STOPPED
+    assert re.search(
+        r"eval    on 100 of [\d.]+k held-out tokens, every 10 steps and at the end", capsys.readouterr().out
+    )
+    assert [line["tokens"] for line in metrics(config.run.dir, "eval")] == [4 * 32]
 
 
 @pytest.mark.slow

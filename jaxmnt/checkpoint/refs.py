@@ -18,7 +18,7 @@ from jaxmnt.checkpoint.commit import (
     valid_checkpoints,
 )
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, wrong_with
-from jaxmnt.checkpoint.retention import best_first
+from jaxmnt.checkpoint.retention import best_first, comparable_losses
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
 from jaxmnt.errors import ConfigError, printable
@@ -81,11 +81,11 @@ def _best(root: StoragePath, argument: str) -> StoragePath:
     """
     if not root.is_dir():
         raise ConfigError(f"{argument}: {root.parent} is not a run directory with checkpoints; check the path")
-    checkpoints = {one.step: one for one in valid_checkpoints(root)}
-    ranked = best_first({step: one.manifest.loss for step, one in checkpoints.items()})
+    checkpoints = valid_checkpoints(root)
+    ranked = best_first(comparable_losses(checkpoints))
     if not ranked:
         raise ConfigError(f"{argument}: no checkpoint in {root} has a held-out loss; name a step instead of {BEST}")
-    return checkpoints[ranked[0]].path
+    return next(one.path for one in checkpoints if one.step == ranked[0])
 
 
 def checkpoint_root_of(run: str) -> StoragePath:

@@ -2,12 +2,12 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxmnt.checkpoint.commit import newest_valid, step_directories, step_of
+from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, step_of
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.storage import StoragePath, files, is_link
 from jaxmnt.telemetry.reliability import best_interval
@@ -26,6 +26,15 @@ def kept(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
     if settings.keep_every_steps:
         stay |= {step for step in steps if step % settings.keep_every_steps == 0}
     return stay | set(best_first(losses)[: settings.keep_best])
+
+
+def comparable_losses(checkpoints: Sequence[Committed]) -> dict[int, float | None]:
+    """The held-out losses by step, oldest first. None for those that were not evaluated, or not on as many tokens as
+    the newest that was: a mean over another part of what is held out is another number."""
+    size = lambda one: one.manifest.config.get("train", {}).get("eval_tokens")
+    last = next((one for one in reversed(checkpoints) if one.manifest.loss is not None), None)
+    same = lambda one: last is not None and size(one) == size(last)
+    return {one.step: one.manifest.loss if same(one) else None for one in checkpoints}
 
 
 def best_first(losses: Mapping[int, float | None]) -> list[int]:

@@ -29,7 +29,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named, nested
-from jaxmnt.checkpoint.retention import Need, kept, shortage
+from jaxmnt.checkpoint.retention import Need, comparable_losses, kept, shortage
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.coordination import Vote, broadcast
 from jaxmnt.distributed.identity import Identity
@@ -237,7 +237,7 @@ class Saver:
                 return _in_words(error)
         try:
             own = [found for found in valid_checkpoints(self._root, manifest.run) if not is_link(found.path)]
-            prune(own, kept({found.step: found.manifest.loss for found in own}, self._settings))
+            prune(own, kept(comparable_losses(own), self._settings))
         except OSError as error:
             self._not_removed = "; ".join(filter(None, [self._not_removed, _in_words(error)]))
         return ""

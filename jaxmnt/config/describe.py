@@ -15,7 +15,7 @@ PLANNED = ("train.steps", "data.skip", "data.weight_changes")
 """Keys of the maths that are there to be changed on the way. What else changes the maths has to be accepted."""
 
 
-CHOSEN = ("mesh.zero",)
+CHOSEN = ("mesh.zero", "train.eval_tokens")
 """Keys of which a run keeps what `auto` came to at its first start. So `auto` is no change of them."""
 
 

@@ -105,6 +105,10 @@ class Train(Section):
     loss: str | None = maths_key(None, "Dotted path of a function to minimise (docs/models.md); default cross-entropy.")
     z_loss: float = maths_key(0.0, "Weight of the squared log-partition penalty on the logits.", ge=0)
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", ge=0)
+    eval_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = key(
+        "auto", "Held-out tokens of an evaluation, in rows evenly spaced over each source; auto: 5 % of the tokens "
+        "trained between two evaluations, or all if eval_every is 0; null: all.",
+    )  # fmt: skip
     max_bad_steps: int = key(
         10,
         "Steps in a row that may have an infinite or NaN loss or gradient before the run ends; they change nothing.",
@@ -318,6 +322,15 @@ class Config(Section):
         return self.model_copy(
             update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         )
+
+    @property
+    def eval_limit(self) -> int | None:
+        """Held-out tokens of an evaluation, by `train.eval_tokens`; None for all. It follows from the config alone."""
+        train = self.train
+        if train.eval_tokens != "auto":
+            return train.eval_tokens
+        between = train.eval_every * self.data.global_batch_size * self.data.sequence_length
+        return -(-between // 20) or None
 
     @property
     def run_dir(self) -> Path:

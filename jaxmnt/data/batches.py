@@ -182,15 +182,31 @@ class RowSource:
 
 
 class EvaluationData:
-    """Every held-out token of one source once, in order; the last batch is filled up with rows without targets."""
+    """Rows of the held-out tokens of one source, each once and in order: all of them, or as many as `limit_rows` says.
+
+    The last batch is filled up with rows without targets.
+    """
 
     def __init__(self, config: Config, part: Any, split: str = "eval"):
         self._reader = _reader(part, split, config.data)
+        self._rows = np.arange(self._reader.all_rows)
+
+    @property
+    def row_count(self) -> int:
+        """How many rows are read."""
+        return len(self._rows)
+
+    def limit_rows(self, count: int) -> None:
+        """From now on reads `count` rows, evenly spaced over all of them and the same each time."""
+        if count < self._reader.all_rows:
+            self._rows = np.arange(count) * self._reader.all_rows // count
 
     def batches(self, rows: Sequence[int], global_rows: int, *, prefetch: int, threads: int) -> Iterator[Rows]:
         """Batches of `global_rows` rows, of which the given ones are read."""
-        count = -(-self._reader.all_rows // global_rows)
-        read = lambda batch: self._reader.read([int(batch) * global_rows + row for row in rows])
+        count = -(-self.row_count // global_rows)
+        past_the_end = np.arange(self._reader.all_rows, self._reader.all_rows + global_rows)
+        chosen = np.concatenate([self._rows, past_the_end])
+        read = lambda batch: self._reader.read(chosen[int(batch) * global_rows + np.asarray(rows)].tolist())
         return _read_ahead(grain.MapDataset.range(count).map(read), prefetch, threads)
 
 

@@ -37,10 +37,14 @@ _BAD_STEPS = "bad_steps/total"
 
 def with_choices_of(config: Config, before: Config) -> Config:
     """Returns the config with what `auto` came to in the run whose config was `before`, for the keys of `CHOSEN`."""
-    mesh = config.mesh
-    if mesh.zero != "auto" or (mesh.prefetch and before.mesh.zero != 3):
-        return config
-    return config.model_copy(update={"mesh": mesh.model_copy(update={"zero": before.mesh.zero})})
+    mesh, chosen = config.mesh, {}
+    if mesh.zero == "auto" and not (mesh.prefetch and before.mesh.zero != 3):
+        chosen["mesh.zero"] = before.mesh.zero
+    if config.train.eval_tokens == "auto":
+        # A run that still has auto is of a version that evaluated on all that was held out.
+        limit = before.train.eval_tokens
+        chosen["train.eval_tokens"] = None if limit == "auto" else limit
+    return config.changed(chosen)
 
 
 def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committed, different: list[Change]) -> None:

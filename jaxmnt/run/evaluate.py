@@ -1,6 +1,7 @@
-"""What a run finds out about its model between steps: the loss of all that is held out, and samples of what it writes.
+"""What a run finds out about its model between steps: the held-out loss, and samples of what it writes.
 
-An evaluation is exact: every held-out token of every source once, whatever the number of hosts.
+An evaluation is exact: each token of a fixed part of what every source holds out counts once, whatever the number of
+hosts. `train.eval_tokens` says how large that part is.
 """
 
 import functools
@@ -47,7 +48,17 @@ class Evaluator:
         self._parts = {name: EvaluationData(config, part) for name, part in data.parts.items() if part.tokens("eval")}
         for name, part in data.eval_sets.items():
             self._parts[name] = EvaluationData(config, part, "eval" if part.tokens("eval") else "train")
+        self._limit_rows(config.eval_limit, config.data.sequence_length)
         self._rows = process_rows(program.batch_sharding, program.eval_rows, config.data.sequence_length)
+
+    def _limit_rows(self, tokens: int | None, length: int) -> None:
+        """Spreads so many tokens over sources and sets, by what each of them holds; at least one row each."""
+        rows = {name: part.row_count for name, part in self._parts.items()}
+        wanted, all_rows = -(-(tokens or 0) // length), sum(rows.values())
+        if tokens is None or wanted >= all_rows:
+            return
+        for name, part in self._parts.items():
+            part.limit_rows(max(1, round(rows[name] * wanted / all_rows)))
 
     def compile(self) -> None:
         """Compiles what a call executes, if anything is held out. It takes no time when it is done already."""

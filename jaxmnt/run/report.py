@@ -76,6 +76,12 @@ def data(run: OpenedRun) -> None:
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
             f"fill {training.readers[name].fill:.3f}{_masked(without.get(name))}"
         )
+    held_out = sum(source.tokens("eval") for source in run.data.parts.values())
+    if held_out:
+        limit, every = run.config.eval_limit, run.config.train.eval_every
+        part = f"{count(limit)} of" if limit is not None and limit < held_out else "all"
+        when = f"every {every} steps and at the end" if every else "at the end"
+        status.line(f"eval    on {part} {count(held_out)} held-out tokens, {when} (train.eval_tokens)")
     empty = training.empty_batches(without)
     if empty >= _TELLING_SHARE:
         status.line(

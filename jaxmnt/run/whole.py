@@ -58,6 +58,8 @@ def open_run(process: RunProcess, consent: Consent) -> OpenedRun:
     if start.kind == "own" and start.checkpoint is not None:
         refuse_other_data(config, run.data.digests, start.checkpoint)  # of datasets more is known now
         config = with_choices_of(config, start.checkpoint.config)
+    else:
+        config = config.changed({"train.eval_tokens": config.eval_limit})
     training_data.branch_at(branch_points(start.lineage))
     opened = OpenedRun(
         **vars(run) | {"config": config}, training_data=training_data, notifier=notifier, locks=locks, start=start
