@@ -3,18 +3,21 @@
 import argparse
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.errors import ConfigError, ExitCode, counted
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     from jaxmnt.config.load import apply_overrides, as_override, load_config, parse_config
     from jaxmnt.data import inspection
+    from jaxmnt.data.batch_contents import rows_of, to_json
     from jaxmnt.data.batches import TrainingData
     from jaxmnt.data.manifest import NAMELESS
+    from jaxmnt.data.rows import batch_digest, row_digests
     from jaxmnt.data.sources import open_sources
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.run.rundir import branches_of
+    from jaxmnt.strict_json import json_text
     from jaxmnt.telemetry.progress import status_line
 
     if options.config is None:
@@ -39,12 +42,21 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(f"{name}: {number} is out of range; give {least} or more, as metrics.jsonl counts{hint}")
     is_text = sources.tokenizer["name"] not in (NAMELESS, "synthetic")
     tokenizer = make_tokenizer(sources.tokenizer, sources.folder) if is_text else None
-    limit = options.rows or (config.data.global_batch_size if options.batch else 3)
+    size = config.data.global_batch_size
+    limit = options.rows or (size if options.batch else 3)
+    whole = options.full or options.json
+    rows = rows_of(config, sources, training, tokenizer, step, limit, with_lines=whole)
+    digest = batch_digest(row_digests(training.batch(step - 1, range(size))["tokens"]))
+    if options.json:
+        print(json_text({"step": step, "batch_digest": digest, "rows": [to_json(row) for row in rows]}))
+        return ExitCode.FINISHED
+    head = f"batch of step {step}: {counted(size, 'row', 'rows')}, batch_digest {digest}"
+    more = [f"({size - limit} more rows; --rows shows more)"] if limit < size else []
     sections = (
         inspection.sources_table(sources),
         inspection.lengths(sources),
         inspection.mixture_table(config, training),
-        inspection.batch(config, sources, training, tokenizer, step, limit),
+        [head, *inspection.batch(rows, full=options.full), *more],
     )
     print("\n\n".join("\n".join(section) for section in sections))
     return ExitCode.FINISHED
@@ -57,6 +69,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--path", type=path_argument, metavar="DIR", help="prepared data, in place of a config")
     add("--batch", type=int, metavar="STEP", help="show all rows of this step, counted as in metrics.jsonl")
     add("--rows", type=int, metavar="N", help="show at most so many rows (3; all with --batch)")
+    add("--full", action="store_true", help="show the whole text of the rows, and what of it is learned")
+    add("--json", action="store_true", help="print the rows as JSON, with token ids, and nothing else")
     add("--verify", action="store_true", help="compare every file with its digest")
     parser.add_settings()
     options = parser.parse_intermixed_args(arguments)

@@ -1,20 +1,16 @@
 """What a config feeds, for a person: tables of the sources, and the rows of a batch with the documents in them."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jaxmnt.config.schema import Config
+from jaxmnt.data.batch_contents import Extract, Row
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.elements import GivenRows
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import block_shares
-from jaxmnt.data.rows import Packed, batch_digest, row_digests
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.data.store import PreparedData
-from jaxmnt.data.text_pieces import LONGEST_CONTEXT, decode_after
-from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import counted, printable
 
 _BAR = 40
@@ -75,57 +71,42 @@ def lengths(sources: Sources) -> Iterator[str]:
             yield f"  {2**power:>10,} – {2 ** (power + 1) - 1:<10,} {counts[power]:>10,}  {bar}"
 
 
-def batch(
-    config: Config, sources: Sources, training: TrainingData, tokenizer: Tokenizer | None, step: int, limit: int
-) -> Iterator[str]:
-    """The rows of the batch that the update number `step` (1 is the first) is made of, as metrics.jsonl counts."""
-    everyone = range(config.data.global_batch_size)
-    located = training.order.locate(step - 1, everyone)
-    tokens = training.batch(step - 1, everyone)
-    digest = batch_digest(row_digests(tokens["tokens"]))
-    yield f"batch of step {step}: {counted(len(everyone), 'row', 'rows')}, batch_digest {digest}"
-    for row in everyone[:limit]:
-        name = training.names[located.source[row]]
-        reader, number = training.readers[name], located.row[row]
-        kind = "packed" if isinstance(reader, Packed) else "row" if isinstance(reader, GivenRows) else "window"
-        targets = (tokens["weights"][row] > 0).sum()
+def batch(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
+    """The rows of a batch: the beginning of what they hold of each document, or all of it with what is learned."""
+    for row in rows:
+        places = sum(extract.tokens for extract in row.extracts)
         yield (
-            f"row {row}: {name}, {kind} {number:,} of epoch {located.epoch[row] + 1}, "
-            f"{targets} targets of {config.data.sequence_length}"
+            f"row {row.row}: {row.source}, {row.kind} {row.number:,} of epoch {row.epoch}, "
+            f"{counted(row.targets, 'target', 'targets')} of {counted(places, 'token', 'tokens')}"
         )
-        part = sources.parts[name]
-        if isinstance(reader, GivenRows):
-            origin, text = part.origin("train", number), _decoded(tokenizer, tokens["targets"][row])
-            yield f"  {printable(origin.file)}:{origin.record}{text}"
-        else:
-            yield from _documents_of_row(part, reader, number, tokenizer)
-    if limit < len(everyone):
-        yield f"({len(everyone) - limit} more rows; --rows shows more)"
+        for extract in row.extracts:
+            where = f"{printable(extract.file)}:{extract.record}"
+            if extract.document is None:
+                yield f"  {where}{'' if full else _beginning(extract)}"
+            else:
+                line = "" if extract.line is None else f", line {extract.line:,} of its text"
+                yield (
+                    f"  {extract.place:>6}  {extract.tokens:>6} tokens from {extract.first:,} of document "
+                    f"{extract.document:,}  {where}{line if full else _beginning(extract)}"
+                )
+            if full:
+                yield from _whole(extract)
 
 
-def _documents_of_row(part: Any, reader: Any, row: int, tokenizer: Tokenizer | None) -> Iterator[str]:
-    offsets = reader.offsets(row)
-    offsets = offsets[offsets >= 0]
-    documents = reader.stream.documents(offsets)
-    edges = np.flatnonzero(np.diff(documents)) + 1
-    for place, piece in zip([0, *edges.tolist()], np.split(offsets, edges), strict=True):
-        document = documents[place]
-        origin = part.origin("train", document)
-        first = piece[0] - reader.stream.document_starts[document]
-        before = min(first, LONGEST_CONTEXT)
-        tokens = np.empty(before + len(piece), np.int64)
-        reader.stream.read(piece[0] - before, tokens)
-        yield (
-            f"  {place:>6}  {len(piece):>6} tokens from {first:,} of document {document:,}"
-            f"  {printable(origin.file)}:{origin.record}{_decoded(tokenizer, tokens[before:], tokens[:before])}"
-        )
-
-
-def _decoded(tokenizer: Tokenizer | None, tokens: np.ndarray, context: Sequence[int] | np.ndarray = ()) -> str:
-    if tokenizer is None:
+def _beginning(extract: Extract) -> str:
+    if any(span.text is None for span in extract.spans):
         return ""
-    shown = repr(decode_after(tokenizer, context, tokens))
+    shown = repr("".join(str(span.text) for span in extract.spans))
     return f"  {shown if len(shown) <= _WIDTH else f'{shown[: _WIDTH - 2]}…{shown[-1]}'}"
+
+
+def _whole(extract: Extract) -> Iterator[str]:
+    """All lines of the text, each with what the model does with it: learns it, or only reads it."""
+    for span in extract.spans:
+        text = " ".join(map(str, span.ids)) if span.text is None else span.text
+        for number, line in enumerate(text.splitlines() or [""]):
+            label = "" if number else "learns" if span.learned else "reads"
+            yield f"  {label:>6} │ {printable(line)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

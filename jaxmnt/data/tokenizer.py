@@ -3,11 +3,11 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,8 @@ class Bytes:
 
     vocab_size = 257
     end_of_document: int | None = 256
+    names_of_special: ClassVar[Mapping[int, str]] = {256: "<end of document>"}
+    """How ids are shown that stand for no text."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -129,6 +131,11 @@ class HuggingFace:
     def special(self) -> set[str]:
         """Tokens that no text makes, but their names as markup."""
         return {token.content for token in self._added if token.special}
+
+    @cached_property
+    def names_of_special(self) -> Mapping[int, str]:
+        """How ids are shown that stand for no text."""
+        return {self.ids[name]: name for name in sorted(self.special)}
 
     @property
     def ids(self) -> dict[str, int]:

@@ -1,11 +1,13 @@
 """The steps of a run, and what comes between them: evaluations, saves, and the request to stop."""
 
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from jaxmnt.checkpoint.refs import CHECKPOINTS
+from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.distributed.coordination import barrier, broadcast, waited_seconds
 from jaxmnt.errors import ExitCode, shortened
 from jaxmnt.run.profiling import PROFILE_SECONDS
@@ -87,6 +89,10 @@ def _report_end(run: Running, step: int) -> None:
     say(f"saved   {saved}, for which training waited {run.saves.blocked_seconds:.1f} s")
     if without := run.log.without_targets:
         say(f"note    {without} step{'' if without == 1 else 's'} of this start had no targets and changed nothing")
+    name = shlex.quote(str(directory))
+    say(f"report  python -m jaxmnt.report {name}")
+    if run.data.tokenizer["name"] not in (NAMELESS, "synthetic"):
+        say(f"sample  python -m jaxmnt.generate --run {name} --prompt 'Once'")
     if step == settings.stop_after and step < settings.steps:
         say("to go on, raise train.stop_after or leave it out")
     elif step < settings.steps:
