@@ -113,7 +113,13 @@ def printable_lines(text: str) -> str:
 def remark(text: str) -> None:
     """A line for people, on stderr. Where nobody takes it any more, nothing is shown and nothing ends."""
     with suppress(OSError, ValueError):
-        print(f"jaxmnt: {text}", file=sys.stderr, flush=True)
+        _say(text)
+
+
+def _say(text: str) -> None:
+    """Writes a line to stderr. On a terminal it takes the place of a status line that may stand there."""
+    erase = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{erase}jaxmnt: {text}", file=sys.stderr, flush=True)
 
 
 def error_of(code: int, text: str) -> UserError:
@@ -158,5 +164,5 @@ def report(action: Callable[[], int], *, debug: bool = False, where: str = "") -
         else:
             traceback.print_exc()
             text = f"error: {summary(error)}"
-    print(f"jaxmnt: {where}: {text}" if where else f"jaxmnt: {text}", file=sys.stderr, flush=True)
+    _say(f"{where}: {text}" if where else text)
     return int(code)

@@ -24,7 +24,7 @@ from jaxmnt.errors import report
 from jaxmnt.output import outlive_output
 from jaxmnt.plan.dry_run import dry_run
 from jaxmnt.run.arguments import parse_arguments
-from jaxmnt.telemetry.progress import StartClock
+from jaxmnt.telemetry.progress import StartClock, announce
 
 if TYPE_CHECKING:
     import jax
@@ -42,6 +42,8 @@ def main(arguments: list[str]) -> int:
         return report(lambda: dry_run(config, options), debug=options.debug)
     outlive_output()
     identity = identify(config.cluster)
+    if identity.process_id == 0:
+        announce("starting …")
     prepare(config)
     clock.lap("environment")
 

@@ -46,6 +46,23 @@ def with_log(out, tmp_path, steps: int, log_every: int | None = None) -> None:
     log.close()
 
 
+def test_what_takes_long_is_said_on_a_terminal_alone(monkeypatch):
+    """Not over a line of a moment ago, and gone before the next one."""
+    monkeypatch.setattr("jaxmnt.telemetry.progress._MOMENT_SECONDS", 60.0)
+    status = StatusLine(Terminal())
+    status.waiting("compiling … 0:01")
+    status.progress(1, 2, [])
+    status.waiting("evaluating … 0:02")
+    status.line("finished")
+    assert [part for part in status._out.getvalue().split("\r\x1b[K") if part][::2] == [
+        "compiling … 0:01",
+        "finished\n",
+    ]
+    plain = StatusLine(io.StringIO())
+    plain.waiting("compiling … 0:01")
+    assert plain._out.getvalue() == ""
+
+
 def test_a_step_without_targets_is_shown_as_such(monkeypatch, tmp_path):
     none = {"loss": float("nan"), "grad_norm": float("nan"), "tokens": 0, "model": {"load": float("nan")}}
     monkeypatch.setattr("test_terminal.METRICS", METRICS | none)

@@ -1,6 +1,5 @@
 """config.json of Hugging Face, to and from the section `model`. What alters the maths and is not known is refused."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from jaxmnt.config.model import Model, RopeScaling
 from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.registry import FAMILIES, OPTIONAL, family_class
+from jaxmnt.strict_json import json_text
 
 Tree = Mapping[str, Any]
 """An object of JSON."""
@@ -275,7 +275,7 @@ def _local_theta(sliding: Tree, tree: Tree, written: HuggingFace) -> float:
 
 def _shown(value: Any) -> str:
     """The value as the file writes it, so that a number in quotes is not taken for a number."""
-    return printable(json.dumps(value, ensure_ascii=False))
+    return printable(json_text(value, ensure_ascii=False))
 
 
 def _object(tree: Tree, key: str) -> Tree:

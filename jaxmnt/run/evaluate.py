@@ -69,19 +69,21 @@ class Evaluator:
         self,
         state: dict[str, Any],
         stop: Callable[[], bool] = lambda: False,
-        got_further: Callable[[], None] = lambda: None,
+        got_further: Callable[[str], None] = lambda done: None,
     ) -> dict[str, Sums] | None:
         """The result of each source and set; all processes get the same. Empty if nothing is held out. What has no
         targets has a sum over 0 tokens.
 
-        `stop` asks with each batch whether this process wants to stop, and `got_further` is called after it. None, in
+        `stop` asks with each batch whether this process wants to stop, and `got_further` hears of it after it. None, in
         all processes after the same batch, if one of them did.
         """
-        results = {}
+        results, done = {}, 0
+        batches = sum(-(-part.row_count // self._program.eval_rows) for part in self._parts.values())
         for name, part in self._parts.items():
             total = Sums(0.0, 0)
             for values in self._batches(model_state(state), part, stop):
-                got_further()
+                done += 1
+                got_further(f"batch {done} of {batches}")
                 if values["stop"]:
                     return None
                 total = Sums(total.loss + float(values["loss_sum"]), total.tokens + int(values["tokens"]))
@@ -138,8 +140,10 @@ class Sampler:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
         return jax.jit(place, out_shardings=shardings), Generator(spec)
 
-    def __call__(self, state: Any, step: int, got_further: Callable[[], None] = lambda: None) -> list[dict[str, str]]:
-        """Each prompt with its continuation: the same in all processes. `got_further` is called after each token."""
+    def __call__(
+        self, state: Any, step: int, got_further: Callable[[str], None] = lambda done: None
+    ) -> list[dict[str, str]]:
+        """Each prompt with its continuation: the same in all processes. `got_further` hears of each token."""
         place, generator = self._called_model
         settings, made = self._config.telemetry, []
         model = place(self._program.to_canonical(model_state(state)))
@@ -147,7 +151,7 @@ class Sampler:
         sampling = Sampling(_TEMPERATURE, seed=self._config.seed + step)
         for tokens in generator.generate(weights, self._prompts, settings.sample_tokens, sampling):
             made.append(tokens)
-            got_further()
+            got_further(f"token {len(made)} of {settings.sample_tokens} of the samples")
         end = self._data.end_of_document
         return [
             {"prompt": text, "text": decode_after(self._tokenizer, prompt, row[: _length(row, end)])}

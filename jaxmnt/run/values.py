@@ -78,6 +78,7 @@ def run_process(
         stop = stop or held.enter_context(stop_request(config, identity, heartbeat.end))
         held.enter_context(watchdog)
         status = held.enter_context(status_line(quiet=identity.process_id != 0))
+        watchdog.tell = status.waiting
         yield RunProcess(
             config,
             directory,

@@ -18,9 +18,11 @@ from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.messages import Position
 from jaxmnt.errors import remark
 from jaxmnt.telemetry.stacks import write_stacks
+from jaxmnt.units import duration
 
 _LOOK_SECONDS = 1.0
 _REMEMBERED = 64
+_STEPS = "taking steps"
 
 
 class Watchdog:
@@ -39,7 +41,9 @@ class Watchdog:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._settled = False
-        self._phase = "starting"
+        self.tell: Callable[[str], None] = lambda text: None
+        """Called about once a second, while something else than a step goes on, with what it is and how far it is."""
+        self._phase, self._since, self._done = "starting", time.monotonic(), ""
         self._limit: float | None = None
         self._looks = 0
         """At this process since it got further last. Counted, not timed: one that was suspended does not hang."""
@@ -81,11 +85,11 @@ class Watchdog:
         typical = statistics.median(self._seconds) if self._seconds else 0.0
         shortest = self._settings.step_seconds
         limit = None if shortest is None else max(shortest, self._settings.factor * typical)
-        self._enter("taking steps", limit)
+        self._enter(_STEPS, limit)
 
-    def got_further(self) -> None:
-        """What goes on is alive: its time begins anew."""
-        self._looks = 0
+    def got_further(self, done: str = "") -> None:
+        """What goes on is alive: its time begins anew. `done` says how far it is, such as batch 3 of 20."""
+        self._looks, self._done = 0, done
 
     def position(self) -> Position:
         """From any thread."""
@@ -105,6 +109,8 @@ class Watchdog:
 
     def _enter(self, phase: str, limit: float | None) -> None:
         self.got_further()
+        if phase != self._phase:
+            self._since = time.monotonic()
         self._phase, self._limit = phase, limit
         self.got_further()
 
@@ -115,10 +121,12 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._pause():
             self._looks += 1
-            limit, phase = self._limit, self._phase
+            limit, phase, done = self._limit, self._phase, self._done
+            if phase != _STEPS:
+                self.tell(f"{phase}{done and f', {done}'} … {duration(time.monotonic() - self._since)}")
             if limit is not None and self._looks * _LOOK_SECONDS > limit:
-                done = f", after {self._step - 1} of them" if self._settled and self._step else ""
-                self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{done}")
+                after = f", after {self._step - 1} of them" if self._settled and self._step else ""
+                self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{after}")
 
     def _main_thread(self) -> str:
         """Where in our own code the main thread is."""

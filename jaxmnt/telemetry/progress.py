@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ def _age() -> float:
 
 
 _LIVE_SECONDS = 0.1
+_MOMENT_SECONDS = 0.8
 _PLAIN_SECONDS = 10.0
 _WIDEST_BAR = 20
 _WARNING = "WARNING"
@@ -75,7 +77,8 @@ class StatusLine:
         """Whether there is a terminal, on which a line can be rewritten."""
         self._colour = self.live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._next = 0.0
-        self._shown = False
+        self._shown = self.live  # what `announce` may have left there
+        self._lock = threading.RLock()
 
     @property
     def due(self) -> bool:
@@ -105,26 +108,41 @@ class StatusLine:
             print(text, file=self._out, flush=True)
             self._next = time.monotonic() + _PLAIN_SECONDS
 
+    def waiting(self, text: str) -> None:
+        """Shows on a terminal what takes long, from any thread; not over a line that was shown a moment ago."""
+        if self.live and not self._quiet and time.monotonic() >= self._next + _MOMENT_SECONDS:
+            self._show(text[: shutil.get_terminal_size().columns - 1])
+
     def _show(self, text: str) -> None:
-        self._out.write(f"\r\x1b[K{text}")
-        self._out.flush()
-        self._shown = True
+        with self._lock:
+            self._out.write(f"\r\x1b[K{text}")
+            self._out.flush()
+            self._shown = True
         self._next = time.monotonic() + _LIVE_SECONDS
 
     def line(self, text: str) -> None:
         """Prints a line that stays."""
         if self._quiet:
             return
-        self.clear()
         if self._colour and text.startswith(_WARNING):
             text = f"\x1b[33m{text}\x1b[0m"
-        print(text, file=self._out, flush=True)
+        with self._lock:
+            self.clear()
+            print(text, file=self._out, flush=True)
 
     def clear(self) -> None:
-        if self._shown:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
-            self._shown = False
+        with self._lock:
+            if self._shown:
+                self._out.write("\r\x1b[K")
+                self._out.flush()
+                self._shown = False
+
+
+def announce(text: str) -> None:
+    """Shows on a terminal what takes a while before there is a status line, which replaces it."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        sys.stdout.write(f"\r\x1b[K{text}")
+        sys.stdout.flush()
 
 
 @contextmanager
