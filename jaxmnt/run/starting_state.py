@@ -48,7 +48,8 @@ class ReadyRun(CompiledRun):
 def restore_run(compiled: CompiledRun) -> ReadyRun:
     """Restores the state to go on from, which can be an earlier one than `compiled.start` has."""
     limits, config = compiled.config.watchdog, compiled.config
-    with compiled.watchdog.during("restoring", limits.restore_seconds):
+    is_new = compiled.start.checkpoint is None and compiled.start.weights is None
+    with compiled.watchdog.during("creating the state" if is_new else "restoring", limits.restore_seconds):
         start, state = starting_state(compiled)
     run = replace(compiled, start=start)
     run.clock.lap("restore")

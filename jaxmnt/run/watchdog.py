@@ -122,8 +122,8 @@ class Watchdog:
         while not self._pause():
             self._looks += 1
             limit, phase, done = self._limit, self._phase, self._done
-            if phase != _STEPS:
-                self.tell(f"{phase}{done and f', {done}'} … {duration(time.monotonic() - self._since)}")
+            if phase != _STEPS and (seconds := time.monotonic() - self._since) >= 1:
+                self.tell(f"{phase}{done and f', {done}'} … {duration(seconds)}")
             if limit is not None and self._looks * _LOOK_SECONDS > limit:
                 after = f", after {self._step - 1} of them" if self._settled and self._step else ""
                 self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{after}")
