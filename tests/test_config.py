@@ -14,6 +14,7 @@ from conftest import command
 from jaxmnt.config.describe import changes, fields_by_key, json_schema
 from jaxmnt.config.load import (
     apply_overrides,
+    as_bytes,
     as_override,
     as_typed,
     dump_config,
@@ -96,6 +97,51 @@ def test_options_that_are_paths_begin_in_a_home(tmp_path, monkeypatch):
     assert options.output == tmp_path / "a" and options.run == f"{tmp_path}/b@100"
     with pytest.raises(ConfigError, match=r"argument --output: .*there is no user nobody-here"):
         parser.parse_args(["--output=~nobody-here/a"])
+
+
+def test_a_file_extends_another(tmp_path):
+    """Sections are merged, other values replaced; what is wrong is named with the file that says it."""
+    (tmp_path / "shared").mkdir()
+    base = tmp_path / "shared" / "base.yaml"
+    base.write_text(
+        "x-lr: &lr 0.5\ntrain: {steps: 50, microbatch_size: 2}\nmodel: {num_heads: 2}\n"
+        "optimizer:\n  learning_rate: *lr\n"
+    )
+    own = tmp_path / "own.yaml"
+    own.write_text("extends: shared/base.yaml\ntrain:\n  steps: 60\nmodel:\n")
+    config = load_config(own, ["optimizer.warmup_steps=1"])
+    assert (config.train.steps, config.train.microbatch_size, config.model.num_heads) == (60, 2, 2)
+    assert config.optimizer.learning_rate == 0.5 and config.run.dir == "runs/own"
+    moved = tmp_path / "elsewhere" / "frozen.yaml"
+    moved.parent.mkdir()
+    moved.write_bytes(as_bytes(own))
+    assert load_config(moved, ["run.dir=runs/own", "optimizer.warmup_steps=1"]) == config
+    assert as_bytes(base) == base.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("train: {step: 3}", r"base\.yaml:1: train\.step: unknown key"),
+        ("train: [", r"base\.yaml:1: not valid YAML: .* \(.*own\.yaml:1 extends it\)"),
+        (None, r"base\.yaml: no such config file.* \(.*own\.yaml:1 extends it\)"),
+        ("extends: own.yaml", r"base\.yaml:1: extends: own\.yaml extends this file in turn"),
+        ("extends: [a]", r"base\.yaml:1: extends: must be the path of a config file, not"),
+    ],
+)
+def test_what_is_wrong_with_a_file_that_is_extended_is_named(tmp_path, base, words):
+    (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
+    if base is not None:
+        (tmp_path / "base.yaml").write_text(base)
+    with pytest.raises(ConfigError, match=words):
+        load_config(tmp_path / "own.yaml")
+
+
+def test_what_other_programs_do_and_this_one_does_not_is_said(tmp_path):
+    with pytest.raises(ConfigError, match=r"lora: unknown key; LoRA is not available in this version"):
+        load(tmp_path, "lora: {rank: 8}")
+    with pytest.raises(ConfigError, match=r"optimizer\.rules\.0\.patern: unknown key; did you mean .*\.pattern\?"):
+        load(tmp_path, "optimizer: {rules: [{patern: x}]}")
 
 
 def test_derived_defaults(tmp_path):

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxmnt.config.explain import Schema, entries_of, field_of, plain, section_fields, takes
-from jaxmnt.config.load import as_yaml, flatten
+from jaxmnt.config.load import EXTENDS, as_yaml, flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
 from jaxmnt.strict_json import json_text
@@ -43,7 +43,11 @@ def help_text() -> str:
 
 def json_schema() -> str:
     """A JSON schema of the config file, for editors."""
-    return json_text(Config.model_json_schema(), indent=2) + "\n"
+    schema = Config.model_json_schema()
+    extends = {"type": "string", "description": "Another config file, whose keys this one has unless it sets them."}
+    schema["properties"] = {EXTENDS: extends} | schema["properties"]
+    schema["patternProperties"] = {"^x-": {"description": "A place for YAML anchors."}}
+    return json_text(schema, indent=2) + "\n"
 
 
 def fields_by_key() -> dict[str, Schema]:

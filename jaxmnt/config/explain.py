@@ -142,7 +142,8 @@ _LONGEST = 80
 
 def explain(error: ValidationError, sources: Mapping[str, str], name: str) -> str:
     """One message for the first problem, and a count of the others. `sources` says where each key was written."""
-    problems = error.errors()
+    # An unknown key explains most: beside a misspelled one the right one is missing.
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     dotted, text = _problem(problems[0], sources)
     different = {_problem(problem, sources) for problem in problems}
     more = f" (the first of {len(different)} problems)" if len(different) > 1 else ""
@@ -191,6 +192,8 @@ def _suggestion(dotted: str, value: Any) -> str:
     """What somebody may have meant who wrote this key, or this section with this inside."""
     *parents, last = dotted.split(".")
     known = list(section_fields(parents))
+    if missing := table()["not_available"].get(last.lower()):
+        return f"{missing} is not available in this version"
     if not parents and isinstance(value, dict) and value:
         return _section_suggestion(last, str(next(iter(value))), known)
     if meant := setting_for(last, ".".join(parents)):
@@ -230,6 +233,7 @@ def table() -> dict[str, Any]:
     """Reads `synonyms.json`, when an error is worded.
 
     `sections` and `settings` have names of other programs, with spaces between them, by a section's name and in order.
+    `not_available` names what a key of other programs would ask for that this one does not do.
     """
     return json.loads(files("jaxmnt.config").joinpath("synonyms.json").read_text(encoding="utf-8"))
 

@@ -57,6 +57,12 @@ _Loader.add_implicit_resolver(
 )
 
 _MOST_KEYS = 20_000
+EXTENDS = "extends"
+"""The key of a config file that names another, whose keys it has unless it sets them itself."""
+
+_ANCHORS = "x-"
+"""How top-level keys begin that mean nothing by themselves."""
+
 _NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What PyYAML raises, the last ones for a tag that its value does not fit, or for deep nesting."""
 
@@ -67,8 +73,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises `ConfigError` with the file or argument, the key and the fix.
     """
     path = Path(path)
-    tree, lines = _read(path)
-    sources = {key: f"{path}:{line}" for key, line in lines.items()}
+    tree, sources = _read(path)
     for key in apply_overrides(tree, overrides or []):
         sources = {known: line for known, line in sources.items() if not known.startswith(f"{key}.")}
         sources[key] = COMMAND_LINE
@@ -218,7 +223,53 @@ def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any])
     return _dumped(tree)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def as_bytes(path: Path) -> bytes:
+    """The file as it is; of one that extends another, the keys of both, to be read anywhere."""
+    raw = path.read_bytes()
+    tree, _ = _read_alone(path)
+    return with_settings(path, [], {}).encode() if EXTENDS in tree else raw
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree of a file with that of the file it extends, and where each dotted key was written.
+
+    Keys that begin with `x-` are a place for anchors, and are left out. `above` are the files that extend this one.
+    """
+    tree, lines = _read_alone(path)
+    tree = {name: value for name, value in tree.items() if not str(name).startswith(_ANCHORS)}
+    sources = {key: f"{path}:{line}" for key, line in lines.items() if not key.startswith(_ANCHORS)}
+    named = tree.pop(EXTENDS, None)
+    where = sources.pop(EXTENDS, str(path))
+    if named is None:
+        return tree, sources
+    if not isinstance(named, str):
+        raise ConfigError(f"{where}: {EXTENDS}: must be the path of a config file, not {shortened(repr(named))}")
+    base = path.parent / Path(named).expanduser()
+    if base.resolve() in (path.resolve(), *above):
+        raise ConfigError(f"{where}: {EXTENDS}: {printable(named)} extends this file in turn; remove one of the two")
+    try:
+        base_tree, base_sources = _read(base, (path.resolve(), *above))
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({where} extends it)") from error
+    replaced = lambda key: any(key == own or key.startswith(f"{own}.") for own in sources if _leaf(tree, own))
+    return _merged(base_tree, tree), {key: line for key, line in base_sources.items() if not replaced(key)} | sources
+
+
+def _leaf(tree: dict[str, Any], dotted: str) -> bool:
+    """Whether this key is a value, not a section whose keys are merged one by one."""
+    value: Any = tree
+    for name in dotted.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return not isinstance(value, dict)
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The keys of both; where both have one, sections are merged and any other value is that of `own`."""
+    both = lambda name: isinstance(base.get(name), dict) and isinstance(own[name], dict | None)
+    return base | {name: _merged(base[name], own[name] or {}) if both(name) else own[name] for name in own}
+
+
+def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The file's tree, and the line of each dotted key."""
     try:
         text = path.read_text(encoding="utf-8")

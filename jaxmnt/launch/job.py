@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.clusters import holds_a_secret, is_secret_name
-from jaxmnt.config.load import as_override, last_of_each, load_config
+from jaxmnt.config.load import as_bytes, as_override, last_of_each, load_config
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, ExitCode, printable
@@ -140,7 +140,7 @@ class Job:
     @property
     def frozen_file(self) -> Path:
         """Where the config file is kept as it was when the job was asked for: it may wait, and be requeued."""
-        digest = hashlib.sha256(self.config_file.read_bytes()).hexdigest()[:8]
+        digest = hashlib.sha256(as_bytes(self.config_file)).hexdigest()[:8]
         return self.run_dir / "launch" / f"{self.config_file.stem}-{digest}.yaml"
 
     def start_timeout_seconds(self, default: float) -> float:
@@ -153,7 +153,7 @@ class Job:
     def freeze(self) -> None:
         """Writes it. Raises `OSError`."""
         self.frozen_file.parent.mkdir(parents=True, exist_ok=True)
-        publish_bytes(self.frozen_file, self.config_file.read_bytes())
+        publish_bytes(self.frozen_file, as_bytes(self.config_file))
 
 
 def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequence[str] = ()) -> Job:

@@ -48,8 +48,8 @@ def family_class(name: str) -> type[Family]:
     path = FAMILIES.get(name, name if "." in name else None)
     if path is None:
         raise ConfigError(
-            f"model.family: {printable(name)} is not known; {nearest(name, sorted(FAMILIES))}; a family of your own is "
-            "the dotted path of its class"
+            f"model.family: {printable(name)} is not known; {nearest(name, sorted(FAMILIES))} (a family of your own is "
+            "the dotted path of its class)"
         )
     found = import_dotted(path, "model.family", "a class")
     if not (isinstance(found, type) and issubclass(found, Family)):

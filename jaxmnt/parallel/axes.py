@@ -27,9 +27,9 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
         axes = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
         there = counted(device_count, "device is there", "devices are there")
         virtual = f", or try virtual devices: launch local --devices-per-process {fixed}"
+        fix = f"choose sizes whose product divides {device_count}" if device_count > 1 else "set it to 1"
         raise ConfigError(
-            f"{axes} needs a multiple of {fixed} devices, and {there}; choose sizes whose product divides "
-            f"{device_count}{virtual if device_count < fixed else ''}"
+            f"{axes} needs a multiple of {fixed} devices, and {there}; {fix}{virtual if device_count < fixed else ''}"
         )
     if rest is not None:
         sizes[rest] = device_count // fixed
