@@ -3,7 +3,8 @@
 RUN is a run directory, or the folder or gs:// address of checkpoint.dir; without STEP its newest whole checkpoint.
 Neither the data nor the folder that the run was started in are needed. FILE has JSON lines with "prompt", or with
 "messages" for --chat, to which "tools", "documents" and "chat_template_kwargs" may be added for the chat template. Each
-becomes a line with "text", "tokens" and "finish" (end, stop or length).
+becomes a line with "text", "tokens" and "finish" (end, stop or length). A line that cannot be used becomes a line with
+"error", and the exit code is 2 at the end.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.strict_json import json_text
-from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
+from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import Named, TrainedModel, Vocabulary
@@ -46,6 +47,10 @@ class Request:
     text: str = ""
     finish: str | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """The line that answers it."""
+        return self.record | {"text": self.text, "tokens": len(self.tokens), "finish": self.finish}
+
     def take(self, token: int, vocabulary: "Vocabulary") -> None:
         """One more token."""
         from jaxmnt.data.text_pieces import decode_after
@@ -72,10 +77,11 @@ def main(arguments: list[str]) -> int:
     first = next(requests, None)
     if first is None:
         return ExitCode.FINISHED
-    model = named.load(options.overrides)
+    model, refused = named.load(options.overrides), 0
     for batch in _batches(itertools.chain([first], requests), 1 if options.input is None else options.batch):
         _run(model, batch, options)
-    return ExitCode.FINISHED
+        refused += sum(isinstance(request, Refused) for _, request in batch)
+    return exit_code_of(refused)
 
 
 def complete(
@@ -94,21 +100,23 @@ def complete(
             return
 
 
-def _run(model: "TrainedModel", batch: list[tuple[int, Request]], options: argparse.Namespace) -> None:
+def _run(model: "TrainedModel", batch: list[tuple[int, Request | Refused]], options: argparse.Namespace) -> None:
     """Generates for a batch, and shows it: text as it comes, or a line for each at the end."""
     from jaxmnt.training.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    requests = [request for _, request in batch]
+    requests = [(number, request) for number, request in batch if isinstance(request, Request)]
     if options.input is None:
-        first, shown = requests[0], [_show("", requests[0].prompt)]
-        complete(model, batch, sampling, lambda: shown.append(_show(shown.pop(), first.prompt + _unstopped(first))))
+        [(_, first)] = requests
+        shown = [_show("", first.prompt)]
+        complete(model, requests, sampling, lambda: shown.append(_show(shown.pop(), first.prompt + _unstopped(first))))
         print()
         return
-    complete(model, batch, sampling, lambda: None)
-    for request in requests:
-        told = {"text": request.text, "tokens": len(request.tokens), "finish": request.finish}
-        print(json_text(request.record | told, ensure_ascii=False), flush=True)
+    if requests:
+        complete(model, requests, sampling, lambda: None)
+    for _, request in batch:
+        answer = request.to_json()
+        print(json_text(answer, ensure_ascii=False), flush=True)
 
 
 def _unstopped(request: Request) -> str:
@@ -129,10 +137,11 @@ def _show(shown: str, text: str) -> str:
     return shown
 
 
-def _requests(options: argparse.Namespace, named: "Named") -> Iterator[Request]:
+def _requests(options: argparse.Namespace, named: "Named") -> Iterator[Request | Refused]:
     """What is asked for, line by line."""
-    lines = [("--prompt", _record(options))] if options.input is None else json_lines(options.input)
-    return (_request(options, named, where, record) for where, record in lines)
+    if options.input is None:
+        return iter([_request(options, named, "--prompt", _record(options))])
+    return json_lines(options.input, lambda where, record: _request(options, named, where, record))
 
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +198,7 @@ def _template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
     return variables | (more or {})
 
 
-def _batches(requests: Iterable[Request], size: int) -> Iterator[list[tuple[int, Request]]]:
+def _batches(requests: Iterable[Request | Refused], size: int) -> Iterator[list[tuple[int, Request | Refused]]]:
     """Requests with their numbers, so many at a time."""
     numbered = enumerate(requests)
     while batch := list(itertools.islice(numbered, size)):

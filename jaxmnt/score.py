@@ -2,7 +2,8 @@
 
 FILE has JSON lines with "text", or with "context" and "continuation", of which the continuation alone is scored. Each
 becomes a line with "log_likelihood" (in nats), "tokens" that were scored, and whether each was the likeliest
-("greedy"). A text longer than the model's window is scored in pieces, each token once.
+("greedy"). A text longer than the model's window is scored in pieces, each token once. A line that cannot be scored
+becomes a line with "error", and the exit code is 2 at the end.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.strict_json import json_text
-from jaxmnt.trained_model import add_arguments, find_model, json_lines, size_of
+from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import TrainedModel, Vocabulary
@@ -40,16 +41,20 @@ def main(arguments: list[str]) -> int:
     size_of(options, "batch")
 
     named = find_model(options.run, options.tokenizer)
-    lines = ((record, wanted_of(named.vocabulary, record, where)) for where, record in json_lines(options.input))
+    lines = json_lines(options.input, lambda where, record: (record, wanted_of(named.vocabulary, record, where)))
     first = next(lines, None)
     if first is None:
         return ExitCode.FINISHED
-    model = named.load(options.overrides)
+    model, refused = named.load(options.overrides), 0
     everything = itertools.chain([first], lines)
     while some := list(itertools.islice(everything, 16 * options.batch)):
-        for (record, _), found in zip(some, scores(model, [one for _, one in some], options.batch), strict=True):
-            print(json_text(record | vars(found), ensure_ascii=False), flush=True)
-    return ExitCode.FINISHED
+        wanted = [line[1] for line in some if not isinstance(line, Refused)]
+        found = iter(scores(model, wanted, options.batch))
+        for line in some:
+            refused += isinstance(line, Refused)
+            answer = line.to_json() if isinstance(line, Refused) else line[0] | vars(next(found))
+            print(json_text(answer, ensure_ascii=False), flush=True)
+    return exit_code_of(refused)
 
 
 def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> Wanted:

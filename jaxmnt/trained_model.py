@@ -5,14 +5,14 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from jaxmnt.commands import Parser, path_argument
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
 
 if TYPE_CHECKING:
     import jax
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from jaxmnt.data.tokenizer import Tokenizer
     from jaxmnt.training.inference import Generator
     from jaxmnt.training.spec import StepSpec
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,10 @@ class Named:
         for name in variables or {}:
             if not reads(template, name):
                 raise ConfigError(f"{where}: the chat template of the model does not read {printable(name)}; remove it")
-        return render(template, messages, special_tokens(self.files) | dict(variables or {}), begins_turn)
+        try:
+            return render(template, messages, special_tokens(self.files) | dict(variables or {}), begins_turn)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {str(error).removeprefix('--chat: ')}") from error
 
 
 def restored(
@@ -189,23 +195,60 @@ def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files:
     return Vocabulary(found, size, start, end, frozenset(ends))
 
 
-def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, or of standard input (-) as they come, each with its place for messages."""
+class Refused(NamedTuple):
+    """A line of JSON that cannot be used, and why."""
+
+    record: dict[str, Any]
+    """What the line says; empty if it is no object."""
+    error: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The line that answers it."""
+        return self.record | {"error": self.error}
+
+
+def json_lines(path: str, use: Callable[[str, dict[str, Any]], T]) -> Iterator[T | Refused]:
+    """What `use` makes of each object in a file of JSON lines, or in standard input (-) as they come.
+
+    `use` gets the place of the line for messages. If it raises a `ConfigError` about that place, the line is refused
+    and the others come.
+    """
     name = "standard input" if path == "-" else path
     try:
         with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as source:
             for number, line in enumerate(source, 1):
                 if line.strip():
-                    yield f"{name}:{number}", _object(line, f"{name}:{number}")
+                    yield _used(line, f"{name}:{number}", use)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input: {name} cannot be read: {error}") from error
+
+
+def _used(line: str, where: str, use: Callable[[str, dict[str, Any]], T]) -> T | Refused:
+    record: dict[str, Any] = {}
+    try:
+        record = _object(line, where)
+        return use(where, record)
+    except ConfigError as error:
+        if not str(error).startswith(where):  # it is about something else than this line
+            raise
+        return Refused(record, str(error))
+
+
+def exit_code_of(refused: int) -> ExitCode:
+    """The exit code of a command that has answered all lines, of which so many with an error; says so."""
+    if not refused:
+        return ExitCode.FINISHED
+    remark(f"error: --input: {counted(refused, 'line was', 'lines were')} refused; each of their answers says why")
+    return ExitCode.CONFIG
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: this line is not JSON: {printable(str(error))}; correct it") from error
+    except ValueError as error:  # Python's limit for the digits of an integer
+        raise ConfigError(f"{where}: a number in this line has too many digits; write it as text") from error
     if not isinstance(record, dict):
         raise ConfigError(f'{where}: this line must be an object, such as {{"prompt": "…"}}')
     return record

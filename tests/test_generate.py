@@ -1,6 +1,7 @@
 """What a run keeps of its tokens, so that generate and export work anywhere, and what generate says of a request."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -249,10 +250,15 @@ def test_a_stop_text_is_not_shown(moved, asked, tmp_path, capsys):
         ('{"prompt": 3}', 'in:1: it must have a "prompt" with a text'),
     ],
 )
-def test_a_line_that_says_nothing_is_named(moved, asked, tmp_path, record, words):
-    (tmp_path / "in").write_text(record + "\n")
-    with pytest.raises(ConfigError, match=words):
-        generate.main(["--run", str(run(moved)), "--input", str(tmp_path / "in")])
+def test_a_line_that_says_nothing_is_named(moved, asked, tmp_path, capsys, record, words):
+    """The other lines are answered all the same, as without it."""
+    good = json.dumps({"prompt": "ab"})
+    (tmp_path / "in").write_text(f"{record}\n{good}\n")
+    assert generate.main(["--run", str(run(moved)), "--input", str(tmp_path / "in")]) == ExitCode.CONFIG
+    out, err = capsys.readouterr()
+    refused, answered = map(json.loads, out.splitlines())
+    assert words in refused["error"] and answered["text"] == "xyz"
+    assert "error: --input: 1 line was refused" in err
 
 
 @pytest.mark.parametrize(
@@ -293,11 +299,11 @@ def test_a_chat_is_rendered_by_the_models_own_template(moved, asked, tmp_path, c
     assert generate.main([*command, "--input", lines(tmp_path / "in", told)]) == ExitCode.FINISHED
     assert bytes(asked[-1][0]) == b"^<system>s\n<user>u\n<assistant>"
     assert shown(capsys) == [told[0] | {"text": "x", "tokens": 1, "finish": "end"}]
-    with pytest.raises(ConfigError, match="cannot render this conversation: TemplateError: no tools here"):
-        told[0]["messages"][0]["role"] = "tool"
-        generate.main([*command, "--input", lines(tmp_path / "in", told)])
-    with pytest.raises(ConfigError, match=r'in:1: it must have "messages", a list of objects'):
-        generate.main([*command, "--input", lines(tmp_path / "in", [{"prompt": "x"}])])
+    told[0]["messages"][0]["role"] = "tool"
+    assert generate.main([*command, "--input", lines(tmp_path / "in", told)]) == ExitCode.CONFIG
+    assert "cannot render this conversation: TemplateError: no tools here" in shown(capsys)[0]["error"]
+    assert generate.main([*command, "--input", lines(tmp_path / "in", [{"prompt": "x"}])]) == ExitCode.CONFIG
+    assert 'in:1: it must have "messages", a list of objects' in shown(capsys)[0]["error"]
 
 
 CALLING_TEMPLATE = """{{ bos_token }}{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}
@@ -337,11 +343,11 @@ def test_what_a_line_gives_besides_its_messages_reaches_the_template(moved, aske
         ({"chat_template_kwargs": {"messages": []}}, 'in:1: "chat_template_kwargs" must not set messages'),
     ],
 )
-def test_what_the_template_does_not_read_is_named(moved, asked, tmp_path, more, words):
+def test_what_the_template_does_not_read_is_named(moved, asked, tmp_path, capsys, more, words):
     with_template(run(moved), TEMPLATE)
     told = lines(tmp_path / "in", [{"messages": SAME_LINE} | more])
-    with pytest.raises(ConfigError, match=words):
-        generate.main(["--run", str(run(moved)), "--chat", "--input", told])
+    assert generate.main(["--run", str(run(moved)), "--chat", "--input", told]) == ExitCode.CONFIG
+    assert re.search(words, shown(capsys)[0]["error"])
 
 
 @pytest.mark.parametrize(
@@ -378,8 +384,11 @@ def test_scores_of_texts(moved, tmp_path, capsys):
     assert score.main([*command, "--batch", "1", "mesh.model=2", "mesh.fsdp=4"]) == ExitCode.FINISHED
     for one, other in zip(found, shown(capsys), strict=True):
         assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], rel=1e-5)
-    with pytest.raises(ConfigError, match=r'in:1: it must have "text", or "context" and "continuation"'):
-        score.main(["--run", str(run(moved)), "--input", lines(tmp_path / "in", [{"prompt": "a"}])])
+    told = lines(tmp_path / "in", [{"prompt": "a"}, records[0]])
+    assert score.main(["--run", str(run(moved)), "--input", told]) == ExitCode.CONFIG
+    refused, scored = shown(capsys)
+    assert 'in:1: it must have "text", or "context" and "continuation"' in refused["error"]
+    assert scored["log_likelihood"] == pytest.approx(found[0]["log_likelihood"], rel=1e-5)
 
 
 def test_a_model_from_elsewhere_begins_texts_as_its_tokenizer_does(moved, tmp_path):

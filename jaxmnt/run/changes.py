@@ -37,7 +37,8 @@ _BAD_STEPS = "bad_steps/total"
 
 def with_choices_of(config: Config, before: Config) -> Config:
     """Returns the config with what `auto` came to in the run whose config was `before`, for the keys of `CHOSEN`."""
-    mesh, chosen = config.mesh, {}
+    mesh = config.mesh
+    chosen: dict[str, Any] = {}
     if mesh.zero == "auto" and not (mesh.prefetch and before.mesh.zero != 3):
         chosen["mesh.zero"] = before.mesh.zero
     if config.train.eval_tokens == "auto":

@@ -76,18 +76,24 @@ def data(run: OpenedRun) -> None:
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
             f"fill {training.readers[name].fill:.3f}{_masked(without.get(name))}"
         )
-    held_out = sum(source.tokens("eval") for source in run.data.parts.values())
-    if held_out:
-        limit, every = run.config.eval_limit, run.config.train.eval_every
-        part = f"{count(limit)} of" if limit is not None and limit < held_out else "all"
-        when = f"every {every} steps and at the end" if every else "at the end"
-        status.line(f"eval    on {part} {count(held_out)} held-out tokens, {when} (train.eval_tokens)")
+    _evaluation(run)
     empty = training.empty_batches(without)
     if empty >= _TELLING_SHARE:
         status.line(
             f"note    about {empty:.0%} of the batches have no target, and their steps will change nothing: set "
             "data.rows: packed, a longer data.sequence_length or a larger data.global_batch_size"
         )
+
+
+def _evaluation(run: OpenedRun) -> None:
+    """How much of what is held out an evaluation reads, and when."""
+    held_out = sum(source.tokens("eval") for source in run.data.parts.values())
+    limit, every = run.config.eval_limit, run.config.train.eval_every
+    if not held_out:
+        return
+    part = f"{count(limit)} of" if limit is not None and limit < held_out else "all"
+    when = f"every {every} steps and at the end" if every else "at the end"
+    run.status.line(f"eval    on {part} {count(held_out)} held-out tokens, {when} (train.eval_tokens)")
 
 
 def _masked(without: WithoutTargets | None) -> str:
