@@ -225,3 +225,10 @@ def reference(params, buffers, rows, config, ids):
     logits, terms, loads = jax.vmap(of_row)(rows["tokens"], rows["positions"], rows["segments"])
     value = mean_loss(logits, rows, ids) + jnp.sum(terms) / np.sum(rows["weights"])
     return value, jnp.sum(loads, 0)
+
+
+class Raising(Pretend):
+    """The same with a mistake."""
+
+    def layer(self, kind, rngs):
+        return [][kind]

@@ -284,6 +284,26 @@ def test_another_loss(loss, plain, mesh):
     assert_near(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mean", r"train\.loss: the function must return .*LossSums\(loss, cross_entropy\), two sums"),
+        ("raising", r"train\.loss: .*other_loss\.py:\d+: TypeError: .*; correct it"),
+    ],
+)
+def test_a_loss_that_is_wrong_is_named_with_its_line(name, words):
+    chosen = config(**sections({}))
+    chosen = chosen.changed({"train.loss": f"other_loss.{name}"})
+    with pytest.raises(ConfigError, match=words):
+        compile_program(chosen, VOCAB, jax.devices()[:1])
+
+
+def test_a_family_that_raises_is_named_with_its_line():
+    chosen = config(**sections({})).changed({"model.family": "pretend_family.Raising", "model.num_layers": 3})
+    with pytest.raises(ConfigError, match=r"model\.family: .*pretend_family\.py:\d+: TypeError: .*; correct it"):
+        compile_program(chosen, VOCAB, jax.devices()[:1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["mesh.data=1", "mesh.pipeline=2"])
 def test_a_bias_without_gradient_resumes_bit_for_bit(tiny, tmp_path, mesh):

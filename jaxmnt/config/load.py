@@ -6,7 +6,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
 from itertools import count, starmap
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from jaxmnt.config.explain import COMMAND_LINE, explain, field_of, source_of
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
-from jaxmnt.errors import ConfigError, printable, shortened, summary
+from jaxmnt.errors import ConfigError, printable, shortened
 
 
 class _GivenTwiceError(yaml.YAMLError):
@@ -409,18 +408,6 @@ def _no_setting(overrides: list[str], number: int) -> str:
         f"argument {shown} is not a setting; write key.sub=value, such as train.steps=100, with quotes around it "
         "if there are spaces in it"
     )
-
-
-def import_dotted(path: str, key: str, wanted: str) -> Any:
-    """The object at the dotted path that a key of the config has. Raises `ConfigError` if it cannot be imported."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(import_module(module), name)
-    except Exception as error:  # it may be the user's own code that runs
-        raise ConfigError(
-            f"{key}: {printable(path)} cannot be imported: {printable(summary(error))}; it must be the dotted path of "
-            f"{wanted}, in a module that can be imported where the run is started"
-        ) from error
 
 
 # -- settings that are paths: `~` in them means a home, and variables of the shell are refused

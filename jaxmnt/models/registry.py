@@ -2,8 +2,8 @@
 
 from inspect import isabstract
 
-from jaxmnt.config.load import import_dotted
 from jaxmnt.config.model import Model
+from jaxmnt.config.own_code import import_dotted
 from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.models.contract import Family
 

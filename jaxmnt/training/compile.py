@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
 
+from jaxmnt.config.own_code import telling_whose_code
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
@@ -138,12 +139,13 @@ def compile_program(
 
     Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
     """
-    spec = build_spec(config, data_vocab_size, devices, hosts)
-    if resolve is not None:
-        spec = replace(spec, config=resolve(spec))
-    state = abstract_state(spec)
-    started = time.perf_counter()
-    step = compile_step(spec, state, _gpu_memory(spec.placement))
+    with telling_whose_code(config):
+        spec = build_spec(config, data_vocab_size, devices, hosts)
+        if resolve is not None:
+            spec = replace(spec, config=resolve(spec))
+        state = abstract_state(spec)
+        started = time.perf_counter()
+        step = compile_step(spec, state, _gpu_memory(spec.placement))
     seconds = time.perf_counter() - started
     memory = measure(spec, state, step, _device_limit(spec.placement))
     if memory.limit is not None and memory.peak > memory.limit:

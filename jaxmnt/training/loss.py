@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxmnt.config.load import import_dotted
+from jaxmnt.config.own_code import import_dotted
 from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.layers import zeros_after
@@ -217,7 +217,10 @@ def _loss_of(chunks: LossChunks, rest: Any, product_CV: Array, tokens: Tokens) -
     logits = logits_of(chunks.finish(rest, product_CV), chunks.data_vocab_size, chunks.placement)
     sums = chunks.loss(logits, tokens)
     if not (isinstance(sums, LossSums) and all(jnp.shape(one) == () for one in sums)):
-        raise ConfigError("train.loss: the function must return jaxmnt.training.loss.LossSums of two numbers")
+        raise ConfigError(
+            "train.loss: the function must return jaxmnt.training.loss.LossSums(loss, cross_entropy), two sums over "
+            f"the tokens of a chunk, not {type(sums).__name__}; docs/models.md has an example"
+        )
     return sums
 
 
