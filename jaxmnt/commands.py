@@ -88,8 +88,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def format_help(self) -> str:
-        lines = super().format_help().split("\n")  # a usage that is written by hand is not wrapped by argparse
-        return "\n".join(part for line in lines for part in _fitted(line))
+        return fitted(super().format_help())  # a usage that is written by hand is not wrapped by argparse
 
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` for whatever argparse finds wrong."""
@@ -158,6 +157,11 @@ def wrapped(text: str) -> str:
         else:
             lines.append(line)
     return "\n".join(part for line in lines for part in _fitted(line))
+
+
+def fitted(text: str) -> str:
+    """A text of which each line fits the terminal."""
+    return "\n".join(part for line in text.split("\n") for part in _fitted(line))
 
 
 def width() -> int:

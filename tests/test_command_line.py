@@ -12,6 +12,7 @@ from jaxmnt.__main__ import COMMANDS, _dispatch
 from jaxmnt.config.describe import fields_by_key
 from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.run.arguments import parse_arguments
 
 HERE, RUN = (0, 1, 2), (0, 1, 2, 3, 4, 75)
 
@@ -352,3 +353,15 @@ def test_a_key_twice_in_a_value_is_refused_as_in_a_file(tmp_path):
     assert "data.path is given twice (first on line 2)" in refused(tmp_path, "data:\n  path: a\n  path: b\n")
     message = refused(tmp_path, "", "data.sources={a: {path: x, weight: 1}, a: {path: y, weight: 1}}")
     assert message.endswith(": a is given twice; keep one")
+
+
+def test_help_of_a_topic_shows_its_settings_alone(capsys):
+    """Those of the entries of lists among them."""
+    for topic in ("optimizer", "optimizer.rules"):
+        with pytest.raises(SystemExit) as ended:
+            parse_arguments(["--help", topic])
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0 and "optimizer.rules.N.pattern" in shown and "train.steps" not in shown
+        assert ("optimizer.beta2" in shown) == (topic == "optimizer")
+    with pytest.raises(ConfigError, match=r"--help: no setting begins with optimiser; did you mean optimizer\?"):
+        parse_arguments(["--help", "optimiser"])

@@ -6,6 +6,7 @@ from jaxmnt.config.explain import Schema, entries_of, field_of, plain, section_f
 from jaxmnt.config.load import EXTENDS, as_yaml, flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
+from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.strict_json import json_text
 
 MEANING: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
@@ -33,12 +34,18 @@ class Change(NamedTuple):
         return f"{as_yaml(self.before)} → {as_yaml(self.now)}"
 
 
-def help_text() -> str:
-    """Every key with what it takes, its default and its line of explanation, for a terminal to wrap."""
-    return "\n".join(
-        f"  {name}  {takes(field)}; {_default(field)}\n      {field['description']}"
-        for name, field in fields_by_key().items()
-    )
+def help_text(topic: str = "") -> str:
+    """Every key with what it takes, its default and its line of explanation, for a terminal to wrap.
+
+    With a topic only that key, or the keys of that section. Raises `ConfigError` if there are none.
+    """
+    fields = fields_by_key(of_lists=True)
+    chosen = [name for name in fields if not topic or name == topic or name.startswith(f"{topic}.")]
+    if not chosen:
+        known = sorted({".".join(name.split(".")[:depth]) for name in fields for depth in (1, 2)})
+        raise ConfigError(f"--help: no setting begins with {printable(topic)}; {nearest(topic, known)}")
+    line = lambda name, field: f"  {name}  {takes(field)}; {_default(field)}\n      {field['description']}"
+    return "\n".join(line(name, fields[name]) for name in chosen)
 
 
 def json_schema() -> str:
@@ -50,8 +57,11 @@ def json_schema() -> str:
     return json_text(schema, indent=2) + "\n"
 
 
-def fields_by_key() -> dict[str, Schema]:
-    """Dotted key → schema, in the order of the config; NAME stands for any name in a mapping."""
+def fields_by_key(*, of_lists: bool = False) -> dict[str, Schema]:
+    """Dotted key → schema, in the order of the config; NAME stands for any name in a mapping.
+
+    `of_lists` adds the keys of a list's entries, with N for their place.
+    """
     fields = {}
 
     def add(prefix: str, keys: dict[str, Schema]) -> None:
@@ -61,8 +71,9 @@ def fields_by_key() -> dict[str, Schema]:
                 add(f"{key}.", inner["properties"])
                 continue
             fields[key] = field
-            if inner.get("type") == "object" and (entries := entries_of(inner)):
-                add(f"{key}.NAME.", plain(entries).get("properties", {}))
+            place = {"object": "NAME"} | ({"array": "N"} if of_lists else {})
+            if (kind := inner.get("type")) in place and (entries := entries_of(inner)):
+                add(f"{key}.{place[kind]}.", plain(entries).get("properties", {}))
 
     add("", section_fields([]))
     return fields

@@ -3,8 +3,8 @@
 import argparse
 import re
 
-from jaxmnt.commands import RUN, Parser, path_argument
-from jaxmnt.errors import ConfigError
+from jaxmnt.commands import RUN, Parser, fitted, path_argument
+from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.dry_run import add_arguments, check_arguments
 
 _DESCRIPTION = """python -m jaxmnt.train --config FILE [key=value …]
@@ -17,7 +17,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Raises `ConfigError` for arguments that make no sense, alone or together."""
     from jaxmnt.config.describe import help_text
 
-    keys = f"config keys:\n{help_text()}" if {"-h", "--help"} & set(arguments) else ""
+    if (topic := _help_topic(arguments)) is not None:
+        print(fitted(help_text(topic)))
+        raise SystemExit(ExitCode.FINISHED)
+    keys = ""
+    if _asks_for_help(arguments):
+        keys = f"config keys (--help TOPIC shows those of a section alone):\n{help_text()}"
     parser = Parser("python -m jaxmnt.train", description=_DESCRIPTION, codes=RUN, epilog=keys)
     parser.add_argument("--config", type=path_argument, required=True, metavar="FILE", help="YAML file with the config")
     parser.add_argument(
@@ -35,6 +40,17 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options: argparse.Namespace = parser.parse_intermixed_args(arguments)
     check_arguments(options)
     return options
+
+
+def _asks_for_help(arguments: list[str]) -> bool:
+    return not {"-h", "--help"}.isdisjoint(arguments)
+
+
+def _help_topic(arguments: list[str]) -> str | None:
+    """What stands behind --help; None if nothing does."""
+    place = next((place for place, text in enumerate(arguments) if text in ("-h", "--help")), len(arguments))
+    behind = arguments[place + 1 : place + 2]
+    return behind[0] if behind and not behind[0].startswith("-") else None
 
 
 def replay_range(text: str) -> tuple[int, int]:
