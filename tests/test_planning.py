@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import statistics
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -273,7 +274,7 @@ def test_how_many_gpus():
         (("--for", "money"), ["--for", "'money'"]),
         (("--for", "cost"), ["--for", "--price", "launch.cost_per_gpu_hour"]),
         (("--price", "-1"), ["--price", "-1"]),
-        (("--compile", "0"), ["--compile", "0"]),
+        (("--compile", "-1"), ["--compile", "-1"]),
         (("--precisions", "bfloat16,int8"), ["--precisions", "'int8'", "bfloat16, float8"]),
         (("--calibration", "nowhere.json"), ["--calibration", "nowhere.json"]),
     ],
@@ -415,3 +416,12 @@ def test_a_mesh_is_found_and_written(tmp_path, capsys):
     assert found.train.microbatch_size == best["settings"]["train.microbatch_size"] and told["reasons"]
     assert found.train.precision == best["settings"]["train.precision"]
     ElementTree.parse(picture)
+    asked = ["--config", str(path), "--target", "h100", "--gpus", "8,16", "--price", "2", "--compile", "0"]
+    assert command.main([*asked, "--json"]) == 0
+    estimates = json.loads(capsys.readouterr().out)
+    assert {one["gpus"] for one in estimates["estimates"]} == {8, 16} and estimates["winner"] in estimates["estimates"]
+    assert command.main(asked) == 0
+    shown = capsys.readouterr().out
+    assert re.match(r"answer  32\.8M tokens in about 0\.0 days for \d+: \d+ GPUs, ", shown) and "--compile 6" in shown
+    with pytest.raises(ConfigError, match="--compile: 0 compiles nothing"):
+        command.main([*asked, "--write", str(written)])

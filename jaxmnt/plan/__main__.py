@@ -51,8 +51,27 @@ def main(arguments: list[str]) -> int:
     rates = rates_of(chip, network)
     rates = rates if calibration is None else calibration.rates(rates)
     search = Search(config, chip, network, rates, precisions)
+    if options.compile == 0:
+        return _estimate(search, counts, wish, options)
     answers = [_answer(search, count, wish, options.compile) for count in counts]
     return _say(search, answers, wish, options)
+
+
+def _estimate(search: "Search", counts: list[int], wish: "Wish", options: argparse.Namespace) -> int:
+    """Answers without compiling."""
+    from jaxmnt.plan.estimated import fastest, show_estimates
+
+    ways = [one for gpus in counts for one in fastest(search, gpus, wish)]
+    if not ways:
+        raise ConfigError("--gpus: by estimate the run fits on none of these; --compile 6 says what it needs")
+    value = lambda one: one.goal.cost if wish.by == "cost" else one.goal.seconds
+    best = min(ways, key=lambda one: (value(one), one.gpus))
+    if options.json:
+        told = {"target": search.chip.kind, "tokens": wish.tokens, "winner": best.to_json()}
+        print(json_text(told | {"estimates": [one.to_json() for one in ways]}, indent=2))
+    else:
+        print(show_estimates(ways, best, wish))
+    return ExitCode.FINISHED
 
 
 def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argparse.Namespace) -> int:
@@ -209,7 +228,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--price", type=float, metavar="P", help="of an hour of a GPU; default launch.cost_per_gpu_hour"
     )
     parser.add_argument(
-        "--compile", type=int, default=COMPILED, metavar="K", help=f"ways that are compiled; default {COMPILED}"
+        "--compile",
+        type=int,
+        default=COMPILED,
+        metavar="K",
+        help=f"ways that are compiled; default {COMPILED}; 0: an estimate of all, in seconds",
     )
     parser.add_argument(
         "--precisions", metavar="P[,P]",
@@ -234,10 +257,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_settings()
     options = parser.parse_intermixed_args(arguments)
-    for name, least in (("price", 0.0), ("restart_seconds", 0.0), ("hours_between_failures", 0.01), ("compile", 1)):
+    for name, least in (("price", 0.0), ("restart_seconds", 0.0), ("hours_between_failures", 0.01), ("compile", 0)):
         value = getattr(options, name)
         if value is not None and not (least <= value < 1e9):
             raise ConfigError(f"--{name.replace('_', '-')}: {value:g} must be a number from {least:g} up; correct it")
+    if options.compile == 0 and (options.write or options.picture):
+        raise ConfigError("--compile: 0 compiles nothing, so there is no config to write and no picture; leave it out")
     return options
 
 

@@ -21,7 +21,7 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
         f"{network.fabric} a GPU beyond",
         f"goal    {count(wish.tokens)} tokens, in steps of {count(batch)}",
     ]
-    blocks = ["\n".join(lines)]
+    blocks = [_answer(best, wish), "\n".join(lines)]
     if len(answers) > 1:
         blocks.append("\n".join(_by_gpus(answers)))
     own = next(answer for answer in answers if answer.gpus == best.gpus)
@@ -36,6 +36,16 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
     if told := advice(search, best):
         blocks.append("\n".join(f"advice  {line}" for line in told))
     return "\n\n".join(blocks)
+
+
+def _answer(best: Priced, wish: Wish) -> str:
+    """What a person wants to know, in a line: days and money, each with the range that a step's time has."""
+    between = lambda value, digits: f"{value:,.{digits}f} ({LOW * value:,.{digits}f} to {HIGH * value:,.{digits}f})"
+    money = "" if best.goal.cost is None else f" for {between(best.goal.cost, 0)}"
+    return (
+        f"answer  {count(wish.tokens)} tokens in {between(best.goal.days, 1)} days{money}: {best.gpus} GPUs, "
+        f"{describe(best.plan.candidate)}"
+    )
 
 
 def _by_gpus(answers: Sequence[Answer]) -> list[str]:

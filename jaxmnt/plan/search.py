@@ -143,10 +143,14 @@ class Search:
         memory = report["memory"]
         return Plan(one, guess, _prediction(report), memory["peak"], memory["limit"], report)
 
+    def distinct(self, guesses: Sequence[Guess]) -> list[Guess]:
+        """Those that may fit, without those that another one is as good as."""
+        return _distinct([guess for guess in guesses if self.may_fit(guess)])
+
     def best(self, guesses: Sequence[Guess], count: int, told: Callable[[str], None] = lambda text: None) -> list[Plan]:
         """Of guesses, the fastest first: the plans that were compiled and fit, the fastest first. As many as `count`
         are compiled, and more until one fits."""
-        fit = _distinct([guess for guess in guesses if self.may_fit(guess)])
+        fit = self.distinct(guesses)
         chosen, found = fit[:count], list[Plan]()
         # If none of the fastest fits after all, those come that need least.
         roomy = sorted(fit[count:], key=lambda guess: guess.memory.peak)[: 2 * count]
