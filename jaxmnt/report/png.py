@@ -29,7 +29,7 @@ def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
         for name, title, charts in _together(report["runs"]):
             figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
             FigureCanvasAgg(figure)
-            _draw(figure.add_subplot(), title, charts, several=len(report["runs"]) > 1)
+            _draw(figure.add_subplot(), title, charts, [run["label"] for run in report["runs"]])
             path = folder / f"{name}.png"
             figure.savefig(path)
             written.append(path)
@@ -53,15 +53,21 @@ def _together(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[_Of]]]:
     return [(safe(name), title, charts) for name, (title, charts) in found.items()]
 
 
-def _draw(axes: Any, title: str, charts: list[_Of], *, several: bool) -> None:
+def _draw(axes: Any, title: str, charts: list[_Of], labels: list[str]) -> None:
+    """`labels` are those of all runs. Of several, each has a colour in all charts, and a line style for each series."""
+    several = len(labels) > 1
     first = charts[0][1]
     if first["style"] == "stack":
         values = [[value or 0.0 for value in one["values"]] for one in first["series"]]
-        labels = [_text(one["name"]) for one in first["series"]]
-        axes.stackplot(first["steps"], values, labels=labels, colors=_COLORS[: len(values)])
+        names = [_text(one["name"]) for one in first["series"]]
+        axes.stackplot(first["steps"], values, labels=names, colors=_COLORS[: len(values)])
     else:
-        lines = [(run, chart, one) for run, chart, _ in charts for one in chart["series"]]
-        for place, (run, chart, one) in enumerate(lines):
+        lines = [
+            (labels.index(run) if several else place, place, run, chart, one)
+            for run, chart, _ in charts
+            for place, one in enumerate(chart["series"])
+        ]
+        for color, place, run, chart, one in lines:
             told = [
                 (step, value) for step, value in zip(chart["steps"], one["values"], strict=True) if value is not None
             ]
@@ -72,7 +78,7 @@ def _draw(axes: Any, title: str, charts: list[_Of], *, several: bool) -> None:
             )
             label = _text(f"{run}: {one['name']}" if several else one["name"])
             axes.plot(
-                *zip(*told, strict=True), label=label, color=_COLORS[place % len(_COLORS)], linewidth=1.3, **style
+                *zip(*told, strict=True), label=label, color=_COLORS[color % len(_COLORS)], linewidth=1.3, **style
             )
         for mark in charts[0][2] if not several else []:
             restart = mark["kind"] == "restart"

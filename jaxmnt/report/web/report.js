@@ -306,18 +306,20 @@ function settings(caption, values) {
 
 // Charts.
 
-// Charts of the same id of several runs lie over each other; a stack stands by itself.
+// Charts of the same id of several runs lie over each other; a stack stands by itself. A run has the same colour in all
+// of them, and its lines differ by their dashes.
 function chartsOf(runs) {
   const together = new Map();
-  for (const run of runs) {
+  for (const [number, run] of runs.entries()) {
     for (const chart of run.charts) {
       const key = chart.style === "stack" && runs.length > 1 ? `${chart.id} ${run.label}` : chart.id;
       const title = chart.style === "stack" && runs.length > 1 ? `${chart.title}: ${run.label}` : chart.title;
       if (!together.has(key)) together.set(key, { ...chart, key, title, tables: [], marks: [] });
       const one = together.get(key);
-      for (const series of chart.series) {
-        const name = runs.length > 1 && chart.style !== "stack" ? `${run.label}: ${series.name}` : series.name;
-        one.tables.push({ ...series, name, steps: chart.steps });
+      const shared = runs.length > 1 && chart.style !== "stack";
+      for (const [place, series] of chart.series.entries()) {
+        const name = shared ? `${run.label}: ${series.name}` : series.name;
+        one.tables.push({ ...series, name, steps: chart.steps, color: `c${(shared ? number : place) % 9}`, dash: DASHES[place % 4] });
       }
       if (runs.length === 1) one.marks = run.marks;
     }
@@ -410,10 +412,10 @@ function chartCard(chart) {
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : (_, low, high) => inView(low, high, stack, ceiling) } },
       axes: [{ ...axis, values: (_, ticks) => ticks.map((tick) => short(tick)) },
         { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
-      series: [{}, ...chart.tables.map((one, place) => ({
-        label: one.name, stroke: color(`c${place % 9}`), width: stack ? 1 : 1.6, dash: stack ? [] : DASHES[place % 4],
-        fill: stack ? color(`c${place % 9}`) : undefined, show: !off.has(one.name), spanGaps: false,
-        points: { show: one.points || steps.length < 2, size: 7, fill: color(`c${place % 9}`),
+      series: [{}, ...chart.tables.map((one) => ({
+        label: one.name, stroke: color(one.color), width: stack ? 1 : 1.6, dash: stack ? [] : one.dash,
+        fill: stack ? color(one.color) : undefined, show: !off.has(one.name), spanGaps: false,
+        points: { show: one.points || steps.length < 2, size: 7, fill: color(one.color),
           filter: (_, series, all) => (all ? null : alone(data[series])) },
       }))],
       hooks: {
@@ -450,12 +452,12 @@ function chartCard(chart) {
     event.preventDefault();
   });
 
-  chart.tables.forEach((one, place) => {
+  chart.tables.forEach((one) => {
     const line = drawing("svg", { width: 24, height: 10, "aria-hidden": "true" });
     line.append(stack || one.points
-      ? drawing("rect", { x: 7, width: 10, height: 10, fill: color(`c${place % 9}`) })
-      : drawing("line", { x1: 0, x2: 24, y1: 5, y2: 5, stroke: color(`c${place % 9}`), "stroke-width": 2.5,
-        "stroke-dasharray": DASHES[place % 4].join(" ") }));
+      ? drawing("rect", { x: 7, width: 10, height: 10, fill: color(one.color) })
+      : drawing("line", { x1: 0, x2: 24, y1: 5, y2: 5, stroke: color(one.color), "stroke-width": 2.5,
+        "stroke-dasharray": one.dash.join(" ") }));
     legend.append(element("button", { "aria-pressed": String(!off.has(one.name)), onclick: (event) => {
       if (off.has(one.name)) off.delete(one.name); else off.add(one.name);
       event.currentTarget.setAttribute("aria-pressed", String(!off.has(one.name)));
