@@ -92,7 +92,7 @@ def _report_end(run: Running, step: int) -> None:
     name = shlex.quote(str(directory))
     say(f"report  python -m jaxmnt.report {name}")
     if run.data.tokenizer["name"] not in (NAMELESS, "synthetic"):
-        say(f"sample  python -m jaxmnt.generate --run {name} --prompt 'Once'")
+        say(f"prompt  python -m jaxmnt.generate --run {name} --prompt 'Once'")
     if step == settings.stop_after and step < settings.steps:
         say("to go on, raise train.stop_after or leave it out")
     elif step < settings.steps:
