@@ -127,7 +127,10 @@ def _trained(tree: Path, parts: Path, folder: Path, way: list[str], data: Path) 
         key, _, size = setting.partition("=")
         devices *= int(size) if key in SIZES else 1
     way = [setting.replace("DATA", str(data)) for setting in way]
-    settings = [*SETTINGS, *way, f"data.path={data}", f"run.dir={run}"]
+    # Versions before this key evaluate on all that is held out.
+    knows_limit = "eval_tokens" in (tree / "jaxmnt" / "config" / "schema.py").read_text()
+    whole = ["train.eval_tokens=null"] if knows_limit else []
+    settings = [*SETTINGS, *whole, *way, f"data.path={data}", f"run.dir={run}"]
     _run(tree, parts, folder, devices, "train", "--config", "config.yaml", *settings)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     manifest = json.loads((run / "checkpoints" / "20" / "jaxmnt.json").read_text())
