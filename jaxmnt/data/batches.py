@@ -189,25 +189,23 @@ class EvaluationData:
 
     def __init__(self, config: Config, part: Any, split: str = "eval"):
         self._reader = _reader(part, split, config.data)
-        self._rows = np.arange(self._reader.all_rows)
-
-    @property
-    def row_count(self) -> int:
+        self.row_count = self._reader.all_rows
         """How many rows are read."""
-        return len(self._rows)
 
     def limit_rows(self, count: int) -> None:
         """From now on reads `count` rows, evenly spaced over all of them and the same each time."""
-        if count < self._reader.all_rows:
-            self._rows = np.arange(count) * self._reader.all_rows // count
+        self.row_count = min(count, self._reader.all_rows)
 
     def batches(self, rows: Sequence[int], global_rows: int, *, prefetch: int, threads: int) -> Iterator[Rows]:
         """Batches of `global_rows` rows, of which the given ones are read."""
         count = -(-self.row_count // global_rows)
-        past_the_end = np.arange(self._reader.all_rows, self._reader.all_rows + global_rows)
-        chosen = np.concatenate([self._rows, past_the_end])
-        read = lambda batch: self._reader.read(chosen[int(batch) * global_rows + np.asarray(rows)].tolist())
+        read = lambda batch: self._reader.read([self._row(int(batch) * global_rows + row) for row in rows])
         return _read_ahead(grain.MapDataset.range(count).map(read), prefetch, threads)
+
+    def _row(self, index: int) -> int:
+        """The number of a row in the split, by its place among those that are read; past the end for filler."""
+        all_rows = self._reader.all_rows
+        return index * all_rows // self.row_count if index < self.row_count else all_rows + index
 
 
 def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
