@@ -27,8 +27,8 @@ def drill(config, tmp_path, *arguments, timeout):
 def test_a_short_drill(tiny_file, tmp_path):
     """One fault of each kind: in the numbers, on disk, killed, asked to stop, raised, hanging."""
     faults = [
-        "NaN in a batch", "full disk in a save", "kill in a step", "kill the coordinator", "damaged checkpoint",
-        "preempt one", "exception in prefetch", "hang in reading data",
+        "NaN in a batch", "full disk in a save", "kill in a step", "kill in a save", "kill the coordinator",
+        "damaged checkpoint", "preempt one", "exception in prefetch", "hang in reading data",
     ]  # fmt: skip
     result, out = drill(tiny_file, tmp_path, "--faults", ",".join(faults), timeout=500)
     assert result.returncode == 0, out

@@ -12,7 +12,6 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data import inspection
     from jaxmnt.data.batch_contents import rows_of, to_json
     from jaxmnt.data.batches import TrainingData
-    from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.rows import batch_digest, row_digests
     from jaxmnt.data.sources import open_sources
     from jaxmnt.data.tokenizer import make_tokenizer
@@ -40,8 +39,7 @@ def main(arguments: list[str]) -> int:
         if number is not None and not least <= number < 2**40:
             hint = "; earlier steps are of the run that this one branches off" if least > 1 else ""
             raise ConfigError(f"{name}: {number} is out of range; give {least} or more, as metrics.jsonl counts{hint}")
-    is_text = sources.tokenizer["name"] not in (NAMELESS, "synthetic")
-    tokenizer = make_tokenizer(sources.tokenizer, sources.folder) if is_text else None
+    tokenizer = make_tokenizer(sources.tokenizer, sources.folder) if sources.is_text else None
     size = config.data.global_batch_size
     limit = options.rows or (size if options.batch else 3)
     whole = options.full or options.json

@@ -19,7 +19,7 @@ from jaxmnt.config.data import Data
 from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import batch_fields
 from jaxmnt.data.grain_source import GrainData, open_grain
-from jaxmnt.data.manifest import MANIFEST
+from jaxmnt.data.manifest import MANIFEST, NAMELESS
 from jaxmnt.data.order import MixturePhase
 from jaxmnt.data.store import Origin, PreparedData, StoredTokens, TokenStream, open_prepared
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
@@ -167,6 +167,11 @@ class Sources:
     @property
     def tokenizer(self) -> dict[str, Any]:
         return self._first.tokenizer
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the tokens are those of a text, by a tokenizer that is known."""
+        return self.tokenizer["name"] not in (NAMELESS, "synthetic")
 
     @property
     def end_of_document(self) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmnt.config.mesh import AVAILABLE, STAGE_AXIS
+from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Guess, Plan, Search, describe
@@ -55,8 +56,7 @@ class Priced:
             "goodput": round(self.faults.goodput, 4),
             "save_every_seconds": round(self.faults.interval_seconds, 1),
             "hours_between_failures": round(self.faults.between_seconds / 3600, 2),
-            "days": round(self.goal.days, 3) if math.isfinite(self.goal.days) else None,
-            "cost": round(self.goal.cost) if self.goal.cost is not None and math.isfinite(self.goal.cost) else None,
+            **self.goal.to_json(),
         }
 
 
@@ -72,18 +72,24 @@ class Answer:
 
 def priced(search: Search, plan: Plan, wish: Wish, flops_per_token: float, peak: float | None) -> Priced:
     """What a plan takes to the goal. `peak` are the FLOP/s of a GPU by which utilisation is told."""
-    one, data, gpus = plan.candidate, search.config.data, plan.candidate.gpus
-    tokens = data.global_batch_size * data.sequence_length
-    rate = tokens / plan.seconds
-    memory = plan.report["memory"]
-    # Replicas hold the same: each host writes its share of one copy.
-    state = (memory["params"] + memory["optimizer"]) / one.data
+    memory, gpus = plan.report["memory"], plan.candidate.gpus
+    faults, goal = to_goal(search, plan.candidate, plan.seconds, memory["params"] + memory["optimizer"], wish)
+    data = search.config.data
+    rate = data.global_batch_size * data.sequence_length / plan.seconds / gpus
+    mfu = None if peak is None else rate * flops_per_token / peak
+    return Priced(plan, gpus, rate, mfu, faults, goal)
+
+
+def to_goal(search: Search, one: Candidate, step_seconds: float, state: float, wish: Wish) -> tuple[Faults, Goal]:
+    """What fails on the way, and what it takes, with steps of `step_seconds` and `state` bytes on each device."""
+    data = search.config.data
     faults = faults_of(
-        gpus, state, search.network.devices_per_host,
+        # Replicas hold the same: each host writes its share of one copy.
+        one.gpus, state / one.data, search.network.devices_per_host,
         hours_between=wish.hours_between_failures, restart_seconds=wish.restart_seconds,
     )  # fmt: skip
-    mfu = None if peak is None else rate / gpus * flops_per_token / peak
-    return Priced(plan, gpus, rate / gpus, mfu, faults, reach(wish.tokens, rate, faults, gpus, wish.price))
+    rate = data.global_batch_size * data.sequence_length / step_seconds
+    return faults, reach(wish.tokens, rate, faults, one.gpus, wish.price)
 
 
 def winner(answers: Sequence[Answer], wish: Wish) -> Priced | None:

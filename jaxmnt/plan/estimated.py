@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmnt.plan.answer import Wish
-from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
+from jaxmnt.plan.answer import Wish, to_goal
+from jaxmnt.plan.goal import Goal
 from jaxmnt.plan.search import Guess, Search, describe
 from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, seconds_text, size
@@ -19,7 +19,6 @@ class Estimated:
     """A way to split the run, and what it would take to the goal."""
 
     guess: Guess
-    faults: Faults
     goal: Goal
 
     @property
@@ -31,24 +30,15 @@ class Estimated:
         return {
             "gpus": self.gpus, "settings": self.guess.candidate.settings,
             "estimated_seconds": round(self.guess.seconds, 4), "estimated_peak": round(self.guess.memory.peak),
-            "days": round(self.goal.days, 3), "cost": None if self.goal.cost is None else round(self.goal.cost),
+            **self.goal.to_json(),
         }  # fmt: skip
 
 
 def fastest(search: Search, gpus: int, wish: Wish) -> list[Estimated]:
     """The ways that are estimated to reach the goal first and may fit."""
-    ways = [_estimated(search, guess, wish) for guess in search.distinct(search.guesses(gpus))[:SHOWN]]
-    return sorted(ways, key=lambda one: one.goal.seconds)
-
-
-def _estimated(search: Search, guess: Guess, wish: Wish) -> Estimated:
-    one, data = guess.candidate, search.config.data
-    rate = data.global_batch_size * data.sequence_length / guess.seconds
-    faults = faults_of(
-        one.gpus, guess.memory.state / one.data, search.network.devices_per_host,
-        hours_between=wish.hours_between_failures, restart_seconds=wish.restart_seconds,
-    )  # fmt: skip
-    return Estimated(guess, faults, reach(wish.tokens, rate, faults, one.gpus, wish.price))
+    guesses = search.distinct(search.guesses(gpus))[:SHOWN]
+    goal = lambda one: to_goal(search, one.candidate, one.seconds, one.memory.state, wish)[1]
+    return sorted((Estimated(one, goal(one)) for one in guesses), key=lambda one: one.goal.seconds)
 
 
 def show_estimates(ways: Sequence[Estimated], best: Estimated, wish: Wish) -> str:

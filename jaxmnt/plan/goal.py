@@ -81,6 +81,11 @@ class Goal:
     def days(self) -> float:
         return self.seconds / 86400
 
+    def to_json(self) -> dict[str, float | None]:
+        """Days and cost; None for what is never reached, and for a cost without a price."""
+        cost = None if self.cost is None or not math.isfinite(self.cost) else round(self.cost)
+        return {"days": round(self.days, 3) if math.isfinite(self.days) else None, "cost": cost}
+
 
 def reach(tokens: float, tokens_per_second: float, faults: Faults, devices: int, price: float | None) -> Goal:
     """`price` is that of an hour of a device."""

@@ -50,7 +50,8 @@ def _help_topic(arguments: list[str]) -> str | None:
     """What stands behind --help; None if nothing does."""
     place = next((place for place, text in enumerate(arguments) if text in ("-h", "--help")), len(arguments))
     behind = arguments[place + 1 : place + 2]
-    return behind[0] if behind and not behind[0].startswith("-") else None
+    is_topic = behind and not behind[0].startswith("-") and "=" not in behind[0]
+    return behind[0] if is_topic else None
 
 
 def replay_range(text: str) -> tuple[int, int]:

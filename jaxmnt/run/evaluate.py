@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxmnt.data.batches import EvaluationData
 from jaxmnt.data.feed import process_rows, to_devices
-from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.data.run_tokenizer import of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.text_pieces import decode_after
@@ -53,12 +52,11 @@ class Evaluator:
 
     def _limit_rows(self, tokens: int | None, length: int) -> None:
         """Spreads so many tokens over sources and sets, by what each of them holds; at least one row each."""
-        rows = {name: part.row_count for name, part in self._parts.items()}
-        wanted, all_rows = -(-(tokens or 0) // length), sum(rows.values())
-        if tokens is None or wanted >= all_rows:
+        if tokens is None:
             return
-        for name, part in self._parts.items():
-            part.limit_rows(max(1, round(rows[name] * wanted / all_rows)))
+        wanted, all_rows = -(-tokens // length), sum(part.row_count for part in self._parts.values())
+        for part in self._parts.values():
+            part.limit_rows(max(1, round(part.row_count * wanted / all_rows)))
 
     def compile(self) -> None:
         """Compiles what a call executes, if anything is held out. It takes no time when it is done already."""
@@ -115,7 +113,7 @@ class Sampler:
     def __init__(self, program: Program, data: Sources):
         """Raises `ConfigError` if the data's tokens are no text, or the prompts are too long."""
         self._config, self._program, self._data = program.spec.config, program, data
-        if data.tokenizer["name"] in (NAMELESS, "synthetic"):
+        if not data.is_text:
             raise ConfigError("telemetry.samples: the data is of tokens whose tokenizer is not recorded; leave it out")
         self._tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder).open()
         self._prompts = [self._encoded(text) for text in self._config.telemetry.samples]

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxmnt.checkpoint.refs import CHECKPOINTS
-from jaxmnt.data.manifest import NAMELESS
 from jaxmnt.distributed.coordination import barrier, broadcast, waited_seconds
 from jaxmnt.errors import ExitCode, shortened
 from jaxmnt.run.profiling import PROFILE_SECONDS
@@ -91,7 +90,7 @@ def _report_end(run: Running, step: int) -> None:
         say(f"note    {without} step{'' if without == 1 else 's'} of this start had no targets and changed nothing")
     name = shlex.quote(str(directory))
     say(f"report  python -m jaxmnt.report {name}")
-    if run.data.tokenizer["name"] not in (NAMELESS, "synthetic"):
+    if run.data.is_text:
         say(f"prompt  python -m jaxmnt.generate --run {name} --prompt 'Once'")
     if step == settings.stop_after and step < settings.steps:
         say("to go on, raise train.stop_after or leave it out")

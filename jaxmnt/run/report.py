@@ -87,7 +87,7 @@ def data(run: OpenedRun) -> None:
 
 def _evaluation(run: OpenedRun) -> None:
     """How much of what is held out an evaluation reads, and when."""
-    held_out = sum(source.tokens("eval") for source in run.data.parts.values())
+    held_out = run.data.tokens("eval")
     limit, every = run.config.eval_limit, run.config.train.eval_every
     if not held_out:
         return
