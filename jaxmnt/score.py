@@ -1,13 +1,14 @@
 """python -m jaxmnt.score --run RUN[@STEP] --input FILE: log-likelihoods of texts by a checkpoint of a run.
 
 FILE has JSON lines with "text", or with "context" and "continuation", of which the continuation alone is scored. Each
-becomes a line with "log_likelihood" (in nats), "tokens" that were scored, and whether each was the likeliest
-("greedy"). A text longer than the model's window is scored in pieces, each token once. A line that cannot be scored
-becomes a line with "error", and the exit code is 2 at the end.
+becomes a line with "log_likelihood" (in nats), "tokens" that were scored, "bits_per_byte" of their text, and whether
+each token was the likeliest ("greedy"). A text longer than the model's window is scored in pieces, each token once. A
+line that cannot be scored becomes a line with "error", and the exit code is 2 at the end.
 """
 
 import argparse
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
         found = iter(scores(model, wanted, options.batch))
         for line in some:
             refused += isinstance(line, Refused)
-            answer = line.to_json() if isinstance(line, Refused) else line[0] | vars(next(found))
+            answer = line.to_json() if isinstance(line, Refused) else line[0] | _shown(line[0], next(found))
             print(json_text(answer, ensure_ascii=False), flush=True)
     return exit_code_of(refused)
 
@@ -65,6 +66,13 @@ def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> W
     if not isinstance(context, str) or not isinstance(continuation, str):
         raise ConfigError(f'{where}: it must have "text", or "context" and "continuation"')
     return continuation_of(vocabulary, context, continuation, where)
+
+
+def _shown(record: dict[str, Any], score: Score) -> dict[str, Any]:
+    """Returns what is added to a line."""
+    text = record["text"] if isinstance(record.get("text"), str) else record["continuation"]
+    bits = -score.log_likelihood / math.log(2)
+    return vars(score) | {"bits_per_byte": bits / len(text.encode(errors="replace"))}
 
 
 def continuation_of(

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from jaxmnt.report.contents import report_of
 from jaxmnt.run.monitoring import BadStepMonitor
 from jaxmnt.run.replay import replay
 from jaxmnt.run.values import run_process
-from jaxmnt.telemetry.metrics import Rates, TrainLog
+from jaxmnt.telemetry.metrics import EvaluationSums, Rates, TrainLog
 from jaxmnt.telemetry.phases import StepTimer
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.telemetry.sinks import scalars
@@ -253,14 +254,32 @@ def test_an_evaluation_of_nothing_has_no_value(tmp_path, capsys):
         tmp_path, writer=True, status=StatusLine(sys.stdout), steps=9, tokens=0, rates=Rates(1.0, None, None, 1),
         epochs=lambda step: {}, timer=StepTimer(), written=told.append,
     )  # fmt: skip
-    assert log.write_eval(5, {"web": (6.0, 3), "chat": (0.0, 0)}, 1.0) == 2.0
-    assert log.write_eval(6, {"web": (0.0, 0), "set": (6.0, 3)}, 1.0, ["set"]) is None, "a set is no held-out data"
+    some, nothing = EvaluationSums(6.0, 3), EvaluationSums(0.0, 0)
+    assert log.write_eval(5, {"web": some, "chat": nothing}, 1.0) == 2.0
+    assert log.write_eval(6, {"web": nothing, "set": some}, 1.0, ["set"]) is None, "a set is no held-out data"
     log.close()
     assert [line["loss"] for line in told] == [line["loss"] for line in metrics(tmp_path, "eval")] == [2.0, None]
     assert told[0]["sources"] == {"web": {"loss": 2.0, "tokens": 3}, "chat": {"loss": None, "tokens": 0}}
     assert scalars(told[1]) == {"eval/tokens": 0.0, "eval/seconds": 1.0, "eval/web/tokens": 0.0, "eval/set/loss": 2.0,
                                 "eval/set/tokens": 3.0}  # fmt: skip
     assert "held-out loss none (no targets), web none (no targets), set 2.0000 over 0 tokens" in capsys.readouterr().out
+
+
+def test_an_evaluation_says_bits_per_byte_where_bytes_are_known(tmp_path, capsys):
+    """12 nats over 10 bytes in all; a source of which nothing is known makes the total unknown."""
+    told = []
+    log = TrainLog(
+        tmp_path, writer=True, status=StatusLine(sys.stdout), steps=9, tokens=0, rates=Rates(1.0, None, None, 1),
+        epochs=lambda step: {}, timer=StepTimer(), written=told.append,
+    )  # fmt: skip
+    web, code, arrays = EvaluationSums(4.0, 2, 6.0), EvaluationSums(8.0, 2, 4.0), EvaluationSums(1.0, 1)
+    log.write_eval(5, {"web": web, "code": code}, 1.0)
+    log.write_eval(6, {"web": web, "arrays": arrays}, 1.0)
+    log.close()
+    assert told[0]["bits_per_byte"] == pytest.approx(12 / math.log(2) / 10)
+    assert told[0]["sources"]["code"]["bits_per_byte"] == pytest.approx(2 / math.log(2))
+    assert "bits_per_byte" not in told[1] and "bits_per_byte" in told[1]["sources"]["web"]
+    assert "held-out loss 3.0000 (1.7312 bits per byte), web" in capsys.readouterr().out
 
 
 # Passing over rows.

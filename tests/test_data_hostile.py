@@ -127,6 +127,7 @@ ODD_VALUES = {
     "other file": (lambda m: m["files"].update({"../x": "0" * 64}), r"does not belong there, \.\./x"),
     "sum": (lambda m: m["splits"]["train"].update(tokens=5), "not what it says in all"),
     "negative": (lambda m: _first(m).update(tokens=-5), "tokens of shard 0 of train is -5"),
+    "bytes of a target": (lambda m: m.update(bytes_per_target={"train": None}), "bytes_per_target lacks eval"),
     "nats": (lambda m: m["unigram_nats"].update(eval=1e300), "unigram_nats of eval is 1e"),
 }
 

@@ -1,6 +1,7 @@
 """What a run keeps of its tokens, so that generate and export work anywhere, and what generate says of a request."""
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -381,6 +382,8 @@ def test_scores_of_texts(moved, tmp_path, capsys):
     found = shown(capsys)
     assert [one["tokens"] for one in found] == [8, 5, 100], "the blank belongs to what follows"
     assert found[0]["log_likelihood"] < found[1]["log_likelihood"] < 0
+    bits = [-one["log_likelihood"] / math.log(2) / size for one, size in zip(found, [8, 4, 100], strict=True)]
+    assert [one["bits_per_byte"] for one in found] == pytest.approx(bits)
     assert score.main([*command, "--batch", "1", "mesh.model=2", "mesh.fsdp=4"]) == ExitCode.FINISHED
     for one, other in zip(found, shown(capsys), strict=True):
         assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], rel=1e-5)

@@ -651,6 +651,22 @@ def test_unigram_is_the_entropy_of_the_text(tmp_path):
     assert open_prepared(tmp_path / "o").unigram_nats("train") == pytest.approx(np.log(2), rel=0.02)
 
 
+def test_the_bytes_of_a_target_are_those_of_the_text_that_is_learnt(tmp_path):
+    """By hand; each document has an end, which is a target. Of token arrays the text is not known."""
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hé"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "a.txt").write_text("é" * 10)
+    (tmp_path / "b.jsonl").write_text('{"text": "abcd"}\n{"text": "ef"}\n')
+    np.save(tmp_path / "c.npy", np.arange(4, dtype=np.uint8))
+    prepare([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "text", eval_fraction=0.0)
+    prepare(tmp_path / "chat.jsonl", tmp_path / "chat", eval_fraction=0.0, reading=Reading(chat=True))
+    prepare(tmp_path / "c.npy", tmp_path / "arrays", eval_fraction=0.0, tokenizer=None, vocab_size=8)
+    known = [open_prepared(tmp_path / name).bytes_per_target("train") for name in ("text", "chat", "arrays")]
+    end = len("<|im_end|>") + 1  # bytes as tokens have no markup of their own
+    assert known == [26 / 29, 3 / (3 + end), None]
+    assert open_prepared(tmp_path / "text").bytes_per_target("eval") is None
+
+
 # -- damage to what was prepared
 
 

@@ -191,6 +191,8 @@ class EvaluationData:
         self._reader = _reader(part, split, config.data)
         self.row_count = self._reader.all_rows
         """How many rows are read."""
+        self.bytes_per_target: float | None = part.bytes_per_target(split)
+        """How many UTF-8 bytes of text a target has, on average over the whole split."""
 
     def limit_rows(self, count: int) -> None:
         """From now on reads `count` rows, evenly spaced over all of them and the same each time."""

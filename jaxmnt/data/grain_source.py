@@ -94,6 +94,9 @@ class GrainData:
     def unigram_nats(self, split: str) -> float | None:
         return None
 
+    def bytes_per_target(self, split: str) -> float | None:
+        return None
+
     def origin(self, split: str, document: int) -> Origin:
         number = document if self.holds_rows else int(np.flatnonzero(self._index(split).table[:, 0])[document])
         return Origin(self.elements[split].path, number + 1)

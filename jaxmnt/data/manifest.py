@@ -27,6 +27,9 @@ SPLITS = ("train", "eval")
 HOW_TO_PREPARE = "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
 LARGEST_VOCABULARY = 2**31
 
+_OPTIONAL = ("largest_id", "bytes_per_target")
+"""What manifests of before do not say."""
+_UNKNOWN: dict[str, None] = dict.fromkeys(SPLITS)
 _TOKENS_AT_MOST = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHARD = re.compile(r"[0-9]{5,12}-[0-9]{2,12}", re.ASCII)
@@ -63,7 +66,7 @@ def content_digest(manifest: dict[str, Any]) -> str:
 
     As it was in version 2: data that a later version prepares from the same input is what earlier runs have read.
     """
-    kept = {name: value for name, value in manifest.items() if name not in ("seal", "largest_id")}
+    kept = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL)}
     return json_digest(kept | {"version": UNSEALED})
 
 
@@ -111,7 +114,7 @@ def _check_shape(manifest: dict[str, Any]) -> None:
         "format", "version", "tokenizer", "vocab_size", "dtype", "learn_mask", "eval_fraction", "unigram_nats",
         "input", "left_out", "files", "splits", *seal,
     )  # fmt: skip
-    _fields(manifest, "it", names, ("largest_id",))
+    _fields(manifest, "it", names, _OPTIONAL)
     for name in seal:
         _text(manifest[name], name, _DIGEST)
     vocab = _whole(manifest["vocab_size"], "vocab_size", 1, LARGEST_VOCABULARY)
@@ -121,9 +124,10 @@ def _check_shape(manifest: dict[str, Any]) -> None:
         raise _OddError(f"dtype {_shown(manifest['dtype'])} is not that of {vocab} ids")
     _refuse_unless(isinstance(manifest["learn_mask"], bool), "learn_mask", manifest["learn_mask"])
     _number(manifest["eval_fraction"], "eval_fraction", 1.0)
-    for split, value in zip(SPLITS, _fields(manifest["unigram_nats"], "unigram_nats", SPLITS), strict=True):
-        if value is not None:
-            _number(value, f"unigram_nats of {split}", 1e6)
+    for name in ("unigram_nats", "bytes_per_target"):
+        for split, value in zip(SPLITS, _fields(manifest.get(name, _UNKNOWN), name, SPLITS), strict=True):
+            if value is not None:
+                _number(value, f"{name} of {split}", 1e6)
     for name, keys, also in (
         ("input", ("files", "bytes"), ()),
         ("left_out", ("bad", "empty", "binary"), ("long", "without_targets")),

@@ -48,6 +48,9 @@ class SyntheticData:
     def unigram_nats(self, split: str) -> float | None:
         return None
 
+    def bytes_per_target(self, split: str) -> float | None:
+        return None
+
     def stream(self, split: str) -> TokenStream:
         return _stream(self.vocab_size, split)
 

@@ -212,6 +212,10 @@ class PreparedData:
         """What knowing only the training text's token frequencies costs on this split, in nats a token."""
         return self.manifest["unigram_nats"][split]
 
+    def bytes_per_target(self, split: str) -> float | None:
+        """How many UTF-8 bytes of text a target of this split has on average; None if that was not recorded."""
+        return self.manifest.get("bytes_per_target", {}).get(split)
+
     def stream(self, split: str) -> TokenStream:
         """Opens a split. Raises `ConfigError` naming a shard that is missing or not of its length."""
         shards = self._shards(split)

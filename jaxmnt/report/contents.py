@@ -136,6 +136,7 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Rec
         "steps": steps,
         "loss": last.get("loss"),
         "held_out_loss": evals[-1]["loss"] if evals else None,
+        "bits_per_byte": evals[-1].get("bits_per_byte") if evals else None,
         "tokens": last.get("tokens", 0),
         "tokens_per_second": rate / seconds if seconds else None,
         "step_seconds": typical if math.isfinite(typical) else None,

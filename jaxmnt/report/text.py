@@ -24,6 +24,7 @@ def _of_run(run: Record) -> str:
     told = f"{run['state']}, {duration(wall)} in {restarts}, {count(goodput['tokens'])} tokens"
     lines = [f"run     {printable(run['run'])}: {told}"]
     lines += [f"note    {note}" for note in run["notes"]]
+    lines += _loss(run["summary"])
     lines.append(
         f"goodput {goodput['ettr']:.1%} of the time went into steps that count ({goodput['ettr_last_hour']:.1%} in the "
         "last hour)"
@@ -45,6 +46,14 @@ def _of_run(run: Record) -> str:
     if run["failures"]:
         lines.append("failed  --failures tells what ended attempts, and what that cost")
     return "\n".join(lines)
+
+
+def _loss(summary: Record) -> list[str]:
+    if summary["loss"] is None:
+        return []
+    bits = "" if summary["bits_per_byte"] is None else f" ({summary['bits_per_byte']:.4f} bits per byte)"
+    held_out = "" if summary["held_out_loss"] is None else f", held out {summary['held_out_loss']:.4f}{bits}"
+    return [f"loss    {summary['loss']:.4f} nats per token after step {summary['step']}{held_out}"]
 
 
 def _attempt(attempt: Record) -> str:

@@ -6,7 +6,7 @@ hosts. `train.eval_tokens` says how large that part is.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jaxmnt.errors import ConfigError, shortened
 from jaxmnt.parallel.axes import without_stages
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES
+from jaxmnt.telemetry.metrics import EvaluationSums
 from jaxmnt.training.build import inference_spec
 from jaxmnt.training.compile import Program
 from jaxmnt.training.inference import Generator, Sampling
@@ -27,13 +28,6 @@ from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
 _TEMPERATURE = 0.7
-
-
-class Sums(NamedTuple):
-    """A sum of cross-entropy in nats over `tokens` held-out targets."""
-
-    loss: float
-    tokens: int
 
 
 class Evaluator:
@@ -68,7 +62,7 @@ class Evaluator:
         state: dict[str, Any],
         stop: Callable[[], bool] = lambda: False,
         got_further: Callable[[str], None] = lambda done: None,
-    ) -> dict[str, Sums] | None:
+    ) -> dict[str, EvaluationSums] | None:
         """The result of each source and set; all processes get the same. Empty if nothing is held out. What has no
         targets has a sum over 0 tokens.
 
@@ -78,14 +72,14 @@ class Evaluator:
         results, done = {}, 0
         batches = sum(-(-part.row_count // self._program.eval_rows) for part in self._parts.values())
         for name, part in self._parts.items():
-            total = Sums(0.0, 0)
+            loss, tokens = 0.0, 0
             for values in self._batches(model_state(state), part, stop):
                 done += 1
                 got_further(f"batch {done} of {batches}")
                 if values["stop"]:
                     return None
-                total = Sums(total.loss + float(values["loss_sum"]), total.tokens + int(values["tokens"]))
-            results[name] = total
+                loss, tokens = loss + float(values["loss_sum"]), tokens + int(values["tokens"])
+            results[name] = EvaluationSums(loss, tokens, part.bytes_per_target and tokens * part.bytes_per_target)
         return results
 
     def _batches(self, model: dict[str, Any], part: EvaluationData, stop: Callable[[], bool]) -> Iterator[Any]:

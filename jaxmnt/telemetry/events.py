@@ -78,7 +78,7 @@ def or_null(is_right: IsRight) -> IsRight:
 
 _NUMBERS = (
     "loss", "grad_norm", "step_seconds", "data_wait_seconds", "blocked_seconds", "began", "slower_seconds", "until",
-    "cost_per_gpu_hour", "tokens_per_second", "mfu", "hfu",
+    "cost_per_gpu_hour", "tokens_per_second", "mfu", "hfu", "bits_per_byte",
 )  # fmt: skip
 _RIGHT: dict[str, IsRight] = {
     "kind": is_text,

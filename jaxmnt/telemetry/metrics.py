@@ -1,5 +1,7 @@
 """metrics.jsonl: what is recorded of each step."""
 
+import functools
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -30,6 +32,31 @@ class Rates(NamedTuple):
     """Of all devices together; None if it is not known."""
     padded_tokens: int
     """Of a step: real ones, and those that fill rows up."""
+
+
+class EvaluationSums(NamedTuple):
+    """Sums over the held-out targets of a source or set."""
+
+    loss: float
+    """Cross-entropy in nats."""
+    tokens: int
+    """How many targets there are."""
+    text_bytes: float | None = None
+    """UTF-8 bytes of their text; None if that is not known."""
+
+    def plus(self, other: "EvaluationSums") -> "EvaluationSums":
+        known = None if self.text_bytes is None or other.text_bytes is None else self.text_bytes + other.text_bytes
+        return EvaluationSums(self.loss + other.loss, self.tokens + other.tokens, known)
+
+    @property
+    def mean(self) -> float | None:
+        """Nats a token; None over no token."""
+        return self.loss / self.tokens if self.tokens else None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits a byte of text: what compares models of different tokenizers."""
+        return self.loss / math.log(2) / self.text_bytes if self.text_bytes else None
 
 
 Cost = Callable[[float], str | None]
@@ -124,33 +151,26 @@ class TrainLog:
         self._ready_at = time.perf_counter()
 
     def write_eval(
-        self, step: int, sums: Mapping[str, tuple[float, int]], seconds: float, sets: Collection[str] = ()
+        self, step: int, sums: Mapping[str, EvaluationSums], seconds: float, sets: Collection[str] = ()
     ) -> float | None:
         """Writes the mean loss over all held-out tokens, which it returns, and of each source. Means over no token are
         None.
 
-        `sums` has (sum of losses, tokens) of each. `sets` are the names of those that are evaluated besides, and count
-        into the mean only if nothing else is held out.
+        `sets` are the names of those that are evaluated besides, and count into the mean only if nothing else is held
+        out.
         """
         own = {name: one for name, one in sums.items() if name not in sets} or sums
-        tokens = sum(count for _, count in own.values())
-        loss = _mean(sum(total for total, _ in own.values()), tokens)
+        total = functools.reduce(EvaluationSums.plus, own.values())
         if self._lines is None:
-            return loss
-        means = {name: _mean(total, count) for name, (total, count) in sums.items()}
-        self._record(
-            "eval",
-            step,
-            loss=loss,
-            tokens=tokens,
-            seconds=seconds,
-            sources={name: {"loss": means[name], "tokens": count} for name, (_, count) in sums.items()},
-        )
-        shown = "".join(f", {name} {_shown(mean)}" for name, mean in means.items()) if len(means) > 1 else ""
+            return total.mean
+        self._record("eval", step, seconds=seconds, **_losses(total), sources={n: _losses(s) for n, s in sums.items()})
+        each = "".join(f", {name} {_shown(one.mean)}" for name, one in sums.items()) if len(sums) > 1 else ""
+        bits = "" if total.bits_per_byte is None else f" ({total.bits_per_byte:.4f} bits per byte)"
         self.status.line(
-            f"step {step}  held-out loss {_shown(loss)}{shown} over {count(tokens)} tokens ({duration(seconds)})"
+            f"step {step}  held-out loss {_shown(total.mean)}{bits}{each} over {count(total.tokens)} tokens "
+            f"({duration(seconds)})"
         )
-        return loss
+        return total.mean
 
     def settle(self) -> None:
         """Waits until lines are written, or a few seconds: what a checkpoint has trained on shall be in them."""
@@ -240,8 +260,10 @@ class TrainLog:
         return None
 
 
-def _mean(total: float, tokens: int) -> float | None:
-    return total / tokens if tokens else None
+def _losses(sums: EvaluationSums) -> dict[str, Any]:
+    """Returns what a line says of an evaluation or of one of its parts."""
+    bits = sums.bits_per_byte
+    return {"loss": sums.mean, "tokens": sums.tokens} | ({} if bits is None else {"bits_per_byte": bits})
 
 
 def _shown(loss: float | None) -> str:

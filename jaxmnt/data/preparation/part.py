@@ -96,6 +96,8 @@ class ShardWriter:
         self._starts, self._origins = array("q"), array("q")
         self.counts = np.zeros(job.settings.reading.vocab_size, np.int64)
         """How often each token occurs."""
+        self._targets = 0
+        self._text_bytes: int | None = 0
 
     def begin_document(self, file: int, record: int) -> None:
         """The tokens added from now on belong to a document of this origin."""
@@ -103,7 +105,15 @@ class ShardWriter:
         self._starts.append(start)
         self._origins.extend((file, record))
 
+    def count_text(self, segment: Segment) -> None:
+        """Counts the UTF-8 bytes of text whose tokens are targets. Of tokens as they are, nothing is known."""
+        if not isinstance(segment.content, str):
+            self._text_bytes = None
+        elif self._text_bytes is not None and segment.learn and not segment.markup:
+            self._text_bytes += len(segment.content.encode(errors="replace"))
+
     def add(self, tokens: np.ndarray, learn: bool) -> None:
+        self._targets += learn * len(tokens)
         while len(tokens):
             files = self._shard()
             room = self._job.settings.shard_tokens - files["tokens"].length
@@ -119,7 +129,7 @@ class ShardWriter:
         if self._open:
             self._close_shard()
         totals = {of: sum(shard[of] for shard in self._shards) for of in ("documents", "tokens")}
-        return totals | {"shards": self._shards}
+        return totals | {"targets": self._targets, "text_bytes": self._text_bytes, "shards": self._shards}
 
     def _shard(self) -> dict[str, NpyWriter]:
         """Returns the files of a shard that takes at least one more token."""
@@ -235,7 +245,8 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
     report = Report(reading=reading, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
     try:
-        for document, encoded in _encoded(read_part(part, report), tokenizer):
+        documents = (_with_text_counted(one, writers[split_of(one, job.settings)]) for one in read_part(part, report))
+        for document, encoded in _encoded(documents, tokenizer):
             writer = writers[split_of(document, job.settings)]
             if not document.continues:
                 writer.begin_document(document.file.number, document.record)
@@ -251,6 +262,17 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
         write_record(job.record_path(part.number), record, attempt)
     finally:
         attempt.remove_unpublished()
+
+
+def _with_text_counted(document: Document, writer: ShardWriter) -> Document:
+    """Returns the document. The writer counts the text of long documents while their segments are read."""
+
+    def counted() -> Iterator[Segment]:
+        for segment in document.segments:
+            writer.count_text(segment)
+            yield segment
+
+    return document._replace(segments=list(counted()) if isinstance(document.segments, list) else counted())
 
 
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:

@@ -286,6 +286,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
         "learn_mask": reading.chat,
         "eval_fraction": job.settings.eval_fraction,
         "unigram_nats": {split: _unigram_nats(counts[0], counts[n]) for n, split in enumerate(SPLITS)},
+        "bytes_per_target": {split: _bytes_per_target(records, split) for split in SPLITS},
         "input": {"files": len(job.inputs), "bytes": sum(file.size for file in job.inputs)},
         "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary} | rarer,
         "files": {name: file_digest(job.output / name) for name in names},
@@ -335,6 +336,15 @@ def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> N
     if lengths:
         sizes, counts = np.array(sorted(lengths.items())).T
         summary.array_median = int(sizes[np.searchsorted(2 * np.cumsum(counts), lengths.total())])
+
+
+def _bytes_per_target(records: list[dict[str, Any]], split: str) -> float | None:
+    """Returns the mean of the UTF-8 bytes of a target of a split; None if there is none, or not all of it was text."""
+    entries = [record["splits"][split] for record in records]
+    if any(entry.get("text_bytes") is None for entry in entries):  # earlier versions did not count it
+        return None
+    targets = sum(entry["targets"] for entry in entries)
+    return sum(entry["text_bytes"] for entry in entries) / targets if targets else None
 
 
 def _unigram_nats(train: np.ndarray, counted: np.ndarray) -> float | None:
