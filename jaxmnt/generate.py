@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry.progress import Work, working
 from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
@@ -77,10 +78,11 @@ def main(arguments: list[str]) -> int:
     first = next(requests, None)
     if first is None:
         return ExitCode.FINISHED
-    model, refused = named.load(options.overrides), 0
-    for batch in _batches(itertools.chain([first], requests), 1 if options.input is None else options.batch):
-        _run(model, batch, options)
-        refused += sum(isinstance(request, Refused) for _, request in batch)
+    with working("reading the checkpoint") as work:
+        model, refused = named.load(options.overrides), 0
+        for batch in _batches(itertools.chain([first], requests), 1 if options.input is None else options.batch):
+            _run(model, batch, options, work)
+            refused += sum(isinstance(request, Refused) for _, request in batch)
     return exit_code_of(refused)
 
 
@@ -100,7 +102,9 @@ def complete(
             return
 
 
-def _run(model: "TrainedModel", batch: list[tuple[int, Request | Refused]], options: argparse.Namespace) -> None:
+def _run(
+    model: "TrainedModel", batch: list[tuple[int, Request | Refused]], options: argparse.Namespace, work: Work
+) -> None:
     """Generates for a batch, and shows it: text as it comes, or a line for each at the end."""
     from jaxmnt.training.inference import Sampling
 
@@ -108,12 +112,25 @@ def _run(model: "TrainedModel", batch: list[tuple[int, Request | Refused]], opti
     requests = [(number, request) for number, request in batch if isinstance(request, Request)]
     if options.input is None:
         [(_, first)] = requests
-        shown = [_show("", first.prompt)]
-        complete(model, requests, sampling, lambda: shown.append(_show(shown.pop(), first.prompt + _unstopped(first))))
+        shown = [""]
+
+        def show() -> None:
+            work.does("")
+            shown[0] = _show(shown[0], first.prompt + _unstopped(first))
+
+        work.does("compiling")
+        complete(model, requests, sampling, show)
         print()
         return
     if requests:
-        complete(model, requests, sampling, lambda: None)
+        longest = max(request.room for _, request in requests)
+
+        def count() -> None:
+            work.done = f"token {max(len(request.tokens) for _, request in requests)} of {longest}"
+
+        work.does(f"generating for {counted(len(requests), 'line', 'lines')}")
+        complete(model, requests, sampling, count)
+        work.does("")
     for _, request in batch:
         answer = request.to_json()
         print(json_text(answer, ensure_ascii=False), flush=True)

@@ -26,6 +26,11 @@ def span(seconds: float) -> str:
     return f"{number:.2g} {unit}" if number < 10 else f"{number:,.0f} {unit}"
 
 
+def money(amount: float | None) -> str:
+    """12,345 or 3.20, in the currency of the price; - if it is not known."""
+    return "-" if amount is None else f"{amount:,.0f}" if amount >= 100 else f"{amount:,.2f}"
+
+
 def duration(seconds: float) -> str:
     """1:05 or 2:03:04."""
     whole = max(0, round(seconds))

@@ -374,13 +374,14 @@ def test_a_plan_of_virtual_devices(tmp_path):
         (("--dry-run", "--devices", "16", "mesh.model=16"), ["mesh.model", "span the hosts host 0, host 1"]),
         (("--dry-run", "--devices", "8", "mesh.fsdp=3"), ["mesh", "fsdp=3", "8 devices"]),
         (("--dry-run", "--devices", "2", "model.vocab_size=null"), ["data.path"]),
+        (("--dry-run", "--devices", "1", "train.loss=other_loss.raising"), ["train.loss", "other_loss.py:"]),
     ],
 )
 def test_what_cannot_be_planned_is_said(tmp_path, arguments, words):
     path = tmp_path / "tiny.yaml"
     model = {"vocab_size": 64, "num_heads": 16, "hidden_size": 64, "num_layers": 2}
     path.write_text(json.dumps({"model": model, "data": {"path": str(tmp_path / "no"), "sequence_length": 32}}))
-    told = command("jaxmnt.train", "--config", str(path), *arguments)
+    told = command("jaxmnt.train", "--config", str(path), *arguments, PYTHONPATH=str(ROOT / "tests"))
     assert told.returncode == 2 and "Traceback" not in told.stderr, told.stderr
     for word in words:
         assert word in told.stderr, told.stderr

@@ -6,18 +6,20 @@ real, and says what the run takes, what it costs, and why. With several numbers 
 
 import argparse
 import re
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, run_command, write_file
 from jaxmnt.config import Config, load_config
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.config.own_code import telling_whose_code
+from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.goal import RESTART_SECONDS
+from jaxmnt.plan.targets import gpu_devices, keep_back_warnings_of_xla
 from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry.progress import Work, working
 
 if TYPE_CHECKING:
     from jaxmnt.plan.answer import Answer, Priced, Wish
@@ -32,6 +34,7 @@ _MOST_GPUS = 16384
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
+    keep_back_warnings_of_xla(options.debug)
     chip, network = find_target(options.target)
     counts = _counts(options.gpus, network.devices_per_host)
     config = load_config(options.config, options.overrides)
@@ -42,7 +45,6 @@ def main(arguments: list[str]) -> int:
 
     from jaxmnt.plan.dry_run import with_vocabulary
     from jaxmnt.plan.rates import rates_of
-    from jaxmnt.plan.targets import gpu_devices
 
     config, _ = with_vocabulary(config)
     gpu_devices(chip, 1, 1)  # before JAX starts its backends
@@ -50,20 +52,22 @@ def main(arguments: list[str]) -> int:
 
     rates = rates_of(chip, network)
     rates = rates if calibration is None else calibration.rates(rates)
-    search = Search(config, chip, network, rates, precisions)
-    if options.compile == 0:
-        return _estimate(search, counts, wish, options)
-    answers = [_answer(search, count, wish, options.compile) for count in counts]
-    return _say(search, answers, wish, options)
+    with telling_whose_code(config), working("estimating") as work:
+        search = Search(config, chip, network, rates, precisions)
+        if options.compile == 0:
+            return _estimate(search, counts, wish, options, work)
+        answers = [_answer(search, count, wish, options.compile, work) for count in counts]
+        return _say(search, answers, wish, options, work)
 
 
-def _estimate(search: "Search", counts: list[int], wish: "Wish", options: argparse.Namespace) -> int:
+def _estimate(search: "Search", counts: list[int], wish: "Wish", options: argparse.Namespace, work: Work) -> int:
     """Answers without compiling."""
     from jaxmnt.plan.estimated import fastest, show_estimates
 
     ways = [one for gpus in counts for one in fastest(search, gpus, wish)]
     if not ways:
         raise ConfigError("--gpus: by estimate the run fits on none of these; --compile 6 says what it needs")
+    work.does("")
     value = lambda one: one.goal.cost if wish.by == "cost" else one.goal.seconds
     best = min(ways, key=lambda one: (value(one), one.gpus))
     if options.json:
@@ -74,13 +78,14 @@ def _estimate(search: "Search", counts: list[int], wish: "Wish", options: argpar
     return ExitCode.FINISHED
 
 
-def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argparse.Namespace) -> int:
+def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.plan.answer import advice, knee, reasons, winner
     from jaxmnt.plan.answer_text import show_answers
 
     best = winner(answers, wish)
     if best is None:
-        raise ConfigError(_does_not_fit(search, answers))
+        raise ConfigError(_does_not_fit(search, answers, work))
+    work.does("")
     if options.json:
         told = {
             "target": search.chip.kind, "tokens": wish.tokens, "knee": knee(answers), "winner": best.to_json(),
@@ -98,23 +103,27 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
         from jaxmnt.plan.picture import draw
 
         write_file(options.picture, draw(answers, search.chip.kind))
-        _note(f"picture: {options.picture}")
+        work.line(f"picture: {options.picture}")
     if options.write is not None:
         _write(options.write, options, best)
-        _note(f"config: {options.write}")
+        work.line(f"config: {options.write}")
     return ExitCode.FINISHED
 
 
-def _answer(search: "Search", gpus: int, wish: "Wish", count: int) -> "Answer":
+def _answer(search: "Search", gpus: int, wish: "Wish", count: int, work: Work) -> "Answer":
     from jaxmnt.plan.answer import Answer, priced
     from jaxmnt.telemetry.flops import CONVENTIONS, token_flops
     from jaxmnt.telemetry.peaks import peaks_of
 
     began = time.perf_counter()
+    work.does(f"estimating for {counted(gpus, 'GPU', 'GPUs')}")
     guesses = search.guesses(gpus)
     fit = sum(map(search.may_fit, guesses))
-    _note(f"{gpus} GPUs: {len(guesses)} ways estimated in {time.perf_counter() - began:.0f} s, {fit} may fit")
-    plans = search.best(guesses, count, lambda text: _note(f"  compiled {text}"))
+    took = f"{time.perf_counter() - began:.0f} s"
+    work.line(f"{counted(gpus, 'GPU', 'GPUs')}: {len(guesses)} ways estimated in {took}, {fit} may fit")
+    plans = search.best(
+        guesses, count, lambda text: work.line(f"  compiled {text}"), lambda text: work.does(f"compiling {text}")
+    )
     config = search.config
     per_token = CONVENTIONS[config.telemetry.flops](token_flops(search.definition, config.data.sequence_length))
     peak = peaks_of(search.chip.kind).get(search.dtype(None).replace("float8", "bfloat16"))  # as a run counts it
@@ -122,7 +131,7 @@ def _answer(search: "Search", gpus: int, wish: "Wish", count: int) -> "Answer":
     return Answer(gpus, guesses, sorted(found, key=lambda one: one.goal.seconds))
 
 
-def _does_not_fit(search: "Search", answers: "list[Answer]") -> str:
+def _does_not_fit(search: "Search", answers: "list[Answer]", work: Work) -> str:
     """With the least number of GPUs on which the run was compiled and fits."""
     from jaxmnt.plan.candidates import numbers_of_gpus
     from jaxmnt.plan.search import describe
@@ -139,6 +148,7 @@ def _does_not_fit(search: "Search", answers: "list[Answer]") -> str:
             f"the least is {describe(least.candidate)}, which needs about {size(least.memory.peak)} of the "
             f"{size(search.limit)} that a GPU has"
         )
+    work.does("looking for the least number of GPUs that it fits on")
     told = f"--gpus: the run does not fit on {', '.join(map(str, asked))} × {search.chip.kind}: {needs}"
     for gpus in numbers_of_gpus(search.network.devices_per_host, _MOST_GPUS):
         if gpus not in asked and (plans := search.best(search.guesses(gpus), 1)):
@@ -209,10 +219,6 @@ def _counts(text: str, per_host: int) -> list[int]:
             fitting = f"{count - count % per_host} or {count - count % per_host + per_host}"
             raise ConfigError(f"--gpus: {count} do not fill hosts of {per_host}; give {fitting}")
     return counts
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from jaxmnt.errors import counted
 from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Search, describe
 from jaxmnt.telemetry.progress import table
-from jaxmnt.units import count, seconds_text, size
+from jaxmnt.units import count, money, seconds_text, size, span
 
 _SHOWN = 6
 
@@ -39,17 +40,17 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
 
 
 def _answer(best: Priced, wish: Wish) -> str:
-    """What a person wants to know, in a line: days and money, each with the range that a step's time has."""
-    between = lambda value, digits: f"{value:,.{digits}f} ({LOW * value:,.{digits}f} to {HIGH * value:,.{digits}f})"
-    money = "" if best.goal.cost is None else f" for {between(best.goal.cost, 0)}"
+    """What a person wants to know, in a line: time and money, each with the range that a step's time has."""
+    between = lambda shown, value: f"{shown(value)} ({shown(LOW * value)} to {shown(HIGH * value)})"
+    cost = "" if best.goal.cost is None else f" for {between(money, best.goal.cost)}"
     return (
-        f"answer  {count(wish.tokens)} tokens in {between(best.goal.days, 1)} days{money}: {best.gpus} GPUs, "
-        f"{describe(best.plan.candidate)}"
+        f"answer  {count(wish.tokens)} tokens in {between(span, best.goal.seconds)}{cost}: "
+        f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.plan.candidate)}"
     )
 
 
 def _by_gpus(answers: Sequence[Answer]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("GPUs", "step", "tokens/s/GPU", "goodput", "days", "cost", "mesh")]
+    rows: list[tuple[str, ...]] = [("GPUs", "step", "tokens/s/GPU", "goodput", "takes", "cost", "mesh")]
     turn = knee(answers)
     for answer in answers:
         if not answer.priced:
@@ -59,22 +60,35 @@ def _by_gpus(answers: Sequence[Answer]) -> list[str]:
         mark = "  <- the knee: more GPUs hold less than 80 % of what they promise" if answer.gpus == turn else ""
         rows.append((
             str(answer.gpus), seconds_text(one.plan.seconds), f"{one.tokens_per_second:,.0f}",
-            f"{one.faults.goodput:.1%}", f"{one.goal.days:,.1f}", _money(one), describe(one.plan.candidate) + mark,
+            f"{one.faults.goodput:.1%}", span(one.goal.seconds), money(one.goal.cost),
+            describe(one.plan.candidate) + mark,
         ))  # fmt: skip
     return table(rows, right={0, 1, 2, 3, 4, 5})
 
 
 def _ranked(answer: Answer) -> list[str]:
     rows: list[tuple[str, ...]] = [
-        (f"{answer.gpus} GPUs", "step", "range", "MFU", "memory", "exposed", "idle", "tokens/s/GPU", "days", "cost")
+        (
+            counted(answer.gpus, "GPU", "GPUs"),
+            "step",
+            "range",
+            "MFU",
+            "memory",
+            "exposed",
+            "idle",
+            "tokens/s/GPU",
+            "takes",
+            "cost",
+        )
     ]
     for one in answer.priced[:_SHOWN]:
         plan, seconds = one.plan, one.plan.seconds
         rows.append((
-            describe(plan.candidate), seconds_text(seconds), f"{LOW * seconds:.2f}-{HIGH * seconds:.2f}",
+            describe(plan.candidate), seconds_text(seconds),
+            f"{seconds_text(LOW * seconds)} to {seconds_text(HIGH * seconds)}",
             "-" if one.mfu is None else f"{one.mfu:.1%}", f"{size(plan.peak)} ({plan.peak / plan.limit:.0%})",
             f"{plan.prediction.exposed / seconds:.1%}", f"{plan.prediction.bubble / seconds:.1%}",
-            f"{one.tokens_per_second:,.0f}", f"{one.goal.days:,.1f}", _money(one),
+            f"{one.tokens_per_second:,.0f}", span(one.goal.seconds), money(one.goal.cost),
         ))  # fmt: skip
     return table(rows, right=set(range(1, 10)))
 
@@ -97,11 +111,7 @@ def _of_the_best(best: Priced, known: str) -> list[str]:
     )
     return [
         f"step    {parts}",
-        f"fails   every {faults.between_seconds / 3600:,.1f} hours ({known}); save every "
-        f"{faults.interval_seconds / 60:.1f} min (Young–Daly); {faults.goodput:.1%} of the time goes into steps",
+        f"fails   every {span(faults.between_seconds)} ({known}); save every {span(faults.interval_seconds)} "
+        f"(Young–Daly); {faults.goodput:.1%} of the time goes into steps",
         f"set     {settings}",
     ]
-
-
-def _money(one: Priced) -> str:
-    return "-" if one.goal.cost is None else f"{one.goal.cost:,.0f}"

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.config import Config
+from jaxmnt.config.own_code import telling_whose_code
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import CHIPS, Chip, Network, find_target
-from jaxmnt.plan.targets import gpu_devices, virtual_devices
+from jaxmnt.plan.targets import gpu_devices, keep_back_warnings_of_xla, virtual_devices
 from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry.progress import working
 
 if TYPE_CHECKING:
     import jax
@@ -54,6 +56,7 @@ def check_arguments(options: argparse.Namespace) -> None:
 def dry_run(config: Config, options: argparse.Namespace) -> int:
     """Prints the plan and returns the exit code. Raises `ConfigError` for what does not fit, as training would."""
     calibration = None if options.calibration is None else read_calibration(options.calibration)
+    keep_back_warnings_of_xla(options.debug)
     devices, hosts, chip, network = _cluster(config, options)
     config, vocab = with_vocabulary(config)
 
@@ -67,10 +70,12 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
     if calibration is not None:
         check_fits(calibration, options.calibration, chip, len({*map(hosts, devices)}), len(devices))
         rates = calibration.rates(rates)
-    spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
-    config, zero = resolve_zero(spec)
-    spec = replace(spec, config=config)
-    report = make_report(spec, hosts, chip, rates) | {"zero": None if zero is None else zero.to_json()}
+    with telling_whose_code(config), working("building the program") as work:
+        spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
+        config, zero = resolve_zero(spec)
+        spec = replace(spec, config=config)
+        work.does("compiling")
+        report = make_report(spec, hosts, chip, rates) | {"zero": None if zero is None else zero.to_json()}
     print(json_text(report, indent=2) if options.json else show(spec, report, hosts, zero))
     return ExitCode.FINISHED
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmnt.errors import counted
 from jaxmnt.plan.answer import Wish, to_goal
 from jaxmnt.plan.goal import Goal
 from jaxmnt.plan.search import Guess, Search, describe
 from jaxmnt.telemetry.progress import table
-from jaxmnt.units import count, seconds_text, size
+from jaxmnt.units import count, money, seconds_text, size, span
 
 SHOWN = 6
 """Ways that are shown for each number of GPUs."""
@@ -43,15 +44,15 @@ def fastest(search: Search, gpus: int, wish: Wish) -> list[Estimated]:
 
 def show_estimates(ways: Sequence[Estimated], best: Estimated, wish: Wish) -> str:
     """A line that answers, and a table."""
-    money = "" if best.goal.cost is None else f" for {best.goal.cost:,.0f}"
+    cost = "" if best.goal.cost is None else f" for {money(best.goal.cost)}"
     answer = (
-        f"answer  {count(wish.tokens)} tokens in about {best.goal.days:,.1f} days{money}: {best.gpus} GPUs, "
-        f"{describe(best.guess.candidate)}"
+        f"answer  {count(wish.tokens)} tokens in about {span(best.goal.seconds)}{cost}: "
+        f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.guess.candidate)}"
     )
-    rows: list[tuple[str, ...]] = [("GPUs", "mesh", "step", "memory", "days", "cost")]
+    rows: list[tuple[str, ...]] = [("GPUs", "mesh", "step", "memory", "takes", "cost")]
     for one in ways:
-        cost = "-" if one.goal.cost is None else f"{one.goal.cost:,.0f}"
         step, peak = seconds_text(one.guess.seconds), size(one.guess.memory.peak)
-        rows.append((str(one.gpus), describe(one.guess.candidate), step, peak, f"{one.goal.days:,.1f}", cost))
+        takes, cost = span(one.goal.seconds), money(one.goal.cost)
+        rows.append((str(one.gpus), describe(one.guess.candidate), step, peak, takes, cost))
     note = "note    all of this is estimated; --compile 6 compiles the fastest ways, and says whether they fit"
     return "\n\n".join([answer, "\n".join(table(rows, right={0, 2, 3, 4, 5})), note])

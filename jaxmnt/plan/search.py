@@ -147,9 +147,15 @@ class Search:
         """Those that may fit, without those that another one is as good as."""
         return _distinct([guess for guess in guesses if self.may_fit(guess)])
 
-    def best(self, guesses: Sequence[Guess], count: int, told: Callable[[str], None] = lambda text: None) -> list[Plan]:
+    def best(
+        self,
+        guesses: Sequence[Guess],
+        count: int,
+        told: Callable[[str], None] = lambda text: None,
+        begun: Callable[[str], None] = lambda text: None,
+    ) -> list[Plan]:
         """Of guesses, the fastest first: the plans that were compiled and fit, the fastest first. As many as `count`
-        are compiled, and more until one fits."""
+        are compiled, and more until one fits. `begun` hears of each before, and `told` of what it is after it."""
         fit = self.distinct(guesses)
         chosen, found = fit[:count], list[Plan]()
         # If none of the fastest fits after all, those come that need least.
@@ -158,6 +164,7 @@ class Search:
             if found and guess not in chosen:
                 break
             began = time.perf_counter()
+            begun(describe(guess.candidate))
             try:
                 plan = self.compiled(guess)
             except ConfigError as error:  # what only the whole config shows

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     import jax
 
 
+def keep_back_warnings_of_xla(debug: bool) -> None:
+    """Keeps back what XLA warns of while it compiles for devices of which there are none, unless it is asked for."""
+    if not debug:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors; JAX's own default is 1, warnings
+
+
 def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.Device]":
     """Returns devices to compile for, in hosts of `devices_per_host`. Nothing can run on them.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxmnt.telemetry import clock
+from jaxmnt.units import duration
 
 
 class StartClock:
@@ -63,6 +64,7 @@ def _age() -> float:
 _LIVE_SECONDS = 0.1
 _MOMENT_SECONDS = 0.8
 _PLAIN_SECONDS = 10.0
+_SOON_SECONDS = 1.0
 _WIDEST_BAR = 20
 _WARNING = "WARNING"
 
@@ -154,6 +156,50 @@ def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
         yield status
     finally:
         status.clear()
+
+
+class Work:
+    """What a command is doing, as the terminal of stderr shows it."""
+
+    def __init__(self) -> None:
+        self._status = StatusLine(sys.stderr or io.StringIO())
+        self.does("")
+
+    def does(self, text: str) -> None:
+        """From now on this is shown, with the seconds since now; nothing for an empty text."""
+        self.done, self._text, self._since = "", text, time.monotonic()
+        if not text:
+            self._status.clear()
+
+    def line(self, text: str) -> None:
+        """Prints a line that stays, on stderr."""
+        self._status.line(text)
+
+    def show(self) -> None:
+        """Shows what is done, and `done`, which says how far it is."""
+        text, seconds = self._text, time.monotonic() - self._since
+        if text and seconds >= _SOON_SECONDS:
+            self._status.waiting(f"{text}{self.done and f', {self.done}'} … {duration(seconds)}")
+
+
+@contextmanager
+def working(text: str) -> Iterator[Work]:
+    """Inside, a terminal shows what the command is doing: first `text`."""
+    work, end = Work(), threading.Event()
+    work.does(text)
+
+    def show() -> None:
+        while not end.wait(_SOON_SECONDS):
+            work.show()
+
+    thread = threading.Thread(target=show, name="what the command does", daemon=True)
+    thread.start()
+    try:
+        yield work
+    finally:
+        end.set()
+        thread.join()
+        work.does("")
 
 
 def bar(share: float, cells: int) -> str:
