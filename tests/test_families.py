@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import metrics, mostly_slow
+from conftest import ROOT, metrics, mostly_slow
 from families import logits_of_row, value_and_gradients
 from other_loss import SHARE, TEACHER
 from pretend_family import RATE, reference
@@ -302,6 +302,20 @@ def test_a_family_that_raises_is_named_with_its_line():
     chosen = config(**sections({})).changed({"model.family": "pretend_family.Raising", "model.num_layers": 3})
     with pytest.raises(ConfigError, match=r"model\.family: .*pretend_family\.py:\d+: TypeError: .*; correct it"):
         compile_program(chosen, VOCAB, jax.devices()[:1])
+
+
+def test_the_code_of_the_page_trains(tiny, tmp_path, monkeypatch):
+    """The family and the loss that docs/models.md shows."""
+    family, loss = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
+    (tmp_path / "my_models.py").write_text(family)
+    (tmp_path / "my_losses.py").write_text(loss)
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = tiny(
+        "model.family=my_models.Parallel", "train.loss=my_losses.focal", "mesh.fsdp=2", "mesh.data=1",
+        "train.steps=2", "optimizer.warmup_steps=1",
+    )  # fmt: skip
+    assert train(chosen, devices=jax.devices()[:2]) == 0
+    assert all(0 < line["loss"] < 6 for line in metrics(tmp_path / "run"))
 
 
 @pytest.mark.slow
