@@ -256,9 +256,10 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
         for name in record.keys() & COUNTED:  # earlier versions counted less
             setattr(summary, name, getattr(summary, name) + record[name])
     if not splits["train"]["tokens"]:
+        ways = "more text, or a lower --eval-fraction" if summary.documents["eval"] else "more text"
         raise ConfigError(
             f"--input: nothing was found for training: {summary.why_nothing_was_found()}; remove the output, then give "
-            "more text or lower --eval-fraction"
+            f"{ways}"
         )
     if any(file.split == "eval" for file in job.inputs) and not splits["eval"]["tokens"]:
         raise ConfigError(
