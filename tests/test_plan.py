@@ -17,13 +17,15 @@ from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import budget
 from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
-from jaxmnt.plan.chips import CHIPS
+from jaxmnt.plan.chips import CHIPS, find_target
 from jaxmnt.plan.costs import Costs
+from jaxmnt.plan.dry_run import cluster_size, dry_run
 from jaxmnt.plan.hlo import Program, collective, shapes_in
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.show import _round
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.timeline import play
+from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step
 from jaxmnt.training.levers import find_levers, told
@@ -385,6 +387,31 @@ def test_what_cannot_be_planned_is_said(tmp_path, arguments, words):
     assert told.returncode == 2 and "Traceback" not in told.stderr, told.stderr
     for word in words:
         assert word in told.stderr, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "hosts", "per_host", "cluster"),
+    [
+        ((), "h100", 16, None, (16, 8)),  # mesh.fsdp: -1 takes whole hosts
+        ((), "gb200", 16, None, (16, 4)),
+        ((), "h100", 16, 2, (16, 2)),
+        (("mesh.fsdp=1", "mesh.data=-1", "mesh.model=4"), "h100", 2, None, (2, 8)),
+        (("mesh.fsdp=64", "mesh.data=1"), "h100", None, None, (8, 8)),
+        (("mesh.fsdp=64", "mesh.data=1"), "h100", None, 4, (16, 4)),
+        (("mesh.fsdp=2", "mesh.data=2"), "h100", None, None, (1, 4)),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["llama-8b", "qwen-72b"])
+def test_an_axis_of_the_rest_takes_whole_hosts(recipe, overrides, target, hosts, per_host, cluster):
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", list(overrides))
+    assert cluster_size(config, find_target(target)[1], hosts, per_host) == cluster
+
+
+@pytest.mark.parametrize(("arguments", "option"), [((), "--devices"), (("--target", "h100"), "--hosts")])
+def test_a_plan_is_told_how_many_devices_an_axis_of_the_rest_has(arguments, option):
+    options = parse_arguments(["--config", "none", "--dry-run", *arguments])
+    with pytest.raises(ConfigError, match=rf"{option}: mesh.fsdp takes all devices .* give {option}$"):
+        dry_run(load_config(ROOT / "configs" / "llama-8b.yaml"), options)
 
 
 CLUSTER_MESHES = [

@@ -25,12 +25,27 @@ DEVICES_PER_HOST = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("dry run")
     group.add_argument("--dry-run", action="store_true", help="compile for a cluster, print the plan, and stop")
-    group.add_argument("--devices", type=int, metavar="N", help="plan for N virtual CPU devices (default: the mesh's)")
+    group.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="plan for N virtual CPU devices (default: the mesh's, if none of its axes is -1)",
+    )
     group.add_argument(
         "--target", metavar="CHIP", help=f"plan for this GPU: {', '.join(CHIPS)}; or an instance type of a cloud"
     )
-    group.add_argument("--hosts", type=int, metavar="N", help="hosts of the target (default: what the mesh needs)")
-    group.add_argument("--devices-per-host", type=int, metavar="N", help=f"GPUs per host ({DEVICES_PER_HOST})")
+    group.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="hosts of the target (default: what the mesh needs, if none of its axes is -1)",
+    )
+    group.add_argument(
+        "--devices-per-host",
+        type=int,
+        metavar="N",
+        help=f"devices per host (default: the target's; {DEVICES_PER_HOST} of CPU devices)",
+    )
     group.add_argument(
         "--calibration", type=Path, metavar="FILE", help="rates that preflight --calibrate has measured, for the plan"
     )
@@ -84,17 +99,45 @@ def _cluster(
     config: Config, options: argparse.Namespace
 ) -> "tuple[list[jax.Device], Callable[[jax.Device], int], Chip | None, Network | None]":
     """The devices, which of them reach each other by fast links, what they are, and what lies between."""
-    needed = math.prod(size for size in config.mesh.sizes().values() if size > 0)
     if options.target is None:
-        count, per_host = options.devices or needed, options.devices_per_host or DEVICES_PER_HOST
+        count = options.devices or _devices_of_mesh(config, "--devices")
+        per_host = options.devices_per_host or DEVICES_PER_HOST
         return list(virtual_devices(count)), lambda device: device.id // per_host, None, None
     chip, network = find_target(options.target)
-    per_host = options.devices_per_host or min(needed, network.devices_per_host)
-    if options.hosts is None and needed % per_host:
-        raise ConfigError(f"--hosts: the mesh's {needed} devices do not fill hosts of {per_host}; give --hosts")
-    hosts = options.hosts or needed // per_host
+    hosts, per_host = cluster_size(config, network, options.hosts, options.devices_per_host)
     near = per_host if network.domain == network.devices_per_host else network.domain
     return list(gpu_devices(chip, hosts, per_host)), lambda device: device.id // near, chip, network
+
+
+def cluster_size(
+    config: Config, network: Network, hosts: int | None = None, devices_per_host: int | None = None
+) -> tuple[int, int]:
+    """Returns the hosts of a target and the GPUs of each, of which a person may have said one, both or neither.
+
+    Raises `ConfigError` where the mesh does not say how many GPUs there are.
+    """
+    if hosts is not None and _axis_of_the_rest(config) is not None:
+        return hosts, devices_per_host or network.devices_per_host
+    needed = _devices_of_mesh(config, "--hosts")
+    per_host = devices_per_host or min(needed, network.devices_per_host)
+    if hosts is None and needed % per_host:
+        raise ConfigError(f"--hosts: the mesh's {needed} devices do not fill hosts of {per_host}; give --hosts")
+    return hosts or needed // per_host, per_host
+
+
+def _axis_of_the_rest(config: Config) -> str | None:
+    """Returns the axis whose size is -1: it takes the devices that the other axes leave."""
+    return next((axis for axis, size in config.mesh.sizes().items() if size == -1), None)
+
+
+def _devices_of_mesh(config: Config, option: str) -> int:
+    """Returns how many devices the sizes of the mesh make. Raises `ConfigError` where only `option` could say that."""
+    if (axis := _axis_of_the_rest(config)) is not None:
+        raise ConfigError(
+            f"{option}: mesh.{axis} takes all devices that the other axes leave (-1), and nothing says how many there "
+            f"are; give {option}"
+        )
+    return math.prod(config.mesh.sizes().values())
 
 
 def with_vocabulary(config: Config) -> tuple[Config, int]:
