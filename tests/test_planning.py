@@ -32,7 +32,7 @@ from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.search import Plan, Search
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme
-from jaxmnt.plan.zero import choose_zero, resolve_zero
+from jaxmnt.plan.zero import Stage, ZeroChoice, choose_zero, resolve_zero
 from jaxmnt.telemetry.flops import AGAIN
 from jaxmnt.training.build import build_spec
 
@@ -348,7 +348,23 @@ def test_zero_is_chosen_by_time_and_memory(case, zero, why):
     if case[0] == "a100-40gb":
         assert "36.3 GiB, too much" in line and choice.best.zero == 3
     if case[0] is None:
-        assert "no data sheet of cpu devices is known" in line and resolve_zero(spec)[0].mesh.zero == 3
+        assert (
+            "no data sheet of cpu devices is known, so memory decides, of which 3 needs least)" in line
+            and resolve_zero(spec)[0].mesh.zero == 3
+        )
+
+
+def test_a_choice_of_zero_names_what_is_kept_free():
+    """Of what almost fits: 71.3 of 72.8 GiB is too much, since estimates are off by some percent."""
+    stages = (Stage(3, 2.0**30, 3.0, 60 * 2.0**30), Stage(2, 2.0**29, 2.0, 96 * 2.0**30), Stage(1, 1.0, 1.0, 2.0**37))
+    (line,) = ZeroChoice(3, True, stages, 100 * 2.0**30).lines()
+    assert "needs 60 GiB of 100 GiB, 2 takes" in line and "128 GiB of 100 GiB, too much)" in line
+    assert "needs 96 GiB of 100 GiB, too much with the 5 GiB that are kept free, 1 takes" in line
+
+
+def test_where_no_zero_stage_fits_the_least_memory_decides():
+    _, choice = zero_of("a100-40gb", "model.preset=llama3-70b")
+    assert choice.zero == 3 and "by estimate none fits, so memory decides, of which 3 needs least)" in choice.lines()[0]
 
 
 def test_a_zero_stage_that_costs_much_is_named():

@@ -38,6 +38,7 @@ GAIN = 1.03
 ROOM = 0.95
 """The share of a device's memory that an estimate may reach: few compiled programs need 3 % more than estimated
 (`benchmarks/plan_estimates.py`)."""
+_LEAST_MEMORY = "so memory decides, of which 3 needs least"
 COSTLY = 1.1
 """A setting that takes so many times as long as the best is named."""
 
@@ -100,7 +101,11 @@ class ZeroChoice:
         sends = f"sends {size(stage.sent)}"
         if stage.seconds is None or stage.peak is None or self.limit is None:
             return f"{stage.zero} {sends}"
-        room = f"needs {size(stage.peak)} of {size(self.limit)}" + ("" if self.fits(stage) else ", too much")
+        room = f"needs {size(stage.peak)} of {size(self.limit)}"
+        if stage.peak > self.limit:
+            room += ", too much"
+        elif not self.fits(stage):
+            room += f", too much with the {size((1 - ROOM) * self.limit)} that are kept free"
         return f"{stage.zero} takes {seconds_text(stage.seconds)}, {sends} and {room}"
 
     def to_json(self) -> dict[str, Any]:
@@ -126,12 +131,15 @@ def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
     is_auto = mesh.zero == "auto"
     if chip is None or not {*over} <= {*GATHERING_AXES}:
         unknown = f"no data sheet of {_kind(spec)} devices is known"
-        because = "mesh.rules for embed are not estimated" if chip else unknown
+        because = ("mesh.rules for embed are not estimated" if chip else unknown) + f", {_LEAST_MEMORY}"
         counted = tuple(Stage(zero, _sent(spec, zero), None, None) for zero in STAGES)
         return ZeroChoice(spec.zero, is_auto, counted, None, because)
     stages, limit = _estimated(spec, chip), OUR_MEMORY_FRACTION * chip.memory
     choice = ZeroChoice(spec.zero, is_auto, stages, limit, "mesh.prefetch needs 3" if mesh.prefetch else "")
-    return replace(choice, zero=_fastest(choice)) if is_auto and not mesh.prefetch else choice
+    if not is_auto or mesh.prefetch:
+        return choice
+    because = "" if choice.best else f"by estimate none fits, {_LEAST_MEMORY}"
+    return replace(choice, zero=_fastest(choice), because=because)
 
 
 def _kind(spec: StepSpec) -> str:
