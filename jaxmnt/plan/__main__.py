@@ -34,6 +34,11 @@ _MOST_GPUS = 16384
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
+    with working("starting") as work:
+        return _plan(options, work)
+
+
+def _plan(options: argparse.Namespace, work: Work) -> int:
     keep_back_warnings_of_xla(options.debug)
     chip, network = find_target(options.target)
     counts = _counts(options.gpus, network.devices_per_host)
@@ -52,7 +57,8 @@ def main(arguments: list[str]) -> int:
 
     rates = rates_of(chip, network)
     rates = rates if calibration is None else calibration.rates(rates)
-    with telling_whose_code(config), working("estimating") as work:
+    work.does("estimating")
+    with telling_whose_code(config):
         search = Search(config, chip, network, rates, precisions)
         if options.compile == 0:
             return _estimate(search, counts, wish, options, work)

@@ -14,7 +14,7 @@ from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import CHIPS, Chip, Network, find_target
 from jaxmnt.plan.targets import gpu_devices, keep_back_warnings_of_xla, virtual_devices
 from jaxmnt.strict_json import json_text
-from jaxmnt.telemetry.progress import working
+from jaxmnt.telemetry.progress import Work, working
 
 if TYPE_CHECKING:
     import jax
@@ -70,6 +70,14 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 def dry_run(config: Config, options: argparse.Namespace) -> int:
     """Prints the plan and returns the exit code. Raises `ConfigError` for what does not fit, as training would."""
+    with working("starting") as work:
+        text = _plan(config, options, work)
+    print(text)
+    return ExitCode.FINISHED
+
+
+def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
+    """Returns what is printed."""
     calibration = None if options.calibration is None else read_calibration(options.calibration)
     keep_back_warnings_of_xla(options.debug)
     devices, hosts, chip, network = _cluster(config, options)
@@ -85,14 +93,14 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
     if calibration is not None:
         check_fits(calibration, options.calibration, chip, len({*map(hosts, devices)}), len(devices))
         rates = calibration.rates(rates)
-    with telling_whose_code(config), working("building the program") as work:
+    work.does("building the program")
+    with telling_whose_code(config):
         spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
         config, zero = resolve_zero(spec)
         spec = replace(spec, config=config)
         work.does("compiling")
         report = make_report(spec, hosts, chip, rates) | {"zero": None if zero is None else zero.to_json()}
-    print(json_text(report, indent=2) if options.json else show(spec, report, hosts, zero))
-    return ExitCode.FINISHED
+    return json_text(report, indent=2) if options.json else show(spec, report, hosts, zero)
 
 
 def _cluster(
