@@ -21,16 +21,16 @@ from other_frameworks import decoder
 from jaxmnt.config.load import load_config, with_settings
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
-from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, winner
+from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons, winner
 from jaxmnt.plan.candidates import REMATS, Candidate, candidates, numbers_of_gpus
 from jaxmnt.plan.chips import CHIPS, INSTANCES, find_target, network_of
 from jaxmnt.plan.estimate import estimate, uses_float8
 from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
-from jaxmnt.plan.memory import Kept
+from jaxmnt.plan.memory import Kept, Memory
 from jaxmnt.plan.picture import draw
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import rates_of
-from jaxmnt.plan.search import Plan, Search
+from jaxmnt.plan.search import Guess, Plan, Search, describe
 from jaxmnt.plan.targets import described_devices, gpu_devices
 from jaxmnt.plan.workload import Scheme
 from jaxmnt.plan.zero import Stage, ZeroChoice, choose_zero, resolve_zero
@@ -317,6 +317,64 @@ def test_a_plan_ends_with_advice():
     assert planned(**good | {"every_steps": 10, "every_minutes": "auto"}) == []
     (told,) = planned(every_steps=180)
     assert "--precisions bfloat16,float8" in told
+
+
+LIMIT = 80
+ONE = Candidate(1, 1, 8, 1, 1, 1, 1, "full", 3)
+
+
+def search_of(peaks, compiled):
+    """A search among ways of rising time, of which the estimated and the compiled peaks are known; and these ways."""
+
+    class Known(Search):
+        def __init__(self):
+            self.limit, self._peaks = LIMIT, {}
+
+        def compiled(self, guess):
+            peak = self._peaks[guess.candidate] = compiled[guess.candidate.rows - 1]
+            return Plan(guess.candidate, guess, Prediction(guess.seconds, 0.0, 0.0, 0.0, 0.0), peak, LIMIT, {})
+
+    seconds = lambda number: SimpleNamespace(seconds=1.0 + number, links={}, bubble=0.0)
+    ways = [
+        Guess(replace(ONE, rows=number + 1), None, seconds(number), Memory(0.0, peak, 0.0, 0.0), 0.0, 0.0)
+        for number, peak in enumerate(peaks)
+    ]
+    return Known(), ways
+
+
+@pytest.mark.parametrize(
+    ("peaks", "compiled", "tried", "why"),
+    [
+        ([79, 78, 60, 5], [90, 78, 60, 5], [1, 2], "as many as asked for"),
+        ([79, 80, 78, 60, 5], [90, 90, 90, 60, 5], [1, 2, 4], "the fastest with clear room, not that of least memory"),
+        ([60, 60, 70, 60, 5], [90, 90, 90, 80, 5], [1, 2, 5], "estimates were half too low"),
+        ([79, 79, 78, 77], [90, 90, 90, 80], [1, 2, 4], "none has clear room: that which needs least"),
+        ([90, 86, 60], [90, 90, 60], [3], "what cannot fit is never compiled"),
+        ([79, 79, 78, 77], [90, 90, 90, 90], [1, 2, 4, 3], "nothing fits"),
+    ],
+)
+def test_what_is_compiled_until_something_fits(peaks, compiled, tried, why):
+    search, ways = search_of(peaks, compiled)
+    begun = []
+    plans = search.best(ways, 2, begun=begun.append)
+    assert begun == [describe(ways[number - 1].candidate) for number in tried], why
+    assert [plan.candidate.rows for plan in plans] == [one for one in tried if compiled[one - 1] <= LIMIT]
+
+
+def test_reasons_leave_out_what_did_not_fit():
+    """By the compiler: though it was estimated to fit."""
+    search, ways = search_of([79, 70, 60, 79], [90, 70])
+    stages = lambda guess: replace(guess, candidate=replace(guess.candidate, pipeline=2, fsdp=4))
+    ways = [stages(ways[0]), ways[1], stages(ways[2]), replace(ways[3], candidate=replace(ways[1].candidate, zero=2))]
+    search.compiled(ways[0])
+    best = Priced(search.compiled(ways[1]), 8, 1.0, None, None, None)
+    search._peaks[ways[3].candidate] = 90
+    found = "\n".join(reasons(search, Answer(8, ways, [best])))
+    assert f"with a pipeline the best is {describe(ways[2].candidate)}: estimated at 1.50 ×" in found
+    assert f"{describe(ways[0].candidate)} would be faster" in found and "it needs 90 bytes, 10 bytes more" in found
+    assert (
+        "ZeRO 3 needs 70 bytes; 2 is estimated at 2.00 × of the winner's step and needs 90 bytes, which does" in found
+    )
 
 
 def test_estimates_need_no_compiler_for_gpus(tmp_path, monkeypatch, capsys):

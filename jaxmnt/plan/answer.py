@@ -121,7 +121,7 @@ def reasons(search: Search, answer: Answer) -> list[str]:
     if answer.gpus == 1:
         return ["there is one GPU: nothing is split"]
     found = [
-        _data_parallel(search, answer, best), *_axes(search, answer, best), _zero(answer, best),
+        _data_parallel(search, answer, best), *_axes(search, answer, best), _zero(search, answer, best),
         _too_large(search, answer, best),
     ]  # fmt: skip
     return [one for one in found if one]
@@ -134,20 +134,20 @@ def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
     alone = [guess for guess in answer.guesses if guess.candidate.data == answer.gpus]
     if not alone:
         return "data parallelism alone: the batch does not divide among so many replicas"
-    least = min(alone, key=lambda guess: guess.memory.peak)
-    if not search.may_fit(least):
+    least = min(alone, key=search.peak)
+    if not search.fits(least):
         return (
-            f"data parallelism alone needs {size(least.memory.peak)} of a GPU at least, {size(least.memory.state)} of "
-            f"them for parameters and moments: {size(least.memory.peak - search.limit)} more than the "
+            f"data parallelism alone needs {size(search.peak(least))} of a GPU at least, {size(least.memory.state)} of "
+            f"them for parameters and moments: {size(search.peak(least) - search.limit)} more than the "
             f"{size(search.limit)} that there are, so the state is split"
         )
-    fastest = min((guess for guess in alone if search.may_fit(guess)), key=lambda guess: guess.seconds)
+    fastest = min(filter(search.fits, alone), key=lambda guess: guess.seconds)
     return f"data parallelism alone may fit, and is estimated at {_times(fastest, best)} of the winner's step"
 
 
 def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
     """What tensor and pipeline parallelism cost or save here."""
-    found, fit = [], [guess for guess in answer.guesses if search.may_fit(guess)]
+    found, fit = [], [guess for guess in answer.guesses if search.fits(guess)]
     for axis, name in ((axis.name, axis.parallelism) for axis in reversed(AVAILABLE) if axis.parallelism):
         size = lambda guess, axis=axis: getattr(guess.candidate, axis)
         if getattr(best.candidate, axis) > 1:
@@ -173,28 +173,27 @@ def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
     return found
 
 
-def _zero(answer: Answer, best: Plan) -> str | None:
+def _zero(search: Search, answer: Answer, best: Plan) -> str | None:
     """What the other ZeRO stages of the winner's mesh would take and need."""
     zero = best.candidate.zero
     others = [
-        f"{guess.candidate.zero} is {_estimated(guess, best)} and needs {size(guess.memory.peak)}"
+        f"{guess.candidate.zero} is {_estimated(guess, best)} and needs {size(search.peak(guess))}"
+        + ("" if search.fits(guess) else ", which does not fit")
         for guess in sorted(answer.guesses, key=lambda guess: guess.candidate.zero)
         if guess.candidate.zero != zero and replace(guess.candidate, zero=zero) == best.candidate
     ]
-    return f"ZeRO {zero} needs {size(best.guess.memory.peak)}; {', '.join(others)}" if others else None
+    return f"ZeRO {zero} needs {size(search.peak(best.guess))}; {', '.join(others)}" if others else None
 
 
 def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
     """What a faster mesh lacks: of those that are estimated to be faster and do not fit, the one that lacks least."""
-    faster = [
-        guess for guess in answer.guesses if guess.seconds < 0.99 * best.guess.seconds and not search.may_fit(guess)
-    ]
+    faster = [guess for guess in answer.guesses if guess.seconds < 0.99 * best.guess.seconds and not search.fits(guess)]
     if not faster:
         return None
-    one = min(faster, key=lambda guess: (guess.memory.peak, guess.seconds))
+    one = min(faster, key=lambda guess: (search.peak(guess), guess.seconds))
     return (
-        f"{describe(one.candidate)} would be faster, {_estimated(one, best)}: it needs {size(one.memory.peak)}, "
-        f"{size(one.memory.peak - search.limit)} more than there are"
+        f"{describe(one.candidate)} would be faster, {_estimated(one, best)}: it needs {size(search.peak(one))}, "
+        f"{size(search.peak(one) - search.limit)} more than there are"
     )
 
 

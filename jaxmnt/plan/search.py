@@ -1,9 +1,8 @@
 """The best mesh for a config and a number of GPUs: all are estimated, the best few are compiled."""
 
 import functools
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,8 @@ from jaxmnt.units import size
 ROOM = 1.06
 """Of the memory that there is, what an estimate may be: few are further off (`benchmarks/plan_estimates.py`), and the
 compiler decides."""
+CLEAR_ROOM = 0.95
+"""Of the memory that there is, what an estimate may be where others did not fit when they were compiled."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Search:
         self.shape = model_shape(self.definition)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self.precisions = precisions
+        self._peaks: dict[Candidate, int] = {}
+        """Of what was compiled."""
         self._kept: dict[str | None, Kept] = {}
         for precision in precisions or (None,):
             if (dtype := self.dtype(precision)) not in rates.products:
@@ -114,6 +117,14 @@ class Search:
         """As far as an estimate can say."""
         return guess.memory.peak <= ROOM * self.limit
 
+    def peak(self, guess: Guess) -> float:
+        """Returns the compiled peak, or the estimated one of what was not compiled."""
+        return self._peaks.get(guess.candidate, guess.memory.peak)
+
+    def fits(self, guess: Guess) -> bool:
+        """Whether it fits by what is known best: the compiled peak, else the estimated one."""
+        return self.peak(guess) <= self.limit
+
     def guess(self, one: Candidate) -> Guess | None:
         """None for sizes that cannot be built, and for float8 that no product would use."""
         row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
@@ -141,6 +152,7 @@ class Search:
         spec = build_spec(one.applied_to(self.config), self.vocab, devices, lambda device: str(host(device)))
         report = make_report(spec, host, self.chip, self.rates)
         memory = report["memory"]
+        self._peaks[one] = memory["peak"]
         return Plan(one, guess, _prediction(report), memory["peak"], memory["limit"], report)
 
     def distinct(self, guesses: Sequence[Guess]) -> list[Guess]:
@@ -156,13 +168,8 @@ class Search:
     ) -> list[Plan]:
         """Of guesses, the fastest first: the plans that were compiled and fit, the fastest first. As many as `count`
         are compiled, and more until one fits. `begun` hears of each before, and `told` of what it is after it."""
-        fit = self.distinct(guesses)
-        chosen, found = fit[:count], list[Plan]()
-        # If none of the fastest fits after all, those come that need least.
-        roomy = sorted(fit[count:], key=lambda guess: guess.memory.peak)[: 2 * count]
-        for guess in itertools.chain(chosen, roomy):
-            if found and guess not in chosen:
-                break
+        compiled = list[Plan]()
+        for guess in self._in_turn(self.distinct(guesses), count, compiled):
             began = time.perf_counter()
             begun(describe(guess.candidate))
             try:
@@ -173,9 +180,32 @@ class Search:
             took = f"{time.perf_counter() - began:.0f} s to compile"
             room = size(plan.peak) + ("" if plan.fits else ", which does not fit")
             told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {room}, {took}")
-            if plan.fits:
-                found.append(plan)
-        return sorted(found, key=lambda plan: (plan.seconds, str(plan.candidate)))
+            compiled.append(plan)
+        fitting = [plan for plan in compiled if plan.fits]
+        return sorted(fitting, key=lambda plan: (plan.seconds, str(plan.candidate)))
+
+    def _in_turn(self, guesses: Sequence[Guess], count: int, compiled: Sequence[Plan]) -> Iterator[Guess]:
+        """What to compile, of guesses that may fit: the `count` fastest. While none of those that are `compiled` fits,
+        there follow at most 2 `count` that are the fastest with clear room, and as many that need least."""
+        fits = lambda: any(plan.fits for plan in compiled)
+        yield from guesses[:count]
+        left, tried = guesses[count:], set[Candidate]()
+        for guess in left:
+            if fits() or len(tried) == 2 * count:
+                break
+            if guess.memory.peak * _exceeded(compiled) <= CLEAR_ROOM * self.limit:
+                tried.add(guess.candidate)
+                yield guess
+        untried = [guess for guess in left if guess.candidate not in tried]
+        for guess in sorted(untried, key=lambda guess: guess.memory.peak)[: 2 * count]:
+            if fits():
+                return
+            yield guess
+
+
+def _exceeded(compiled: Sequence[Plan]) -> float:
+    """Returns how many times the estimated peak the compiled one was at most; 1 if it never was more."""
+    return max([1.0, *(plan.peak / plan.guess.memory.peak for plan in compiled)])
 
 
 def _prediction(report: dict[str, Any]) -> Prediction:
