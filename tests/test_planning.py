@@ -25,6 +25,7 @@ from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons, winn
 from jaxmnt.plan.candidates import REMATS, Candidate, candidates, numbers_of_gpus
 from jaxmnt.plan.chips import CHIPS, INSTANCES, find_target, network_of
 from jaxmnt.plan.estimate import estimate, uses_float8
+from jaxmnt.plan.estimated import Estimated, best_of, show_estimates
 from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
 from jaxmnt.plan.memory import Kept, Memory
 from jaxmnt.plan.picture import draw
@@ -375,6 +376,20 @@ def test_reasons_leave_out_what_did_not_fit():
     assert (
         "ZeRO 3 needs 70 bytes; 2 is estimated at 2.00 × of the winner's step and needs 90 bytes, which does" in found
     )
+
+
+def test_an_estimate_that_fits_comes_first():
+    """Though another one that may fit is faster."""
+    _, ways = search_of([82, 70], [])
+    wish = Wish(1e9, "time", 2.5)
+    over, within = (Estimated(guess, Goal(86400 * guess.seconds, 7.0), LIMIT) for guess in ways)
+    assert best_of([over, within], wish) is within
+    shown = show_estimates([over, within], within, wish)
+    assert "70 bytes (88%)" in shown and "82 bytes (102%)" in shown
+    assert shown.startswith("answer  1B tokens in about 2 days for 7.00: 8 GPUs, fsdp 8") and "surely" not in shown
+    assert "cost is by the given price, 2.5 per GPU-hour" in shown
+    alone = show_estimates([over], best_of([over], wish), Wish(1e9, "time", None))
+    assert "by estimate none surely fits in the 80 bytes that a GPU has" in alone and "given price" not in alone
 
 
 def test_estimates_need_no_compiler_for_gpus(tmp_path, monkeypatch, capsys):

@@ -70,14 +70,13 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
 
 def _estimate(search: "Search", counts: list[int], wish: "Wish", options: argparse.Namespace, work: Work) -> int:
     """Answers without compiling."""
-    from jaxmnt.plan.estimated import fastest, show_estimates
+    from jaxmnt.plan.estimated import best_of, fastest, show_estimates
 
     ways = [one for gpus in counts for one in fastest(search, gpus, wish)]
     if not ways:
         raise ConfigError("--gpus: by estimate the run fits on none of these; --compile 6 says what it needs")
     work.does("")
-    value = lambda one: one.goal.cost if wish.by == "cost" else one.goal.seconds
-    best = min(ways, key=lambda one: (value(one), one.gpus))
+    best = best_of(ways, wish)
     if options.json:
         told = {"target": search.chip.kind, "tokens": wish.tokens, "winner": best.to_json()}
         print(json_text(told | {"estimates": [one.to_json() for one in ways]}, indent=2))

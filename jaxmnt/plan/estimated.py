@@ -21,6 +21,13 @@ class Estimated:
 
     guess: Guess
     goal: Goal
+    limit: int
+    """Bytes of a GPU."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits by estimate, without what estimates are off by."""
+        return self.guess.memory.peak <= self.limit
 
     @property
     def gpus(self) -> int:
@@ -31,28 +38,40 @@ class Estimated:
         return {
             "gpus": self.gpus, "settings": self.guess.candidate.settings,
             "estimated_seconds": round(self.guess.seconds, 4), "estimated_peak": round(self.guess.memory.peak),
+            "limit": self.limit,
             **self.goal.to_json(),
         }  # fmt: skip
 
 
 def fastest(search: Search, gpus: int, wish: Wish) -> list[Estimated]:
-    """The ways that are estimated to reach the goal first and may fit."""
-    guesses = search.distinct(search.guesses(gpus))[:SHOWN]
+    """The ways that are estimated to reach the goal first and may fit. Those that fit by estimate come first."""
+    guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:SHOWN]
     goal = lambda one: to_goal(search, one.candidate, one.seconds, one.memory.state, wish)[1]
-    return sorted((Estimated(one, goal(one)) for one in guesses), key=lambda one: one.goal.seconds)
+    ways = (Estimated(one, goal(one), search.limit) for one in guesses)
+    return sorted(ways, key=lambda one: (not one.fits, one.goal.seconds))
+
+
+def best_of(ways: Sequence[Estimated], wish: Wish) -> Estimated:
+    """The one that is best for the goal, of those that fit by estimate if there are any; at a tie with fewer GPUs."""
+    value = lambda one: one.goal.cost if wish.by == "cost" else one.goal.seconds
+    return min(ways, key=lambda one: (not one.fits, value(one), one.gpus))
 
 
 def show_estimates(ways: Sequence[Estimated], best: Estimated, wish: Wish) -> str:
-    """A line that answers, and a table."""
+    """A line that answers, a table, and what is to be known of both."""
     cost = "" if best.goal.cost is None else f" for {money(best.goal.cost)}"
     answer = (
         f"answer  {count(wish.tokens)} tokens in about {span(best.goal.seconds)}{cost}: "
         f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.guess.candidate)}"
+        + ("" if best.fits else f"; by estimate none surely fits in the {size(best.limit)} that a GPU has")
     )
     rows: list[tuple[str, ...]] = [("GPUs", "mesh", "step", "memory", "takes", "cost")]
     for one in ways:
-        step, peak = seconds_text(one.guess.seconds), size(one.guess.memory.peak)
+        step, needed = seconds_text(one.guess.seconds), one.guess.memory.peak
+        peak = f"{size(needed)} ({needed / one.limit:.0%})"
         takes, cost = span(one.goal.seconds), money(one.goal.cost)
         rows.append((str(one.gpus), describe(one.guess.candidate), step, peak, takes, cost))
-    note = "note    all of this is estimated; --compile 6 compiles the fastest ways, and says whether they fit"
-    return "\n\n".join([answer, "\n".join(table(rows, right={0, 2, 3, 4, 5})), note])
+    notes = ["note    all of this is estimated; --compile 6 compiles the fastest ways, and says whether they fit"]
+    if wish.price is not None:
+        notes.append(f"        cost is by the given price, {wish.price:g} per GPU-hour")
+    return "\n\n".join([answer, "\n".join(table(rows, right={0, 2, 3, 4, 5})), "\n".join(notes)])
