@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxmnt.distributed import quiet_plugin
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark, report, shortened
 from jaxmnt.output import checked, guard
 
@@ -212,9 +213,13 @@ def write_file(path: Path, text: str) -> None:
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     """Runs a command's `main` and ends the process with its exit code, turning errors into messages.
 
-    `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too.
+    `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too, and what JAX's
+    plugin for CUDA says of a driver that is missing.
     """
     guard()
     given = sys.argv[1:]
     own = given[: given.index("--")] if "--" in given else given
-    sys.exit(checked(report(lambda: main(given), debug="--debug" in own)))
+    debug = "--debug" in own
+    if not debug:
+        quiet_plugin.install()
+    sys.exit(checked(report(lambda: main(given), debug=debug)))

@@ -1,6 +1,8 @@
 """What a process sets for XLA and NCCL before JAX starts, and the flags that this jaxlib would not take."""
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -62,6 +64,66 @@ def test_jax_keeps_to_the_cpu_where_its_plugin_is_there_for_plans_alone(
     monkeypatch.setattr(local_gpus, "gpus_here", lambda: gpus)
     monkeypatch.setattr(local_gpus, "_has_driver", lambda: has_driver)
     assert prepared(environment, gpus=0).get("JAX_PLATFORMS") == platforms
+
+
+MISSING_DRIVER = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795785091.678130   30058 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be \
+used.
+"""
+FAKE_JAX = """
+import contextlib, os, sys
+def say(text):
+    with contextlib.suppress(OSError): os.write(2, text)
+if sys.stderr: print("jax is here", file=sys.stderr)
+say(sys.argv[1].encode() + b"E0000 something else\\n" + sys.argv[1].encode() + b"no end of line")
+if "raises" in sys.argv: raise ValueError("a variable")
+"""
+FAKE_PLUGIN = """
+import sys
+from jax import say
+def initialize(): say(sys.argv[1].encode() + b"initialized\\n")
+"""
+IMPORTING = """
+import os, sys
+from jaxmnt.distributed import quiet_plugin
+quiet_plugin.has_plugin_for_plans_alone = lambda: "gpu" not in sys.argv
+if "closed" in sys.argv: sys.stderr = os.close(2)
+quiet_plugin.install()
+try:
+    import jax
+    import jax_plugins.xla_cuda12 as plugin
+    plugin.initialize()
+    print(type(jax.__loader__).__name__, type(jax.__spec__.loader).__name__)
+except ValueError as error:
+    print("raised", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "out", "said"),
+    [
+        ((), "SourceFileLoader SourceFileLoader", "jax is here\nE0000 something else\nno end of lineinitialized\n"),
+        (("raises",), "raised a variable", "jax is here\nE0000 something else\nno end of line"),
+        (("closed",), "SourceFileLoader SourceFileLoader", ""),
+        (
+            ("gpu",),
+            "SourceFileLoader SourceFileLoader",
+            f"jax is here\n{MISSING_DRIVER}E0000 something else\n{MISSING_DRIVER}no end of line{MISSING_DRIVER}"
+            "initialized\n",
+        ),
+    ],
+)
+def test_nothing_but_a_missing_driver_is_kept_back_where_there_is_no_gpu(tmp_path, how, out, said):
+    for name, text in (("jax/__init__.py", FAKE_JAX), ("jax_plugins/xla_cuda12.py", FAKE_PLUGIN)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, MISSING_DRIVER, *how],
+        capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=path, JAX_PLATFORMS=""),
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.stderr) == (out, said)
 
 
 def test_nccl_gives_up_later_than_the_watchdog():

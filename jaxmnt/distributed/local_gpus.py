@@ -1,4 +1,4 @@
-"""Which GPUs of this machine are this process's, found before JAX starts, since JAX has to be told."""
+"""Which GPUs of this machine are this process's, and where there are none. JAX has to be told before it starts."""
 
 import ctypes
 import importlib.util
@@ -43,8 +43,13 @@ def keep_to_the_cpu(environment: MutableMapping[str, str]) -> None:
     JAX would come to the CPU as well, after a traceback of the plugin. A machine with a device file or a driver is left
     alone: there JAX has to say why its GPUs cannot be used. Takes effect before JAX is imported.
     """
-    if "JAX_PLATFORMS" not in environment and has_cuda_plugin() and not gpus_here() and not _has_driver():
+    if "JAX_PLATFORMS" not in environment and has_plugin_for_plans_alone():
         environment["JAX_PLATFORMS"] = "cpu"
+
+
+def has_plugin_for_plans_alone() -> bool:
+    """Whether JAX's plugin for CUDA is installed, and neither a device file nor a driver of a GPU is here."""
+    return has_cuda_plugin() and not gpus_here() and not _has_driver()
 
 
 def _has_driver() -> bool:
