@@ -271,6 +271,32 @@ def test_huge_pages_are_asked_for_where_there_are_some(tmp_path, monkeypatch):
     assert module.huge_pages({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) == {}, "somebody has decided"
 
 
+@pytest.mark.parametrize(
+    ("platforms", "gpus", "has_driver", "devices", "wanted"),
+    [
+        (None, 0, False, None, True),
+        (None, 1, True, None, False),
+        (None, 0, True, None, False),
+        ("cpu", 1, True, None, True),
+        ("cuda,cpu", 0, False, None, False),
+        (None, 1, True, 2, True),
+    ],
+)
+def test_launch_local_asks_for_huge_pages_wherever_its_processes_will_be_on_cpus(
+    monkeypatch, platforms, gpus, has_driver, devices, wanted
+):
+    from jaxmnt.distributed import local_gpus
+    from jaxmnt.launch import local
+
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(local_gpus, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(local_gpus, "_has_driver", lambda: has_driver)
+    monkeypatch.setattr(local, "huge_pages", lambda environment: {"HUGE": "1"})
+    assert ("HUGE" in local._environment(0, 2, "a:1", devices)) == wanted
+
+
 def test_processes_of_a_cpu_share_its_cores():
     from jaxmnt.launch.local import _give_cores
 

@@ -52,6 +52,12 @@ def has_plugin_for_plans_alone() -> bool:
     return has_cuda_plugin() and not gpus_here() and not _has_driver()
 
 
+def computes_on_cpus(environment: Mapping[str, str]) -> bool:
+    """Whether a process with this environment will compute on CPUs: JAX is told so, or nothing of a GPU is here."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    return platforms == "cpu" or (not platforms and not gpus_here() and not _has_driver())
+
+
 def _has_driver() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")

@@ -21,7 +21,7 @@ from jaxmnt.config.load import as_override
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.identity import VARIABLES
-from jaxmnt.distributed.local_gpus import Neighbours, gpus_here, own_gpus, visible_gpus
+from jaxmnt.distributed.local_gpus import Neighbours, computes_on_cpus, gpus_here, own_gpus, visible_gpus
 from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark
 from jaxmnt.launch.ledger import event_marks, events_besides, waited_in_vain
@@ -153,7 +153,7 @@ class _LocalProcesses:
             environment[RUN_KEY] = self._run_key
             arguments = [*local.module, *local.arguments, *_settings(number, processes, environment)]
             self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe))
-            if local.cores is not None or environment.get("JAX_PLATFORMS") == "cpu":
+            if local.cores is not None or computes_on_cpus(environment):
                 _give_cores(self._children[-1].process.pid, number, processes, local.cores)
             for signal_number in self.asked:
                 _send(self._children[-1:], signal_number)
@@ -303,7 +303,7 @@ def _environment(number: int, processes: int, coordinator: str, devices: int | N
     environment[VARIABLES["process_id"]] = str(number)
     if devices is not None:
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    if environment.get("JAX_PLATFORMS") == "cpu":
+    if computes_on_cpus(environment):
         environment |= huge_pages(environment)
     return environment
 
