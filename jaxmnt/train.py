@@ -24,7 +24,7 @@ from jaxmnt.errors import report
 from jaxmnt.output import outlive_output
 from jaxmnt.plan.dry_run import dry_run
 from jaxmnt.run.arguments import parse_arguments
-from jaxmnt.telemetry.progress import StartClock, announce
+from jaxmnt.telemetry.progress import StartClock, Work, working
 
 if TYPE_CHECKING:
     import jax
@@ -42,22 +42,25 @@ def main(arguments: list[str]) -> int:
         return report(lambda: dry_run(config, options), debug=options.debug)
     outlive_output()
     identity = identify(config.cluster)
-    if identity.process_id == 0:
-        announce("starting …")
-    prepare(config)
-    clock.lap("environment")
+    with working("starting" if identity.process_id == 0 else "") as work:
+        prepare(config)
+        clock.lap("environment")
 
-    from jaxmnt.distributed.termination import ExitHandler
+        from jaxmnt.distributed.termination import ExitHandler
 
-    exit_handler = ExitHandler(identity.label)
-    run = lambda: meet_and_train(config, options, identity, exit_handler, clock)
-    return exit_handler.finish(report(run, debug=options.debug, where=identity.label), at_once=not identity.alone)
+        exit_handler = ExitHandler(identity.label)
+        run = lambda: meet_and_train(config, options, identity, exit_handler, clock, work)
+        code = report(run, debug=options.debug, where=identity.label)
+        return exit_handler.finish(code, at_once=not identity.alone)
 
 
 def meet_and_train(
-    config: Config, options: Namespace, identity: Identity, exit_handler: "ExitHandler", clock: StartClock
+    config: Config, options: Namespace, identity: Identity, exit_handler: "ExitHandler", clock: StartClock, work: Work
 ) -> int:
-    """Joins the other processes of the run and trains with them, or takes steps again for `--replay`."""
+    """Joins the other processes of the run and trains with them, or takes steps again for `--replay`.
+
+    What `work` shows ends where the run has a status line.
+    """
     from jaxmnt.distributed.heartbeat import ending_on_exceptions_in_threads
     from jaxmnt.distributed.process_group import joined
     from jaxmnt.distributed.termination import EarlyExit
@@ -68,6 +71,8 @@ def meet_and_train(
 
     early_exit = EarlyExit(identity, exit_handler)
     with ExitStack() as held:
+        held.callback(work.does, "")
+        held.enter_context(exit_handler.with_hook(lambda _: work.does("")))
         notes = held.enter_context(FailedStartRecorder(config, identity, exit_handler))
         if options.replay is not None:
             notes.run_opened()  # the events are those of the run, not of who takes its steps again
@@ -90,6 +95,7 @@ def meet_and_train(
         clock.lap("rendezvous")
         check_hosts(config, identity, heartbeat.clock)
         clock.lap("preflight")
+        work.does("")
         process = held.enter_context(run_process(config, identity, heartbeat, clock, stop))
         if options.replay is not None:
             return replay(process, *options.replay)

@@ -3,13 +3,14 @@
 import io
 import os
 import re
+import time
 
 import pytest
-from conftest import metrics
+from conftest import metrics, until
 
 from jaxmnt.telemetry.metrics import Rates, TrainLog
 from jaxmnt.telemetry.phases import StepTimer
-from jaxmnt.telemetry.progress import StatusLine
+from jaxmnt.telemetry.progress import StatusLine, working
 
 METRICS = {
     "loss": 2.34567, "grad_norm": 0.5123, "learning_rate": 3e-4, "tokens": 4096, "stop": 0, "save": 0, "bad_steps": 0,
@@ -46,7 +47,7 @@ def with_log(out, tmp_path, steps: int, log_every: int | None = None) -> None:
     log.close()
 
 
-def test_what_takes_long_is_said_on_a_terminal_alone(monkeypatch):
+def test_what_takes_long_is_said_on_a_terminal(monkeypatch):
     """Not over a line of a moment ago, and gone before the next one."""
     monkeypatch.setattr("jaxmnt.telemetry.progress._MOMENT_SECONDS", 60.0)
     status = StatusLine(Terminal())
@@ -58,9 +59,44 @@ def test_what_takes_long_is_said_on_a_terminal_alone(monkeypatch):
         "compiling … 0:01",
         "finished\n",
     ]
-    plain = StatusLine(io.StringIO())
-    plain.waiting("compiling … 0:01")
-    assert plain._out.getvalue() == ""
+
+
+def test_where_there_is_no_terminal_a_line_says_now_and_then_what_takes_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out, quiet = io.StringIO(), io.StringIO()
+    lines = [StatusLine(out), StatusLine(quiet, quiet=True)]
+
+    def pass_phase(phase: str, seconds: int) -> None:
+        for second in range(1, seconds + 1):
+            for line in lines:
+                line.waiting(f"{phase} … 0:{second:02}")
+            now[0] += 1.0
+
+    pass_phase("starting", 1)
+    pass_phase("compiling", 34)
+    pass_phase("evaluating, batch 3 of 20", 1)
+    pass_phase("evaluating, batch 4 of 20", 2)
+    now[0] += 600.0
+    pass_phase("evaluating", 1)
+    pass_phase("compiling", 3)
+    assert out.getvalue().splitlines() == [
+        "compiling … 0:02", "compiling … 0:32", "evaluating, batch 4 of 20 … 0:01", "compiling … 0:02",
+    ]  # fmt: skip
+    assert quiet.getvalue() == ""
+
+
+def test_work_is_shown_on_a_terminal_alone_and_never_after_it_has_ended(monkeypatch):
+    monkeypatch.setattr("jaxmnt.telemetry.progress._SOON_SECONDS", 0.01)
+    for err, shows in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", err)
+        with working("starting") as work:
+            until(lambda err=err, shows=shows: "starting … 0:00" in err.getvalue() or not shows)
+            time.sleep(0.05)
+            work.does("")
+            shown = err.getvalue()
+            time.sleep(0.05)
+        assert err.getvalue() == shown and shown.endswith("\r\x1b[K") == shows
 
 
 def test_a_step_without_targets_is_shown_as_such(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import sys
 import threading
@@ -65,6 +66,11 @@ _LIVE_SECONDS = 0.1
 _MOMENT_SECONDS = 0.8
 _PLAIN_SECONDS = 10.0
 _SOON_SECONDS = 1.0
+_LONG_SECONDS = 0.9
+"""After the first call of `waiting` for a phase, which comes when it has lasted a second, until it is printed."""
+_LONG_AGAIN_SECONDS = 30.0
+_PAUSE_SECONDS = 5.0
+"""Between two calls of `waiting`, after which the phase is a new one of the same name."""
 _WIDEST_BAR = 20
 _WARNING = "WARNING"
 
@@ -79,7 +85,8 @@ class StatusLine:
         """Whether there is a terminal, on which a line can be rewritten."""
         self._colour = self.live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._next = 0.0
-        self._shown = self.live  # what `announce` may have left there
+        self._shown = self.live  # something else may stand there
+        self._phase, self._phase_told, self._phase_due = "", 0.0, 0.0
         self._lock = threading.RLock()
 
     @property
@@ -111,9 +118,26 @@ class StatusLine:
             self._next = time.monotonic() + _PLAIN_SECONDS
 
     def waiting(self, text: str) -> None:
-        """Shows on a terminal what takes long, from any thread; not over a line that was shown a moment ago."""
-        if self.live and not self._quiet and time.monotonic() >= self._next + _MOMENT_SECONDS:
+        """Shows what takes long: a phase, and after a comma or … how far it is. Any thread calls this each second.
+
+        A terminal shows each text, but not over a line that was shown a moment ago. Elsewhere a line is printed when
+        the phase has lasted two seconds, and again every half minute.
+        """
+        if self._quiet:
+            return
+        if not self.live:
+            self._print_phase(text)
+        elif time.monotonic() >= self._next + _MOMENT_SECONDS:
             self._show(text[: shutil.get_terminal_size().columns - 1])
+
+    def _print_phase(self, text: str) -> None:
+        phase, now = re.split(",| …", text, maxsplit=1)[0], time.monotonic()
+        if phase != self._phase or now - self._phase_told > _PAUSE_SECONDS:
+            self._phase, self._phase_due = phase, now + _LONG_SECONDS
+        self._phase_told = now
+        if now >= self._phase_due:
+            self._phase_due = now + _LONG_AGAIN_SECONDS
+            self.line(text)
 
     def _show(self, text: str) -> None:
         with self._lock:
@@ -140,13 +164,6 @@ class StatusLine:
                 self._shown = False
 
 
-def announce(text: str) -> None:
-    """Shows on a terminal what takes a while before there is a status line, which replaces it."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        sys.stdout.write(f"\r\x1b[K{text}")
-        sys.stdout.flush()
-
-
 @contextmanager
 def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
     """A status line on stdout that is gone afterwards, also after an error. A quiet one shows nothing."""
@@ -163,13 +180,15 @@ class Work:
 
     def __init__(self) -> None:
         self._status = StatusLine(sys.stderr or io.StringIO())
+        self._lock = threading.Lock()
         self.does("")
 
     def does(self, text: str) -> None:
         """From now on this is shown, with the seconds since now; nothing for an empty text."""
-        self.done, self._text, self._since = "", text, time.monotonic()
-        if not text:
-            self._status.clear()
+        with self._lock:
+            self.done, self._text, self._since = "", text, time.monotonic()
+            if not text:
+                self._status.clear()
 
     def line(self, text: str) -> None:
         """Prints a line that stays, on stderr."""
@@ -177,9 +196,10 @@ class Work:
 
     def show(self) -> None:
         """Shows what is done, and `done`, which says how far it is."""
-        text, seconds = self._text, time.monotonic() - self._since
-        if text and seconds >= _SOON_SECONDS:
-            self._status.waiting(f"{text}{self.done and f', {self.done}'} … {duration(seconds)}")
+        with self._lock:
+            text, seconds = self._text, time.monotonic() - self._since
+            if text and self._status.live and seconds >= _SOON_SECONDS:
+                self._status.waiting(f"{text}{self.done and f', {self.done}'} … {duration(seconds)}")
 
 
 @contextmanager
