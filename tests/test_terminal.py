@@ -3,7 +3,9 @@
 import io
 import os
 import re
+import signal
 import time
+import types
 
 import pytest
 from conftest import metrics, until
@@ -97,6 +99,23 @@ def test_work_is_shown_on_a_terminal_alone_and_never_after_it_has_ended(monkeypa
             shown = err.getvalue()
             time.sleep(0.05)
         assert err.getvalue() == shown and shown.endswith("\r\x1b[K") == shows
+
+
+def test_what_a_launcher_starts_is_shown_until_the_first_line(monkeypatch, tmp_path):
+    """An interrupt's ^C is on a line of its own, and no line of a process is empty."""
+    from jaxmnt.launch.local import _Child, _Screen
+
+    asked, out, shown = [], Terminal(), []
+    work = types.SimpleNamespace(does=shown.append)
+    screen = _Screen(work, asked)
+    screen.show(out, "[0] a\n")
+    asked += [signal.SIGTERM, signal.SIGINT]
+    screen.show(out, "[1] b\n")
+    screen.show(out, "[0] c\n")
+    assert out.getvalue() == "[0] a\n\n[1] b\n[0] c\n" and shown == ["", "", ""]
+    child = types.SimpleNamespace(number=3, _screen=screen, _keep=shown.append)
+    _Child._pass_on(child, io.StringIO("\nd\n  \n"), out)
+    assert out.getvalue().endswith("c\n[3] d\n") and shown[3:] == ["\n", "d\n", "", "  \n"], "the log has all"
 
 
 def test_a_step_without_targets_is_shown_as_such(monkeypatch, tmp_path):

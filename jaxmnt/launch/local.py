@@ -23,12 +23,13 @@ from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.identity import VARIABLES
 from jaxmnt.distributed.local_gpus import Neighbours, computes_on_cpus, gpus_here, own_gpus, visible_gpus
 from jaxmnt.distributed.malloc import huge_pages
-from jaxmnt.errors import ConfigError, ExitCode, printable, remark
+from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
 from jaxmnt.launch.ledger import event_marks, events_besides, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.telemetry.events import last_commit
+from jaxmnt.telemetry.progress import Work, working
 
 _GRACE_SECONDS = 10.0
 """How long the others may take to end by themselves after one has failed."""
@@ -125,17 +126,18 @@ class _LocalProcesses:
 
         The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
         """
-        try:
-            self._start(processes)
-            failed = _watch(self._children, self.asked)
-        except BaseException:
+        with working(f"starting {counted(processes, 'process', 'processes')}") as work:
+            try:
+                self._start(processes, _Screen(work, self.asked))
+                failed = _watch(self._children, self.asked)
+            except BaseException:
+                _end(self._children)
+                raise
+            if failed is not None and not self.asked:
+                _wait_for_end(self._children, _NOTICE_SECONDS)
             _end(self._children)
-            raise
-        if failed is not None and not self.asked:
-            _wait_for_end(self._children, _NOTICE_SECONDS)
-        _end(self._children)
-        for child in self._children:
-            child.finish()
+            for child in self._children:
+                child.finish()
         if failed is None:
             early = any(child.code != ExitCode.FINISHED for child in self._children)
             return int(ExitCode.STOPPED if early else ExitCode.FINISHED), ""
@@ -144,7 +146,7 @@ class _LocalProcesses:
         code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
         return code, f"process {failed.number} {failed.exit_reason}; its log is {printable(str(failed.log_path))}"
 
-    def _start(self, processes: int) -> None:
+    def _start(self, processes: int, screen: "_Screen") -> None:
         """A signal that came before a process was there is handed on to it when it is."""
         local, coordinator = self._local, f"127.0.0.1:{_free_port()}"
         self._children.clear()
@@ -152,18 +154,40 @@ class _LocalProcesses:
             environment = _environment(number, processes, coordinator, local.devices)
             environment[RUN_KEY] = self._run_key
             arguments = [*local.module, *local.arguments, *_settings(number, processes, environment)]
-            self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe))
+            self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe, screen))
             if local.cores is not None or computes_on_cpus(environment):
                 _give_cores(self._children[-1].process.pid, number, processes, local.cores)
             for signal_number in self.asked:
                 _send(self._children[-1:], signal_number)
 
 
+class _Screen:
+    """Where the lines of the processes of one start are shown."""
+
+    def __init__(self, work: Work, asked: Sequence[int]):
+        """What `work` shows ends with the first line; `asked` are the signals so far."""
+        self._work, self._asked = work, asked
+        self._interrupts = asked.count(signal.SIGINT)
+        self._lock = threading.Lock()
+
+    def show(self, sink: TextIO, line: str) -> None:
+        """Writes a line. A terminal may have put ^C before it, which is then a line of its own."""
+        self._work.does("")
+        with self._lock:
+            before, self._interrupts = self._interrupts, self._asked.count(signal.SIGINT)
+            interrupted = self._interrupts > before
+        sink.write(f"\n{line}" if interrupted and sink.isatty() else line)
+        sink.flush()
+
+
 class _Child:
     """One process, with threads that pass on its output line by line."""
 
-    def __init__(self, number: int, arguments: list[str], log_dir: Path, environment: dict[str, str], pipe: int):
+    def __init__(
+        self, number: int, arguments: list[str], log_dir: Path, environment: dict[str, str], pipe: int, screen: _Screen
+    ):
         self.number = number
+        self._screen = screen
         self.log_path = log_dir / f"process-{number}.log"
         self._buried = False
         self._log = self.log_path.open("a", encoding="utf-8")
@@ -215,10 +239,9 @@ class _Child:
         shown = sink is not None  # it is None where our own was closed
         for line in source:  # to the end, whatever becomes of log and sink: a full pipe would stop the process
             self._keep(line)
-            if sink is not None and shown:
+            if sink is not None and shown and line.strip():
                 try:
-                    sink.write(f"[{self.number}] {line}")
-                    sink.flush()
+                    self._screen.show(sink, f"[{self.number}] {line}")
                 except (OSError, ValueError) as error:
                     shown = False
                     self._keep(f"(the launcher shows no more of this: {error})\n")
