@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def test_a_signal_in_the_rendezvous_ends_the_start_for_all_who_are_here(started,
     for number, err in enumerate(outputs):
         assert f"process {asked} of 3 on" in err and "was asked to stop before the first step (SIGTERM)" in err, err
         assert "Traceback" not in err
+        assert not re.search(rf"process {asked} of 3 .*process {asked} of 3 ", err), err
         (event,) = events(tmp_path / "run", ABANDONED, number)
         told = [event[name] for name in ("reason", "asked_by", "at_fault")]
         assert told == ["stopped", "SIGTERM" if number == asked else None, asked]

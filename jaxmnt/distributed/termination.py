@@ -49,7 +49,7 @@ class ExitHandler:
         """Why the main thread is about to end, if it is."""
         self.hurried = False
         """Whether something is left that could keep this process from ending."""
-        self._prefix = f"jaxmnt: {label}: " if label else "jaxmnt: "
+        self._label = label
         self._hooks: list[ExitHook] = []
         self._begun = threading.Lock()
 
@@ -109,7 +109,12 @@ class ExitHandler:
 
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):
-            print(f"{self._prefix}{text}", file=sys.stderr, flush=True)
+            print(f"jaxmnt: {named(self._label, text)}", file=sys.stderr, flush=True)
+
+
+def named(label: str, text: str) -> str:
+    """Puts the name of a process before a text, unless there is none or the text begins with it."""
+    return text if not label or text.startswith(f"{label} ") else f"{label}: {text}"
 
 
 def code_for_peers(code: ExitCode) -> ExitCode:
