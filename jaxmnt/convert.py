@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.output import progress
+from jaxmnt.telemetry.progress import Work, working
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -21,15 +22,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone are asked of JAX
-    return {"from-hf": _from_hf, "to-hf": _to_hf, "settings": _settings}[options.command](options)
+    with working("starting") as work:
+        return {"from-hf": _from_hf, "to-hf": _to_hf, "settings": _settings}[options.command](options, work)
 
 
-def _from_hf(options: argparse.Namespace) -> int:
+def _from_hf(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.config.load import as_typed
     from jaxmnt.huggingface.folder import Folder
     from jaxmnt.huggingface.run_from import make_run
 
-    path = make_run(Folder(options.folder, "from-hf"), options.output, options.dtype, progress)
+    folder = Folder(options.folder, "from-hf")
+    work.does("")
+    path = make_run(folder, options.output, options.dtype, progress)
     progress("")
     print(f"checkpoint {path}")
     if not (options.output / "tokenizer").exists():
@@ -41,7 +45,7 @@ def _from_hf(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _to_hf(options: argparse.Namespace) -> int:
+def _to_hf(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.checkpoint.refs import find, roots_of, tokenizer_of
     from jaxmnt.data.tokenizer import TOKENIZER_FILE
     from jaxmnt.huggingface import companions
@@ -57,8 +61,9 @@ def _to_hf(options: argparse.Namespace) -> int:
     except ConfigError as error:  # a run from before runs kept theirs, without its data here
         tokenizer = None
         if TOKENIZER_FILE not in files:
-            print(f"note    {options.output} has no tokenizer: {error}", file=sys.stderr)
+            work.line(f"note    {options.output} has no tokenizer: {error}")
     export = plan_export(checkpoint, files, tokenizer, options.dtype, int(options.file_gb * 1e9))
+    work.does("")
     if export.untaught_rows:
         print(
             f"note    {export.untaught_rows} rows of the vocabulary are left out: no id of the run's tokenizer has them"
@@ -74,7 +79,7 @@ def _to_hf(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _settings(options: argparse.Namespace) -> int:
+def _settings(options: argparse.Namespace, work: Work) -> int:
     import yaml
 
     from jaxmnt.huggingface.config import read_config
@@ -82,6 +87,7 @@ def _settings(options: argparse.Namespace) -> int:
 
     folder = Folder(options.folder, "settings")
     tree = {"model": read_config(folder.config, str(folder.path / CONFIG))}
+    work.does("")
     print(yaml.safe_dump(tree, sort_keys=False), end="")
     return ExitCode.FINISHED
 

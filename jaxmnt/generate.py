@@ -73,13 +73,16 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     _check(options)
 
-    named = find_model(options.run, options.tokenizer)
-    requests = _requests(options, named)
-    first = next(requests, None)
-    if first is None:
-        return ExitCode.FINISHED
-    with working("reading the checkpoint") as work:
+    with working("starting") as work:
+        named = find_model(options.run, options.tokenizer)
+        work.does("")  # somebody may be typing what is read now
+        requests = _requests(options, named)
+        first = next(requests, None)
+        if first is None:
+            return ExitCode.FINISHED
+        work.does("reading the checkpoint")
         model, refused = named.load(options.overrides), 0
+        work.does("")
         for batch in _batches(itertools.chain([first], requests), 1 if options.input is None else options.batch):
             _run(model, batch, options, work)
             refused += sum(isinstance(request, Refused) for _, request in batch)

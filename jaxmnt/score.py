@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry.progress import working
 from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, size_of
 
 if TYPE_CHECKING:
@@ -41,20 +42,26 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     size_of(options, "batch")
 
-    named = find_model(options.run, options.tokenizer)
-    lines = json_lines(options.input, lambda where, record: (record, wanted_of(named.vocabulary, record, where)))
-    first = next(lines, None)
-    if first is None:
-        return ExitCode.FINISHED
-    model, refused = named.load(options.overrides), 0
-    everything = itertools.chain([first], lines)
-    while some := list(itertools.islice(everything, 16 * options.batch)):
-        wanted = [line[1] for line in some if not isinstance(line, Refused)]
-        found = iter(scores(model, wanted, options.batch))
-        for line in some:
-            refused += isinstance(line, Refused)
-            answer = line.to_json() if isinstance(line, Refused) else line[0] | _shown(line[0], next(found))
-            print(json_text(answer, ensure_ascii=False), flush=True)
+    with working("starting") as work:
+        named = find_model(options.run, options.tokenizer)
+        work.does("")  # somebody may be typing what is read now
+        lines = json_lines(options.input, lambda where, record: (record, wanted_of(named.vocabulary, record, where)))
+        first = next(lines, None)
+        if first is None:
+            return ExitCode.FINISHED
+        work.does("reading the checkpoint")
+        model, refused = named.load(options.overrides), 0
+        work.does("")
+        everything = itertools.chain([first], lines)
+        while some := list(itertools.islice(everything, 16 * options.batch)):
+            work.does(f"scoring {counted(len(some), 'line', 'lines')}")
+            wanted = [line[1] for line in some if not isinstance(line, Refused)]
+            found = iter(scores(model, wanted, options.batch))
+            work.does("")
+            for line in some:
+                refused += isinstance(line, Refused)
+                answer = line.to_json() if isinstance(line, Refused) else line[0] | _shown(line[0], next(found))
+                print(json_text(answer, ensure_ascii=False), flush=True)
     return exit_code_of(refused)
 
 

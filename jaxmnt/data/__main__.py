@@ -4,10 +4,16 @@ import argparse
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted
+from jaxmnt.telemetry.progress import Work, status_line, working
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
+    with working("starting") as work:
+        return _show(options, work)
+
+
+def _show(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.config.load import apply_overrides, as_override, load_config, parse_config
     from jaxmnt.data import inspection
     from jaxmnt.data.batch_contents import rows_of, to_json
@@ -17,7 +23,6 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.data.tokenizer import make_tokenizer
     from jaxmnt.run.rundir import branches_of
     from jaxmnt.strict_json import json_text
-    from jaxmnt.telemetry.progress import status_line
 
     if options.config is None:
         tree = {"data": {"path": options.path}}
@@ -28,10 +33,12 @@ def main(arguments: list[str]) -> int:
         config = load_config(options.config, [*given, *options.overrides])
     sources = open_sources(config.data, config.run.dir)
     if options.verify:
+        work.does("")
         with status_line() as status:
             for part in sources.parts.values():
                 part.verify(progress=lambda name: status.update(f"checking {name}"))
         print("every file is what was written")
+    work.does("reading the data")
     training = TrainingData(config, sources, branches_of(config))
     first = training.order.first_step + 1
     step = first if options.batch is None else options.batch
@@ -46,6 +53,7 @@ def main(arguments: list[str]) -> int:
     rows = rows_of(config, sources, training, tokenizer, step, limit, with_lines=whole)
     digest = batch_digest(row_digests(training.batch(step - 1, range(size))["tokens"]))
     if options.json:
+        work.does("")
         print(json_text({"step": step, "batch_digest": digest, "rows": [to_json(row) for row in rows]}))
         return ExitCode.FINISHED
     head = f"batch of step {step}: {counted(size, 'row', 'rows')}, batch_digest {digest}"
@@ -56,6 +64,7 @@ def main(arguments: list[str]) -> int:
         inspection.mixture_table(config, training),
         [head, *inspection.batch(rows, full=options.full), *more],
     )
+    work.does("")
     print("\n\n".join("\n".join(section) for section in sections))
     return ExitCode.FINISHED
 

@@ -1,11 +1,13 @@
 """The command that checks the hosts of a run: see `arguments.py` for its help."""
 
 import sys
+from argparse import Namespace
+from contextlib import ExitStack
 
 from jaxmnt.commands import run_command
 from jaxmnt.config import load_config
 from jaxmnt.config.load import as_override
-from jaxmnt.config.schema import Cluster
+from jaxmnt.config.schema import Cluster, Config
 from jaxmnt.distributed.gpu_settings import prepare
 from jaxmnt.distributed.identity import Identity, identify, survey
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
@@ -13,6 +15,7 @@ from jaxmnt.output import checked
 from jaxmnt.preflight.arguments import parse_arguments
 from jaxmnt.preflight.table import Row, failed, failures, table, to_json
 from jaxmnt.strict_json import json_text
+from jaxmnt.telemetry.progress import Work, working
 
 
 def main(arguments: list[str]) -> int:
@@ -25,6 +28,11 @@ def main(arguments: list[str]) -> int:
     waits = as_override("cluster.start_timeout_seconds", options.wait)
     config = load_config(options.config, [*options.overrides, waits])
     identity = identify(config.cluster)
+    with working("starting" if identity.process_id == 0 else "") as work:
+        return _check(config, options, identity, work)
+
+
+def _check(config: Config, options: Namespace, identity: Identity, work: Work) -> int:
     prepare(config)
 
     from jaxmnt.data.sources import open_sources
@@ -42,7 +50,13 @@ def main(arguments: list[str]) -> int:
 
     def run() -> int:
         try:
-            with joined(identity, config, exit_handler, lambda: open_sources(config.data).digest) as heartbeat:
+            with ExitStack() as held:
+                held.callback(work.does, "")
+                held.enter_context(exit_handler.with_hook(lambda _: work.does("")))
+                heartbeat = held.enter_context(
+                    joined(identity, config, exit_handler, lambda: open_sources(config.data).digest)
+                )
+                work.does("checking" if identity.process_id == 0 else "")
                 rows = all_rows(config, identity, heartbeat, nccl, options.calibrate)
         except UserError as error:
             if identity.process_id == 0 and options.json:
