@@ -99,6 +99,11 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def how_to_install(extra: str) -> str:
+    """Returns what installs an extra of jaxmnt in a clone, as the README has it, for the end of an error message."""
+    return f'install it with: pip install -c constraints.txt -e ".[{extra}]"'
+
+
 def shortened(text: str) -> str:
     """A text from outside, fit to be shown."""
     shown = printable(text[:_LONGEST_SHOWN])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import HERE, Parser, run_command
-from jaxmnt.errors import ConfigError, ExitCode, printable
+from jaxmnt.errors import ConfigError, ExitCode, how_to_install, printable
 from jaxmnt.generate import Request, complete
 from jaxmnt.score import Wanted, continuation_of, scores
 from jaxmnt.strict_json import json_text
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError("this needs the harness; install it with: pip install 'jaxmnt[lm_eval]'") from error
+        raise ConfigError(f"this needs the harness; {how_to_install('lm_eval')}") from error
 
     manager = TaskManager(include_path=None if options.include is None else str(options.include))
     names = options.tasks.split(",")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jaxmnt.errors import ConfigError, ExitCode, UserError
+from jaxmnt.errors import ConfigError, ExitCode, UserError, how_to_install
 
 SCHEME = "gs://"
 _CONNECTIONS = 10
@@ -355,7 +355,7 @@ def _client() -> Any:
 
         import_module("gcsfs")  # Orbax writes its own files through it
     except ImportError as error:
-        raise ConfigError(f"gs:// needs {error.name}, which is not installed; pip install 'jaxmnt[gs]'") from error
+        raise ConfigError(f"gs:// needs {error.name}, which is not installed; {how_to_install('gs')}") from error
     # It would not see what other processes, or TensorStore in this one, have written since.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     with _in_words("gs://"):

@@ -633,7 +633,7 @@ def test_masked_windows_of_arrays_without_ends_do_not_leak(tmp_path):
 
 def test_a_library_that_is_missing_is_named(lines, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxmnt\[data\]'"):
+    with pytest.raises(ConfigError, match=r'install it with: pip install -c constraints\.txt -e "\.\[data\]"$'):
         prepare(lines[0], tmp_path / "out", train_tokenizer=400)
 
 

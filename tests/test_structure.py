@@ -1,13 +1,16 @@
 """The floors of docs/architecture.md, and who may name a mesh axis."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from jaxmnt import errors
 from jaxmnt.config import mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,3 +91,14 @@ def test_json_is_written_in_one_way():
         if any(isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.dumps", "json.dump") for node in nodes):
             found.add(str(path.relative_to(ROOT / "jaxmnt")))
     assert found == set(WRITING_JSON_ITSELF)
+
+
+def test_one_function_says_how_an_extra_is_installed():
+    """As the README has it, and only extras that there are."""
+    texts = {path: path.read_text() for path in (ROOT / "jaxmnt").rglob("*.py")}
+    assert [path.name for path, text in texts.items() if "pip install" in text] == ["errors.py"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {extra for text in texts.values() for extra in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", text)}
+    assert {"data", "gs", "plan", "report", "lm_eval"} <= named <= extras.keys()
+    example = re.search(r"^pip install .*\"", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert example and errors.how_to_install("cuda12").endswith(example[0])

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, how_to_install, printable
 
 Message = Mapping[str, Any]
 
@@ -120,7 +120,7 @@ def _child() -> None:
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        _refuse("this needs the jinja2 library; install it with: pip install 'jaxmnt[data]'")
+        _refuse(f"this needs the jinja2 library; {how_to_install('data')}")
     template, variables = json.loads(sys.stdin.buffer.read())
 
     class Generation(Extension):

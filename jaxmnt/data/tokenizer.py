@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxmnt.data.manifest import TOKENIZER_FILE
-from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.errors import ConfigError, how_to_install, nearest, printable
 from jaxmnt.storage import read
 from jaxmnt.strict_json import json_text
 
@@ -391,5 +391,5 @@ def _library() -> Any:
     try:
         import tokenizers.models  # a folder named tokenizers is importable, and has no models
     except ImportError as error:
-        raise ConfigError("this needs the tokenizers library; install it with: pip install 'jaxmnt[data]'") from error
+        raise ConfigError(f"this needs the tokenizers library; {how_to_install('data')}") from error
     return tokenizers

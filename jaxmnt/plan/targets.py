@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxmnt.distributed.local_gpus import has_cuda_plugin
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, how_to_install
 from jaxmnt.plan.chips import Chip
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ def _cuda_folder() -> Path:
 
 
 def _incomplete(part: str) -> ConfigError:
-    return ConfigError(
-        f"--target: compiling for a GPU needs {part}, though no GPU; "
-        'install it with pip install -c constraints.txt -e ".[plan]"'
-    )
+    return ConfigError(f"--target: compiling for a GPU needs {part}, though no GPU; {how_to_install('plan')}")
 
 
 class DescribedDevice:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, how_to_install, printable
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#5d3a9b", "#9a8b00")
 """Okabe and Ito's, which people tell apart who see colours otherwise; also by the kind of line."""
@@ -22,7 +22,7 @@ def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--png needs Matplotlib: pip install 'jaxmnt[report]'") from error
+        raise ConfigError(f"--png needs Matplotlib; {how_to_install('report')}") from error
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jaxmnt.errors import ConfigError, nearest, remark, summary
+from jaxmnt.errors import ConfigError, how_to_install, nearest, remark, summary
 from jaxmnt.telemetry.background import BackgroundQueue
 
 _GATHER_SECONDS = 1.0
@@ -72,7 +72,7 @@ def wanted_sinks(names: Sequence[str] | None) -> list[str]:
     for name in names:
         if name in _CLASSES:
             if not _is_installed(name):
-                raise ConfigError(f"telemetry.sinks: {name} needs a package: pip install 'jaxmnt[{name}]'")
+                raise ConfigError(f"telemetry.sinks: {name} needs a package; {how_to_install(name)}")
         elif "." in name:
             _import(name)
         else:

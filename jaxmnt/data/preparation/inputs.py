@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, how_to_install, printable
 
 SHARD_TOKENS = 2**26
 
@@ -314,9 +314,7 @@ def open_parquet(file: Input) -> Any:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ConfigError(
-            f"--input: {file.shown} needs pyarrow; install it with: pip install 'jaxmnt[data]'"
-        ) from error
+        raise ConfigError(f"--input: {file.shown} needs pyarrow; {how_to_install('data')}") from error
     try:
         # Without these a whole column of a row group would be held at a time.
         opened = parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)

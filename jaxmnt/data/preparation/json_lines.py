@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Report
 from jaxmnt.data.preparation.inputs import Input, Piece
 from jaxmnt.data.preparation.records import documents_of
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, how_to_install, printable
 
 _BLOCK = 2**20
 
@@ -52,9 +52,7 @@ def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
     try:
         from zstandard import ZstdDecompressor, ZstdError
     except ImportError as error:
-        raise ConfigError(
-            f"--input: {file.shown} needs zstandard; install it with: pip install 'jaxmnt[data]'"
-        ) from error
+        raise ConfigError(f"--input: {file.shown} needs zstandard; {how_to_install('data')}") from error
     frame = None
     while block := raw.read(_ZSTANDARD_PIECE):
         while block:
