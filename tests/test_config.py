@@ -231,6 +231,31 @@ def test_missing_file_lists_its_neighbours(tmp_path):
         load_config(tmp_path / "smal.yaml")
 
 
+def test_a_missing_file_lists_configs_that_are_not_hidden(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(".pre-commit-config.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"^nope\.yaml: no such config file$"):
+        load_config("nope.yaml")
+    Path("configs").mkdir()
+    for name in ("own.yml", "configs/a.yaml", "configs/b.yaml"):
+        Path(name).write_text("")
+    with pytest.raises(ConfigError, match=r"^nope: no such config file; in \.: own\.yml; in configs: a\.yaml, b"):
+        load_config("nope")
+    with pytest.raises(ConfigError, match=r"^configs/c: no such config file; in configs: a\.yaml, b\.yaml$"):
+        load_config("configs/c")
+
+
+def test_a_folder_in_place_of_a_config_is_told_with_the_config_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/own").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^runs/own: is a folder, not a config file; give a file$"):
+        load_config("runs/own")
+    Path("runs/own/config.yaml").write_text("")
+    words = r"^runs/own: is a folder, not a config file; give the config in it: runs/own/config\.yaml$"
+    with pytest.raises(ConfigError, match=words):
+        load_config("runs/own")
+
+
 def test_resolved_config_loads_to_itself_and_holds_no_process(tmp_path):
     config = load(tmp_path, "mesh: {fsdp: 2}\n", "cluster.processes=3", "cluster.process_id=1")
     text = dump_config(config)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from jaxmnt.config.explain import COMMAND_LINE, explain, field_of, source_of
 from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
-from jaxmnt.errors import ConfigError, printable, shortened
+from jaxmnt.errors import ConfigError, listed, printable, shortened
 
 
 class _GivenTwiceError(yaml.YAMLError):
@@ -58,6 +58,9 @@ _Loader.add_implicit_resolver(
 _MOST_KEYS = 20_000
 EXTENDS = "extends"
 """The key of a config file that names another, whose keys it has unless it sets them itself."""
+
+_OF_A_RUN = "config.yaml"
+"""The name of the config in a run directory."""
 
 _ANCHORS = "x-"
 """How top-level keys begin that mean nothing by themselves."""
@@ -273,9 +276,11 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        siblings = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        hint = f"; in {path.parent}: {', '.join(siblings)}" if siblings else ""
-        raise ConfigError(f"{path}: no such config file{hint}") from None
+        raise ConfigError(f"{path}: no such config file{_configs_near(path)}") from None
+    except IsADirectoryError:
+        own = path / _OF_A_RUN
+        advice = f"give the config in it: {own}" if own.is_file() else f"give a file{_configs_near(own)}"
+        raise ConfigError(f"{path}: is a folder, not a config file; {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     try:
@@ -290,6 +295,17 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         kind = "string" if isinstance(tree, str) else type(tree).__name__
         raise ConfigError(f"{path}: a config is a mapping of sections such as 'train:', not a {kind}")
     return tree, lines
+
+
+def _configs_near(path: Path) -> str:
+    """The end of a message: which configs there are in the folder of a path, and in configs/."""
+    folders = {folder.resolve(): folder for folder in (Path("configs"), path.parent)}
+    listings = []
+    for folder in reversed(folders.values()):
+        files = folder.glob("*.y*ml") if folder.is_dir() else ()
+        names = sorted(printable(file.name) for file in files if not file.name.startswith("."))
+        listings += [f"; in {folder}: {listed(names)}"] if names else []
+    return "".join(listings)
 
 
 def _value(text: str, where: str) -> Any:
