@@ -46,6 +46,15 @@ use_huge_pages() {
     fi
 }
 
+# size_on_disk EXTRAS: what an environment with them takes, for a person.
+size_on_disk() {
+    case $1 in
+        '') say "about 0.8 GB" ;;
+        '[test]') say "about 1.3 GB" ;;
+        *) say "several GB" ;;
+    esac
+}
+
 # make_environment FOLDER EXTRAS: a virtual environment with jaxmnt and these extras in it. It is made anew only when
 # what it is made from has changed; extras that it lacks are added.
 make_environment() {
@@ -54,6 +63,7 @@ make_environment() {
     stamp="$("$python" --version 2>&1) $(cat pyproject.toml constraints.txt | cksum)"
     if [ -x "$folder/bin/python" ] && [ "$(head -n 1 "$folder/.jaxmnt-stamp" 2>/dev/null)" = "$stamp" ]; then
         if ! grep -qxF "with $extras" "$folder/.jaxmnt-stamp"; then
+            say "Installing what $extras adds to $folder ($(size_on_disk "$extras") in all) …"
             install_jaxmnt "$folder" "$extras"
             printf 'with %s\n' "$extras" >>"$folder/.jaxmnt-stamp"
         fi
@@ -64,7 +74,7 @@ make_environment() {
     fi
     say "Making $folder with $("$python" --version 2>&1)"
     "$python" -m venv --clear "$folder" || fail "the virtual environment $folder could not be made"
-    say "Installing jaxmnt and what it needs (about 0.8 GB on disk) …"
+    say "Installing jaxmnt$extras and what it needs ($(size_on_disk "$extras") on disk) …"
     install_jaxmnt "$folder" "$extras"
     printf '%s\nwith \nwith %s\n' "$stamp" "$extras" >"$folder/.jaxmnt-stamp"
 }
@@ -72,8 +82,13 @@ make_environment() {
 # install_jaxmnt FOLDER EXTRAS: in place, with the tested versions. Python compiles a module when it is first imported, so
 # pip need not compile all of them, of which most are never imported.
 install_jaxmnt() {
-    "$1/bin/python" -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e ".$2" |
-        "$1/bin/python" scripts/pip_progress.py || fail "the installation failed; the lines above say why"
+    local code=0
+    "$1/bin/python" scripts/pip_progress.py --no-compile -c constraints.txt -e ".$2" || code=$?
+    case $code in
+        0) ;;
+        130) exit 130 ;;  # Ctrl-C, of which nobody needs to be told
+        *) fail "the installation failed; the lines above say why" ;;
+    esac
 }
 
 # run_tests PYTHON MARKS [ARGUMENT …]: most tests side by side, then those whose claim is about time, one after the other
