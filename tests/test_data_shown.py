@@ -1,14 +1,19 @@
 """What `python -m jaxmnt.data` shows of a batch: all of its tokens, what of them is learned, and where they stand."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.__main__ import main as show
+from jaxmnt.data.batch_contents import Lines
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.sources import open_sources
+from jaxmnt.data.tokenizer import make_tokenizer
 from jaxmnt.prepare import main as prepare
 
 TURNS = [("user", "What is it?"), ("assistant", "It is\na poem.")]
@@ -71,3 +76,77 @@ def test_the_whole_text_shows_what_is_learned_and_where_it_stands(prepared, chat
         text = "".join(span["text"] for span in extract["spans"])
         number = int(text.split("line ")[1].split("\n")[0])  # of the first line that begins in the row
         assert extract["line"] == number - (not text.startswith("line "))
+        assert extract["record"] == 1 and extract["record_unit"] == "file"
+
+
+@pytest.fixture
+def lines(tmp_path, capsys):
+    """One text file of 4,000 lines, prepared with a tokenizer of its own, beside records of the other kinds."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("".join(f"line {number}\n\n" for number in range(1, 2001)))
+    (folder / "b.jsonl").write_text('\n{"text": "first\\nlast"}\n' * 100)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": [f"cell\n{number}" for number in range(100)]}), folder / "c.parquet"
+    )
+    arguments = ["--input", str(folder), "--eval-fraction", "0", "--output", str(tmp_path / "data")]
+    assert prepare([*arguments, "--train-tokenizer", "300"]) == 0
+    capsys.readouterr()
+    return tmp_path / "data"
+
+
+def test_each_document_is_shown_with_its_place_in_its_file(lines, capsys):
+    """Of text the line where the row begins, of records their line or row; with --full also the line within them."""
+    settings = ["data.global_batch_size=64", "data.sequence_length=100", "data.rows=packed"]
+    assert show(["--path", str(lines), "--batch", "1", *settings]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("batch of step 1: 64 rows") and not any("epochs" in line for line in shown)
+    places = {
+        "a.txt": r"in/a\.txt line ([\d,]+)  '",
+        "b.jsonl": r"in/b\.jsonl:(\d+)  'first",
+        "c.parquet": r"in/c\.parquet row (\d+)  'cell",
+    }
+    for name, place in places.items():
+        found = [re.search(place, line) for line in shown if name in line]
+        assert found and all(found)
+        if name == "a.txt":
+            numbers = [int(match[1].replace(",", "")) for match in found if match]
+            assert len(set(numbers)) > 10 and max(numbers) > 500
+    assert all(int(match[1]) % 2 == 0 for line in shown if (match := re.search(places["b.jsonl"], line)))
+    for row in re.findall(r"line ([\d,]+)  '(?:\\n)*line (\d+)\\n", "\n".join(shown)):
+        assert int(row[0].replace(",", "")) in range(2 * int(row[1]) - 3, 2 * int(row[1]))
+    assert show(["--path", str(lines), "--batch", "1", "--full", *settings]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert any(re.search(r"in/b\.jsonl:\d+, line 1 of its text$", line) for line in shown)
+    assert any(re.search(r"in/c\.parquet row \d+, line 1 of its text$", line) for line in shown)
+    assert any(re.search(r"in/a\.txt line [\d,]+$", line) for line in shown)
+
+
+def test_lines_are_those_of_the_text_that_stands_before(lines):
+    [part] = open_sources(parse_config({"data": {"path": str(lines)}}).data).parts.values()
+    stream, tokenizer = part.stream("train"), make_tokenizer(part.tokenizer, lines)
+    [text] = [number for number in range(part.documents("train")) if part.origin("train", number).file == "in/a.txt"]
+    begin = int(stream.document_starts[text])
+    counted = Lines(SimpleNamespace(stream=stream), tokenizer)
+    for offset in (4000, 5, 0, 2999, 3000, 4000):
+        before = np.empty(offset, np.int64)
+        stream.read(begin, before)
+        assert counted.of(text, begin + offset) == 1 + tokenizer.decode(before).count("\n")
+
+
+def test_a_verification_is_told_with_what_was_compared(lines, capsys):
+    """Also of less data than a batch takes by default. JSON stays alone on stdout."""
+    assert show(["--path", str(lines), "--verify"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"verified \d+ files, [\d.]+ KiB: all as the manifest says", shown[-1])
+    assert [line.split()[0] for line in shown if line][-4:] == ["source", "data", "data", "verified"]
+    assert show(["--path", str(lines), "--verify", "--json", "data.global_batch_size=2", "data.sequence_length=9"]) == 0
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["step"] == 1 and "all as the manifest says" in streams.err
+
+
+def test_a_step_after_the_last_is_told(lines, capsys):
+    arguments = ["--path", str(lines), "--rows", "1", "data.global_batch_size=2", "data.sequence_length=9"]
+    for step, steps, is_told in ((41, ["train.steps=40"], True), (40, ["train.steps=40"], False), (10**6, [], False)):
+        assert show([*arguments, "--batch", str(step), *steps]) == 0
+        assert ("is after the last of the run: train.steps is 40" in capsys.readouterr().err) == is_told

@@ -298,9 +298,11 @@ def test_an_index_is_read_again_and_damage_is_made_good(asked, monkeypatch):
 
 
 def test_the_data_command_shows_datasets(mixture):
-    shown = command("jaxmnt.data", "--config", str(mixture("shown")), "--verify", "data.global_batch_size=8")
+    config = str(mixture("shown"))
+    shown = command("jaxmnt.data", "--config", config, "--verify", "--rows", "3", "data.global_batch_size=8")
     assert shown.returncode == 0, shown.stderr
-    assert ".documents:" in shown.stdout and "row " in shown.stdout and "every file is what was written" in shown.stdout
+    assert ".documents element " in shown.stdout and "\nrow 2: " in shown.stdout
+    assert "verified every element of the Grain dataset of " in shown.stderr
 
 
 # -- what is refused

@@ -1,10 +1,19 @@
-"""python -m jaxmnt.data: what a config feeds, down to the rows of one step and the documents that they came from."""
+"""python -m jaxmnt.data: what a config feeds, down to the rows of one step and the documents that they came from.
+
+With --batch, only the rows of that step are shown. --verify alone shows the manifests and what was compared.
+"""
 
 import argparse
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode, counted
+from jaxmnt.errors import ConfigError, ExitCode, counted, remark
 from jaxmnt.telemetry.progress import Work, status_line, working
+
+if TYPE_CHECKING:
+    from jaxmnt.config.schema import Config
+    from jaxmnt.data.sources import Sources
 
 
 def main(arguments: list[str]) -> int:
@@ -16,13 +25,7 @@ def main(arguments: list[str]) -> int:
 def _show(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.config.load import apply_overrides, as_override, load_config, parse_config
     from jaxmnt.data import inspection
-    from jaxmnt.data.batch_contents import rows_of, to_json
-    from jaxmnt.data.batches import TrainingData
-    from jaxmnt.data.rows import batch_digest, row_digests
     from jaxmnt.data.sources import open_sources
-    from jaxmnt.data.tokenizer import make_tokenizer
-    from jaxmnt.run.rundir import branches_of
-    from jaxmnt.strict_json import json_text
 
     if options.config is None:
         tree = {"data": {"path": options.path}}
@@ -34,10 +37,27 @@ def _show(options: argparse.Namespace, work: Work) -> int:
     sources = open_sources(config.data, config.run.dir)
     if options.verify:
         work.does("")
-        with status_line() as status:
-            for part in sources.parts.values():
-                part.verify(progress=lambda name: status.update(f"checking {name}"))
-        print("every file is what was written")
+        with status_line(quiet=options.json) as status:
+            verified = inspection.verified(sources, lambda name: status.update(f"checking {name}"))
+        if options.batch is None and options.rows is None and not options.full and not options.json:
+            print("\n".join([*inspection.sources_table(sources), "", *verified]))
+            return ExitCode.FINISHED
+        for line in verified:
+            remark(line)
+    _show_rows(options, config, sources, work)
+    return ExitCode.FINISHED
+
+
+def _show_rows(options: argparse.Namespace, config: "Config", sources: "Sources", work: Work) -> None:
+    """Prints the rows of a step, and before them, unless a step is named, what the config feeds."""
+    from jaxmnt.data import inspection
+    from jaxmnt.data.batch_contents import rows_of, to_json
+    from jaxmnt.data.batches import TrainingData
+    from jaxmnt.data.rows import batch_digest, row_digests
+    from jaxmnt.data.tokenizer import make_tokenizer
+    from jaxmnt.run.rundir import branches_of
+    from jaxmnt.strict_json import json_text
+
     work.does("reading the data")
     training = TrainingData(config, sources, branches_of(config))
     first = training.order.first_step + 1
@@ -49,24 +69,28 @@ def _show(options: argparse.Namespace, work: Work) -> int:
     tokenizer = make_tokenizer(sources.tokenizer, sources.folder) if sources.is_text else None
     size = config.data.global_batch_size
     limit = options.rows or (size if options.batch else 3)
-    whole = options.full or options.json
-    rows = rows_of(config, sources, training, tokenizer, step, limit, with_lines=whole)
+    rows = rows_of(config, sources, training, tokenizer, step, limit)
     digest = batch_digest(row_digests(training.batch(step - 1, range(size))["tokens"]))
+    work.does("")
+    _say_if_after_the_end(options, config, step)
     if options.json:
-        work.does("")
         print(json_text({"step": step, "batch_digest": digest, "rows": [to_json(row) for row in rows]}))
-        return ExitCode.FINISHED
+        return
     head = f"batch of step {step}: {counted(size, 'row', 'rows')}, batch_digest {digest}"
     more = [f"({size - limit} more rows; --rows shows more)"] if limit < size else []
-    sections = (
-        inspection.sources_table(sources),
-        inspection.lengths(sources),
-        inspection.mixture_table(config, training),
-        [head, *inspection.batch(rows, full=options.full), *more],
-    )
-    work.does("")
-    print("\n\n".join("\n".join(section) for section in sections))
-    return ExitCode.FINISHED
+    batch = [head, *inspection.batch(rows, full=options.full), *more]
+    tables: list[Iterable[str]] = []
+    if options.batch is None:
+        mixture = inspection.mixture_table(config, training)
+        tables = [inspection.sources_table(sources), inspection.lengths(sources), mixture]
+    print("\n\n".join("\n".join(section) for section in [*tables, batch]))
+
+
+def _say_if_after_the_end(options: argparse.Namespace, config: "Config", step: int) -> None:
+    """Says so if a run of this config does not come to the step; without a config only if the steps are set."""
+    last = config.train.steps
+    if step > last and (options.config is not None or "steps" in config.train.model_fields_set):
+        remark(f"step {step:,} is after the last of the run: train.steps is {last:,}; shown is what would come there")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -74,11 +98,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=path_argument, metavar="FILE", help="YAML file with the config")
     add("--path", type=path_argument, metavar="DIR", help="prepared data, in place of a config")
-    add("--batch", type=int, metavar="STEP", help="show all rows of this step, counted as in metrics.jsonl")
+    add("--batch", type=int, metavar="STEP", help="show the rows of this step alone, counted as in metrics.jsonl")
     add("--rows", type=int, metavar="N", help="show at most so many rows (3; all with --batch)")
     add("--full", action="store_true", help="show the whole text of the rows, and what of it is learned")
     add("--json", action="store_true", help="print the rows as JSON, with token ids, and nothing else")
-    add("--verify", action="store_true", help="compare every file with its digest")
+    add("--verify", action="store_true", help="compare every file with its digest; alone, show no rows")
     parser.add_settings()
     options = parser.parse_intermixed_args(arguments)
     if options.config is None and options.path is None:

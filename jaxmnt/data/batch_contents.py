@@ -1,7 +1,9 @@
 """What is in the rows of a batch: documents, their places in the files they came from, and which tokens are targets."""
 
+from bisect import bisect, insort
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +11,24 @@ import numpy as np
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.elements import GivenRows
+from jaxmnt.data.grain_source import GrainData
+from jaxmnt.data.preparation.inputs import Kind, kind_of_file
 from jaxmnt.data.rows import Packed
-from jaxmnt.data.sources import Sources
+from jaxmnt.data.sources import Part, Sources
+from jaxmnt.data.store import PreparedData
 from jaxmnt.data.text_pieces import LONGEST_CONTEXT, decode_after
 from jaxmnt.data.tokenizer import Tokenizer
 
 _READ_AT_ONCE = 1 << 20
+
+_UNITS: dict[Kind, str] = {
+    "text": "file",
+    "jsonl": "line",
+    "compressed": "line",
+    "parquet": "row",
+    "tokens": "document",
+}
+"""What a record of each kind of file is."""
 
 
 class Span(NamedTuple):
@@ -38,9 +52,11 @@ class Extract(NamedTuple):
     """The first token of the document that is in the row."""
     file: str
     record: int
-    """The line, row or document of the file, from 1."""
+    """Its number in the file, from 1."""
+    record_unit: str
+    """What `record` counts: file (a text file is one record), line, row, document or element."""
     line: int | None
-    """The line of the document's text, from 1, in which the first token begins; None if it was not looked for."""
+    """The line of the document's text, from 1, in which the first token begins; None without a tokenizer."""
     spans: list[Span]
 
     @property
@@ -70,15 +86,11 @@ def rows_of(
     tokenizer: Tokenizer | None,
     step: int,
     limit: int,
-    *,
-    with_lines: bool,
 ) -> Iterator[Row]:
-    """Yields the first `limit` rows of the batch that update number `step` (1 is the first) is made of.
-
-    `with_lines` also says at which line of its document an extract begins, for which all before it is decoded.
-    """
+    """Yields the first `limit` rows of the batch that update number `step` (1 is the first) is made of."""
     chosen = range(min(limit, config.data.global_batch_size))
     located, batch = training.order.locate(step - 1, chosen), training.batch(step - 1, chosen)
+    lines = {name: Lines(reader, tokenizer) if tokenizer else None for name, reader in training.readers.items()}
     for row in chosen:
         name, number = training.names[located.source[row]], int(located.row[row])
         reader, part = training.readers[name], sources.parts[name]
@@ -86,15 +98,15 @@ def rows_of(
         if isinstance(reader, GivenRows):
             kind, origin = "row", part.origin("train", number)
             spans = _spans(tokenizer, batch["targets"][row], learned_L, np.empty(0, np.int64))
-            extracts = [Extract(0, None, 0, origin.file, origin.record, None, spans)]
+            extracts = [Extract(0, None, 0, origin.file, origin.record, _unit(part, origin.file), None, spans)]
         else:
             kind = "packed row" if isinstance(reader, Packed) else "window"
-            extracts = list(_extracts(part, reader, number, learned_L, tokenizer, with_lines=with_lines))
+            extracts = list(_extracts(part, reader, number, learned_L, tokenizer, lines[name]))
         yield Row(row, name, kind, number, int(located.epoch[row]) + 1, int(learned_L.sum()), extracts)
 
 
 def _extracts(
-    part: Any, reader: Any, row: int, learned_L: np.ndarray, tokenizer: Tokenizer | None, *, with_lines: bool
+    part: Part, reader: Any, row: int, learned_L: np.ndarray, tokenizer: Tokenizer | None, lines: "Lines | None"
 ) -> Iterator[Extract]:
     """Yields what the row holds of each document, in order."""
     offsets = reader.offsets(row)
@@ -107,9 +119,10 @@ def _extracts(
         context = _read(reader.stream, start - min(first, LONGEST_CONTEXT), start)
         ids = _read(reader.stream, start, start + end - begin)
         origin = part.origin("train", document)
-        line = 1 + _newlines(reader.stream, start - first, start, tokenizer) if with_lines and tokenizer else None
+        line = lines.of(document, start) if lines else None
         spans = _spans(tokenizer, ids, learned_L[places[begin:end]], context)
-        yield Extract(int(places[begin]), document, first, origin.file, origin.record, line, spans)
+        unit = _unit(part, origin.file)
+        yield Extract(int(places[begin]), document, first, origin.file, origin.record, unit, line, spans)
 
 
 def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, learned: np.ndarray, context: np.ndarray) -> list[Span]:
@@ -135,10 +148,43 @@ def _text(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
     return found
 
 
-def _newlines(stream: Any, begin: int, end: int, tokenizer: Tokenizer) -> int:
-    """How many lines end in the text of these tokens."""
-    pieces = range(begin, end, _READ_AT_ONCE)
-    return sum(tokenizer.decode(_read(stream, at, min(end, at + _READ_AT_ONCE))).count("\n") for at in pieces)
+def _unit(part: Part, file: str) -> str:
+    """What the numbers of records of a file count."""
+    if isinstance(part, PreparedData):
+        return _UNITS[kind_of_file(Path(file))]
+    return "element" if isinstance(part, GrainData) else "document"
+
+
+class Lines:
+    """In which line of its document a token of a stream begins.
+
+    Of each document it remembers what was counted: rows of a batch may come from one long text.
+    """
+
+    def __init__(self, reader: Any, tokenizer: Tokenizer):
+        self._reader, self._tokenizer = reader, tokenizer
+        self._newlines_of_id: dict[int, int] = {}
+        self._known: dict[int, list[tuple[int, int]]] = {}
+        """Offsets in the stream with their lines, in order, by document."""
+
+    def of(self, document: int, offset: int) -> int:
+        """The line, from 1, of the token at an offset of the stream that is in this document."""
+        begin = int(self._reader.stream.document_starts[document])
+        known = self._known.setdefault(document, [(begin, 1)])
+        before, line = known[bisect(known, offset, key=lambda entry: entry[0]) - 1]
+        for start in range(before, offset, _READ_AT_ONCE):
+            line += self._newlines(_read(self._reader.stream, start, min(offset, start + _READ_AT_ONCE)))
+        insort(known, (offset, line))
+        return line
+
+    def _newlines(self, ids: np.ndarray) -> int:
+        """How many lines end in the text of these tokens. A line feed is one byte, so no two tokens share it."""
+        total = 0
+        for number, times in zip(*(array.tolist() for array in np.unique(ids, return_counts=True)), strict=True):
+            if number not in self._newlines_of_id:
+                self._newlines_of_id[number] = self._tokenizer.decode(np.array([number])).count("\n")
+            total += self._newlines_of_id[number] * times
+        return total
 
 
 def _read(stream: Any, begin: int, end: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """What a config feeds, for a person: tables of the sources, and the rows of a batch with the documents in them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -12,10 +12,29 @@ from jaxmnt.data.order import block_shares
 from jaxmnt.data.sources import Sources, on_end, phases
 from jaxmnt.data.store import PreparedData
 from jaxmnt.errors import counted, printable
+from jaxmnt.units import size
 
 _BAR = 40
 _WIDTH = 60
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
+
+
+def verified(sources: Sources, progress: Callable[[str], None]) -> list[str]:
+    """Compares every file with its digest, and reads every element of Grain datasets. Says what was compared.
+
+    Raises `ConfigError` for the first that is not what it was.
+    """
+    sizes, lines = [], []
+    for name, part in (*sources.parts.items(), *sources.eval_sets.items()):
+        part.verify(progress=progress)
+        if isinstance(part, PreparedData):
+            sizes += [(part.path / file).stat().st_size for file, _ in part.files()]
+        elif isinstance(part, GrainData):
+            lines.append(f"verified every element of the Grain dataset of {name}: all can be read and are as before")
+    if sizes:
+        files = counted(len(sizes), "file", "files")
+        lines.insert(0, f"verified {files}, {size(sum(sizes))}: all as the manifest says")
+    return lines or ["verified nothing: synthetic data has no files"]
 
 
 def sources_table(sources: Sources) -> list[str]:
@@ -80,17 +99,25 @@ def batch(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
             f"{counted(row.targets, 'target', 'targets')} of {counted(places, 'token', 'tokens')}"
         )
         for extract in row.extracts:
-            where = f"{printable(extract.file)}:{extract.record}"
+            where = f"{_place(extract, full=full)}{'' if full else _beginning(extract)}"
             if extract.document is None:
-                yield f"  {where}{'' if full else _beginning(extract)}"
+                yield f"  {where}"
             else:
-                line = "" if extract.line is None else f", line {extract.line:,} of its text"
                 yield (
                     f"  {extract.place:>6}  {extract.tokens:>6} tokens from {extract.first:,} of document "
-                    f"{extract.document:,}  {where}{line if full else _beginning(extract)}"
+                    f"{extract.document:,}  {where}"
                 )
             if full:
                 yield from _whole(extract)
+
+
+def _place(extract: Extract, *, full: bool) -> str:
+    """The file of an extract, with its line there, or the row, document or element; if full, the line within that."""
+    file = printable(extract.file)
+    if extract.record_unit == "file":
+        return file if extract.line is None else f"{file} line {extract.line:,}"
+    at = f":{extract.record}" if extract.record_unit == "line" else f" {extract.record_unit} {extract.record:,}"
+    return f"{file}{at}{f', line {extract.line:,} of its text' if full and extract.line is not None else ''}"
 
 
 def _beginning(extract: Extract) -> str:

@@ -222,10 +222,10 @@ def _below(root: Path, selection: Selection, requested: set[Path], left_out: Lef
 
 def _leave_out_companions(files: dict[Path, str], requested: set[Path], left_out: LeftOut) -> None:
     """Takes away texts that only tell about the records in or below their own folder."""
-    records = [path for path in files if _kind(path) in ("jsonl", "compressed", "parquet")]
+    records = [path for path in files if kind_of_file(path) in ("jsonl", "compressed", "parquet")]
     with_records = {folder for path in records for folder in path.parents}
     for path in list(files):
-        if _kind(path) == "text" and path.parent in with_records and _COMPANION.fullmatch(path.name):
+        if kind_of_file(path) == "text" and path.parent in with_records and _COMPANION.fullmatch(path.name):
             name = files.pop(path)
             if path.resolve() not in requested:
                 left_out["companions"].append(name)
@@ -246,7 +246,7 @@ def _what_it_is(path: Path) -> str:
 
 def _describe(number: int, name: str, path: Path, split: Literal["train", "eval"] | None) -> Input:
     status = path.stat()
-    return Input(number, name, path, _kind(path), status.st_size, status.st_mtime_ns, split)
+    return Input(number, name, path, kind_of_file(path), status.st_size, status.st_mtime_ns, split)
 
 
 def check_unchanged(inputs: Sequence[Input]) -> None:
@@ -357,7 +357,8 @@ def _row_groups(file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
     return pieces
 
 
-def _kind(path: Path) -> Kind:
+def kind_of_file(path: Path) -> Kind:
+    """What a file holds, by its name."""
     name = path.name.lower()
     return next((kind for kind, pattern in _NAMES.items() if re.fullmatch(pattern, name, re.DOTALL)), "text")
 
