@@ -23,6 +23,9 @@ _BAR = 24
 _SHORT_DOCUMENT = 16
 """Tokens of a document below which the end of documents is in doubt."""
 
+_LITTLE_HELD_OUT = 10_000
+"""Tokens below which a held-out loss is mostly noise."""
+
 _MOST_MIB = 2**20
 
 _EPILOG = """\
@@ -87,8 +90,30 @@ def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[st
         yield f"token arrays: {summary.whole_arrays}, each one document, because no --end-id was given"
     if summary.named:
         yield f"held out because of their names: {listed(summary.named, 3)} (--eval-fraction 0 trains on all)"
-    elif not summary.tokens["eval"] and fraction is None:
+    yield from _little_held_out(summary, fraction)
+
+
+def _little_held_out(summary: "Summary", fraction: float | None) -> Iterator[str]:
+    """Says so if nothing is held out, or too little for a loss that means something."""
+    documents, tokens, share = summary.documents["eval"], summary.tokens["eval"], summary.eval_fraction
+    if tokens >= _LITTLE_HELD_OUT:
+        return
+    if tokens:
+        yield (
+            f"held out {counted(documents, 'document', 'documents')}, {counted(tokens, 'token', 'tokens')}: too little "
+            "for a held-out loss to say much; name more files by --eval-input, or a larger share by --eval-fraction"
+        )
+    elif share:
+        trained = summary.documents["train"]
+        which = "the only document did not fall" if trained == 1 else f"none of the {trained:,} documents fell"
+        yield (
+            f"nothing is held out: {which} into the share of {share:g}; name files for it by --eval-input, or a "
+            "larger share by --eval-fraction"
+        )
+    elif fraction is None:
         yield "nothing is held out: name files for it by --eval-input, or a share by --eval-fraction"
+    else:
+        yield f"nothing is held out, as --eval-fraction {fraction:g} says"
 
 
 def _left_out(summary: "Summary") -> Iterator[str]:

@@ -576,13 +576,51 @@ def test_what_is_left_of_nothing_is_told_with_its_reasons(tmp_path):
         prepare(tmp_path / "in", tmp_path / "out", skip_bad=True)
     for part in (
         "nothing was found for training: left out 1 record that cannot be used; left out 1 empty document (in/empty); ",
-        "; left out 1 binary file (in/binary); left out 1 special file or broken link (in/pipe) (",
-        'odd.jsonl:1: field "text" is a number; it must be a string); remove the output, then',
+        "; left out 1 special file or broken link (in/pipe); in/binary is binary (",
+        'odd.jsonl:1: field "text" is a number; it must be a string); give more text',
     ):
         assert part in str(raised.value)
     (tmp_path / "t.txt").write_text("text")
-    with pytest.raises(ConfigError, match="nothing was found for training: 1 document is held out; remove"):
+    with pytest.raises(ConfigError, match="nothing was found for training: 1 document is held out; give more text, or"):
         prepare(tmp_path / "t.txt", tmp_path / "held out", eval_fraction=0.9999)
+
+
+def test_a_preparation_that_finds_nothing_leaves_nothing_behind(tmp_path):
+    """But for what it has not made, and then it says that the output is in the way."""
+    (tmp_path / "prog.txt").write_bytes(b"\0")
+    (tmp_path / "t.txt").write_text("text")
+    out, own = tmp_path / "out", tmp_path / "own"
+    own.mkdir()
+    for folder in (out, own):
+        with pytest.raises(ConfigError, match=r"^--input: nothing was .*: prog\.txt is binary; give more text$"):
+            prepare(tmp_path / "prog.txt", folder)
+    assert not out.exists() and not list(own.iterdir())
+    with pytest.raises(ConfigError, match="1 document is held out; give more text"):
+        prepare(tmp_path / "t.txt", out, eval_fraction=0.9999)
+    assert not out.exists()
+
+    def add_a_file(*progress):
+        (out / "eval" / "mine").touch()
+
+    with pytest.raises(ConfigError, match="prog\\.txt is binary; remove the output, then give more text"):
+        build(Selection([tmp_path / "prog.txt"]), out, Settings(), add_a_file)
+    assert (out / "eval" / "mine").exists() and not list(out.rglob("part-*"))
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (["--eval-fraction", "0.3"], r"held out (\d) documents, \d+ tokens: too little"),
+        (["--eval-fraction", "0"], "nothing is held out, as --eval-fraction 0 says"),
+        (["--eval-fraction", "0.0001"], "nothing is held out: none of the 20 documents fell into the share of 0.0001;"),
+    ],
+)
+def test_the_summary_says_how_little_is_held_out(tmp_path, capsys, share, words):
+    (tmp_path / "in").mkdir()
+    for number in range(20):
+        (tmp_path / "in" / f"{number}.txt").write_text(f"text {number}")
+    assert command("--input", tmp_path / "in", "--output", tmp_path / "out", *share) == 0
+    assert re.search(words, capsys.readouterr().out)
 
 
 def test_an_input_that_is_no_file_is_told_as_what_it_is(tmp_path):

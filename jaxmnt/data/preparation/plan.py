@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,11 @@ _IN_SPLIT = re.compile(rf"(tokens|documents|learn|origins)-{_SHARD}|\.origins-{_
 
 @contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Inside, no other process prepares the same output, and it is not finished."""
-    work = output / WORK
+    """Inside, no other process prepares the same output, and it is not finished.
+
+    A folder that this has made is taken away again if nothing is in it at the end.
+    """
+    work, is_new = output / WORK, not output.exists()
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
         try:
@@ -62,7 +65,12 @@ def claimed(output: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(f"--output: another process is preparing {output}; wait for it") from None
         check_output(output)  # another process may have finished just now
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if is_new:
+                    output.rmdir()
 
 
 def check_output(output: Path) -> None:
@@ -88,6 +96,21 @@ def remove_work(output: Path) -> None:
         if _is_prepared(output):
             _remove(work, _IN_WORK)
             work.rmdir()
+
+
+def _discard(output: Path) -> bool:
+    """Removes what an unfinished preparation has written, and nothing else. Returns whether nothing is left there."""
+    work = output / WORK
+    with suppress(OSError):
+        _remove(work, _IN_PARTS)  # first, since a part that has a record is not done again
+        for split in SPLITS:
+            _remove(output / split, _IN_SPLIT)
+            (output / split).rmdir()
+        if _is_own_file(output / TOKENIZER_FILE):
+            (output / TOKENIZER_FILE).unlink()
+        _remove(work, _IN_WORK)
+        work.rmdir()
+    return not any(output.iterdir())
 
 
 def _check_work(output: Path) -> None:
@@ -210,6 +233,8 @@ class Summary(Counts):
     array_median: int = 0
     whole_arrays: int = 0
     """Token arrays that are a document each."""
+    eval_fraction: float = 0.0
+    """The share of documents to hold out, as it was given or decided."""
     named: list[str] = field(default_factory=list)
     """Files that were held out because of their names."""
     empty_files: list[str]
@@ -228,18 +253,25 @@ class Summary(Counts):
             *((len(names), *_REASONS[reason], names) for reason, names in self.not_read.items()),
         )
         return [
-            counted(number, singular, plural)
-            + (f" ({', '.join(map(printable, names[:3]))}{', …' if number > 3 else ''})" if names else "")
+            counted(number, singular, plural) + (f" ({_some_of(names, number)})" if names else "")
             for number, singular, plural, names in by_reason
             if number
         ]
 
     def why_nothing_was_found(self) -> str:
         """Returns what became of the input of which nothing is trained on."""
-        reasons = [f"left out {what}" for what in self.left_out()]
+        others = replace(self, binary=0)
+        reasons = [f"left out {what}" for what in others.left_out()]
+        if self.binary:
+            reasons.append(f"{_some_of(self.binary_names, self.binary)} {'is' if self.binary == 1 else 'are'} binary")
         if self.documents["eval"]:
             reasons.append(f"{counted(self.documents['eval'], 'document is', 'documents are')} held out")
         return f"{'; '.join(reasons) or 'it holds no documents'}{(self.remarks and f' ({self.remarks[0]})') or ''}"
+
+
+def _some_of(names: list[str], number: int) -> str:
+    """The first names of so many files."""
+    return f"{', '.join(map(printable, names[:3]))}{', …' if number > 3 else ''}"
 
 
 def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
@@ -255,16 +287,17 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     for record in records:
         for name in record.keys() & COUNTED:  # earlier versions counted less
             setattr(summary, name, getattr(summary, name) + record[name])
+    summary.eval_fraction = job.settings.eval_fraction or 0.0
     if not splits["train"]["tokens"]:
         ways = "more text, or a lower --eval-fraction" if summary.documents["eval"] else "more text"
         raise ConfigError(
-            f"--input: nothing was found for training: {summary.why_nothing_was_found()}; remove the output, then give "
-            f"{ways}"
+            f"--input: nothing was found for training: {summary.why_nothing_was_found()}; "
+            f"{'' if _discard(job.output) else 'remove the output, then '}give {ways}"
         )
     if any(file.split == "eval" for file in job.inputs) and not splits["eval"]["tokens"]:
+        first = "" if _discard(job.output) else "remove the output, then "
         raise ConfigError(
-            "--eval-input: nothing was found in it; remove the output, then give files that hold "
-            "text, or leave --eval-input out"
+            f"--eval-input: nothing was found in it; {first}give files that hold text, or leave --eval-input out"
         )
     _note_arrays(summary, job, records)
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
