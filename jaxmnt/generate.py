@@ -227,8 +227,10 @@ def _batches(requests: Iterable[Request | Refused], size: int) -> Iterator[list[
 
 def _check(options: argparse.Namespace) -> None:
     size_of(options, "batch")
-    if (options.tokens is not None and options.tokens < 1) or not 0 <= options.temperature < math.inf:
-        raise ConfigError("--tokens takes a number from 1 up, --temperature one from 0 up")
+    if options.tokens is not None:
+        size_of(options, "tokens")
+    if not 0 <= options.temperature < math.inf:
+        raise ConfigError(f"--temperature: {options.temperature:g} is out of range; give a number from 0 up")
     if not -_SEEDS <= options.seed < _SEEDS:
         raise ConfigError(f"--seed: {options.seed} is out of range; give a number below {_SEEDS}")
     size_of(options, "top_k", 0)

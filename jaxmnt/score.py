@@ -1,9 +1,9 @@
 """python -m jaxmnt.score --run RUN[@STEP] --input FILE: log-likelihoods of texts by a checkpoint of a run.
 
-FILE has JSON lines with "text", or with "context" and "continuation", of which the continuation alone is scored. Each
-becomes a line with "log_likelihood" (in nats), "tokens" that were scored, "bits_per_byte" of their text, and whether
-each token was the likeliest ("greedy"). A text longer than the model's window is scored in pieces, each token once. A
-line that cannot be scored becomes a line with "error", and the exit code is 2 at the end.
+FILE has JSON lines with "text", or with "context" and "continuation", of which the continuation alone is scored, with
+the blanks before it. Each becomes a line with "log_likelihood" (in nats), "tokens" that were scored, "bits_per_byte" of
+their text, and whether each token was the likeliest ("greedy"). A text longer than the model's window is scored in
+pieces, each token once. A line that cannot be scored becomes a line with "error", and the exit code is 2 at the end.
 """
 
 import argparse
@@ -67,9 +67,7 @@ def main(arguments: list[str]) -> int:
 
 def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> Wanted:
     """What is to be scored of a line. Raises `ConfigError` for one that says nothing."""
-    text, context, continuation = (record.get(name) for name in ("text", "context", "continuation"))
-    if isinstance(text, str):
-        context, continuation = "", text
+    context, continuation = _parts(record)
     if not isinstance(context, str) or not isinstance(continuation, str):
         raise ConfigError(f'{where}: it must have "text", or "context" and "continuation"')
     return continuation_of(vocabulary, context, continuation, where)
@@ -77,9 +75,21 @@ def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> W
 
 def _shown(record: dict[str, Any], score: Score) -> dict[str, Any]:
     """Returns what is added to a line."""
-    text = record["text"] if isinstance(record.get("text"), str) else record["continuation"]
+    context, continuation = _parts(record)
+    text = continuation if not context else _scored_text(context, continuation)
     bits = -score.log_likelihood / math.log(2)
     return vars(score) | {"bits_per_byte": bits / len(text.encode(errors="replace"))}
+
+
+def _parts(record: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the context of a line, empty for a text without one, and the text to score after it."""
+    text = record.get("text")
+    return ("", text) if isinstance(text, str) else (record.get("context"), record.get("continuation"))
+
+
+def _scored_text(context: str, continuation: str) -> str:
+    """Returns the text that is scored: blanks between the two belong to the word after them, as tokens have it."""
+    return (context + continuation)[len(context.rstrip()) :]
 
 
 def continuation_of(
@@ -101,12 +111,10 @@ def continuation_of(
     """
     if not continuation:
         raise ConfigError(f"{where}: the text to score is empty; give some text")
-    # A blank between the two belongs to the word after it, as tokens have it.
-    kept = context.rstrip()
-    before = vocabulary.encode(kept, markup=markup, where=where)
+    before = vocabulary.encode(context.rstrip(), markup=markup, where=where)
     whole = vocabulary.encode(context + continuation, markup=markup, where=where)
     if len(whole) <= len(before) or (whole[: len(before)] != before and not as_harness):
-        rest = (context + continuation)[len(kept) :]
+        rest = _scored_text(context, continuation)
         whole = before + vocabulary.encode(rest, markup=markup, begins=not before, where=where)
     if len(whole) == len(before):
         raise ConfigError(f"{where}: the tokenizer makes no token of the text to score; give other text")

@@ -138,6 +138,7 @@ def restored(
 ) -> "tuple[StepSpec, dict[str, Any]]":
     """Returns the model of a checkpoint, for data with so many ids, on a mesh of these devices: what is static about
     it, and its parameters and buffers."""
+    from jaxmnt.checkpoint.manifest import DamagedError
     from jaxmnt.checkpoint.restore import restore
     from jaxmnt.distributed.identity import Identity
     from jaxmnt.training.build import inference_spec
@@ -145,7 +146,13 @@ def restored(
 
     spec = inference_spec(config, vocab_size, mesh, devices)
     wanted = model_state(canonical_abstract(spec, abstract_state(spec)))
-    return spec, restore(checkpoint, wanted, Identity()).state
+    try:
+        return spec, restore(checkpoint, wanted, Identity()).state
+    except DamagedError as damage:
+        raise DamagedError(
+            f"{checkpoint.path} is damaged: {damage}; name another step: python -m jaxmnt.checkpoint list "
+            f"{checkpoint.path.parent.parent}"
+        ) from damage
 
 
 def add_arguments(parser: Parser) -> None:

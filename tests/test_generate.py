@@ -382,7 +382,7 @@ def test_scores_of_texts(moved, tmp_path, capsys):
     found = shown(capsys)
     assert [one["tokens"] for one in found] == [8, 5, 100], "the blank belongs to what follows"
     assert found[0]["log_likelihood"] < found[1]["log_likelihood"] < 0
-    bits = [-one["log_likelihood"] / math.log(2) / size for one, size in zip(found, [8, 4, 100], strict=True)]
+    bits = [-one["log_likelihood"] / math.log(2) / size for one, size in zip(found, [8, 5, 100], strict=True)]
     assert [one["bits_per_byte"] for one in found] == pytest.approx(bits)
     assert score.main([*command, "--batch", "1", "mesh.model=2", "mesh.fsdp=4"]) == ExitCode.FINISHED
     for one, other in zip(found, shown(capsys), strict=True):

@@ -160,10 +160,22 @@ def test_a_jump_of_the_learning_rate_has_to_be_accepted(going_on, tiny, capsys):
     capsys.readouterr()
     assert train(tiny(), devices=one_device()) == ExitCode.FINISHED
     shown = capsys.readouterr().out
-    assert "for example train.steps=40" in shown
-    assert "with train.steps=40 the learning rate of step 21 is 0.00188 instead of 0.0003, which needs --acc" in shown
+    assert "train.steps=40 optimizer.schedule=constant optimizer.learning_rate=0.0003 --accept-changes" in shown
     branch = tiny("train.steps=40", f"run.dir={run}-branch", f"run.fork_from={run}@15")
     assert opened(branch).remarks == ["the learning rate of step 16 is 0.00242 instead of 0.0009"], "only told"
+
+
+def test_a_run_that_has_begun_refuses_another_origin(going_on, tiny):
+    """It would go on as it began, and say that it came from elsewhere."""
+    for key in ("run.fork_from", "run.init_from"):
+        with pytest.raises(ConfigError, match=f"{key}: .* has begun without it and is at step 20; leave {key} out"):
+            opened(going_on(f"{key}=runs/other@5"))
+    branch = (f"run.dir={tiny().run.dir}-branch", f"run.fork_from={tiny().run.dir}@15", "train.stop_after=17")
+    going_on()
+    assert train(tiny(*branch), devices=one_device()) == ExitCode.STOPPED
+    with pytest.raises(ConfigError, match=r"run\.fork_from: .* began with .*@15 and is at step 17; leave"):
+        opened(tiny(branch[0], f"run.fork_from={tiny().run.dir}@10"))
+    assert opened(tiny(branch[0])).step == 17
 
 
 def test_a_jump_is_that_of_the_updates_before_a_checkpoint(going_on, whole_run, monkeypatch):

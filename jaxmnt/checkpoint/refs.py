@@ -70,6 +70,11 @@ def locate(text: str, argument: str) -> StoragePath | None:
         if (where / RUN_FILE).exists():
             raise ConfigError(f"{argument}: {where} has no checkpoint yet; train until there is one")
         after = "; after @ comes a step, or best" if at else ""
+        if text.startswith("hf:"):
+            folder = text.removeprefix("hf:")
+            raise ConfigError(
+                f"{argument}: {text} must be a run: make one with python -m jaxmnt.convert from-hf {folder} RUN"
+            )
         raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path{after}")
     return None
 

@@ -22,7 +22,11 @@ from jaxmnt.units import size
 def _list(options: argparse.Namespace) -> int:
     root = checkpoint_root_of(options.run) / CHECKPOINTS
     if not root.is_dir():
-        raise ConfigError(f"{options.run} is not a run directory with checkpoints; check the path")
+        checkpoint = find(options.run, "run")  # raises what is missing
+        raise ConfigError(
+            f"run: {options.run} is a checkpoint; give the directory of its run to list all of them, "
+            f"{checkpoint.path.parent.parent}"
+        )
     run, rows = run_id(root.parent), []
     for step, path in step_directories(root):
         try:

@@ -88,14 +88,14 @@ def refuse_what_does_not_fit(
     changed = {key.partition(".")[0] for key in different}
     same = origin.tokenizer is None or same_vocabulary(origin.tokenizer, tokenizer)
     _check_intended(origin, intended, model, changed | (set() if same else {_TOKENIZER}))
-    if unlisted := sorted(changed - set(intended)):
-        raise ConfigError(_other_model(origin, different, unlisted))
     if not same and _TOKENIZER not in intended:
         raise ConfigError(
             f"{origin.key}: the data was not made with the tokenizer of the model, {origin.tokenizer_file}: its ids "
             f"mean other text; prepare it again with --tokenizer {origin.tokenizer_file}, or, if that is meant, set "
             f"{LIST}=[{', '.join([*intended, _TOKENIZER])}]"
         )
+    if unlisted := sorted(changed - set(intended)):
+        raise ConfigError(_other_model(origin, different, unlisted))
     if origin.tokenizer is None and tokenizer.text is not None:
         return [f"{origin.path} does not say with which tokenizer it was trained; the data's was not compared with it"]
     return []

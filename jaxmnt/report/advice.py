@@ -42,6 +42,11 @@ class _Seen:
         """Seconds of all attempts."""
         return sum(attempt.seconds for attempt in self.attempts)
 
+    @property
+    def on_cpu(self) -> bool:
+        environment = self.attempts[-1].start.get("environment")
+        return isinstance(environment, dict) and environment.get("device kind") == "cpu"
+
 
 def advise(
     attempts: Sequence[Attempt], config: Mapping[str, Any], typical: float, phase_lines: Sequence[Record]
@@ -129,6 +134,8 @@ def _memory(seen: _Seen) -> Iterator[Advice]:
         return
     evidence = f"a step uses {size(number(memory, 'peak'))}, {used:.0%} of a device's memory"
     if seen.config.get("train.remat") in ("full", "dots"):
+        if seen.on_cpu:
+            return  # computing again is often quicker there than going through memory
         less = "dots" if seen.config["train.remat"] == "full" else "none"
         yield Advice("remat not needed", evidence, f"try train.remat={less}: backward computes less again", 0.0)
     elif number(seen.program, "microbatches") > 1:

@@ -70,7 +70,9 @@ def read_run_records(run_dir: Path) -> tuple[list[Attempt], list[str]]:
     Raises `ConfigError` if there are none.
     """
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: there is no such folder; give a run directory")
+        run = str(run_dir).rpartition("@")[0]
+        advice = f"give the run without a step, {run}" if run and Path(run).is_dir() else "give a run directory"
+        raise ConfigError(f"{run_dir}: there is no such folder; {advice}")
     attempts = attempts_so_far(run_dir)
     if attempts:
         return attempts, []

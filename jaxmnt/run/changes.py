@@ -50,7 +50,14 @@ def with_choices_of(config: Config, before: Config) -> Config:
 
 def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committed, different: list[Change]) -> None:
     """Raises `ConfigError` if this config cannot go on with this run directory whatever a person says."""
+    _refuse_other_origin(config, checkpoint)
     if breaking := [change for change in different if change.resume == "breaks"]:
+        other_data = different_data(checkpoint.manifest.data, digests)
+        if other_data and all(change.key == "model.vocab_size" for change in breaking):
+            raise ConfigError(
+                f"data: it has another vocabulary than the data of {config.run.dir} ({_listed(breaking)}), so another "
+                "tokenizer made it; give the data of the run, or choose another run.dir for a new run"
+            )
         # A branch keeps the parameters and their optimizer, whatever data they are trained on.
         may_branch = all(change.key == "seed" or change.key.startswith("data.") for change in breaking)
         branch = f" with {_branch_from(config, checkpoint)} to branch off here" if may_branch else " for a new run"
@@ -67,6 +74,18 @@ def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committe
             f"train.steps: {config.train.steps} is below step {checkpoint.step}, which {config.run.dir} has "
             "already reached; raise it or choose another run.dir"
         )
+
+
+def _refuse_other_origin(config: Config, checkpoint: Committed) -> None:
+    """Raises `ConfigError` if the config names another run to begin with than this run began with."""
+    for key in ("fork_from", "init_from"):
+        before, now = getattr(checkpoint.config.run, key), getattr(config.run, key)
+        if now is not None and now != before:
+            began = f"began with {before}" if before else "has begun without it"
+            raise ConfigError(
+                f"run.{key}: {config.run.dir} {began} and is at step {checkpoint.step}; leave run.{key} out to go on, "
+                f"or choose another run.dir to begin with {now}"
+            )
 
 
 def refuse_other_data(config: Config, digests: dict[str, str], checkpoint: Committed) -> None:

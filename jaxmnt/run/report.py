@@ -16,9 +16,10 @@ from jaxmnt.data.grain_source import GrainData
 from jaxmnt.distributed.gpu_settings import SHOWN
 from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
+from jaxmnt.errors import counted
 from jaxmnt.plan.budget import notes
 from jaxmnt.plan.estimate import expected_step
-from jaxmnt.run.changes import rate_advice, rate_change, steps_make_jump
+from jaxmnt.run.changes import rate_change, steps_make_jump
 from jaxmnt.run.values import OpenedRun
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.compile import Program
@@ -28,6 +29,8 @@ from jaxmnt.units import count, size
 _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
 _BYTES_A_TOKEN = 20
 """Five fields of four bytes."""
+_FEW_ROWS = 32
+"""Of an evaluation, below which its loss is noisy, which is said at the start."""
 _TELLING_SHARE = 0.005
 """Of batches without a target, from which on that is said at the start."""
 
@@ -94,6 +97,12 @@ def _evaluation(run: OpenedRun) -> None:
     part = f"{count(limit)} of" if limit is not None and limit < held_out else "all"
     when = f"every {every} steps and at the end" if every else "at the end"
     run.status.line(f"eval    on {part} {count(held_out)} held-out tokens, {when} (train.eval_tokens)")
+    rows = min(limit or held_out, held_out) // run.config.data.sequence_length
+    if rows < _FEW_ROWS and limit is not None and limit < held_out:
+        run.status.line(
+            f"note    {counted(rows, 'row', 'rows')} of held-out tokens tell small differences of the loss from chance "
+            "only roughly; train.eval_tokens=null evaluates on all"
+        )
 
 
 def _masked(without: WithoutTargets | None) -> str:
@@ -118,18 +127,18 @@ def already_finished(run: OpenedRun) -> None:
     """Also says how to train longer, and what the learning rate would do then."""
     config, checkpoint = run.config, run.start.checkpoint
     steps = 2 * config.train.steps
-    run.status.line(
-        f"This run is finished: step {run.start.step} of {config.train.steps}. "
-        f"To train longer, raise train.steps, for example train.steps={steps}."
-    )
+    run.status.line(f"This run is finished: step {run.start.step} of {config.train.steps}.")
     assert checkpoint is not None
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     change = rate_change(checkpoint, longer)
-    if change is not None and steps_make_jump(checkpoint, longer):
-        run.status.line(
-            f"note    with train.steps={steps} {change}, which needs --accept-changes; "
-            f"{rate_advice(checkpoint, change)}"
-        )
+    if change is None or not steps_make_jump(checkpoint, longer):
+        run.status.line(f"longer  raise train.steps, for example train.steps={steps}")
+        return
+    run.status.line(
+        f"longer  at the learning rate that it has reached: train.steps={steps} optimizer.schedule=constant "
+        f"optimizer.learning_rate={change.before:.3g} --accept-changes"
+    )
+    run.status.line(f"longer  from the start, by a schedule of {steps} steps: train.steps={steps} and another run.dir")
 
 
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
