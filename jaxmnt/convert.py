@@ -64,6 +64,8 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
             work.line(f"note    {options.output} has no tokenizer: {error}")
     export = plan_export(checkpoint, files, tokenizer, options.dtype, int(options.file_gb * 1e9))
     work.does("")
+    if tokenizer is not None and tokenizer.name == "bytes":
+        print("note    the run's tokens are bytes, for which there is no tokenizer.json, so none is written")
     if export.untaught_rows:
         print(
             f"note    {export.untaught_rows} rows of the vocabulary are left out: no id of the run's tokenizer has them"

@@ -1,5 +1,6 @@
 """The report as lines for a terminal."""
 
+from jaxmnt.config.load import as_yaml
 from jaxmnt.errors import counted, printable
 from jaxmnt.report.history import Record
 from jaxmnt.units import count, duration
@@ -39,7 +40,8 @@ def _of_run(run: Record) -> str:
             "productive)"
         )
     lines.append(f"cost    {goodput['gpu_hours']:,.2f} device-hours{cost}")
-    lines += [f"attempt {_attempt(attempt)}" for attempt in attempts]
+    lines += [f"attempt {_attempt(attempt, 'broke off without a word')}" for attempt in attempts[:-1]]
+    lines += [f"attempt {_attempt(attempt, run['state'])}" for attempt in attempts[-1:]]
     if run["summary"]["steps_without_targets"]:
         lines.append(f"note    {run['summary']['steps_without_targets']} steps had no targets and changed nothing")
     lines += [f"slow    {_straggler(one)}" for one in run["stragglers"]]
@@ -53,19 +55,20 @@ def _loss(summary: Record) -> list[str]:
         return []
     bits = "" if summary["bits_per_byte"] is None else f" ({summary['bits_per_byte']:.4f} bits per byte)"
     held_out = "" if summary["held_out_loss"] is None else f", held out {summary['held_out_loss']:.4f}{bits}"
-    return [f"loss    {summary['loss']:.4f} nats per token after step {summary['step']}{held_out}"]
+    return [f"loss    {summary['loss']:.4f} nats per token in the batch of step {summary['step']}{held_out}"]
 
 
-def _attempt(attempt: Record) -> str:
+def _attempt(attempt: Record, state: str) -> str:
     steps = "no step" if attempt["first_step"] is None else f"steps {attempt['first_step']} to {attempt['last_step']}"
     lost = f", {attempt['lost_steps']} more were taken again" if attempt["lost_steps"] else ""
     took = duration(attempt["ended"] - attempt["began"])
-    return f"{attempt['attempt']}: {took}, {steps}{lost}; {_how_it_ended(attempt)}"
+    return f"{attempt['attempt']}: {took}, {steps}{lost}; {_how_it_ended(attempt, state)}"
 
 
-def _how_it_ended(attempt: Record) -> str:
+def _how_it_ended(attempt: Record, state: str) -> str:
+    """Returns how an attempt ended; `state` if it has recorded no end."""
     if attempt["end"] is None:
-        return "under way, or it broke off without a word"
+        return state
     if attempt["end"] == "end":
         return "finished" if attempt["finished"] else "stopped early with a checkpoint"
     return printable(f"{attempt['end']}: {attempt['why'] or 'no reason is known'}")
@@ -105,5 +108,5 @@ def _failure(one: Record) -> str:
 def _compared(report: Record) -> list[str]:
     lines = [f"note    {note}" for note in report["notes"]]
     for one in report["config_differences"]:
-        lines.append(printable(f"differs {one['key']}: {' | '.join(map(str, one['values']))}"))
+        lines.append(printable(f"differs {one['key']}: {' | '.join(map(as_yaml, one['values']))}"))
     return lines

@@ -53,10 +53,12 @@ def run(run: OpenedRun) -> None:
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
-        allowed = start.kind == "fork" and change.resume == "breaks"
-        status.line(
-            f"changed {change.key}: {change.values} ({'allowed in a branch' if allowed else MEANING[change.resume]})"
-        )
+        meaning = MEANING[change.resume]
+        if start.kind == "fork" and change.resume == "breaks":
+            meaning = "allowed in a branch"
+        elif run.finished and change.resume == "maths":
+            meaning = "without effect: the run is finished"
+        status.line(f"changed {change.key}: {change.values} ({meaning})")
 
 
 def data(run: OpenedRun) -> None:
