@@ -32,6 +32,9 @@ class InMemory:
         self.documents = documents
         self._stream = StoredTokens(shards, lambda: self.starts, END, masks)
 
+    def bytes_per_target(self, split):
+        return None
+
     def stream(self, split):
         return self._stream
 
