@@ -143,7 +143,7 @@ def planned(shape: Shape, bench: Bench, *overrides: str) -> float | None:
     """Peak memory by `--dry-run`, in GiB; None for a card that it does not know, or where the plugin is missing."""
     name = "" if bench.rehearse else asked_of_card("name").lower()
     chip = next((chip for chip in ("b200", "h200", "h100", "a100") if chip in name), "none")
-    target = ["--devices", "1"] if bench.rehearse else ["--target", chip, "--devices-per-host", "1"]
+    target = ["--devices", "1"] if bench.rehearse else ["--target", chip, "--hosts", "1", "--devices-per-host", "1"]
     config = bench.folder / "plan.yaml"
     config.write_text("{}\n")
     command = [
