@@ -20,7 +20,7 @@ from jaxmnt.errors import remark
 from jaxmnt.telemetry.stacks import write_stacks
 from jaxmnt.units import duration
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 _REMEMBERED = 64
 _STEPS = "taking steps"
 
