@@ -21,7 +21,7 @@ from jaxmnt.distributed.rendezvous import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError
 from jaxmnt.errors import ExitCode
 from jaxmnt.run.failed_start import FailedStartRecorder
-from jaxmnt.run.watchdog import Watchdog
+from jaxmnt.run.watchdog import _LOOK_SECONDS, Watchdog
 
 COUNT = 3
 
@@ -215,7 +215,7 @@ class Halts:
 
 
 class Looks:
-    """Lets a watchdog look as often as a test says; a second passes before each time."""
+    """Lets a watchdog look for as many seconds as a test says, without waiting for them."""
 
     def __init__(self):
         self._asked, self._idle = threading.Semaphore(0), threading.Semaphore(0)
@@ -229,7 +229,7 @@ class Looks:
         return False
 
     def __call__(self, seconds):
-        for _ in range(seconds):
+        for _ in range(round(seconds / _LOOK_SECONDS)):
             assert self._idle.acquire(timeout=10)
             self._asked.release()
         assert self._idle.acquire(timeout=10)

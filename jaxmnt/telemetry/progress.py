@@ -181,12 +181,17 @@ class Work:
     def __init__(self) -> None:
         self._status = StatusLine(sys.stderr or io.StringIO())
         self._lock = threading.Lock()
+        self._silent_since = 0.0
+        self._text = ""
         self.does("")
 
     def does(self, text: str) -> None:
         """From now on this is shown, with the seconds since now; nothing for an empty text."""
         with self._lock:
-            self.done, self._text, self._since = "", text, time.monotonic()
+            now = time.monotonic()
+            if not (text and self._text):  # several short phases together may take long
+                self._silent_since = now
+            self.done, self._text, self._since = "", text, now
             if not text:
                 self._status.clear()
 
@@ -197,8 +202,9 @@ class Work:
     def show(self) -> None:
         """Shows what is done, and `done`, which says how far it is."""
         with self._lock:
-            text, seconds = self._text, time.monotonic() - self._since
-            if text and self._status.live and seconds >= _SOON_SECONDS:
+            text, now = self._text, time.monotonic()
+            if text and self._status.live and now - self._silent_since >= _SOON_SECONDS:
+                seconds = now - self._since
                 self._status.waiting(f"{text}{self.done and f', {self.done}'} … {duration(seconds)}")
 
 
