@@ -160,6 +160,10 @@ def test_what_a_refusal_advises_reaches_the_pods(tiny_file, tmp_path):
     [
         (["data.path=/data/words"], "data.path: /data/words is on no volume, and is not in the pods"),
         (["data.path=words"], "data.path: words is on no volume"),
+        (
+            ["run.dir=/x", "data.path=words"],
+            "/x is on no volume, and would be gone with its pod; data.path: words is on",
+        ),
         (["data.path=/runs/../data"], "data.path: /runs/../data is on no volume"),
         (["data.path=/runsofmine"], "data.path"),
         (["data.path=/etc/jaxmnt/x"], "data.path"),

@@ -95,6 +95,7 @@ def _check_folders(wanted: Job, pod: Manifest) -> None:
     read = {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
     read |= {"data.path": config.data.path}
     written = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}
+    missing = []
     for key, path in (written | read).items():
         if path is None or "://" in path:
             continue
@@ -105,9 +106,10 @@ def _check_folders(wanted: Job, pod: Manifest) -> None:
         )
         if not held:
             end = "would be gone with its pod" if key in written else "is not in the pods"
-            raise ConfigError(
-                f"{key}: {printable(path)} is on no volume, and {end}; choose one below a path of launch.mounts"
-            )
+            missing.append(f"{key}: {printable(path)} is on no volume, and {end}")
+    if missing:
+        choice = "a folder" if len(missing) == 1 else "folders"
+        raise ConfigError(f"{'; '.join(missing)}; choose {choice} below a path of launch.mounts")
 
 
 def _items(of: Manifest, field: str) -> list[Manifest]:
