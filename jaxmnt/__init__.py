@@ -4,6 +4,8 @@
 imports no JAX and touches no device; using one of them imports what it needs.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,18 @@ _WHERE = {
 }
 
 
+def _before_jax() -> None:
+    """Does what commands do before they import JAX: where nothing of a GPU is here, the CPU is used without a word."""
+    if "jax" not in sys.modules:
+        from jaxmnt.distributed import local_gpus, quiet_plugin
+
+        local_gpus.keep_to_the_cpu(os.environ)
+        quiet_plugin.install()
+
+
 def __getattr__(name: str) -> Any:
+    if name == "train" or name in _WHERE:
+        _before_jax()
     if name == "train":
         return import_module("jaxmnt.train")  # which can be called
     if name in _WHERE:

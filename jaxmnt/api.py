@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxmnt.checkpoint.refs import find, folders_started_in, tokenizer_of
-from jaxmnt.config.load import parse_config
+from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import RowSource, TrainingData
 from jaxmnt.data.order import BranchPoint
@@ -105,14 +105,18 @@ class Run:
         return decode_after(self._tokenizer.open(), np.asarray(context), np.asarray(ids))
 
 
-def load_rows(config: Config, *, process: int = 0, processes: int = 1) -> grain.MapDataset:
+def load_rows(config: Config | str | Path, *, process: int = 0, processes: int = 1) -> grain.MapDataset:
     """The rows that a run of this config trains on, in its order, for a Grain pipeline of your own.
+
+    Instead of a config it takes a run directory, whose `config.yaml` it reads.
 
     Shuffled, packed and mixed as the run reads them: item *i* of `process` is a dict of arrays [L], and the processes
     take equal shares of each global batch, in order. The length is that of the whole run, and of a branch from its own
     first step on. Raises `ConfigError` for data
     that cannot be read, and for processes that do not divide the batch.
     """
+    if not isinstance(config, Config):
+        config = load_config(Path(config) / "config.yaml")
     batch = config.data.global_batch_size
     if processes < 1 or batch % processes or not 0 <= process < processes:
         raise ConfigError(

@@ -38,7 +38,9 @@ def _from_hf(options: argparse.Namespace, work: Work) -> int:
     print(f"checkpoint {path}")
     if not (options.output / "tokenizer").exists():
         print(
-            f"note    {options.folder} has no tokenizer.json with an end of texts, so the run has none", file=sys.stderr
+            f"note    {options.folder} has no tokenizer.json with an end of texts, so the run has none; generate and "
+            "score need --tokenizer bytes, or --tokenizer with the tokenizer.json of its tokens",
+            file=sys.stderr,
         )
     setting = as_typed("run.init_from", str(options.output))
     print(f"train from it with {setting} and the settings of {options.output / 'config.yaml'}")

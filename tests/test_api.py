@@ -94,6 +94,12 @@ def test_what_is_no_run_and_no_step(run, tmp_path):
         run.batch(21)
 
 
+def test_rows_of_a_run_directory_are_those_of_its_config(whole_run):
+    of_config, of_folder = jaxmnt.load_rows(whole_run), jaxmnt.load_rows(whole_run.run.dir)
+    assert len(of_config) == len(of_folder)
+    np.testing.assert_array_equal(of_config[5]["tokens"], of_folder[5]["tokens"])
+
+
 @pytest.mark.parametrize("rows", ["windows", "packed"])
 def test_rows_for_a_grain_pipeline(tiny, rows):
     """Two processes' rows, in batches by Grain, are the global batches of the run."""

@@ -26,7 +26,7 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
     if device_count % fixed:
         axes = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
         there = counted(device_count, "device is there", "devices are there")
-        command = f"python -m jaxmnt.launch local --devices-per-process {fixed} -- --config FILE"
+        command = f"python -m jaxmnt.launch local --processes 1 --devices-per-process {fixed} -- --config FILE"
         virtual = f", or try virtual devices: {command}"
         fix = f"choose sizes whose product divides {device_count}" if device_count > 1 else "set it to 1"
         raise ConfigError(

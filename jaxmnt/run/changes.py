@@ -250,9 +250,10 @@ def steps_make_jump(checkpoint: Committed, config: Config) -> bool:
 def rate_advice(checkpoint: Committed, change: RateChange) -> str:
     """How a run is trained for longer without a jump of its learning rate, in words."""
     origin = as_typed("run.fork_from", f"{checkpoint.path.parent.parent}@STEP")
+    back = f"; or go back to before the rate fell, with another run.dir and {origin}"
     return (
         f"to keep the rate, set optimizer.schedule=constant and optimizer.learning_rate={change.before:.3g} with "
-        f"--accept-changes; or go back to before the rate fell, with another run.dir and {origin}"
+        f"--accept-changes{back if change.now > change.before else ''}"
     )
 
 
