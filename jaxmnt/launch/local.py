@@ -144,7 +144,8 @@ class _LocalProcesses:
         assert failed.code is not None
         lost = failed.code in _ENDED_BY_A_PEER
         code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
-        return code, f"process {failed.number} {failed.exit_reason}; its log is {printable(str(failed.log_path))}"
+        reason = f"process {failed.number} {failed.exit_reason}; its log is {printable(str(failed.log_path))}"
+        return code, reason + ("; run the same command again to go on" if failed.code < 0 else "")
 
     def _start(self, processes: int, screen: "_Screen") -> None:
         """A signal that came before a process was there is handed on to it when it is."""
