@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxmnt.checkpoint.refs import find, folders_started_in, tokenizer_of
-from jaxmnt.config.load import load_config, parse_config
+from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import RowSource, TrainingData
 from jaxmnt.data.order import BranchPoint
@@ -23,7 +23,7 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.errors import ConfigError
 from jaxmnt.run.branch import branch_points
-from jaxmnt.run.rundir import branches_of
+from jaxmnt.run.rundir import branches_of, read_config
 from jaxmnt.trained_model import restored
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.spec import StepSpec
@@ -116,7 +116,7 @@ def load_rows(config: Config | str | Path, *, process: int = 0, processes: int =
     that cannot be read, and for processes that do not divide the batch.
     """
     if not isinstance(config, Config):
-        config = load_config(Path(config) / "config.yaml")
+        config = read_config(Path(config))
     batch = config.data.global_batch_size
     if processes < 1 or batch % processes or not 0 <= process < processes:
         raise ConfigError(

@@ -19,7 +19,7 @@ from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
-from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, size_of
+from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, load_for, size_of
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import Named, TrainedModel, Vocabulary
@@ -75,15 +75,11 @@ def main(arguments: list[str]) -> int:
 
     with working("starting") as work:
         named = find_model(options.run, options.tokenizer)
-        work.does("")  # somebody may be typing what is read now
-        requests = _requests(options, named)
-        first = next(requests, None)
-        if first is None:
+        loaded = load_for(named, _requests(options, named), options.overrides, work)
+        if loaded is None:
             return ExitCode.FINISHED
-        work.does("reading the checkpoint")
-        model, refused = named.load(options.overrides), 0
-        work.does("")
-        for batch in _batches(itertools.chain([first], requests), 1 if options.input is None else options.batch):
+        (model, requests), refused = loaded, 0
+        for batch in _batches(requests, 1 if options.input is None else options.batch):
             _run(model, batch, options, work)
             refused += sum(isinstance(request, Refused) for _, request in batch)
     return exit_code_of(refused)

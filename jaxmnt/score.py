@@ -17,7 +17,7 @@ from jaxmnt.commands import HERE, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import working
-from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, size_of
+from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, load_for, size_of
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import TrainedModel, Vocabulary
@@ -44,16 +44,12 @@ def main(arguments: list[str]) -> int:
 
     with working("starting") as work:
         named = find_model(options.run, options.tokenizer)
-        work.does("")  # somebody may be typing what is read now
         lines = json_lines(options.input, lambda where, record: (record, wanted_of(named.vocabulary, record, where)))
-        first = next(lines, None)
-        if first is None:
+        loaded = load_for(named, lines, options.overrides, work)
+        if loaded is None:
             return ExitCode.FINISHED
-        work.does("reading the checkpoint")
-        model, refused = named.load(options.overrides), 0
-        work.does("")
-        everything = itertools.chain([first], lines)
-        while some := list(itertools.islice(everything, 16 * options.batch)):
+        (model, lines), refused = loaded, 0
+        while some := list(itertools.islice(lines, 16 * options.batch)):
             work.does(f"scoring {counted(len(some), 'line', 'lines')}")
             wanted = [line[1] for line in some if not isinstance(line, Refused)]
             found = iter(scores(model, wanted, options.batch))
@@ -75,8 +71,7 @@ def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> W
 
 def _shown(record: dict[str, Any], score: Score) -> dict[str, Any]:
     """Returns what is added to a line."""
-    context, continuation = _parts(record)
-    text = continuation if not context else _scored_text(context, continuation)
+    text = _scored_text(*_parts(record))
     bits = -score.log_likelihood / math.log(2)
     return vars(score) | {"bits_per_byte": bits / len(text.encode(errors="replace"))}
 

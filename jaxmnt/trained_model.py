@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jaxmnt.config.mesh import Mesh
     from jaxmnt.data.run_tokenizer import RunTokenizer
     from jaxmnt.data.tokenizer import Tokenizer
+    from jaxmnt.telemetry.progress import Work
     from jaxmnt.training.inference import Generator
     from jaxmnt.training.spec import StepSpec
 
@@ -212,6 +214,23 @@ class Refused(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """The line that answers it."""
         return self.record | {"error": self.error}
+
+
+def load_for(
+    named: Named, lines: Iterator[T], overrides: Sequence[str], work: "Work"
+) -> "tuple[TrainedModel, Iterator[T]] | None":
+    """Reads the first of the lines, and then loads the model: without a line there is nothing to load it for.
+
+    Returns the model and all the lines; None if there are none.
+    """
+    work.does("")  # somebody may be typing what is read now
+    first = next(lines, None)
+    if first is None:
+        return None
+    work.does("reading the checkpoint")
+    model = named.load(overrides)
+    work.does("")
+    return model, itertools.chain([first], lines)
 
 
 def json_lines(path: str, use: Callable[[str, dict[str, Any]], T]) -> Iterator[T | Refused]:

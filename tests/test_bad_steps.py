@@ -248,12 +248,16 @@ def test_rows_without_targets_are_counted(masked, tiny, monkeypatch, known):
     assert data.empty_batches({"data": found}) == pytest.approx(found.share**2)
 
 
-def test_an_evaluation_of_nothing_has_no_value(tmp_path, capsys):
-    told = []
-    log = TrainLog(
-        tmp_path, writer=True, status=StatusLine(sys.stdout), steps=9, tokens=0, rates=Rates(1.0, None, None, 1),
-        epochs=lambda step: {}, timer=StepTimer(), written=told.append,
+def log_in(folder, written):
+    """A log whose lines are also appended to a list."""
+    return TrainLog(
+        folder, writer=True, status=StatusLine(sys.stdout), steps=9, tokens=0, rates=Rates(1.0, None, None, 1),
+        epochs=lambda step: {}, timer=StepTimer(), written=written.append,
     )  # fmt: skip
+
+
+def test_an_evaluation_of_nothing_has_no_value(tmp_path, capsys):
+    log = log_in(tmp_path, told := [])
     some, nothing = EvaluationSums(6.0, 3), EvaluationSums(0.0, 0)
     assert log.write_eval(5, {"web": some, "chat": nothing}, 1.0) == 2.0
     assert log.write_eval(6, {"web": nothing, "set": some}, 1.0, ["set"]) is None, "a set is no held-out data"
@@ -267,11 +271,7 @@ def test_an_evaluation_of_nothing_has_no_value(tmp_path, capsys):
 
 def test_an_evaluation_says_bits_per_byte_where_bytes_are_known(tmp_path, capsys):
     """12 nats over 10 bytes in all; a source of which nothing is known makes the total unknown."""
-    told = []
-    log = TrainLog(
-        tmp_path, writer=True, status=StatusLine(sys.stdout), steps=9, tokens=0, rates=Rates(1.0, None, None, 1),
-        epochs=lambda step: {}, timer=StepTimer(), written=told.append,
-    )  # fmt: skip
+    log = log_in(tmp_path, told := [])
     web, code, arrays = EvaluationSums(4.0, 2, 6.0), EvaluationSums(8.0, 2, 4.0), EvaluationSums(1.0, 1)
     log.write_eval(5, {"web": web, "code": code}, 1.0)
     log.write_eval(6, {"web": web, "arrays": arrays}, 1.0)

@@ -897,6 +897,8 @@ def test_a_run_begins_with_the_parameters_of_another(tiny, finished, capsys):
     assert commit.newest_valid(Path(config.run.dir) / "checkpoints").manifest.lineage == []
     with pytest.raises(ConfigError, match=r"run\.init_from: .* has no checkpoint of step 7; there are: 10, 15, 20"):
         train(tiny(f"run.init_from={finished}@7", f"run.dir={config.run.dir}2"), devices=one_device())
+    with pytest.raises(ConfigError, match=r"--run: hf:there must be a run: make one with .* from-hf there RUN"):
+        find("hf:there", "--run")
     with pytest.raises(ConfigError, match=r"run\.fork_from: .* is neither a run directory nor a checkpoint"):
         train(tiny("run.fork_from=nowhere", f"run.dir={config.run.dir}2"), devices=one_device())
 

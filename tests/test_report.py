@@ -257,17 +257,19 @@ def test_every_number_is_there_as_json(restarted, capsys):
 GIB = 2**30
 
 
-def advised(tmp_path, *, compiled=None, events=(), wait=0.0, config=None, steps=40, phases=None, line=None):
+def advised(
+    tmp_path, *, compiled=None, events=(), wait=0.0, config=None, steps=40, phases=None, line=None, kind="NVIDIA H100"
+):
     """The rules that speak of a run of steps of 10 s, with their words."""
     log = Log(tmp_path / "run")
-    log.start(0)
+    log.start(0, environment={"device kind": kind})
     log.event("compile", seconds=20.0, **(compiled or {}))
     for number in range(1, steps + 1):
         log.step(number, 10.0, wait)
         log.lines[-1] |= line or {}
-        for kind, at, more in events:
+        for name, at, more in events:
             if at == number:
-                log.event(kind, step=number, **more)
+                log.event(name, step=number, **more)
     run = log.write()
     (run / "config.yaml").write_text(json.dumps(config or {}))
     if phases is not None:
@@ -329,6 +331,11 @@ def test_advice_is_given_with_its_evidence(tmp_path, more, rule, words):
         assert word in found[rule], found[rule]
 
 
+def test_remat_is_left_alone_on_cpus(tmp_path):
+    """Where computing again is often quicker than going through memory."""
+    assert not advised(tmp_path, compiled=FULL | ROOMY, config={"train": {"remat": "full"}}, kind="cpu")
+
+
 def test_a_good_run_gets_no_advice(tmp_path, capsys):
     assert advised(tmp_path, compiled=FULL | {"expected_step_seconds": 9.5}, phases={"data": 0.1}) == {}
     assert main([str(tmp_path / "run"), "--advise"]) == 0
@@ -386,6 +393,8 @@ def test_restarts_that_compile_again_are_told(restarted):
 def test_a_directory_without_a_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match="there is no such folder"):
         read_attempts(tmp_path / "none")
+    with pytest.raises(ConfigError, match=f"there is no such folder; give the run without a step, {tmp_path}$"):
+        read_attempts(Path(f"{tmp_path}@best"))
     log = Log(tmp_path / "run")
     log.lines = []
     log.write()

@@ -23,7 +23,7 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh, whole
-from jaxmnt.run.changes import rate_change, steps_make_jump, to_be_accepted, with_choices_of
+from jaxmnt.run.changes import rate_change, refuse_changes, steps_make_jump, to_be_accepted, with_choices_of
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.resume import Consent, ResumePoint, resume_point
 from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_config
@@ -175,7 +175,19 @@ def test_a_run_that_has_begun_refuses_another_origin(going_on, tiny):
     assert train(tiny(*branch), devices=one_device()) == ExitCode.STOPPED
     with pytest.raises(ConfigError, match=r"run\.fork_from: .* began with .*@15 and is at step 17; leave"):
         opened(tiny(branch[0], f"run.fork_from={tiny().run.dir}@10"))
-    assert opened(tiny(branch[0])).step == 17
+    assert train(tiny(branch[0], "train.stop_after=18"), devices=one_device()) == ExitCode.STOPPED
+    assert opened(tiny(*branch[:2])).step == 18, "a start without it has kept it"
+
+
+def test_another_vocabulary_is_other_data(going_on, tiny):
+    """Although only the vocabulary shows in the config, which nobody has set."""
+    other = going_on("model.vocab_size=300")
+    found = find(f"{tiny().run.dir}@20", "it")
+    different = changes(found.config, other)
+    with pytest.raises(
+        ConfigError, match=r"data: it has another vocabulary .*320 → 300 ids.*another tokenizer made it"
+    ):
+        refuse_changes(other, {"data": "0" * 64}, found, different)
 
 
 def test_a_jump_is_that_of_the_updates_before_a_checkpoint(going_on, whole_run, monkeypatch):

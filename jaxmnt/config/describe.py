@@ -16,6 +16,8 @@ PLANNED = ("train.steps", "data.skip", "data.weight_changes")
 """Keys of the maths that are there to be changed on the way. What else changes the maths has to be accepted."""
 
 
+ORIGINS = ("run.fork_from", "run.init_from")
+"""Keys of what a run began with, which it keeps. So to leave them out is no change of them."""
 CHOSEN = ("mesh.zero", "train.eval_tokens")
 """Keys of which a run keeps what `auto` came to at its first start. So `auto` is no change of them."""
 
@@ -86,7 +88,7 @@ def changes(before: Config, now: Config) -> list[Change]:
     return [
         Change(key, was, value, _resume_class(key))
         for key, was, value in pairs
-        if was != value and not (key in CHOSEN and value == "auto")
+        if was != value and not (key in CHOSEN and value == "auto") and not (key in ORIGINS and value is None)
     ]
 
 

@@ -82,18 +82,13 @@ def without_missing_driver() -> Iterator[None]:
     """
     with ExitStack() as held:
         with suppress(OSError):
-            _capture_stderr(held)
+            stderr = os.dup(_STDERR)
+            held.callback(os.close, stderr)
+            captured = held.enter_context(tempfile.TemporaryFile())
+            _flush()
+            os.dup2(captured.fileno(), _STDERR)
+            held.callback(_write_out, captured, stderr)
         yield
-
-
-def _capture_stderr(held: ExitStack) -> None:
-    """Leads stderr into a file until `held` is closed."""
-    stderr = os.dup(_STDERR)
-    held.callback(os.close, stderr)
-    captured = held.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - closed with `held`
-    _flush()
-    os.dup2(captured.fileno(), _STDERR)
-    held.callback(_write_out, captured, stderr)
 
 
 def _write_out(captured: BinaryIO, stderr: int) -> None:

@@ -23,6 +23,7 @@ from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.targets import described_devices, gpu_devices
 from jaxmnt.plan.workload import Scheme, model_shape, schedule_of
+from jaxmnt.plan.zero import ROOM as CLEAR_ROOM
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.units import size
@@ -30,8 +31,6 @@ from jaxmnt.units import size
 ROOM = 1.06
 """Of the memory that there is, what an estimate may be: few are further off (`benchmarks/plan_estimates.py`), and the
 compiler decides."""
-CLEAR_ROOM = 0.95
-"""Of the memory that there is, what an estimate may be where others did not fit when they were compiled."""
 
 
 @dataclass(frozen=True)

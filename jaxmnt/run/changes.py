@@ -36,9 +36,10 @@ _BAD_STEPS = "bad_steps/total"
 
 
 def with_choices_of(config: Config, before: Config) -> Config:
-    """Returns the config with what `auto` came to in the run whose config was `before`, for the keys of `CHOSEN`."""
+    """Returns the config with what the run whose config was `before` began with: `ORIGINS`, and what `auto` came to for
+    the keys of `CHOSEN`."""
     mesh = config.mesh
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"run.fork_from": before.run.fork_from, "run.init_from": before.run.init_from}
     if mesh.zero == "auto" and not (mesh.prefetch and before.mesh.zero != 3):
         chosen["mesh.zero"] = before.mesh.zero
     if config.train.eval_tokens == "auto":
@@ -55,8 +56,8 @@ def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committe
         other_data = different_data(checkpoint.manifest.data, digests)
         if other_data and all(change.key == "model.vocab_size" for change in breaking):
             raise ConfigError(
-                f"data: it has another vocabulary than the data of {config.run.dir} ({_listed(breaking)}), so another "
-                "tokenizer made it; give the data of the run, or choose another run.dir for a new run"
+                f"data: it has another vocabulary than the data of {config.run.dir} ({breaking[0].values} ids), so "
+                "another tokenizer made it; give the data of the run, or choose another run.dir for a new run"
             )
         # A branch keeps the parameters and their optimizer, whatever data they are trained on.
         may_branch = all(change.key == "seed" or change.key.startswith("data.") for change in breaking)

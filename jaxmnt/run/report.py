@@ -30,7 +30,7 @@ _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstor
 _BYTES_A_TOKEN = 20
 """Five fields of four bytes."""
 _FEW_ROWS = 32
-"""Of an evaluation, below which its loss is noisy, which is said at the start."""
+"""An evaluation on fewer rows has a noisy loss, which is said at the start."""
 _TELLING_SHARE = 0.005
 """Of batches without a target, from which on that is said at the start."""
 
@@ -99,8 +99,10 @@ def _evaluation(run: OpenedRun) -> None:
     part = f"{count(limit)} of" if limit is not None and limit < held_out else "all"
     when = f"every {every} steps and at the end" if every else "at the end"
     run.status.line(f"eval    on {part} {count(held_out)} held-out tokens, {when} (train.eval_tokens)")
-    rows = min(limit or held_out, held_out) // run.config.data.sequence_length
-    if rows < _FEW_ROWS and limit is not None and limit < held_out:
+    if limit is None or limit >= held_out:
+        return
+    rows = limit // run.config.data.sequence_length
+    if rows < _FEW_ROWS:
         run.status.line(
             f"note    {counted(rows, 'row', 'rows')} of held-out tokens tell small differences of the loss from chance "
             "only roughly; train.eval_tokens=null evaluates on all"

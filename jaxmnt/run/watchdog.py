@@ -18,7 +18,6 @@ from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.messages import Position
 from jaxmnt.errors import remark
 from jaxmnt.telemetry.stacks import write_stacks
-from jaxmnt.units import duration
 
 _LOOK_SECONDS = 0.5
 _REMEMBERED = 64
@@ -41,7 +40,7 @@ class Watchdog:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._settled = False
-        self.tell: Callable[[str], None] = lambda text: None
+        self.tell: Callable[[str, float, str], None] = lambda phase, seconds, done: None
         """Called about once a second, while something else than a step goes on, with what it is and how far it is."""
         self._phase, self._since, self._done = "starting", time.monotonic(), ""
         self._limit: float | None = None
@@ -123,7 +122,7 @@ class Watchdog:
             self._looks += 1
             limit, phase, done = self._limit, self._phase, self._done
             if phase != _STEPS and (seconds := time.monotonic() - self._since) >= 1:
-                self.tell(f"{phase}{done and f', {done}'} … {duration(seconds)}")
+                self.tell(phase, seconds, done)
             if limit is not None and self._looks * _LOOK_SECONDS > limit:
                 after = f", after {self._step - 1} of them" if self._settled and self._step else ""
                 self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{after}")

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import shutil
 import sys
 import threading
@@ -66,11 +65,8 @@ _LIVE_SECONDS = 0.1
 _MOMENT_SECONDS = 0.8
 _PLAIN_SECONDS = 10.0
 _SOON_SECONDS = 1.0
-_LONG_SECONDS = 0.9
-"""After the first call of `waiting` for a phase, which comes when it has lasted a second, until it is printed."""
-_LONG_AGAIN_SECONDS = 30.0
-_PAUSE_SECONDS = 5.0
-"""Between two calls of `waiting`, after which the phase is a new one of the same name."""
+_LONG_SECONDS, _LONG_AGAIN_SECONDS = 2.0, 30.0
+"""Where there is no terminal: how long a phase lasts before a line of it is printed, and until the next."""
 _WIDEST_BAR = 20
 _WARNING = "WARNING"
 
@@ -86,7 +82,7 @@ class StatusLine:
         self._colour = self.live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._next = 0.0
         self._shown = self.live  # something else may stand there
-        self._phase, self._phase_told, self._phase_due = "", 0.0, 0.0
+        self._phase_seconds, self._phase_due = 0.0, _LONG_SECONDS
         self._lock = threading.RLock()
 
     @property
@@ -117,26 +113,24 @@ class StatusLine:
             print(text, file=self._out, flush=True)
             self._next = time.monotonic() + _PLAIN_SECONDS
 
-    def waiting(self, text: str) -> None:
-        """Shows what takes long: a phase, and after a comma or … how far it is. Any thread calls this each second.
+    def waiting(self, phase: str, seconds: float, done: str = "") -> None:
+        """Shows what has taken so many seconds, and how far it is. A thread calls this about each second.
 
-        A terminal shows each text, but not over a line that was shown a moment ago. Elsewhere a line is printed when
+        A terminal shows it each time, but not over a line that was shown a moment ago. Elsewhere a line is printed when
         the phase has lasted two seconds, and again every half minute.
         """
         if self._quiet:
             return
-        if not self.live:
-            self._print_phase(text)
-        elif time.monotonic() >= self._next + _MOMENT_SECONDS:
-            self._show(text[: shutil.get_terminal_size().columns - 1])
-
-    def _print_phase(self, text: str) -> None:
-        phase, now = re.split(",| …", text, maxsplit=1)[0], time.monotonic()
-        if phase != self._phase or now - self._phase_told > _PAUSE_SECONDS:
-            self._phase, self._phase_due = phase, now + _LONG_SECONDS
-        self._phase_told = now
-        if now >= self._phase_due:
-            self._phase_due = now + _LONG_AGAIN_SECONDS
+        text = f"{phase}{done and f', {done}'} … {duration(seconds)}"
+        if self.live:
+            if time.monotonic() >= self._next + _MOMENT_SECONDS:
+                self._show(text[: shutil.get_terminal_size().columns - 1])
+            return
+        if seconds < self._phase_seconds:  # another phase
+            self._phase_due = _LONG_SECONDS
+        self._phase_seconds = seconds
+        if seconds >= self._phase_due:
+            self._phase_due = seconds + _LONG_AGAIN_SECONDS
             self.line(text)
 
     def _show(self, text: str) -> None:
@@ -204,8 +198,7 @@ class Work:
         with self._lock:
             text, now = self._text, time.monotonic()
             if text and self._status.live and now - self._silent_since >= _SOON_SECONDS:
-                seconds = now - self._since
-                self._status.waiting(f"{text}{self.done and f', {self.done}'} … {duration(seconds)}")
+                self._status.waiting(text, now - self._since, self.done)
 
 
 @contextmanager
