@@ -22,21 +22,20 @@ from jaxmnt.config.load import load_config, with_settings
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
 from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons, winner
-from jaxmnt.plan.candidates import REMATS, Candidate, candidates, numbers_of_gpus
+from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
 from jaxmnt.plan.chips import CHIPS, INSTANCES, find_target, network_of
 from jaxmnt.plan.estimate import estimate, uses_float8
 from jaxmnt.plan.estimated import Estimated, best_of, show_estimates
 from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
-from jaxmnt.plan.memory import Kept, Memory
+from jaxmnt.plan.memory import Memory
 from jaxmnt.plan.picture import draw
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.search import Guess, Plan, Search, describe
-from jaxmnt.plan.targets import described_devices, gpu_devices
+from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme
 from jaxmnt.plan.zero import Stage, ZeroChoice, choose_zero, resolve_zero
 from jaxmnt.telemetry.flops import AGAIN
-from jaxmnt.telemetry.progress import working
 from jaxmnt.training.build import build_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,6 +105,7 @@ def test_float8_counts_where_a_product_is_wide_enough():
     assert seconds(in_float8(1024)) < seconds(in_float8(4097)) == seconds(scheme())
 
 
+@pytest.mark.slow  # devices of a GPU need the extra `plan`
 @pytest.mark.parametrize(("least", "is_tried"), [(256, True), (257, False)])
 def test_float8_that_no_product_would_use_is_not_tried(least, is_tried):
     config, chip = config_of("train.precision=float8", f"train.float8_least={least}"), CHIPS["h100"]
@@ -390,42 +390,6 @@ def test_an_estimate_that_fits_comes_first():
     assert "cost is by the given price, 2.5 per GPU-hour" in shown
     alone = show_estimates([over], best_of([over], wish), Wish(1e9, "time", None))
     assert "by estimate none surely fits in the 80 bytes that a GPU has" in alone and "given price" not in alone
-
-
-def test_estimates_need_no_compiler_for_gpus(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxmnt.plan.targets.has_cuda_plugin", lambda: False)
-    for variable, value in (("JAX_PLATFORMS", "cpu"), ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")):
-        monkeypatch.setenv(variable, value)  # as planning sets it, but until the test ends
-    path, begun = tmp_path / "tiny.yaml", []
-    tree = {
-        "model": {"vocab_size": 1024, "num_heads": 8, "hidden_size": 256, "num_layers": 4},
-        "data": {"path": "none", "sequence_length": 256, "global_batch_size": 64},
-        "train": {"steps": 1000, "precision": "bfloat16"}, "optimizer": {"warmup_steps": 10},
-    }  # fmt: skip
-    path.write_text(json.dumps(tree))
-    asked = ["--config", str(path), "--target", "h100", "--gpus", "8", "--json", "--compile"]
-    monkeypatch.setattr(command, "working", lambda text: begun.append(text) or working(text))
-    assert command.main([*asked, "0"]) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)["winner"]["gpus"] == 8
-    assert begun == ["starting"] and told.err == "", "only a terminal shows what is done"
-    with pytest.raises(ConfigError, match="--target: compiling for a GPU needs JAX's CUDA plugin"):
-        command.main([*asked, "1"])
-
-
-@pytest.mark.slow  # devices of a GPU need the extra `plan`
-@pytest.mark.parametrize("setting", ["train.remat=dots", "optimizer.offload=true", "train.precision=float8"])
-def test_shapes_are_those_of_devices_that_are_compiled_for(setting):
-    """What a GPU keeps is traced for its data sheet alone."""
-    config, chip = load_config(ROOT / "configs" / "llama-8b.yaml", [setting]), CHIPS["h100"]
-    devices = gpu_devices(chip, 1, 8)
-    of_both = [
-        Kept(config, config.model.vocab_size, lambda count, known=known: known[:count])
-        for known in (devices, described_devices(chip, 8))
-    ]
-    bytes_of = lambda kept: [kept.state(), *(kept.of_row(remat, model) for remat in REMATS for model in (1, 2, 8))]
-    compiled_for, described = map(bytes_of, of_both)
-    assert compiled_for == described and None not in described
 
 
 def zero_of(chip, *overrides):

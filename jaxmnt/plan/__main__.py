@@ -17,7 +17,7 @@ from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.goal import RESTART_SECONDS
-from jaxmnt.plan.targets import gpu_devices, keep_back_warnings_of_xla, keep_to_cpus
+from jaxmnt.plan.targets import gpu_devices, keep_back_warnings_of_xla
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
 
@@ -52,9 +52,7 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.plan.rates import rates_of
 
     config, _ = with_vocabulary(config)
-    keep_to_cpus()
-    if options.compile:
-        gpu_devices(chip, 1, 1)  # before JAX starts its backends
+    gpu_devices(chip, 1, 1)  # before JAX starts its backends
     from jaxmnt.plan.search import Search
 
     rates = rates_of(chip, network)

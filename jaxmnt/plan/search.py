@@ -21,7 +21,7 @@ from jaxmnt.plan.estimate import Estimate, estimate, uses_float8
 from jaxmnt.plan.memory import Kept, Memory, estimate_memory
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
-from jaxmnt.plan.targets import described_devices, gpu_devices
+from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme, model_shape, schedule_of
 from jaxmnt.plan.zero import ROOM as CLEAR_ROOM
 from jaxmnt.training.build import build_spec
@@ -71,7 +71,7 @@ class Plan:
 
 class Search:
     """Of one config and target. What it learns of the config serves for every number of GPUs. `precisions` are tried
-    besides meshes; none: the config's alone. Only what is compiled needs the compiler for GPUs.
+    besides meshes; none: the config's alone.
 
     Raises `ConfigError` for what is no config to search for.
     """
@@ -94,7 +94,7 @@ class Search:
                 key = "--precisions" if precisions else "train.precision"
                 raise ConfigError(f"{key}: {chip.kind} has no products in {dtype}; choose another")
             setting = precision_setting(precision)
-            self._kept[precision] = Kept(config.changed(setting), self.vocab, lambda count: _described(chip, count))
+            self._kept[precision] = Kept(config.changed(setting), self.vocab, lambda count: self.devices(count)[:count])
         self._state = next(iter(self._kept.values())).state()
 
     def devices(self, gpus: int) -> Sequence[jax.Device]:
@@ -231,12 +231,6 @@ def _overlap(one: Candidate) -> Overlap:
 def _devices(chip: Chip, gpus: int, per_host: int) -> Sequence[jax.Device]:
     """Enough for so many GPUs, in whole hosts."""
     return gpu_devices(chip, -(-gpus // per_host), per_host)
-
-
-@functools.cache
-def _described(chip: Chip, gpus: int) -> Sequence[jax.Device]:
-    """Returns what shapes are traced for."""
-    return described_devices(chip, gpus)
 
 
 @functools.cache

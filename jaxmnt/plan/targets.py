@@ -1,14 +1,13 @@
-"""Devices to plan for: chips that XLA can compile for without having one, virtual CPU devices, and chips of which only
-the data sheet is known, for shapes.
+"""Devices to compile for: chips that XLA can compile for without having one, and virtual CPU devices.
 
-The first two must be chosen before JAX starts its backends.
+Both must be chosen before JAX starts its backends.
 """
 
 import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from jaxmnt.distributed.local_gpus import has_cuda_plugin
 from jaxmnt.errors import ConfigError, how_to_install
@@ -24,12 +23,6 @@ def keep_back_warnings_of_xla(debug: bool) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors; JAX's own default is 1, warnings
 
 
-def keep_to_cpus() -> None:
-    """Lets JAX start with CPUs alone, also where its plugin for CUDA is installed."""
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would refuse to load without a driver
-    os.environ["JAX_PLATFORMS"] = "cpu"
-
-
 def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.Device]":
     """Returns devices to compile for, in hosts of `devices_per_host`. Nothing can run on them.
 
@@ -39,7 +32,8 @@ def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.
         raise _incomplete("JAX's CUDA plugin")
     # JAX hands this folder to XLA. An older toolkit of the machine would abort the process for a GPU it does not know.
     os.environ["CUDA_ROOT"] = str(_cuda_folder())
-    keep_to_cpus()
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would refuse to load without a driver
+    os.environ["JAX_PLATFORMS"] = "cpu"
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -63,39 +57,6 @@ def _cuda_folder() -> Path:
 
 def _incomplete(part: str) -> ConfigError:
     return ConfigError(f"--target: compiling for a GPU needs {part}, though no GPU; {how_to_install('plan')}")
-
-
-class DescribedDevice:
-    """A GPU as far as its data sheet says what it is. Steps are traced for it, which tells their shapes; they cannot be
-    compiled."""
-
-    platform = "gpu"
-    process_index = 1
-    """Another than this process, whose devices JAX asks for their memory."""
-
-    def __init__(self, chip: Chip, number: int, cpu: "jax.Device"):
-        self.id, self.device_kind = number, chip.kind
-        self.compute_capability = "{}.{}".format(*chip.capability)
-        self._cpu = cpu
-
-    def __getattr__(self, name: str) -> Any:
-        """All else that JAX asks of a device is this process's."""
-        return getattr(self._cpu, name)
-
-    def addressable_memories(self) -> list[Any]:
-        """None, as of a chip that is compiled for."""
-        return []
-
-    def __repr__(self) -> str:
-        return f"{self.device_kind} {self.id}"
-
-
-def described_devices(chip: Chip, count: int) -> "Sequence[jax.Device]":
-    """Returns devices to trace for. They need no part of the compiler for GPUs."""
-    import jax
-
-    [cpu, *_] = jax.devices("cpu")
-    return [cast("jax.Device", DescribedDevice(chip, number, cpu)) for number in range(count)]
 
 
 def virtual_devices(count: int) -> "Sequence[jax.Device]":
