@@ -103,14 +103,50 @@ def test_what_a_launcher_starts_is_shown_until_the_first_line(monkeypatch, tmp_p
     asked, out, shown = [], Terminal(), []
     work = types.SimpleNamespace(does=shown.append)
     screen = _Screen(work, asked)
-    screen.show(out, "[0] a\n")
+    screen.show(out, 0, "a\n")
     asked += [signal.SIGTERM, signal.SIGINT]
-    screen.show(out, "[1] b\n")
-    screen.show(out, "[0] c\n")
+    screen.show(out, 1, "b\n")
+    screen.show(out, 0, "c\n")
     assert out.getvalue() == "[0] a\n\n[1] b\n[0] c\n" and shown == ["", "", ""]
     child = types.SimpleNamespace(number=3, _screen=screen, _keep=shown.append)
     _Child._pass_on(child, io.StringIO("\nd\n  \n"), out)
     assert out.getvalue().endswith("c\n[3] d\n") and shown[3:] == ["\n", "d\n", "", "  \n"], "the log has all"
+
+
+def test_an_error_that_all_processes_say_is_shown_once(monkeypatch):
+    from jaxmnt.launch.local import _Screen
+
+    out = io.StringIO()
+    screen = _Screen(types.SimpleNamespace(does=str), [])
+    for number, words in ((0, "no data"), (1, "no data"), (1, "no room"), (0, "no data")):
+        screen.show(out, number, f"jaxmnt: process {number} of 2 on h: error: {words}\n")
+    assert [line.split(" of ")[0] + line[-9:] for line in out.getvalue().splitlines()] == [
+        "[0] jaxmnt: process 0: no data", "[1] jaxmnt: process 1: no room", "[0] jaxmnt: process 0: no data",
+    ]  # fmt: skip
+
+
+def test_a_launcher_shows_in_place_what_a_process_of_its_own_does(monkeypatch, tmp_path):
+    """The log has the first of what is shown in place, and all lines that stay."""
+    from jaxmnt.launch.local import _Child, _Screen
+
+    said, out = io.StringIO(), Terminal()
+    monkeypatch.setattr("jaxmnt.telemetry.progress._LIVE_SECONDS", 0.0)
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr(StatusLine, "relay_columns", 60)
+    with_log(said, tmp_path, 3)
+    monkeypatch.setattr(StatusLine, "relay_columns", 0)
+    status, kept = StatusLine(said), []
+    status.line("finished")
+    lines = said.getvalue()
+    assert "\r" not in lines and "\x1b[3" not in lines and max(map(len, lines.splitlines())) < 64
+    child = types.SimpleNamespace(number=1, _keep=kept.append, _logged_in_place=-60.0)
+    child._screen = _Screen(types.SimpleNamespace(does=str), [])
+    child._show_in_place = types.MethodType(_Child._show_in_place, child)
+    _Child._pass_on(child, io.StringIO(lines), out)
+    in_place = out.getvalue().split("\r\x1b[K")
+    assert re.findall(r"(\d)/1000", out.getvalue()) == ["1", "2", "3"]
+    assert all(part.startswith("[1] ") for part in in_place if part) and in_place[-1] == "[1] finished\n"
+    assert [line.split()[-1] for line in kept][-1] == "finished" and len(kept) == 2 and " 1/1000" in kept[0]
 
 
 def test_a_step_without_targets_is_shown_as_such(monkeypatch, tmp_path):

@@ -1,8 +1,9 @@
-"""python -m jaxmnt.launch.child PIPE LOG MODULE …
+"""python -m jaxmnt.launch.child PIPE LOG COLUMNS MODULE …
 
 What `launch local` starts: MODULE, as `python -m MODULE …` would, and a thread that asks it to stop when the launcher
 is gone. PIPE is the reading end of a pipe whose writing end only the launcher has: the kernel closes that, whatever
-ends the launcher. From then on, what would have gone to the launcher goes to LOG.
+ends the launcher. From then on, what would have gone to the launcher goes to LOG. COLUMNS is how wide a line of this
+process may be on the launcher's terminal, or 0 without a terminal.
 """
 
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 
 from jaxmnt.errors import remark
+from jaxmnt.telemetry.progress import StatusLine
 
 _DESCRIPTORS = 256
 """Where copies of stdout may be."""
@@ -21,7 +23,8 @@ _Place = tuple[int, int] | None
 
 
 def main(arguments: list[str]) -> None:
-    pipe, log, module, *others = arguments
+    pipe, log, columns, module, *others = arguments
+    StatusLine.relay_columns = int(columns)
     os.set_inheritable(int(pipe), False)
     to_launcher = {_place(1), _place(2)}
     threading.Thread(target=_watch, args=(int(pipe), log, to_launcher), name="launcher", daemon=True).start()

@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import io
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,7 +31,7 @@ from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.telemetry.events import last_commit
-from jaxmnt.telemetry.progress import Work, working
+from jaxmnt.telemetry.progress import RELAY_MARK, StatusLine, Work, working
 
 _GRACE_SECONDS = 10.0
 """How long the others may take to end by themselves after one has failed."""
@@ -42,6 +44,12 @@ _NOTICE_SECONDS = 2.0
 end."""
 
 _POLL_SECONDS = 0.05
+
+_ERROR = ": error: "
+"""What stands between the name of a process and the words of its error, as `errors.report` writes them."""
+
+_LOGGED_SECONDS = 10.0
+"""How often a log keeps what the terminal shows in place."""
 
 _FOLLOW_SECONDS = 120.0
 """How long the others may take to end after one has stopped early."""
@@ -127,8 +135,9 @@ class _LocalProcesses:
         The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
         """
         with working(f"starting {counted(processes, 'process', 'processes')}") as work:
+            screen = _Screen(work, self.asked)
             try:
-                self._start(processes, _Screen(work, self.asked))
+                self._start(processes, screen)
                 failed = _watch(self._children, self.asked)
             except BaseException:
                 _end(self._children)
@@ -138,6 +147,7 @@ class _LocalProcesses:
             _end(self._children)
             for child in self._children:
                 child.finish()
+            screen.clear()
         if failed is None:
             early = any(child.code != ExitCode.FINISHED for child in self._children)
             return int(ExitCode.STOPPED if early else ExitCode.FINISHED), ""
@@ -170,15 +180,46 @@ class _Screen:
         self._work, self._asked = work, asked
         self._interrupts = asked.count(signal.SIGINT)
         self._lock = threading.Lock()
+        self._status = StatusLine(sys.stdout or io.StringIO())
+        self._errors: dict[str, int] = {}
 
-    def show(self, sink: TextIO, line: str) -> None:
-        """Writes a line. A terminal may have put ^C before it, which is then a line of its own."""
+    @property
+    def columns(self) -> int:
+        """How wide a line may be that is shown in place; 0 where there is no terminal."""
+        return shutil.get_terminal_size().columns if self._status.live else 0
+
+    def show(self, sink: TextIO, number: int, line: str) -> None:
+        """Writes a line of process `number`. A terminal may have put ^C before it, which is then a line of its own.
+
+        An error that another process has said in the same words is not shown again.
+        """
         self._work.does("")
         with self._lock:
+            error = line.partition(_ERROR)[2]
+            if error and self._errors.setdefault(error, number) != number:
+                return
             before, self._interrupts = self._interrupts, self._asked.count(signal.SIGINT)
             interrupted = self._interrupts > before
-        sink.write(f"\n{line}" if interrupted and sink.isatty() else line)
-        sink.flush()
+            self._status.clear()
+            sink.write(("\n" if interrupted and sink.isatty() else "") + _prefix(number) + line)
+            sink.flush()
+
+    def show_in_place(self, number: int, text: str) -> None:
+        """Shows a line of process `number` until there is another; an empty text clears it."""
+        self._work.does("")
+        with self._lock:
+            if text:
+                self._status.update(_prefix(number) + text)
+            else:
+                self._status.clear()
+
+    def clear(self) -> None:
+        """Removes what is shown in place."""
+        self._status.clear()
+
+
+def _prefix(number: int) -> str:
+    return f"[{number}] "
 
 
 class _Child:
@@ -192,9 +233,12 @@ class _Child:
         self.log_path = log_dir / f"process-{number}.log"
         self._buried = False
         self._log = self.log_path.open("a", encoding="utf-8")
+        self._logged_in_place = -math.inf
+        columns = max(0, screen.columns - len(_prefix(number)))
+        own_arguments = [str(pipe), str(self.log_path.absolute()), str(columns)]
         # A session of its own: the terminal's Ctrl-C reaches it once, through us.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxmnt.launch.child", str(pipe), str(self.log_path.absolute()), *arguments],
+            [sys.executable, "-m", "jaxmnt.launch.child", *own_arguments, *arguments],
             env=environment,
             pass_fds=(pipe,),
             stdin=subprocess.DEVNULL,
@@ -239,14 +283,25 @@ class _Child:
     def _pass_on(self, source: IO[str], sink: TextIO | None) -> None:
         shown = sink is not None  # it is None where our own was closed
         for line in source:  # to the end, whatever becomes of log and sink: a full pipe would stop the process
+            if line.startswith(RELAY_MARK):
+                self._show_in_place(line.removeprefix(RELAY_MARK))
+                continue
             self._keep(line)
             if sink is not None and shown and line.strip():
                 try:
-                    self._screen.show(sink, f"[{self.number}] {line}")
+                    self._screen.show(sink, self.number, line)
                 except (OSError, ValueError) as error:
                     shown = False
                     self._keep(f"(the launcher shows no more of this: {error})\n")
                     _discard(sink)
+
+    def _show_in_place(self, line: str) -> None:
+        now = time.monotonic()
+        if line.strip() and now - self._logged_in_place >= _LOGGED_SECONDS:
+            self._logged_in_place = now
+            self._keep(line)
+        with contextlib.suppress(OSError, ValueError):  # a line that stays finds out that nobody reads
+            self._screen.show_in_place(self.number, line.rstrip())
 
     def _keep(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a full disk: the lines are shown anyway

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from jaxmnt.telemetry import clock
 from jaxmnt.units import duration
@@ -69,19 +69,27 @@ _LONG_SECONDS, _LONG_AGAIN_SECONDS = 2.0, 30.0
 """Where there is no terminal: how long a phase lasts before a line of it is printed, and until the next."""
 _WIDEST_BAR = 20
 _WARNING = "WARNING"
+RELAY_MARK = "\x1b[2K"
+"""A process that a launcher started begins with this the lines that the launcher shows in place on its terminal."""
 
 
 class StatusLine:
     """A line that is rewritten in place on a terminal, and printed now and then where there is none."""
 
+    relay_columns: ClassVar[int] = 0
+    """The width that a launcher leaves for the lines of this process on its terminal; 0 without such a terminal."""
+
     def __init__(self, out: TextIO, *, quiet: bool = False):
         self._out = out
         self._quiet = quiet
-        self.live = out.isatty()
+        self._relayed = self.relay_columns > 0 and not out.isatty()
+        self._begin, self._end = (RELAY_MARK, "\n") if self._relayed else ("\r\x1b[K", "")
+        self.live = out.isatty() or self._relayed
         """Whether there is a terminal, on which a line can be rewritten."""
-        self._colour = self.live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._colour = out.isatty() and wanted
         self._next = 0.0
-        self._shown = self.live  # something else may stand there
+        self._shown = out.isatty()  # something else may stand there
         self._phase_seconds, self._phase_due = 0.0, _LONG_SECONDS
         self._lock = threading.RLock()
 
@@ -92,7 +100,7 @@ class StatusLine:
 
     def progress(self, step: int, steps: int, parts: Sequence[str]) -> None:
         """Shows a bar and as many of the parts, the first ones, as the terminal is wide; of others not one is cut."""
-        width = shutil.get_terminal_size().columns - 1
+        width = self._width
         cells = min(_WIDEST_BAR, width // 8)
         shown = f"{bar(step / max(steps, 1), cells)} {step}/{steps}"
         for part in parts:
@@ -108,7 +116,7 @@ class StatusLine:
         if not self.due:
             return
         if self.live:
-            self._show(text[: shutil.get_terminal_size().columns - 1])
+            self._show(text[: self._width])
         else:
             print(text, file=self._out, flush=True)
             self._next = time.monotonic() + _PLAIN_SECONDS
@@ -124,7 +132,7 @@ class StatusLine:
         text = f"{phase}{done and f', {done}'} … {duration(seconds)}"
         if self.live:
             if time.monotonic() >= self._next + _MOMENT_SECONDS:
-                self._show(text[: shutil.get_terminal_size().columns - 1])
+                self._show(text[: self._width])
             return
         if seconds < self._phase_seconds:  # another phase
             self._phase_due = _LONG_SECONDS
@@ -133,9 +141,13 @@ class StatusLine:
             self._phase_due = seconds + _LONG_AGAIN_SECONDS
             self.line(text)
 
+    @property
+    def _width(self) -> int:
+        return (self.relay_columns if self._relayed else shutil.get_terminal_size().columns) - 1
+
     def _show(self, text: str) -> None:
         with self._lock:
-            self._out.write(f"\r\x1b[K{text}")
+            self._out.write(f"{self._begin}{text}{self._end}")
             self._out.flush()
             self._shown = True
         self._next = time.monotonic() + _LIVE_SECONDS
@@ -153,7 +165,7 @@ class StatusLine:
     def clear(self) -> None:
         with self._lock:
             if self._shown:
-                self._out.write("\r\x1b[K")
+                self._out.write(f"{self._begin}{self._end}")
                 self._out.flush()
                 self._shown = False
 
