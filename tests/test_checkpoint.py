@@ -852,7 +852,7 @@ def test_losses_over_other_parts_of_what_is_held_out_are_not_compared():
     """Not even with those of a version that evaluated on all."""
 
     def checkpoint(step: int, loss: float | None, **train: int | None) -> Any:
-        return SimpleNamespace(step=step, manifest=SimpleNamespace(loss=loss, config={"train": train}))
+        return SimpleNamespace(manifest=SimpleNamespace(step=step, loss=loss, eval_tokens=train.get("eval_tokens")))
 
     all_of_it, small, newest = {}, {"eval_tokens": 100}, {"eval_tokens": None}
     made = [checkpoint(1, 1.0, **small), checkpoint(2, 3.0, **all_of_it), checkpoint(3, 4.0, **newest)]

@@ -12,7 +12,7 @@ import jax
 import pytest
 from conftest import child_of, command, events, losses, metrics, until
 
-from jaxmnt.checkpoint.commit import newest_valid
+from jaxmnt.checkpoint.commit import newest_valid, open_checkpoint
 from jaxmnt.run import preemption
 from jaxmnt.run.preemption import StopRequest, seconds_left
 from jaxmnt.train import train
@@ -67,7 +67,8 @@ def test_sigterm_in_the_middle_of_an_evaluation_and_of_a_restore(sabotaged, tmp_
     stop_in(sabotaged, "restore", tmp_path, 2)
     launcher = sabotaged("2,0", f"train.stop_after={cut_short + 1}", "train.eval_every=4")
     assert launcher.wait(60) == 75
-    assert cut_short in [line["step"] for line in metrics(tmp_path / "run", "eval")]
+    evaluated = {line["step"]: line["loss"] for line in metrics(tmp_path / "run", "eval")}
+    assert open_checkpoint(tmp_path / "run" / "checkpoints" / str(cut_short)).manifest.loss == evaluated[cut_short]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,20 @@ def commit(path: StoragePath, manifest: Manifest) -> None:
     manifests.write(path, manifest, files)
     with contextlib.suppress(OSError):  # the step stands, and a note beside one that is whole is dropped later
         _note(path).unlink(missing_ok=True)
+
+
+def add_loss(path: StoragePath, loss: float, eval_tokens: Any) -> None:
+    """Publishes the manifest of a checkpoint again with a held-out loss that was measured after its commit.
+
+    A manifest keeps what it says if it has a loss already, or if its config limits evaluations to another number of
+    tokens than `eval_tokens`. Nothing is written through a link. Raises `DamagedError`, `OtherFormatError` and
+    `OSError`.
+    """
+    if storage.is_link(path):
+        return
+    manifest, files = manifests.read(path)
+    if manifest.loss is None and manifest.eval_tokens == eval_tokens:
+        manifests.write(path, replace(manifest, loss=loss), files)
 
 
 def open_checkpoint(path: StoragePath, run: str | None = None) -> Committed:

@@ -74,6 +74,11 @@ class Manifest:
         return sum(array.bytes for array in self.arrays.values())
 
     @property
+    def eval_tokens(self) -> Any:
+        """Over how many tokens `loss` is the mean, as the config of its run says; None for all that is held out."""
+        return self.config.get("train", {}).get("eval_tokens")
+
+    @property
     def config_digest(self) -> str:
         return json_digest(self.config)
 

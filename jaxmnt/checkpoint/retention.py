@@ -31,10 +31,10 @@ def kept(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
 def comparable_losses(checkpoints: Sequence[Committed]) -> dict[int, float | None]:
     """The held-out losses by step, oldest first. None for those that were not evaluated, or not on as many tokens as
     the newest that was: a mean over another part of what is held out is another number."""
-    size = lambda one: one.manifest.config.get("train", {}).get("eval_tokens")
-    last = next((one for one in reversed(checkpoints) if one.manifest.loss is not None), None)
-    same = lambda one: last is not None and size(one) == size(last)
-    return {one.step: one.manifest.loss if same(one) else None for one in checkpoints}
+    manifests = [checkpoint.manifest for checkpoint in checkpoints]
+    newest = next((manifest for manifest in reversed(manifests) if manifest.loss is not None), None)
+    comparable = lambda manifest: newest is not None and manifest.eval_tokens == newest.eval_tokens
+    return {manifest.step: manifest.loss if comparable(manifest) else None for manifest in manifests}
 
 
 def best_first(losses: Mapping[int, float | None]) -> list[int]:

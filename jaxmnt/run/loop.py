@@ -25,7 +25,7 @@ def train_steps(run: Running) -> ExitCode:
     last = min(settings.stop_after or settings.steps, settings.steps)
     feed.stage()
     if _due(progress.step, settings.eval_every) and was_not_evaluated(run):
-        _evaluate(run)
+        saves.add_loss(progress.step, _evaluate(run))
     log.restart_clock()
     run.monitoring.timer.restart()
     run.stop.steps_begin()

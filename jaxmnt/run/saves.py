@@ -6,9 +6,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.checkpoint.commit import step_directories
+from jaxmnt.checkpoint.commit import add_loss, step_directories
 from jaxmnt.checkpoint.device_digest import start_digests
-from jaxmnt.checkpoint.manifest import Manifest
+from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.checkpoint.retention import SaveTimer, need, shortage
@@ -40,6 +40,7 @@ class CheckpointManager:
         self._root = checkpoint_root(config) / CHECKPOINTS
         needed = need(stored_bytes(program.canonical_abstract_state), run.identity.processes)
         self._needed = needed
+        self._locks = run.locks
         self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
         self._manifest = partial(
             Manifest,
@@ -113,6 +114,22 @@ class CheckpointManager:
         self._blocked = time.perf_counter() - started
         self.blocked_seconds += self._blocked
         return self._blocked
+
+    def add_loss(self, step: int, loss: float | None) -> None:
+        """Gives the checkpoint of `step` the held-out loss of an evaluation that took place after its commit.
+
+        So `checkpoint.keep_best` and RUN@best count it. Process 0 writes.
+        """
+        if self._identity.process_id != 0 or loss is None:
+            return
+        _confirm(self._locks)
+        try:
+            add_loss(self._root / str(step), loss, self._manifest.keywords["config"]["train"]["eval_tokens"])
+        except (OSError, DamagedError) as error:
+            self._status.line(
+                f"WARNING the held-out loss of checkpoint {step} could not be added to it: {error}; RUN@best and "
+                "checkpoint.keep_best do not count it"
+            )
 
     def poll(self, *, wait: bool = False) -> None:
         """Reports how a save went, as soon as that is known."""
