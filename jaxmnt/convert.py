@@ -49,7 +49,7 @@ def _from_hf(options: argparse.Namespace, work: Work) -> int:
 
 def _to_hf(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.checkpoint.refs import find, roots_of, tokenizer_of
-    from jaxmnt.data.tokenizer import TOKENIZER_FILE
+    from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
     from jaxmnt.huggingface import companions
     from jaxmnt.huggingface.export import plan_export, write_export
 
@@ -66,8 +66,8 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
             work.line(f"note    {options.output} has no tokenizer: {error}")
     export = plan_export(checkpoint, files, tokenizer, options.dtype, int(options.file_gb * 1e9))
     work.does("")
-    if tokenizer is not None and tokenizer.name == "bytes":
-        print("note    the run's tokens are bytes, for which there is no tokenizer.json, so none is written")
+    if tokenizer is not None and tokenizer.name == BYTES:
+        print("note    the run's tokens are bytes, which need no tokenizer.json: config.json names them for from-hf")
     if export.untaught_rows:
         print(
             f"note    {export.untaught_rows} rows of the vocabulary are left out: no id of the run's tokenizer has them"

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from jaxmnt import convert, generate, prepare, score
 from jaxmnt.checkpoint import __main__ as checkpoint
 from jaxmnt.data.chat_template import render
-from jaxmnt.data.run_tokenizer import RunTokenizer, keep
+from jaxmnt.data.run_tokenizer import RunTokenizer, keep, kept
 from jaxmnt.data.store import open_prepared
-from jaxmnt.data.tokenizer import HuggingFace
+from jaxmnt.data.tokenizer import Bytes, HuggingFace
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.score import Wanted, continuation_of
 from jaxmnt.train import train
@@ -466,6 +466,8 @@ def test_a_run_becomes_a_folder_with_its_tokenizer(moved, tmp_path, capsys):
     told = json.loads((tmp_path / "bytes" / "config.json").read_text())
     assert (told["eos_token_id"], told["bos_token_id"], told["max_position_embeddings"]) == (256, None, 32)
     assert not (tmp_path / "bytes" / "tokenizer.json").exists(), "bytes have none"
+    assert convert.main(["from-hf", str(tmp_path / "bytes"), str(tmp_path / "back")]) == ExitCode.FINISHED
+    assert kept(tmp_path / "back").description == Bytes().description
     path = letters_json(tmp_path / "tokenizer.json")
     for home in (run(moved), moved / "kept" / "a"):
         keep(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))

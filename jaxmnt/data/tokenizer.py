@@ -50,6 +50,10 @@ class Form(NamedTuple):
 WHOLE = Form()
 
 
+BYTES = "bytes"
+"""The name of the tokenizer below, which needs no file."""
+
+
 class Bytes:
     """UTF-8 bytes as ids 0–255, and 256 for the end of a document."""
 
@@ -60,7 +64,7 @@ class Bytes:
 
     @property
     def description(self) -> dict[str, Any]:
-        return {"name": "bytes", "end_of_document": self.end_of_document}
+        return {"name": BYTES, "end_of_document": self.end_of_document}
 
     def encode_batch(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
@@ -349,7 +353,7 @@ def make_tokenizer(description: dict[str, Any], folder: Path, content: str | Non
     Raises `ConfigError` for an unknown one.
     """
     name = description.get("name")
-    if name == "bytes":
+    if name == BYTES:
         return Bytes()
     if name == "huggingface":
         tokenizer = HuggingFace(folder / TOKENIZER_FILE, description["end_token"], content=content)
@@ -367,7 +371,7 @@ def choose_tokenizer(given: str, end_token: str | None = None, *, for_text: bool
 
     For tokens that are there already it may know no end of a document; `for_text` says that documents will be encoded.
     """
-    if given == "bytes":
+    if given == BYTES:
         if end_token is not None:
             raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
         return Bytes()

@@ -12,9 +12,10 @@ from typing import Any
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.refs import roots_of
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
-from jaxmnt.data.tokenizer import TOKENIZER_FILE
-from jaxmnt.errors import UserError
-from jaxmnt.huggingface.folder import COMPANIONS, CONFIG, json_bytes
+from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE, Bytes
+from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.huggingface.config import TOKENIZER_KEY
+from jaxmnt.huggingface.folder import COMPANIONS, CONFIG, Folder, json_bytes
 from jaxmnt.storage import StoragePath, publish_bytes, read
 
 KEPT = "huggingface"
@@ -45,6 +46,18 @@ def of_source(weights: Path | None, source: str | None, checkpoint: Committed | 
     if weights is not None:
         return found_in(weights)
     return {} if source is None or checkpoint is None else kept(roots_of(source, checkpoint))
+
+
+def bytes_of(folder: Folder, rows: int) -> RunTokenizer | None:
+    """The tokenizer of bytes, if the folder's config.json says that the model's tokens are bytes, as `to-hf` notes."""
+    if folder.config.get(TOKENIZER_KEY) != BYTES:
+        return None
+    if rows < Bytes.vocab_size:
+        raise ConfigError(
+            f"{folder.path / CONFIG}: {TOKENIZER_KEY} is {BYTES}, which has {Bytes.vocab_size} ids, and the model has "
+            f"{rows} rows; take out the key"
+        )
+    return RunTokenizer(Bytes().description, Bytes.vocab_size, None)
 
 
 def fitting(files: Files, tokenizer: RunTokenizer) -> Files:

@@ -39,6 +39,9 @@ _MEANINGLESS = frozenset(
 """Keys of any config.json that say nothing about what a trained model computes: names, tokens, dropout and
 initialisation of training, what generation does by default."""
 
+TOKENIZER_KEY = "jaxmnt_tokenizer"
+"""Names the tokenizer of a model whose tokens need no tokenizer.json: bytes. `to-hf` writes it."""
+
 _IF_FALSE = frozenset({"use_mrope", "rope_interleaved", "gradient_checkpointing"})
 """Keys that say that nothing is done."""
 
@@ -105,7 +108,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _settings_of(family: str, written: HuggingFace, tree: Tree) -> dict[str, Any]:
-    known = {"transformers.js_config", *_MEANINGLESS, *_READ_TOGETHER}
+    known = {"transformers.js_config", TOKENIZER_KEY, *_MEANINGLESS, *_READ_TOGETHER}
     known |= {*written.meaningless, *written.settings, *written.only}
     stray = sorted(key for key in tree if key not in known and (tree[key] or key not in _IF_FALSE))
     if stray:

@@ -26,10 +26,10 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
-from jaxmnt.data.tokenizer import TOKENIZER_FILE
+from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.companions import Files, ended, fitting
-from jaxmnt.huggingface.config import write_config
+from jaxmnt.huggingface.config import TOKENIZER_KEY, write_config
 from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE, json_bytes
 from jaxmnt.huggingface.tensors import Part, Parts, parts_of, rounded
 from jaxmnt.models.contract import define
@@ -113,6 +113,8 @@ def plan_export(
     if wanted not in known:
         raise ConfigError(f"--dtype: {wanted} is not one of {', '.join(known)}")
     tree |= {"dtype": wanted, "torch_dtype": wanted}
+    if tokenizer is not None and tokenizer.name == BYTES:
+        tree[TOKENIZER_KEY] = BYTES  # which from-hf reads: bytes need no tokenizer.json
     about = {name: content for name, content in companions.items() if name != CONFIG}
     if tokenizer is not None and tokenizer.text is not None:
         about[TOKENIZER_FILE] = tokenizer.text.encode()

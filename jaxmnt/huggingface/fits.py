@@ -11,8 +11,9 @@ from jaxmnt.checkpoint.refs import tokenizer_of
 from jaxmnt.config.load import flat, parse_config
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
-from jaxmnt.data.tokenizer import TOKENIZER_FILE
+from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.huggingface.companions import bytes_of
 from jaxmnt.huggingface.config import OF_TYPE, SCALING, read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder
 from jaxmnt.models.contract import define
@@ -56,9 +57,10 @@ def folder_origin(folder: Folder, key: str) -> Origin:
     model = parse_config({"model": read_config(folder.config, where)}, where).model
     folder.refuse_another_head(build_family(model, model.vocab_size or 0))
     file = folder.path / TOKENIZER_FILE
-    tokenizer = of_file(file.read_text(encoding="utf-8"), model.vocab_size or 0) if file.is_file() else None
+    rows = model.vocab_size or 0
+    tokenizer = of_file(file.read_text(encoding="utf-8"), rows) if file.is_file() else bytes_of(folder, rows)
     settings = f"python -m jaxmnt.convert settings {folder.path}"
-    return Origin(key, str(folder.path), model, settings, tokenizer, str(file))
+    return Origin(key, str(folder.path), model, settings, tokenizer, str(file) if file.is_file() else BYTES)
 
 
 def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:

@@ -98,13 +98,14 @@ def config_for(folder: Folder, out: Path, dtype: str) -> Config:
 
 
 def tokenizer_in(folder: Folder, rows: int) -> RunTokenizer | None:
-    """The tokenizer of a folder, as a run keeps it; None if there is no tokenizer.json.
+    """The tokenizer of a folder, as a run keeps it; None if there is no tokenizer.json and its tokens are not bytes.
 
-    What ends a document is what its config says ends a text, `eos_token`.
+    What ends a document is what its config says ends a text, `eos_token`. Raises `ConfigError` if the tokenizer has
+    more ids than the model has `rows`.
     """
     path = folder.path / TOKENIZER_FILE
     if not path.is_file():
-        return None
+        return companions.bytes_of(folder, rows)
     end = None
     if (folder.path / "tokenizer_config.json").is_file():
         end = read_json(folder.path / "tokenizer_config.json", "tokenizer").get("eos_token")

@@ -13,6 +13,7 @@ import jax
 from jaxmnt.config.describe import MEANING
 from jaxmnt.data.batches import WithoutTargets
 from jaxmnt.data.grain_source import GrainData
+from jaxmnt.data.sources import Part
 from jaxmnt.distributed.gpu_settings import SHOWN
 from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
@@ -67,12 +68,9 @@ def data(run: OpenedRun) -> None:
     without = training.without_targets() if run.writes else {}
     for name, part in run.data.parts.items():
         label = "" if len(run.data.parts) == 1 else f"{name}: "
-        frequencies = part.unigram_nats("eval") or part.unigram_nats("train")
-        known = "" if frequencies is None else f", unigram {frequencies:.3f}"
         status.line(
             f"data    {label}{part.path}: {count(part.tokens('train'))} tokens, {count(part.tokens('eval'))} held "
-            f"out ({part.tokenizer['name']}, {part.vocab_size} ids); baseline loss in nats per token: uniform "
-            f"{math.log(part.vocab_size):.3f}{known}"
+            f"out ({part.tokenizer['name']}, {part.vocab_size} ids); {_baselines(part)}"
         )
         rows = training.readers[name].rows
         kinds = {"windows": "windows", "packed": "packed rows"}
@@ -88,6 +86,18 @@ def data(run: OpenedRun) -> None:
             f"note    about {empty:.0%} of the batches have no target, and their steps will change nothing: set "
             "data.rows: packed, a longer data.sequence_length or a larger data.global_batch_size"
         )
+
+
+def _baselines(part: Part) -> str:
+    """The losses of a uniform guess and of the tokens' frequencies; also per byte if the text's bytes are known."""
+    split = "eval" if part.unigram_nats("eval") else "train"
+    frequencies, bytes_per_target = part.unigram_nats(split), part.bytes_per_target(split)
+    losses = {"uniform": math.log(part.vocab_size)} | ({} if frequencies is None else {"unigram": frequencies})
+    per_byte = lambda nats: f" ({nats / bytes_per_target / math.log(2):.3f})" if bytes_per_target else ""
+    unit = "nats per token" + (" (bits per byte)" if bytes_per_target else "")
+    return f"baseline loss in {unit}: " + ", ".join(
+        f"{name} {nats:.3f}{per_byte(nats)}" for name, nats in losses.items()
+    )
 
 
 def _evaluation(run: OpenedRun) -> None:
