@@ -149,7 +149,7 @@ def test_a_jump_of_the_learning_rate_has_to_be_accepted(going_on, tiny, capsys):
         opened(going_on("train.steps=40"))
     for told in (
         "train.steps (20 → 40); the learning rate of step 21 is 0.00188 instead of 0.0003", "--accept-changes",
-        "optimizer.schedule=constant and optimizer.learning_rate=0.0003", f"run.fork_from={run}@STEP",
+        "optimizer.schedule=constant and optimizer.learning_rate=0.0003", f"run.fork_from={run}@10",
     ):  # fmt: skip
         assert told in str(caught.value)
     assert opened(going_on()).remarks == ["the learning rate of step 21 is 0.000381 instead of 0.0003"], "by 1.27"

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.commit import Committed, step_directories
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.config.describe import PLANNED, Change
 from jaxmnt.config.load import as_typed
@@ -131,8 +131,8 @@ def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> 
     keep = f"; {rate_advice(checkpoint, rate)}" if rate and "train.steps" in keys else ""
     return (
         f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and these changes alter its maths: "
-        f"{listed}; undo them, or pass --accept-changes to continue with them{keep}; "
-        f"for a new run set another run.dir, and to branch off here set {_branch_from(config, checkpoint)} as well"
+        f"{listed}; undo them, continue with --accept-changes, or set another run.dir (and "
+        f"{_branch_from(config, checkpoint)} for a branch){keep}"
     )
 
 
@@ -250,12 +250,16 @@ def steps_make_jump(checkpoint: Committed, config: Config) -> bool:
 
 def rate_advice(checkpoint: Committed, change: RateChange) -> str:
     """How a run is trained for longer without a jump of its learning rate, in words."""
-    origin = as_typed("run.fork_from", f"{checkpoint.path.parent.parent}@STEP")
-    back = f"; or go back to before the rate fell, with another run.dir and {origin}"
-    return (
+    keep = (
         f"to keep the rate, set optimizer.schedule=constant and optimizer.learning_rate={change.before:.3g} with "
-        f"--accept-changes{back if change.now > change.before else ''}"
+        "--accept-changes"
     )
+    root = checkpoint.path.parent
+    oldest = min((step for step, _ in step_directories(root)), default=checkpoint.step)
+    if change.now < change.before or oldest >= checkpoint.step:
+        return keep
+    origin = as_typed("run.fork_from", f"{root.parent}@{oldest}")
+    return f"{keep}; or go back to where the rate was higher, with another run.dir and {origin} (its oldest checkpoint)"
 
 
 def _between(
