@@ -26,6 +26,8 @@ from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
 CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
+HUGGING_FACE_FILE = "config.json"
+"""What the folder of a model of Hugging Face has, and no run directory."""
 BEST = "best"
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 """What reading YAML from a file that holds something else may raise."""
@@ -70,8 +72,8 @@ def locate(text: str, argument: str) -> StoragePath | None:
         if (where / RUN_FILE).exists():
             raise ConfigError(f"{argument}: {where} has no checkpoint yet; train until there is one")
         after = "; after @ comes a step, or best" if at else ""
-        if text.startswith("hf:"):
-            folder = text.removeprefix("hf:")
+        folder = text.removeprefix("hf:")
+        if folder != text or is_there(where / HUGGING_FACE_FILE):
             raise ConfigError(
                 f"{argument}: {text} must be a run: make one with python -m jaxmnt.convert from-hf {folder} RUN"
             )

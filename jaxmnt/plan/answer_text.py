@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxmnt.errors import counted
 from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons
-from jaxmnt.plan.predict import HIGH, LOW
+from jaxmnt.plan.predict import HIGH, LOW, with_range
 from jaxmnt.plan.search import Search, describe
 from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, money, seconds_text, size, span
@@ -41,10 +41,9 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
 
 def _answer(best: Priced, wish: Wish) -> str:
     """What a person wants to know, in a line: time and money, each with the range that a step's time has."""
-    between = lambda shown, value: f"{shown(value)} ({shown(LOW * value)} to {shown(HIGH * value)})"
-    cost = "" if best.goal.cost is None else f" for {between(money, best.goal.cost)}"
+    cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     return (
-        f"answer  {count(wish.tokens)} tokens in {between(span, best.goal.seconds)}{cost}: "
+        f"answer  {count(wish.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
         f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.plan.candidate)}"
     )
 

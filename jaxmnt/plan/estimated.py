@@ -7,6 +7,7 @@ from typing import Any
 from jaxmnt.errors import counted
 from jaxmnt.plan.answer import Wish, to_goal
 from jaxmnt.plan.goal import Goal
+from jaxmnt.plan.predict import with_range
 from jaxmnt.plan.search import Guess, Search, describe
 from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, money, seconds_text, size, span
@@ -59,9 +60,9 @@ def best_of(ways: Sequence[Estimated], wish: Wish) -> Estimated:
 
 def show_estimates(ways: Sequence[Estimated], best: Estimated, wish: Wish) -> str:
     """A line that answers, a table, and what is to be known of both."""
-    cost = "" if best.goal.cost is None else f" for {money(best.goal.cost)}"
+    cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     answer = (
-        f"answer  {count(wish.tokens)} tokens in about {span(best.goal.seconds)}{cost}: "
+        f"answer  {count(wish.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
         f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.guess.candidate)}"
         + ("" if best.fits else f"; by estimate none surely fits in the {size(best.limit)} that a GPU has")
     )

@@ -1,5 +1,6 @@
 """What a step takes, predicted from the compiled program, with its range and what it goes into."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,11 @@ from jaxmnt.training.spec import StepSpec
 LOW, HIGH = 0.9, 1.2
 """A step takes between so many times what is predicted: nine in ten of the published runs did, of whose publisher the
 rates had seen nothing (`benchmarks/published.py`)."""
+
+
+def with_range(shown: Callable[[float], str], value: float) -> str:
+    """A time or cost that goes with the step's, as `shown` writes it, with the range that a step's time has."""
+    return f"{shown(value)} ({shown(LOW * value)} to {shown(HIGH * value)})"
 
 
 @dataclass(frozen=True)
