@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from jaxmnt.models.contract import AttentionShape, LayerCosts, Product
-from jaxmnt.plan.estimate import Estimate, Habits, Link, Links, Step, Work
+from jaxmnt.plan.estimate import Estimate, Link, Links, ProgramTraits, Step, Work
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.workload import ModelShape, Scheme
-from jaxmnt.telemetry.flops import AGAIN, Again
+from jaxmnt.telemetry.flops import RECOMPUTE_SHARES, RecomputeShare
 
 FLASH_2 = {"ampere": 1.0, "hopper": 0.65}
 """FlashAttention 2 in times of the best kernel: 370 of 600 TFLOP/s forward on an H100 (Shah et al. 2024,
@@ -26,7 +26,10 @@ SCORE_PASSES = 8
 dropout."""
 LAUNCH_SECONDS = 4e-6
 """For each kernel that the host starts."""
-AGAIN_ELSEWHERE = AGAIN | {"half_the_products": Again(0.5, 0, 1), "half_the_layers": Again(0.5, 0.5, 0.5)}
+AGAIN_ELSEWHERE = RECOMPUTE_SHARES | {
+    "half_the_products": RecomputeShare(0.5, 0, 1),
+    "half_the_layers": RecomputeShare(0.5, 0.5, 0.5),
+}
 """With torchtitan's selective policies: of operations, and of layers."""
 
 
@@ -72,7 +75,7 @@ class OtherScheme(Scheme):
 
 
 @dataclass(frozen=True)
-class Software(Habits):
+class Software(ProgramTraits):
     """What an implementation does of its own. The defaults are nobody's in particular."""
 
     passes: float = 1.0
@@ -100,15 +103,15 @@ class OtherStep(Step):
 
     policies = AGAIN_ELSEWHERE
     scheme: OtherScheme
-    habits: Software
+    traits: Software
 
-    def __init__(self, model: ModelShape, scheme: OtherScheme, rates: Rates, domain: int, habits: Software):
-        super().__init__(model, scheme, rates, domain, habits)
-        self.gradient_bytes = habits.gradient_bytes
+    def __init__(self, model: ModelShape, scheme: OtherScheme, rates: Rates, domain: int, traits: Software):
+        super().__init__(model, scheme, rates, domain, traits)
+        self.gradient_bytes = traits.gradient_bytes
         self.tokens //= scheme.context
         self.sizes["fsdp"] *= scheme.context
         self.shards = self.sizes["fsdp"] if scheme.zero else 1
-        if not habits.head_everywhere:
+        if not traits.head_everywhere:
             self.head_stages = 1
 
     def estimate(self) -> Estimate:
@@ -116,15 +119,15 @@ class OtherStep(Step):
         found, scheme = super().estimate(), self.scheme
         waiting = found.links["model"].exposed if "model" in found.links else 0.0
         inside = sum((found.products, found.attention, found.elementwise)) + found.head + waiting
-        started = 3 * self.habits.kernels_a_layer * self.model.depth * LAUNCH_SECONDS * scheme.microbatches
+        started = 3 * self.traits.kernels_a_layer * self.model.depth * LAUNCH_SECONDS * scheme.microbatches
         return replace(found, host=found.host + max(0.0, started - inside))
 
     def stream_tokens(self) -> int:
-        return super().stream_tokens() if self.habits.sequence_parallel else self.tokens
+        return super().stream_tokens() if self.traits.sequence_parallel else self.tokens
 
     def attention(self, layer: LayerCosts, *, backward: bool) -> float:
-        if self.habits.attention:
-            return super().attention(layer, backward=backward) / self.habits.attention
+        if self.traits.attention:
+            return super().attention(layer, backward=backward) / self.traits.attention
         products = 2 * self.attention_flops(layer) * (4 if backward else 2) / self.rates.products["bfloat16"]
         heads = layer.attention.heads / self.scheme.model
         scores = self.tokens * self.scheme.length * heads * 2 * SCORE_PASSES
@@ -134,11 +137,11 @@ class OtherStep(Step):
         return {**super().layer_links(layer, ahead, back), "context": self.keys_and_values(layer, back)}
 
     def activations(self) -> Link | None:
-        if self.habits.sequence_parallel or self.scheme.model == 1:
+        if self.traits.sequence_parallel or self.scheme.model == 1:
             return super().activations()
         whole = self.scheme.item * self.tokens * self.model.hidden
         seconds = (6 if self.policies[self.scheme.remat].products == 1 else 4) * self.ring("all-reduce", whole, "model")
-        return Link(seconds, seconds * (1 - self.habits.hides_model))
+        return Link(seconds, seconds * (1 - self.traits.hides_model))
 
     def keys_and_values(self, layer: LayerCosts, back: Work) -> Link | None:
         """Gathered over `context`, behind attention."""

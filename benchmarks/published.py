@@ -182,14 +182,16 @@ TRUST = 0.2
 
 def standing() -> Constants:
     """As they are in the code."""
-    found = {name: getattr(rating.ATTAINED[name.split(".")[0]], name.split(".")[1]) for name in PRIOR if "." in name}
+    found = {
+        name: getattr(rating.ACHIEVED_SHARES[name.split(".")[0]], name.split(".")[1]) for name in PRIOR if "." in name
+    }
     return found | {"depth": rating.HALF_DEPTH, "contention": estimates.CONTENTION}
 
 
 def predicted(row: Row, constants: Constants) -> float:
     """Tokens per second of a GPU."""
     generation = row.chip.generation
-    old = rating.ATTAINED[generation]
+    old = rating.ACHIEVED_SHARES[generation]
     of = lambda field: constants.get(f"{generation}.{field}", getattr(old, field))
     attained = old._replace(products=of("products"), float8=of("float8"), attention=of("attention"))
     rates = replace(rating.rates_of(row.chip, attained=attained), depth=constants["depth"])

@@ -57,7 +57,7 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
         raise ConfigError("--file-gb takes a number above 0")
     process, processes = _place(options)
     checkpoint = find(options.checkpoint, "checkpoint")
-    files = companions.kept(roots_of(options.checkpoint, checkpoint))
+    files = companions.kept_files(roots_of(options.checkpoint, checkpoint))
     try:
         tokenizer = tokenizer_of(options.checkpoint, checkpoint)
     except ConfigError as error:  # a run from before runs kept theirs, without its data here

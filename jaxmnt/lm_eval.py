@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmnt.commands import HERE, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode, how_to_install, printable
 from jaxmnt.generate import Request, complete
-from jaxmnt.score import Wanted, continuation_of, scores
+from jaxmnt.score import ScoreRequest, continuation_of, scores
 from jaxmnt.strict_json import json_text
 from jaxmnt.trained_model import add_arguments, find_model, size_of
 
@@ -95,13 +95,13 @@ def adapter(named: "Named", model: "TrainedModel", batch: int, *, chat: bool = F
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
             """All of a text, in the windows that the harness cuts."""
-            pieces: list[tuple[int, Wanted]] = []
+            pieces: list[tuple[int, ScoreRequest]] = []
             for index, request in enumerate(requests):
                 pairs = get_rolling_token_windows(
                     token_list=vocabulary.encode(request.args[0], markup=True, where=_WHERE),
                     prefix_token=vocabulary.begun([])[-1], max_seq_len=model.window, context_len=1,
                 )  # fmt: skip
-                pieces += [(index, Wanted([*given, new[-1]], len(given) + 1 - len(new))) for given, new in pairs]
+                pieces += [(index, ScoreRequest([*given, new[-1]], len(given) + 1 - len(new))) for given, new in pairs]
             totals = [0.0] * len(requests)
             told = scores(model, [piece for index, piece in pieces], batch)
             for (index, _piece), score in zip(pieces, told, strict=True):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScoreRequest:
     """Token ids, of which those from `begin` on are scored; the first one never is."""
 
     ids: list[int]
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
     with working("starting") as work:
         named = find_model(options.run, options.tokenizer)
-        lines = json_lines(options.input, lambda where, record: (record, wanted_of(named.vocabulary, record, where)))
+        lines = json_lines(options.input, lambda where, record: (record, request_of(named.vocabulary, record, where)))
         loaded = load_for(named, lines, options.overrides, work)
         if loaded is None:
             return ExitCode.FINISHED
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     return exit_code_of(refused)
 
 
-def wanted_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> Wanted:
+def request_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> ScoreRequest:
     """What is to be scored of a line. Raises `ConfigError` for one that says nothing."""
     context, continuation = _parts(record)
     if not isinstance(context, str) or not isinstance(continuation, str):
@@ -96,7 +96,7 @@ def continuation_of(
     markup: bool = False,
     begins: bool = True,
     as_harness: bool = False,
-) -> Wanted:
+) -> ScoreRequest:
     """Returns the tokens of a context and its continuation, which is to be scored.
 
     `markup` says that names of special tokens stand for these, and `begins` that nothing in the context begins a text
@@ -119,10 +119,10 @@ def continuation_of(
         raise ConfigError(
             f"{where}: the text is one token, and no token can stand before it, so it has no score; give a context"
         )
-    return Wanted(ids, max(1, begin))
+    return ScoreRequest(ids, max(1, begin))
 
 
-def scores(model: "TrainedModel", wanted: Sequence[Wanted], batch: int) -> list[Score]:
+def scores(model: "TrainedModel", wanted: Sequence[ScoreRequest], batch: int) -> list[Score]:
     """The scores in the order in which they are wanted, so many rows at a time, of like length."""
     import jax
     import numpy as np
@@ -152,7 +152,7 @@ def scores(model: "TrainedModel", wanted: Sequence[Wanted], batch: int) -> list[
     return totals
 
 
-def windows(wanted: Wanted, window: int) -> Iterator[Wanted]:
+def windows(wanted: ScoreRequest, window: int) -> Iterator[ScoreRequest]:
     """Pieces that fit the window, `window` inputs each, so that each wanted token is scored once: all but the first
     have half of the window before them."""
     begin, end = wanted.begin, len(wanted.ids)
@@ -162,7 +162,7 @@ def windows(wanted: Wanted, window: int) -> Iterator[Wanted]:
         else:
             first = max(0, begin - 1 - (window // 2 if begin > wanted.begin else window - 1))
         last = min(end, first + window + 1)
-        yield Wanted(wanted.ids[first:last], begin - first)
+        yield ScoreRequest(wanted.ids[first:last], begin - first)
         begin = last
 
 

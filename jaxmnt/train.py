@@ -83,7 +83,7 @@ def meet_and_train(
         )
         # All that training needs is imported here, so that it is not part of meeting the others.
         from jaxmnt.run.replay import replay
-        from jaxmnt.run.resume import Consent
+        from jaxmnt.run.resume import ResumeFlags
         from jaxmnt.run.values import run_process
         from jaxmnt.run.whole import train_in
 
@@ -99,7 +99,7 @@ def meet_and_train(
         process = held.enter_context(run_process(config, identity, heartbeat, clock, stop))
         if options.replay is not None:
             return replay(process, *options.replay)
-        return train_in(process, Consent(options.accept_changes, options.fresh), notes.run_opened)
+        return train_in(process, ResumeFlags(options.accept_changes, options.fresh), notes.run_opened)
 
 
 def train(
@@ -110,12 +110,12 @@ def train(
     `accept_changes` lets a run go on although its config now gives other numbers; `fresh` sets the run that is there
     aside and begins a new one.
     """
-    from jaxmnt.run.resume import Consent
+    from jaxmnt.run.resume import ResumeFlags
     from jaxmnt.run.values import run_process
     from jaxmnt.run.whole import train_in
 
     with run_process(config, devices=devices) as process:
-        return train_in(process, Consent(accept_changes, fresh))
+        return train_in(process, ResumeFlags(accept_changes, fresh))
 
 
 class _Callable(ModuleType):

@@ -50,13 +50,13 @@ def _run_with_checkpoints(folder: Path) -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxmnt.checkpoint.manifest import Manifest
-    from jaxmnt.checkpoint.retention import Need
+    from jaxmnt.checkpoint.retention import SpaceNeeded
     from jaxmnt.checkpoint.saver import Saver
     from jaxmnt.data.sources import open_sources
     from jaxmnt.run.rundir import plain_config, write_config
 
     config, run = config_of(folder), folder / "run"
-    saver = Saver(run / "checkpoints", config.checkpoint, Need(0, 0), Identity())
+    saver = Saver(run / "checkpoints", config.checkpoint, SpaceNeeded(0, 0), Identity())
     place = NamedSharding(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]), PartitionSpec())
     parents = [{"run": "ba9876543210", "step": 3, "path": "/runs/earlier/checkpoints/3"}]
     for step in STEPS:
@@ -169,12 +169,12 @@ def _staged(folder: Path) -> None:
 
 def _kept(folder: Path) -> None:
     """With the tokenizer as a run keeps it."""
-    from jaxmnt.data.run_tokenizer import keep, of_data
+    from jaxmnt.data.run_tokenizer import of_data, write_to_run
     from jaxmnt.data.store import open_prepared
 
     _prepared(folder)
     data = open_prepared(folder / "data")
-    keep(folder, of_data(data.tokenizer, data.vocab_size, data.path))
+    write_to_run(folder, of_data(data.tokenizer, data.vocab_size, data.path))
 
 
 def _half_prepared(folder: Path) -> None:

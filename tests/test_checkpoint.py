@@ -207,7 +207,7 @@ def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
 @given(st.sets(st.integers(1, 300), min_size=1), st.integers(2, 5), st.integers(0, 7), st.integers(0, 3))
 def test_what_is_kept(steps, keep, every, best):
     known = {step: (None if step % 3 else float(step % 11)) for step in steps}
-    stay = retention.kept(known, Checkpoint(keep=keep, keep_every_steps=every, keep_best=best))
+    stay = retention.steps_to_keep(known, Checkpoint(keep=keep, keep_every_steps=every, keep_best=best))
     assert stay <= steps and max(steps) in stay
     assert set(sorted(steps)[-keep:]) <= stay
     if every:

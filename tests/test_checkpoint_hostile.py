@@ -28,7 +28,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.run import lock
-from jaxmnt.run.resume import Consent, ResumePoint, resume_point
+from jaxmnt.run.resume import ResumeFlags, ResumePoint, resume_point
 from jaxmnt.run.rundir import run_directories
 from jaxmnt.storage import json_digest
 from jaxmnt.train import main as train_command
@@ -435,12 +435,12 @@ def test_a_config_file_of_another_shape(root, text, capsys):
 # -- a run as its start finds it
 
 
-def opened(config, **consent) -> ResumePoint:
+def opened(config, **flags) -> ResumePoint:
     """Where a run stands, as its start finds it."""
     data = open_sources(config.data)
     with ExitStack() as held:
         locks = [held.enter_context(lock.RunLock(where)) for where in run_directories(config)]
-        return resume_point(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
+        return resume_point(fit_to_data(config, data), data, Identity(), locks, flags=ResumeFlags(**flags))
 
 
 # -- locks
@@ -526,7 +526,7 @@ def test_what_could_be_removed_is_named(root, monkeypatch):
         f_bavail, f_frsize, f_files, f_favail = 3, 1024, real.f_files, real.f_favail
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    told = retention.shortage(root, retention.Need(5000, 3)) or ""
+    told = retention.shortage(root, retention.SpaceNeeded(5000, 3)) or ""
     short, _, removable = told.partition("; could be removed: ")
     assert short == f"3 KiB are free in {root}, 4.88 KiB are needed, 1.88 KiB more"
     assert [name.partition(" ")[0] for name in removable.split(", ")] == ["5.damaged", "12"]

@@ -15,7 +15,7 @@ from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke, inside, slurm
 from jaxmnt.launch.inside import Ledger, after, before
 from jaxmnt.launch.job import job
-from jaxmnt.launch.ledger import event_marks, events_besides
+from jaxmnt.launch.ledger import event_marks, events_since
 from jaxmnt.launch.local import launch, local_run
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.preflight.arguments import parse_arguments
@@ -174,7 +174,7 @@ def test_events_of_an_earlier_start_whose_clock_was_ahead_are_not_those_of_this_
     in_vain(tmp_path, time=time.time() + 86400)
     earlier = event_marks(tmp_path)
     note(tmp_path, "failed", why="x")
-    assert [event["kind"] for event in events_besides(tmp_path, earlier)] == ["failed"]
+    assert [event["kind"] for event in events_since(tmp_path, earlier)] == ["failed"]
     assert [event["kind"] for event in Ledger(tmp_path).events(time.time() - 60)] == ["failed"]
     assert decided(tmp_path, 1)[0] == "again", "a failure, which is not what waited in vain is"
 

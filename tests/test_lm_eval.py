@@ -10,7 +10,7 @@ from conftest import run_in as run
 
 from jaxmnt import lm_eval
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.score import Wanted, scores
+from jaxmnt.score import ScoreRequest, scores
 from jaxmnt.trained_model import find_model
 
 pytestmark = pytest.mark.slow  # the harness takes seconds to import
@@ -46,7 +46,7 @@ def test_a_task_of_ones_own(moved, task, capsys, monkeypatch):
     model, right = loaded(moved), []
     for text, choices, answer in QUESTIONS:
         before = [256, *text.encode()]
-        wanted = [Wanted([*before, *choice.encode()], len(before)) for choice in choices]
+        wanted = [ScoreRequest([*before, *choice.encode()], len(before)) for choice in choices]
         right.append(np.argmax([one.log_likelihood for one in scores(model, wanted, 2)]) == answer)
     assert found["acc,none"] == np.mean(right)
     assert lm_eval.main(command[:-1]) == ExitCode.FINISHED
@@ -70,9 +70,9 @@ def test_what_the_harness_asks_for(moved):
     text = "some text that is longer than the window of this model, by far"
     (rolling,) = adapter.loglikelihood_rolling([asked(text)])
     ids = [256, *text.encode()]
-    pieces = [Wanted(ids[start : start + 33], 1) for start in range(0, len(ids) - 33, 32)]
+    pieces = [ScoreRequest(ids[start : start + 33], 1) for start in range(0, len(ids) - 33, 32)]
     rest = len(ids) - 1 - 32 * len(pieces)
-    pieces.append(Wanted(ids[-33:], 33 - rest))
+    pieces.append(ScoreRequest(ids[-33:], 33 - rest))
     assert rolling == pytest.approx(sum(one.log_likelihood for one in scores(model, pieces, 2)), rel=1e-5)
     greedy = adapter.generate_until([asked("def ", {"max_gen_toks": 6}), asked("x", {"max_gen_toks": 3})])
     again = adapter.generate_until([asked("x", {"max_gen_toks": 3, "do_sample": False})])

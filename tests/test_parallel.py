@@ -302,7 +302,7 @@ def test_no_stage_keeps_weights(remat, kv_heads):
         train={"microbatch_size": 2, "remat": remat, "precision": "bfloat16"},
     )  # fmt: skip
     spec = build_spec(chosen, VOCAB, jax.devices())
-    kept = jax.tree.leaves(engine.glance(spec).residuals)
+    kept = jax.tree.leaves(engine.trace_step(spec).residuals)
     # [slots, layers, …], where products have the batch and the length in one dimension; no weight has such a size.
     lengths = {size * rows for size in (LENGTH, LENGTH // 2) for rows in (1, spec.microbatch_rows)}
     assert kept and all(lengths & set(one.shape[2:]) for one in kept if one.size > 64), kept
@@ -318,7 +318,7 @@ def test_norms_over_all_heads_keep_what_they_norm_once(remat):
             train={"remat": remat, "precision": "bfloat16"},
         )  # fmt: skip
         spec = build_spec(chosen, VOCAB, jax.devices())
-        arrays = jax.tree.leaves(engine.glance(spec).residuals)
+        arrays = jax.tree.leaves(engine.trace_step(spec).residuals)
         kept[overlap] = sum(one.size * one.dtype.itemsize for one in arrays)
         of_heads = (spec.microbatch_rows, LENGTH, chosen.model.num_heads // 2, chosen.model.head_dim)
         assert not [one for one in arrays if one.shape[2:] == of_heads and one.dtype == jnp.float32]

@@ -28,7 +28,7 @@ from jaxmnt.plan.timeline import play
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step
-from jaxmnt.training.levers import find_levers, told
+from jaxmnt.training.memory_suggestions import find_memory_suggestions, summary
 from jaxmnt.training.state import abstract_state
 
 PROGRAM = """
@@ -162,7 +162,7 @@ def test_a_step_is_played_on_timelines():
     written = (2 * 4 * 1000 + 4) / 1e6  # a slice is read and written, and its index read
     assert step.seconds == pytest.approx(5 * 4.5 + written) and step.flops == 10 * product
     assert step.exposed == pytest.approx(12.5)
-    [other] = step.besides
+    [other] = step.other_work
     assert (other.instruction.name, other.times, other.seconds) == ("written", 1, pytest.approx(written))
     [layer] = step.rounds
     assert (layer.name, layer.times, layer.seconds) == ("layer", 5, pytest.approx(4.5))
@@ -632,15 +632,15 @@ def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
     build = lambda config: build_spec(config, 64, jax.devices()[:4])
     spec, changed = (build(parse_config(tree | {"train": tree["train"] | more})) for more in ({}, setting))
     [(name, value)] = setting.items()
-    [lever] = [one for one in find_levers(spec, build) if one.setting == f"train.{name}={value}"]
+    [suggestion] = [one for one in find_memory_suggestions(spec, build) if one.setting == f"train.{name}={value}"]
     before, after = (
         compile_step(one, abstract_state(one)).memory_analysis().temp_size_in_bytes for one in (spec, changed)
     )
-    assert 0.8 * (before - after) <= lever.saves <= 1.1 * (before - after), (before, after)
-    assert find_levers(spec, build)[0].setting == "train.remat=full"
-    levers = find_levers(spec, build)
-    assert told(levers, peak=2**20 + 1, limit=2**20).startswith("train.remat=full saves ")
-    much = told(levers, peak=7 * 2**40, limit=2**40)
+    assert 0.8 * (before - after) <= suggestion.saves <= 1.1 * (before - after), (before, after)
+    assert find_memory_suggestions(spec, build)[0].setting == "train.remat=full"
+    memory_suggestions = find_memory_suggestions(spec, build)
+    assert summary(memory_suggestions, peak=2**20 + 1, limit=2**20).startswith("train.remat=full saves ")
+    much = summary(memory_suggestions, peak=7 * 2**40, limit=2**40)
     assert much.startswith(
         "no single setting makes it fit: raise mesh.fsdp over at least 7 times as many devices; train"
     )
@@ -654,16 +654,18 @@ def test_levers_of_zero_are_what_is_whole():
         "train": {"precision": "bfloat16", "microbatch_size": 1}, "mesh": {"fsdp": 4, "data": 1},
     }  # fmt: skip
     build = lambda config: build_spec(config, 64, jax.devices()[:4])
-    levers = lambda zero: {
-        lever.setting: lever.saves
-        for lever in find_levers(build(parse_config(tree | {"mesh": tree["mesh"] | {"zero": zero}})), build)
+    memory_suggestions = lambda zero: {
+        suggestion.setting: suggestion.saves
+        for suggestion in find_memory_suggestions(
+            build(parse_config(tree | {"mesh": tree["mesh"] | {"zero": zero}})), build
+        )
     }
     weights = build(parse_config(tree)).definition.parameter_count
-    one, two = levers(1), levers(2)
+    one, two = memory_suggestions(1), memory_suggestions(2)
     assert one["mesh.zero=3"] == pytest.approx((2 + 3) * weights, rel=0.02)
     assert one["mesh.zero=2"] == pytest.approx(3 * weights, rel=0.02)
     assert two["mesh.zero=3"] == pytest.approx(2 * weights, rel=0.02) and "mesh.zero=2" not in two
-    assert not {"mesh.zero=3", "mesh.zero=2"} & {*levers(3), *levers("auto")}
+    assert not {"mesh.zero=3", "mesh.zero=2"} & {*memory_suggestions(3), *memory_suggestions("auto")}
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from other_frameworks import decoder
 from jaxmnt.config.load import load_config, with_settings
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
-from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons, winner
+from jaxmnt.plan.answer import Answer, PlanRequest, Priced, advice, knee, reasons, winner
 from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
 from jaxmnt.plan.chips import CHIPS, INSTANCES, find_target, network_of
 from jaxmnt.plan.estimate import estimate, uses_float8
@@ -35,7 +35,7 @@ from jaxmnt.plan.search import Guess, Plan, Search, describe
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme
 from jaxmnt.plan.zero import Stage, ZeroChoice, choose_zero, resolve_zero
-from jaxmnt.telemetry.flops import AGAIN
+from jaxmnt.telemetry.flops import RECOMPUTE_SHARES
 from jaxmnt.training.build import build_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +83,7 @@ def test_an_estimate_multiplies_what_the_model_does():
 
 
 @given(
-    st.sampled_from(sorted(AGAIN)), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
+    st.sampled_from(sorted(RECOMPUTE_SHARES)), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 3]), st.sampled_from([1, 4]),
 )  # fmt: skip
 def test_what_makes_a_step_longer(remat, model, pipeline, zero, data):
@@ -251,13 +251,13 @@ def answered(**days_of_gpus):
 def test_how_many_gpus():
     found = answered(g8=64, g16=32.5, g32=17, g64=12, g128=10)
     assert knee(found) == 32  # twice as many then save 29 %, of 50
-    assert winner(found, Wish(1e12, "time", None)).gpus == 128
-    assert winner(found, Wish(1e12, "cost", 2.0)).gpus == 8
+    assert winner(found, PlanRequest(1e12, "time", None)).gpus == 128
+    assert winner(found, PlanRequest(1e12, "cost", 2.0)).gpus == 8
     assert "knee: 32" in draw(found, "H100")
     even = answered(g8=64, g16=32, g32=16)  # and for the same money
     assert knee(found[:1]) is None and knee(even) is None
     assert "knee" not in draw(even, "H100")
-    assert winner(answered(), Wish(1e12, "time", None)) is None
+    assert winner(answered(), PlanRequest(1e12, "time", None)) is None
 
 
 @pytest.mark.parametrize(
@@ -381,17 +381,17 @@ def test_reasons_leave_out_what_did_not_fit():
 def test_an_estimate_that_fits_comes_first():
     """Though another one that may fit is faster."""
     _, ways = search_of([82, 70], [])
-    wish = Wish(1e9, "time", 2.5)
+    request = PlanRequest(1e9, "time", 2.5)
     over, within = (Estimated(guess, Goal(86400 * guess.seconds, 7.0), LIMIT) for guess in ways)
-    assert best_of([over, within], wish) is within
-    shown = show_estimates([over, within], within, wish)
+    assert best_of([over, within], request) is within
+    shown = show_estimates([over, within], within, request)
     assert "70 bytes (88%)" in shown and "82 bytes (102%)" in shown
     assert (
         shown.startswith("answer  1B tokens in 2 days (43 hours to 2.4 days) for 7.00 (6.30 to 8.40): 8 GPUs, fsdp 8")
         and "surely" not in shown
     )
     assert "cost is by the given price, 2.5 per GPU-hour" in shown
-    alone = show_estimates([over], best_of([over], wish), Wish(1e9, "time", None))
+    alone = show_estimates([over], best_of([over], request), PlanRequest(1e9, "time", None))
     assert "by estimate none surely fits in the 80 bytes that a GPU has" in alone and "given price" not in alone
 
 

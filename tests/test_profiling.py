@@ -55,7 +55,7 @@ def test_a_profile_is_made_once_and_changes_nothing(tiny, tmp_path):
 def test_a_file_and_a_signal_ask_for_profiles(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "_LOOK_SECONDS", 0.02)
     run, asked = tmp_path / "run", []
-    wished = profiling.Profiler.wished
+    wants = profiling.Profiler.wants
 
     def ask(self, step):
         if step == 3:
@@ -64,9 +64,9 @@ def test_a_file_and_a_signal_ask_for_profiles(tiny, tmp_path, monkeypatch):
         if step == 12:
             os.kill(os.getpid(), signal.SIGUSR2)
         asked.append(step)
-        return wished(self, step)
+        return wants(self, step)
 
-    monkeypatch.setattr(profiling.Profiler, "wished", ask)
+    monkeypatch.setattr(profiling.Profiler, "wants", ask)
     before = signal.getsignal(signal.SIGUSR2)
     assert train(tiny("train.steps=20", "checkpoint.every_steps=100")) == 0
     first, second = [one["step"] for one in told(run, "profile")]

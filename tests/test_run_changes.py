@@ -25,7 +25,7 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh, whole
 from jaxmnt.run.changes import rate_change, refuse_changes, steps_make_jump, to_be_accepted, with_choices_of
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.resume import Consent, ResumePoint, resume_point
+from jaxmnt.run.resume import ResumeFlags, ResumePoint, resume_point
 from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_config
 from jaxmnt.train import train
 
@@ -36,12 +36,12 @@ def one_device():
     return jax.devices()[:1]
 
 
-def opened(config, **consent) -> ResumePoint:
+def opened(config, **flags) -> ResumePoint:
     """Where a run stands, as its start finds it; the start then ends, as if its process were killed."""
     data = open_sources(config.data)
     with ExitStack() as held:
         locks = [held.enter_context(RunLock(where)) for where in run_directories(config)]
-        return resume_point(fit_to_data(config, data), data, Identity(), locks, consent=Consent(**consent))
+        return resume_point(fit_to_data(config, data), data, Identity(), locks, flags=ResumeFlags(**flags))
 
 
 @pytest.fixture
@@ -417,10 +417,10 @@ def test_a_run_that_is_in_use_is_not_set_aside(going_on, monkeypatch):
 
 def test_the_command_has_flags_for_both(tiny_file, monkeypatch):
     said = []
-    monkeypatch.setattr(whole, "train_in", lambda process, consent, opened: said.append(consent) or ExitCode.FINISHED)
+    monkeypatch.setattr(whole, "train_in", lambda process, flags, opened: said.append(flags) or ExitCode.FINISHED)
     for flags in ([], ["--accept-changes"], ["--fresh"]):
         assert train_module.main(["--config", str(tiny_file), *flags]) == ExitCode.FINISHED
-    assert said == [Consent(), Consent(accept_changes=True), Consent(fresh=True)]
+    assert said == [ResumeFlags(), ResumeFlags(accept_changes=True), ResumeFlags(fresh=True)]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.run.lock import RunLock
-from jaxmnt.run.resume import Consent, decide, resume_point
+from jaxmnt.run.resume import ResumeFlags, decide, resume_point
 from jaxmnt.run.rundir import RunDirectory, plain_config, read_directory, run_directories
 from jaxmnt.telemetry.events import Events
 
@@ -92,7 +92,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_or_begins_where_nothing_is_los
     config, newest = config_of(Path("/r"), **CHANGES[change]), found.step
     touched = True
     try:
-        decision = decide(found, config, DIGESTS, Consent(accept_changes=accept))
+        decision = decide(found, config, DIGESTS, ResumeFlags(accept_changes=accept))
     except UserError as error:
         touched, refused = False, error
     assert touched or found.of_others or (found.earlier and found.earlier.step > newest) or found.out_of_reach
@@ -182,10 +182,10 @@ class ARunsDirectory(RuleBasedStateMachine):
         steps = [step for step, kind in self.steps.items() if kind in kinds and links in (None, step in self.links)]
         return data.draw(st.sampled_from(steps)) if steps and not self.hidden else None
 
-    def resumed(self, **consent):
+    def resumed(self, **flags):
         with ExitStack() as entered:
             locks = [entered.enter_context(RunLock(where)) for where in run_directories(self.config)]
-            return resume_point(self.config, DATA, Identity(), locks, consent=Consent(**consent))
+            return resume_point(self.config, DATA, Identity(), locks, flags=ResumeFlags(**flags))
 
     @initialize(steps=st.lists(st.tuples(st.sampled_from(["whole", "damaged", "cut off"]), st.booleans()), max_size=4))
     def first_start(self, steps):

@@ -15,7 +15,7 @@ from test_calibration import of_a_cpu
 
 from jaxmnt.bench import __main__ as command
 from jaxmnt.bench import scaling
-from jaxmnt.bench.scaling import Wanted, check
+from jaxmnt.bench.scaling import ScalingRequest, check
 from jaxmnt.config import load_config
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.report.scaling import FILE, FOLDER, Point, Scaling, Study, as_text, draw, read_study
@@ -81,18 +81,18 @@ def test_a_study_is_read_again(tmp_path):
 
 def test_rows_follow_the_processes(tiny_file):
     config = load_config(tiny_file, [])
-    wanted = Wanted(tiny_file, config, (), (2, 4), ("weak", "strong"), 10, 1, Path("nowhere"))
+    request = ScalingRequest(tiny_file, config, (), (2, 4), ("weak", "strong"), 10, 1, Path("nowhere"))
     rows = config.data.global_batch_size
-    assert [wanted.rows("weak", one) for one in (2, 4)] == [rows, 2 * rows]
-    assert [wanted.rows("strong", one) for one in (2, 4)] == [rows, rows]
+    assert [request.rows("weak", one) for one in (2, 4)] == [rows, 2 * rows]
+    assert [request.rows("strong", one) for one in (2, 4)] == [rows, rows]
 
 
 def test_a_study_keeps_away_from_the_checkpoints_of_the_run(tiny_file):
     config = load_config(
         tiny_file, [f"checkpoint.dir={tiny_file.parent / 'precious'}", "checkpoint.every_minutes=auto"]
     )
-    wanted = Wanted(tiny_file, config, (), (1, 2), ("weak",), 10, 1, Path("nowhere"))
-    settings = [f"checkpoint.dir={tiny_file.parent / 'precious'}", *wanted.settings("weak", 2), "run.dir=nowhere"]
+    request = ScalingRequest(tiny_file, config, (), (1, 2), ("weak",), 10, 1, Path("nowhere"))
+    settings = [f"checkpoint.dir={tiny_file.parent / 'precious'}", *request.settings("weak", 2), "run.dir=nowhere"]
     of_a_run = load_config(tiny_file, settings).checkpoint
     assert (of_a_run.dir, of_a_run.every_minutes, of_a_run.every_steps) == (None, None, 0)
 
@@ -100,20 +100,20 @@ def test_a_study_keeps_away_from_the_checkpoints_of_the_run(tiny_file):
 def test_processes_have_gpus_of_their_own(tiny_file, monkeypatch):
     """As many each, whatever their number: else one process would have all of them."""
     config, called = load_config(tiny_file, []), []
-    wanted = Wanted(tiny_file, config, (), (1, 4), ("weak",), 10, 1, Path("nowhere"), devices_per_process=2)
+    request = ScalingRequest(tiny_file, config, (), (1, 4), ("weak",), 10, 1, Path("nowhere"), devices_per_process=2)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6,7")
     with pytest.raises(ConfigError, match="--devices-per-process: processes would share the 6 GPUs"):
-        check(replace(wanted, devices_per_process=None))
+        check(replace(request, devices_per_process=None))
     with pytest.raises(ConfigError, match="4 processes with 2 GPUs each need more than the 6"):
-        check(wanted)
+        check(request)
     monkeypatch.setattr(
         scaling, "_call", lambda arguments, run_dir, environment: called.append((arguments, environment))
     )
-    scaling._launch(wanted, 3, Path("nowhere"), ["--config", "x"])
+    scaling._launch(request, 3, Path("nowhere"), ["--config", "x"])
     [(arguments, environment)] = called
     assert environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,6,7"} and "--devices-per-process" not in arguments
-    assert not scaling._can_calibrate(wanted)
+    assert not scaling._can_calibrate(request)
 
 
 @pytest.mark.parametrize("ran", [False, True])
@@ -124,7 +124,7 @@ def test_a_job_that_never_ran_is_not_an_earlier_one(tiny_file, tmp_path, monkeyp
     )
     event_file(tmp_path, 0).parent.mkdir()
     write(1.0)
-    wanted = Wanted(tiny_file, load_config(tiny_file, []), (), (1, 2), ("weak",), 10, 1, tmp_path, slurm=True)
+    request = ScalingRequest(tiny_file, load_config(tiny_file, []), (), (1, 2), ("weak",), 10, 1, tmp_path, slurm=True)
 
     def call(arguments, run_dir, environment):
         if ran:
@@ -134,7 +134,7 @@ def test_a_job_that_never_ran_is_not_an_earlier_one(tiny_file, tmp_path, monkeyp
     monkeypatch.setattr(scaling, "_call", call)
     monkeypatch.setattr(scaling, "_is_there", lambda job: False)
     with contextlib.nullcontext() if ran else pytest.raises(UserError, match="job 7"):
-        scaling._submit(wanted, 1, tmp_path, [])
+        scaling._submit(request, 1, tmp_path, [])
 
 
 @pytest.mark.parametrize(
@@ -160,18 +160,18 @@ def test_a_study_that_cannot_be_made_is_refused(tiny_file, arguments, words):
 
 def test_each_round_has_one_run_of_each_case(tiny_file, monkeypatch):
     """So that what changes on the machine in the meantime touches all of them alike."""
-    wanted = Wanted(
+    request = ScalingRequest(
         tiny_file, load_config(tiny_file, []), (), (1, 2), ("weak", "strong"), 9, 2, Path("nowhere"),
         devices_per_process=1, predicts=False,
     )  # fmt: skip
     ran = []
 
-    def run(wanted, mode, processes):
+    def run(request, mode, processes):
         ran.append((mode, processes))
         return scaling._Measured(float(len(ran)), {}, processes, {}, (None, {}))
 
     monkeypatch.setattr(scaling, "_run", run)
-    study = scaling.measure(wanted, lambda line: None)
+    study = scaling.measure(request, lambda line: None)
     assert ran == [("weak", 1), ("weak", 2), ("strong", 2)] * 2
     seconds = [[point.seconds for point in each.points] for each in study.scalings]
     assert seconds == [[(1.0, 4.0), (2.0, 5.0)], [(1.0, 4.0), (3.0, 6.0)]]

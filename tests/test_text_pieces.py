@@ -18,7 +18,7 @@ from jaxmnt.data.text_pieces import Piece, decode_after, encode_pieces, encode_s
 from jaxmnt.data.tokenizer import Bytes, HuggingFace, make_tokenizer
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.generate import Request
-from jaxmnt.score import Wanted, continuation_of
+from jaxmnt.score import ScoreRequest, continuation_of
 from jaxmnt.trained_model import Vocabulary
 
 library = pytest.importorskip("tokenizers")
@@ -322,7 +322,7 @@ def test_a_continuation_that_the_tokenizer_joins_to_its_context_is_scored(name, 
     assert len(whole) <= len(before), "the tokenizer joins both"
     rest = known.encode("l", begins=False)
     joined = continuation_of(known, "The capita", "l", "here", as_harness=as_harness)
-    assert joined == Wanted([1, *before, *rest], 1 + len(before))
+    assert joined == ScoreRequest([1, *before, *rest], 1 + len(before))
     assert continuation_of(vocabulary(name, ()), "capita", "l", "here", as_harness=as_harness).ids[-1:] == rest
     # The harness scores what follows the joined token; all of a continuation is scored elsewhere.
     wanted = continuation_of(known, "The capita", "l of France", "here", as_harness=as_harness)

@@ -17,11 +17,11 @@ from jaxmnt.errors import ConfigError, ExitCode, printable
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    from jaxmnt.bench.scaling import Wanted, check, measure
+    from jaxmnt.bench.scaling import ScalingRequest, check, measure
     from jaxmnt.report.scaling import FILE, FOLDER, as_text, draw
 
     config = load_config(options.config, options.overrides)
-    wanted = Wanted(
+    request = ScalingRequest(
         config_file=options.config, config=config, overrides=tuple(options.overrides),
         processes=_counts(options.processes),
         modes=("weak", "strong") if options.mode == "both" else (options.mode,), steps=options.steps,
@@ -29,16 +29,16 @@ def main(arguments: list[str]) -> int:
         devices_per_process=options.devices_per_process, cores_per_process=options.cores_per_process,
         slurm=options.slurm, calibration=options.calibration, predicts=not options.no_prediction,
     )  # fmt: skip
-    check(wanted)
-    study = measure(wanted, lambda text: print(text, file=sys.stderr, flush=True))
-    write_file(wanted.folder / FILE, study.model_dump_json(indent=1) + "\n")
-    picture = wanted.folder / "scaling.svg"
+    check(request)
+    study = measure(request, lambda text: print(text, file=sys.stderr, flush=True))
+    write_file(request.folder / FILE, study.model_dump_json(indent=1) + "\n")
+    picture = request.folder / "scaling.svg"
     write_file(picture, draw(study))
     if options.json:
         print(study.model_dump_json(indent=1))
         return ExitCode.FINISHED
     print(as_text(study))
-    print(f"\nstudy   {printable(str(wanted.folder / FILE))}\npicture {printable(str(picture))}")
+    print(f"\nstudy   {printable(str(request.folder / FILE))}\npicture {printable(str(picture))}")
     return ExitCode.FINISHED
 
 

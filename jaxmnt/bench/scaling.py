@@ -37,7 +37,7 @@ _Prediction = tuple[float | None, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScalingRequest:
     """What is asked for."""
 
     config_file: Path
@@ -100,29 +100,29 @@ class _Measured:
     """By the data sheet of its GPUs."""
 
 
-def check(wanted: Wanted) -> None:
+def check(request: ScalingRequest) -> None:
     """Raises `ConfigError` for batches and meshes that do not come out whole, where the devices are known, for cores
     that are not there, and for a calibration that is none."""
-    if wanted.calibration is not None:
-        read_calibration(wanted.calibration)
-    check_cores(wanted.processes[-1], wanted.cores_per_process)
-    _check_gpus(wanted)
-    for mode in wanted.modes:
-        for processes in wanted.processes:
-            rows = wanted.rows(mode, processes)
-            if wanted.devices_per_process is None:
+    if request.calibration is not None:
+        read_calibration(request.calibration)
+    check_cores(request.processes[-1], request.cores_per_process)
+    _check_gpus(request)
+    for mode in request.modes:
+        for processes in request.processes:
+            rows = request.rows(mode, processes)
+            if request.devices_per_process is None:
                 continue
-            data = wanted.config.data.model_copy(update={"global_batch_size": rows})
-            devices = processes * wanted.devices_per_process
+            data = request.config.data.model_copy(update={"global_batch_size": rows})
+            devices = processes * request.devices_per_process
             try:
-                sizes = resolve_sizes(wanted.config.mesh, devices)
-                num_microbatches(wanted.config.model_copy(update={"data": data}), sizes)
+                sizes = resolve_sizes(request.config.mesh, devices)
+                num_microbatches(request.config.model_copy(update={"data": data}), sizes)
             except ConfigError as error:
                 raise ConfigError(f"{error} ({mode} scaling to {processes} processes)") from error
 
 
-def _check_gpus(wanted: Wanted) -> None:
-    gpus, each = len(_gpus(wanted)), wanted.devices_per_process
+def _check_gpus(request: ScalingRequest) -> None:
+    gpus, each = len(_gpus(request)), request.devices_per_process
     if not gpus:
         return
     if each is None:
@@ -130,78 +130,78 @@ def _check_gpus(wanted: Wanted) -> None:
             f"--devices-per-process: processes would share the {gpus} GPUs of this machine, whatever their number; set "
             "how many each has"
         )
-    if wanted.processes[-1] * each > gpus:
+    if request.processes[-1] * each > gpus:
         raise ConfigError(
-            f"--devices-per-process: {wanted.processes[-1]} processes with {each} GPUs each need more than the {gpus} "
+            f"--devices-per-process: {request.processes[-1]} processes with {each} GPUs each need more than the {gpus} "
             "of this machine; lower one of them, or set --slurm"
         )
 
 
-def _gpus(wanted: Wanted) -> list[str]:
+def _gpus(request: ScalingRequest) -> list[str]:
     """Those of this machine that a study here may use."""
-    if wanted.slurm or os.environ.get("JAX_PLATFORMS") == "cpu":
+    if request.slurm or os.environ.get("JAX_PLATFORMS") == "cpu":
         return []
     return visible_gpus(os.environ, gpus_here())
 
 
-def measure(wanted: Wanted, say: Callable[[str], None]) -> Study:
+def measure(request: ScalingRequest, say: Callable[[str], None]) -> Study:
     """All runs, in turn: each round has one of each. Raises `UserError` for a run that fails."""
     found: dict[_Case, list[_Measured]] = {}
     predictions = {}
     rates = {}
-    for number in range(1, wanted.rounds + 1):
-        for mode, processes in _cases(wanted):
-            if number == 1 and _can_calibrate(wanted) and processes not in rates:
-                rates[processes] = _calibrate(wanted, processes, say)
-            one = _run(wanted, mode, processes)
+    for number in range(1, request.rounds + 1):
+        for mode, processes in _cases(request):
+            if number == 1 and _can_calibrate(request) and processes not in rates:
+                rates[processes] = _calibrate(request, processes, say)
+            one = _run(request, mode, processes)
             found.setdefault((mode, processes), []).append(one)
             say(f"{mode:6} {processes} × process, round {number}: {1e3 * one.seconds:,.1f} ms a step")
-            file = wanted.calibration or rates.get(processes)
-            if number == 1 and file is not None and wanted.predicts:
+            file = request.calibration or rates.get(processes)
+            if number == 1 and file is not None and request.predicts:
                 try:
-                    predictions[mode, processes] = _predict(wanted, mode, processes, one.devices, file)
+                    predictions[mode, processes] = _predict(request, mode, processes, one.devices, file)
                 except UserError as error:  # what was measured is worth more
                     say(f"note   {mode} {processes} × process: {error}")
-    return _study(wanted, found, predictions)
+    return _study(request, found, predictions)
 
 
-def _cases(wanted: Wanted) -> Iterator[_Case]:
+def _cases(request: ScalingRequest) -> Iterator[_Case]:
     """The smallest number is the same in weak and in strong scaling, and is run once."""
-    for processes in wanted.processes:
-        for mode in wanted.modes:
-            if processes > wanted.processes[0] or mode == wanted.modes[0]:
+    for processes in request.processes:
+        for mode in request.modes:
+            if processes > request.processes[0] or mode == request.modes[0]:
                 yield mode, processes
 
 
 def _study(
-    wanted: Wanted,
+    request: ScalingRequest,
     found: dict[_Case, list[_Measured]],
     predictions: dict[_Case, _Prediction],
 ) -> Study:
     def point(mode: Mode, processes: int) -> Point:
-        key = (mode, processes) if (mode, processes) in found else (wanted.modes[0], processes)
+        key = (mode, processes) if (mode, processes) in found else (request.modes[0], processes)
         runs = found[key]
         expected = predictions.get(key, runs[0].expected)
         return Point(
             processes=processes,
             devices=runs[0].devices,
-            rows=wanted.rows(mode, processes),
+            rows=request.rows(mode, processes),
             seconds=tuple(one.seconds for one in runs),
             phases={name: statistics.fmean(one.phases.get(name, 0.0) for one in runs) for name in PHASES},
-            predicted=expected[0] if wanted.predicts else None,
-            exposed=expected[1] if wanted.predicts else {},
+            predicted=expected[0] if request.predicts else None,
+            exposed=expected[1] if request.predicts else {},
         )
 
     environment = next(iter(found.values()))[0].environment
     return Study(
         date=time.strftime("%Y-%m-%d"),
         device=environment.get("device kind", "unknown devices"),
-        length=wanted.config.data.sequence_length,
+        length=request.config.data.sequence_length,
         environment=environment,
-        settings=wanted.overrides,
+        settings=request.overrides,
         scalings=tuple(
-            Scaling(mode=mode, points=tuple(point(mode, processes) for processes in wanted.processes))
-            for mode in wanted.modes
+            Scaling(mode=mode, points=tuple(point(mode, processes) for processes in request.processes))
+            for mode in request.modes
         ),
     )
 
@@ -209,27 +209,27 @@ def _study(
 # Starting and reading a run.
 
 
-def _run(wanted: Wanted, mode: Mode, processes: int) -> _Measured:
+def _run(request: ScalingRequest, mode: Mode, processes: int) -> _Measured:
     """What an earlier study has there is set aside. Of the checkpoint at the end nothing is kept."""
-    run_dir = wanted.folder / f"{mode}-{processes}"
-    settings = [*wanted.settings(mode, processes), as_override("run.dir", str(run_dir))]
-    start = _submit if wanted.slurm else _launch
-    start(wanted, processes, run_dir, ["--config", str(wanted.config_file), *settings, "--fresh"])
+    run_dir = request.folder / f"{mode}-{processes}"
+    settings = [*request.settings(mode, processes), as_override("run.dir", str(run_dir))]
+    start = _submit if request.slurm else _launch
+    start(request, processes, run_dir, ["--config", str(request.config_file), *settings, "--fresh"])
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    return _read(run_dir, wanted.steps)
+    return _read(run_dir, request.steps)
 
 
-def _launch(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str]) -> None:
-    gpus, each = _gpus(wanted), wanted.devices_per_process
+def _launch(request: ScalingRequest, processes: int, run_dir: Path, arguments: list[str]) -> None:
+    gpus, each = _gpus(request), request.devices_per_process
     own = [] if each is None or gpus else ["--devices-per-process", str(each)]
-    own += [] if wanted.cores_per_process is None else ["--cores-per-process", str(wanted.cores_per_process)]
+    own += [] if request.cores_per_process is None else ["--cores-per-process", str(request.cores_per_process)]
     preflight = ["--preflight"] if "--calibrate" in arguments else []
     # `launch local` shares out what is visible.
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: processes * each])} if each and gpus else {}
     _call(["local", "--processes", str(processes), *own, *preflight, "--", *arguments], run_dir, visible)
 
 
-def _submit(wanted: Wanted, processes: int, run_dir: Path, arguments: list[str]) -> None:
+def _submit(request: ScalingRequest, processes: int, run_dir: Path, arguments: list[str]) -> None:
     """A job, and waits for its end."""
     before = read_lines(event_file(run_dir, 0))
     told = _call(["slurm", "--nodes", str(processes), *arguments], run_dir, {})
@@ -283,30 +283,35 @@ def _read(run_dir: Path, steps: int) -> _Measured:
 # Predictions.
 
 
-def _can_calibrate(wanted: Wanted) -> bool:
+def _can_calibrate(request: ScalingRequest) -> bool:
     """On the CPUs of this machine; GPUs have data sheets."""
-    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or (wanted.devices_per_process is not None and not _gpus(wanted))
-    return wanted.predicts and wanted.calibration is None and not wanted.slurm and on_cpu
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or (
+        request.devices_per_process is not None and not _gpus(request)
+    )
+    return request.predicts and request.calibration is None and not request.slurm and on_cpu
 
 
-def _calibrate(wanted: Wanted, processes: int, say: Callable[[str], None]) -> Path:
+def _calibrate(request: ScalingRequest, processes: int, say: Callable[[str], None]) -> Path:
     """The rates of so many processes at a time."""
-    file = wanted.folder / f"rates-{processes}.json"
-    settings = [*wanted.settings("weak", processes), as_override("run.dir", str(wanted.folder / f"rates-{processes}"))]
-    arguments = ["--config", str(wanted.config_file), *settings, "--calibrate", str(file)]
-    _launch(wanted, processes, wanted.folder, arguments)
+    file = request.folder / f"rates-{processes}.json"
+    settings = [
+        *request.settings("weak", processes),
+        as_override("run.dir", str(request.folder / f"rates-{processes}")),
+    ]
+    arguments = ["--config", str(request.config_file), *settings, "--calibrate", str(file)]
+    _launch(request, processes, request.folder, arguments)
     say(f"rates  {processes} × process: measured")
     return file
 
 
-def _predict(wanted: Wanted, mode: Mode, processes: int, devices: int, rates: Path) -> _Prediction:
+def _predict(request: ScalingRequest, mode: Mode, processes: int, devices: int, rates: Path) -> _Prediction:
     """Raises `UserError` where there is no prediction."""
-    kind, hosts = read_calibration(rates).kind, processes if wanted.slurm else 1
+    kind, hosts = read_calibration(rates).kind, processes if request.slurm else 1
     target = ["--devices", str(devices)] if kind == CPU else ["--target", _target(kind), "--hosts", str(hosts)]
     target += ["--devices-per-host", str(devices // hosts)]
     done = subprocess.run(
-        [sys.executable, "-m", "jaxmnt.train", "--config", str(wanted.config_file), "--dry-run", "--json", *target,
-         "--calibration", str(rates), *wanted.settings(mode, processes), as_override("run.dir", str(wanted.folder))],
+        [sys.executable, "-m", "jaxmnt.train", "--config", str(request.config_file), "--dry-run", "--json", *target,
+         "--calibration", str(rates), *request.settings(mode, processes), as_override("run.dir", str(request.folder))],
         capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:

@@ -16,7 +16,7 @@ from jaxmnt.units import size
 _SHORTEST_SECONDS = 60.0
 
 
-def kept(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
+def steps_to_keep(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
     """Of the steps that have a checkpoint, each with its held-out loss, those that stay.
 
     The newest, every Nth and the best.
@@ -83,20 +83,20 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Need:
+class SpaceNeeded:
     """What one checkpoint takes."""
 
     bytes: int
     files: int
 
 
-def need(state_bytes: int, processes: int) -> Need:
+def need(state_bytes: int, processes: int) -> SpaceNeeded:
     """The predicted need of a state of `state_bytes`, written by so many processes."""
     per_process = 8 + state_bytes // max(1, processes) // (2 << 30)  # data, metadata; data files of up to 2 GiB
-    return Need(int(state_bytes * _OVERHEAD) + (1 << 20), _PARTS * (8 + processes * per_process))
+    return SpaceNeeded(int(state_bytes * _OVERHEAD) + (1 << 20), _PARTS * (8 + processes * per_process))
 
 
-def shortage(root: StoragePath, wanted: Need, checkpoints: int = 1) -> str | None:
+def shortage(root: StoragePath, wanted: SpaceNeeded, checkpoints: int = 1) -> str | None:
     """What is missing for so many more checkpoints under `root`, in words; None if they fit.
 
     Nothing is ever missing at an address.

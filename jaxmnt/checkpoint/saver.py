@@ -29,7 +29,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
 from jaxmnt.checkpoint.names import named, nested
-from jaxmnt.checkpoint.retention import Need, comparable_losses, kept, shortage
+from jaxmnt.checkpoint.retention import SpaceNeeded, comparable_losses, shortage, steps_to_keep
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.coordination import Vote, broadcast
 from jaxmnt.distributed.identity import Identity
@@ -40,7 +40,7 @@ State = dict[str, Any]
 
 _SECONDS = 1800.0
 """How long processes wait for each other's writing."""
-_GLANCE_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _STRAY_SECONDS = 30.0
 """How long a save waits for the writing of one that failed, where that would write into its own files."""
 _CHUNK_BYTES = 16 << 20
@@ -112,7 +112,7 @@ class Saver:
         self,
         root: StoragePath,
         settings: Checkpoint,
-        need: Need,
+        need: SpaceNeeded,
         identity: Identity,
         confirm: Callable[[], None] = lambda: None,
     ):
@@ -237,7 +237,7 @@ class Saver:
                 return _in_words(error)
         try:
             own = [found for found in valid_checkpoints(self._root, manifest.run) if not is_link(found.path)]
-            prune(own, kept(comparable_losses(own), self._settings))
+            prune(own, steps_to_keep(comparable_losses(own), self._settings))
         except OSError as error:
             self._not_removed = "; ".join(filter(None, [self._not_removed, _in_words(error)]))
         return ""
@@ -248,7 +248,7 @@ def _written(response: Any, round: Vote) -> bool:
     hear of it after minutes only."""
     while True:
         try:
-            response.result(timeout=_GLANCE_SECONDS)
+            response.result(timeout=_POLL_SECONDS)
             return True
         except TimeoutError:
             if round.over():

@@ -216,7 +216,7 @@ def _section_suggestion(name: str, inner: str, known: list[str]) -> str:
     return f"did you mean {section}?" if section else f"known: {', '.join(known)}"
 
 
-class Meant(NamedTuple):
+class Suggestion(NamedTuple):
     """The key that somebody means."""
 
     key: str
@@ -243,17 +243,20 @@ def section_for(name: str) -> str | None:
     return next((section for section, names in table()["sections"].items() if name in names.split()), None)
 
 
-def setting_for(name: str, section: str = "") -> Meant | None:
+def setting_for(name: str, section: str = "") -> Suggestion | None:
     """The key that is called `name` elsewhere, or that has this name in another section than `section`.
 
     A key of the section itself comes before the same word's meaning in others.
     """
     usual = name.lower().replace("-", "_")
     entries = (entry for entry in table()["settings"] if usual in entry["names"].split())
-    meant, own = next((Meant(entry["key"], entry.get("note", "")) for entry in entries), None), list(_places(usual))
+    meant, own = (
+        next((Suggestion(entry["key"], entry.get("note", "")) for entry in entries), None),
+        list(_places(usual)),
+    )
     if meant and (meant.key.startswith(f"{section}.") or not own):
         return meant
-    return Meant(" or ".join(own)) if own else None
+    return Suggestion(" or ".join(own)) if own else None
 
 
 def _places(name: str) -> Iterator[str]:

@@ -64,11 +64,11 @@ def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTo
     return RunTokenizer(description, vocab_size, text)
 
 
-def keep(home: StoragePath, found: RunTokenizer) -> None:
+def write_to_run(home: StoragePath, found: RunTokenizer) -> None:
     """Writes it into a run's directory, unless it is there. By process 0. One that is cut off counts as none."""
     folder = home / FOLDER
     try:
-        if kept(home) == found:
+        if read_from_run(home) == found:
             return
     except ConfigError:  # damaged, and now written anew
         pass
@@ -127,7 +127,7 @@ def _vocabulary_of(text: str) -> Any:
     return model.get("vocab"), merges, added
 
 
-def kept(home: StoragePath) -> RunTokenizer | None:
+def read_from_run(home: StoragePath) -> RunTokenizer | None:
     """What a run's directory keeps; None if that is nothing. Raises `ConfigError` if it is not what was written."""
     path = home / FOLDER / MANIFEST
     damaged = ConfigError(
@@ -168,7 +168,7 @@ def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]
     Paths of the data that are not absolute are looked for in `folders`. Raises `ConfigError` if neither tells.
     """
     for home in homes:
-        if found := kept(home):
+        if found := read_from_run(home):
             return found
     if settings.synthetic is not None:
         data = SyntheticData(settings.synthetic)

@@ -22,7 +22,7 @@ _LATE = "timed out task names"
 """What JAX's account of a barrier says before those who did not come."""
 _HEARING_SECONDS = 10.0
 _GOING_LAST_SECONDS = 1.0
-_GLANCE_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 _waits = threading.local()
 _uses: Counter[str] = Counter()
@@ -183,7 +183,7 @@ class Vote:
         if self._identity.alone:
             return self._failed is not None
         key = "failed" if self._identity.process_id == 0 else "conclusion"
-        return self._failed is not None or _glance(f"{self._key}/{key}") is not None
+        return self._failed is not None or _value_if_set(f"{self._key}/{key}") is not None
 
     def conclude(self, judge: Callable[[list[str]], str]) -> str | None:
         """Waits for the answers, lets `judge` (on process 0, returning what failed or nothing) act on them.
@@ -209,7 +209,7 @@ class Vote:
             while process not in self._answers and not self._failure():
                 try:
                     key = f"{self._key}/answer/{process:06d}"
-                    self._answers[process] = _client().blocking_key_value_get(key, int(_GLANCE_SECONDS * 1000))
+                    self._answers[process] = _client().blocking_key_value_get(key, int(_POLL_SECONDS * 1000))
                 except Exception as error:
                     if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > deadline:
                         raise self._missing(f"process {process}", error) from error
@@ -217,14 +217,14 @@ class Vote:
 
     def _failure(self) -> str:
         if self._failed is None and not self._identity.alone:
-            self._failed = _glance(f"{self._key}/failed")
+            self._failed = _value_if_set(f"{self._key}/failed")
         return self._failed or ""
 
     def _missing(self, who: str, error: Exception) -> PeerError:
         return PeerError(f"{who} did not answer in '{self._name}' within {self._seconds:g} s: {error}")
 
 
-def _glance(key: str) -> str | None:
+def _value_if_set(key: str) -> str | None:
     """The value of a key, if it is set."""
     try:
         return str(_client().key_value_try_get(key))

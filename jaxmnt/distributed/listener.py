@@ -38,7 +38,7 @@ class _Unauthenticated:
     received: bytes = b""
 
 
-Said = tuple[JsonSocket, dict[str, Any] | None]
+ReceivedMessage = tuple[JsonSocket, dict[str, Any] | None]
 """A message of one who has the key; None if that one has hung up, or says what no process says."""
 
 
@@ -62,9 +62,9 @@ class Listener:
         self.with_another_key: list[str] = []
         """Addresses of those of them that seem to be processes of a run."""
 
-    def wait(self, seconds: float) -> list[Said]:
+    def wait(self, seconds: float) -> list[ReceivedMessage]:
         """What is said meanwhile. Returns early as soon as something happens."""
-        said: list[Said] = []
+        said: list[ReceivedMessage] = []
         for event, _ in self._selector.select(max(0.0, min(seconds, _LOOK_SECONDS))):
             if event.fileobj is self._server:
                 self._accept()
@@ -158,7 +158,7 @@ class Listener:
                 self.with_another_key.append(stranger.address)
         self._refuse(connection, silent=not stranger.received)
 
-    def _hear(self, connection: JsonSocket) -> Iterator[Said]:
+    def _hear(self, connection: JsonSocket) -> Iterator[ReceivedMessage]:
         try:
             for message in connection.receive():
                 yield connection, message

@@ -36,7 +36,7 @@ def found_in(folder: StoragePath) -> Files:
     return found if CONFIG in found else {}
 
 
-def kept(homes: Sequence[StoragePath]) -> Files:
+def kept_files(homes: Sequence[StoragePath]) -> Files:
     """The files that a run has in one of its places."""
     return next((found for home in homes if (found := found_in(home / KEPT))), {})
 
@@ -45,7 +45,7 @@ def of_source(weights: Path | None, source: str | None, checkpoint: Committed | 
     """The files that came with what a run begins with: a folder, or a checkpoint that `source` names."""
     if weights is not None:
         return found_in(weights)
-    return {} if source is None or checkpoint is None else kept(roots_of(source, checkpoint))
+    return {} if source is None or checkpoint is None else kept_files(roots_of(source, checkpoint))
 
 
 def bytes_of(folder: Folder, rows: int) -> RunTokenizer | None:

@@ -74,7 +74,7 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None])
     publish(out / RUN_FILE, json_text({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
     companions.keep(out, companions.found_in(folder.path))
     if tokenizer is not None:
-        run_tokenizer.keep(out, tokenizer)
+        run_tokenizer.write_to_run(out, tokenizer)
     return path
 
 

@@ -140,7 +140,7 @@ def event_marks(run_dir: Path) -> set[Mark]:
     return {_mark(name, event) for name, event in _events_of(run_dir)}
 
 
-def events_besides(run_dir: Path, earlier: set[Mark]) -> list[Record]:
+def events_since(run_dir: Path, earlier: set[Mark]) -> list[Record]:
     """The events of all processes that are not among the `earlier` ones, in order of time."""
     return _in_order(event for name, event in _events_of(run_dir) if _mark(name, event) not in earlier)
 

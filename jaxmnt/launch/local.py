@@ -26,7 +26,7 @@ from jaxmnt.distributed.identity import VARIABLES
 from jaxmnt.distributed.local_gpus import Neighbours, computes_on_cpus, gpus_here, own_gpus, visible_gpus
 from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
-from jaxmnt.launch.ledger import event_marks, events_besides, waited_in_vain
+from jaxmnt.launch.ledger import event_marks, events_since, waited_in_vain
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
 from jaxmnt.run.arguments import parse_arguments
@@ -89,7 +89,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
                 remark(why)
             if crew.asked:
                 return code
-            waited = code == ExitCode.STOPPED and waited_in_vain(events_besides(run_dir, earlier))
+            waited = code == ExitCode.STOPPED and waited_in_vain(events_since(run_dir, earlier))
             verdict = restarts.after(code, processes, last_commit(run_dir), waited=waited)
             if verdict.why:
                 remark(verdict.why)

@@ -22,7 +22,7 @@ from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
 
 if TYPE_CHECKING:
-    from jaxmnt.plan.answer import Answer, Priced, Wish
+    from jaxmnt.plan.answer import Answer, PlanRequest, Priced
     from jaxmnt.plan.search import Search
 
 COMPILED = 6
@@ -43,7 +43,7 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
     chip, network = find_target(options.target)
     counts = _counts(options.gpus, network.devices_per_host)
     config = load_config(options.config, options.overrides)
-    wish, precisions = _wish(options, config), _precisions(options.precisions)
+    request, precisions = _wish(options, config), _precisions(options.precisions)
     calibration = None if options.calibration is None else read_calibration(options.calibration)
     if calibration is not None:
         check_fits(calibration, options.calibration, chip, 1, 1)
@@ -61,39 +61,43 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
     with telling_whose_code(config):
         search = Search(config, chip, network, rates, precisions)
         if options.compile == 0:
-            return _estimate(search, counts, wish, options, work)
-        answers = [_answer(search, count, wish, options.compile, work) for count in counts]
-        return _say(search, answers, wish, options, work)
+            return _estimate(search, counts, request, options, work)
+        answers = [_answer(search, count, request, options.compile, work) for count in counts]
+        return _say(search, answers, request, options, work)
 
 
-def _estimate(search: "Search", counts: list[int], wish: "Wish", options: argparse.Namespace, work: Work) -> int:
+def _estimate(
+    search: "Search", counts: list[int], request: "PlanRequest", options: argparse.Namespace, work: Work
+) -> int:
     """Answers without compiling."""
     from jaxmnt.plan.estimated import best_of, fastest, show_estimates
 
-    ways = [one for gpus in counts for one in fastest(search, gpus, wish)]
+    ways = [one for gpus in counts for one in fastest(search, gpus, request)]
     if not ways:
         raise ConfigError("--gpus: by estimate the run fits on none of these; --compile 6 says what it needs")
     work.does("")
-    best = best_of(ways, wish)
+    best = best_of(ways, request)
     if options.json:
-        told = {"target": search.chip.kind, "tokens": wish.tokens, "winner": best.to_json()}
+        told = {"target": search.chip.kind, "tokens": request.tokens, "winner": best.to_json()}
         print(json_text(told | {"estimates": [one.to_json() for one in ways]}, indent=2))
     else:
-        print(show_estimates(ways, best, wish))
+        print(show_estimates(ways, best, request))
     return ExitCode.FINISHED
 
 
-def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argparse.Namespace, work: Work) -> int:
+def _say(
+    search: "Search", answers: "list[Answer]", request: "PlanRequest", options: argparse.Namespace, work: Work
+) -> int:
     from jaxmnt.plan.answer import advice, knee, reasons, winner
     from jaxmnt.plan.answer_text import show_answers
 
-    best = winner(answers, wish)
+    best = winner(answers, request)
     if best is None:
         raise ConfigError(_does_not_fit(search, answers, work))
     work.does("")
     if options.json:
         told = {
-            "target": search.chip.kind, "tokens": wish.tokens, "knee": knee(answers), "winner": best.to_json(),
+            "target": search.chip.kind, "tokens": request.tokens, "knee": knee(answers), "winner": best.to_json(),
             "reasons": reasons(search, next(one for one in answers if one.gpus == best.gpus)),
             "advice": advice(search, best),
             "answers": [
@@ -103,7 +107,7 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
         }  # fmt: skip
         print(json_text(told, indent=2))
     else:
-        print(show_answers(search, answers, wish, best))
+        print(show_answers(search, answers, request, best))
     if options.picture is not None:
         from jaxmnt.plan.picture import draw
 
@@ -115,7 +119,7 @@ def _say(search: "Search", answers: "list[Answer]", wish: "Wish", options: argpa
     return ExitCode.FINISHED
 
 
-def _answer(search: "Search", gpus: int, wish: "Wish", count: int, work: Work) -> "Answer":
+def _answer(search: "Search", gpus: int, request: "PlanRequest", count: int, work: Work) -> "Answer":
     from jaxmnt.plan.answer import Answer, priced
     from jaxmnt.telemetry.flops import CONVENTIONS, token_flops
     from jaxmnt.telemetry.peaks import peaks_of
@@ -132,7 +136,7 @@ def _answer(search: "Search", gpus: int, wish: "Wish", count: int, work: Work) -
     config = search.config
     per_token = CONVENTIONS[config.telemetry.flops](token_flops(search.definition, config.data.sequence_length))
     peak = peaks_of(search.chip.kind).get(search.dtype(None).replace("float8", "bfloat16"))  # as a run counts it
-    found = [priced(search, plan, wish, per_token, peak) for plan in plans]
+    found = [priced(search, plan, request, per_token, peak) for plan in plans]
     return Answer(gpus, guesses, sorted(found, key=lambda one: one.goal.seconds))
 
 
@@ -173,9 +177,9 @@ def _write(path: Path, options: argparse.Namespace, best: "Priced") -> None:
     load_config(path)  # or it is not what was planned
 
 
-def _wish(options: argparse.Namespace, config: Config) -> "Wish":
+def _wish(options: argparse.Namespace, config: Config) -> "PlanRequest":
     """Raises `ConfigError` for a goal that is not one, and for costs without a price."""
-    from jaxmnt.plan.answer import Wish
+    from jaxmnt.plan.answer import PlanRequest
 
     by, tokens = "time", None
     for part in options.goal.split(","):
@@ -192,7 +196,7 @@ def _wish(options: argparse.Namespace, config: Config) -> "Wish":
     batch = config.data.global_batch_size * config.data.sequence_length
     if tokens is None:
         tokens = float(config.train.steps * batch)
-    return Wish(tokens, by, price, options.hours_between_failures, options.restart_seconds)
+    return PlanRequest(tokens, by, price, options.hours_between_failures, options.restart_seconds)
 
 
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

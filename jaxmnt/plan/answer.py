@@ -16,7 +16,7 @@ from jaxmnt.units import size, span
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanRequest:
     """What the run is for."""
 
     tokens: float
@@ -70,33 +70,35 @@ class Answer:
     """Those that reach the goal first; empty if nothing fits."""
 
 
-def priced(search: Search, plan: Plan, wish: Wish, flops_per_token: float, peak: float | None) -> Priced:
+def priced(search: Search, plan: Plan, request: PlanRequest, flops_per_token: float, peak: float | None) -> Priced:
     """What a plan takes to the goal. `peak` are the FLOP/s of a GPU by which utilisation is told."""
     memory, gpus = plan.report["memory"], plan.candidate.gpus
-    faults, goal = to_goal(search, plan.candidate, plan.seconds, memory["params"] + memory["optimizer"], wish)
+    faults, goal = to_goal(search, plan.candidate, plan.seconds, memory["params"] + memory["optimizer"], request)
     data = search.config.data
     rate = data.global_batch_size * data.sequence_length / plan.seconds / gpus
     mfu = None if peak is None else rate * flops_per_token / peak
     return Priced(plan, gpus, rate, mfu, faults, goal)
 
 
-def to_goal(search: Search, one: Candidate, step_seconds: float, state: float, wish: Wish) -> tuple[Faults, Goal]:
+def to_goal(
+    search: Search, one: Candidate, step_seconds: float, state: float, request: PlanRequest
+) -> tuple[Faults, Goal]:
     """What fails on the way, and what it takes, with steps of `step_seconds` and `state` bytes on each device."""
     data = search.config.data
     faults = faults_of(
         # Replicas hold the same: each host writes its share of one copy.
         one.gpus, state / one.data, search.network.devices_per_host,
-        hours_between=wish.hours_between_failures, restart_seconds=wish.restart_seconds,
+        hours_between=request.hours_between_failures, restart_seconds=request.restart_seconds,
     )  # fmt: skip
     rate = data.global_batch_size * data.sequence_length / step_seconds
-    return faults, reach(wish.tokens, rate, faults, one.gpus, wish.price)
+    return faults, reach(request.tokens, rate, faults, one.gpus, request.price)
 
 
-def winner(answers: Sequence[Answer], wish: Wish) -> Priced | None:
+def winner(answers: Sequence[Answer], request: PlanRequest) -> Priced | None:
     """The plan that reaches the goal first, or for the least money; at a tie with fewer GPUs."""
     found = [one for answer in answers for one in answer.priced]
     cost = lambda goal: math.inf if goal.cost is None else goal.cost
-    value = cost if wish.by == "cost" else lambda goal: goal.seconds
+    value = cost if request.by == "cost" else lambda goal: goal.seconds
     return min(found, key=lambda one: (value(one.goal), one.gpus), default=None)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxmnt.errors import counted
-from jaxmnt.plan.answer import Answer, Priced, Wish, advice, knee, reasons
+from jaxmnt.plan.answer import Answer, PlanRequest, Priced, advice, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW, with_range
 from jaxmnt.plan.search import Search, describe
 from jaxmnt.telemetry.progress import table
@@ -12,7 +12,7 @@ from jaxmnt.units import count, money, seconds_text, size, span
 _SHOWN = 6
 
 
-def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Priced) -> str:
+def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest, best: Priced) -> str:
     """All of it; `best` is the winner among all numbers of GPUs."""
     data = search.config.data
     network, chip = search.network, search.chip
@@ -20,9 +20,9 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
     lines = [
         f"target  {chip.kind}, {network.domain} that reach each other by NVLink, {network.gigabits:g} Gbit/s of "
         f"{network.fabric} a GPU beyond",
-        f"goal    {count(wish.tokens)} tokens, in steps of {count(batch)}",
+        f"goal    {count(request.tokens)} tokens, in steps of {count(batch)}",
     ]
-    blocks = [_answer(best, wish), "\n".join(lines)]
+    blocks = [_answer(best, request), "\n".join(lines)]
     if len(answers) > 1:
         blocks.append("\n".join(_by_gpus(answers)))
     own = next(answer for answer in answers if answer.gpus == best.gpus)
@@ -32,18 +32,18 @@ def show_answers(search: Search, answers: Sequence[Answer], wish: Wish, best: Pr
             f"why     {line}" if place == 0 else f"        {line}" for place, line in enumerate(reasons(search, own))
         )
     )
-    known = "by published failures of GPUs" if wish.hours_between_failures is None else "as given"
+    known = "by published failures of GPUs" if request.hours_between_failures is None else "as given"
     blocks.append("\n".join(_of_the_best(best, known)))
     if told := advice(search, best):
         blocks.append("\n".join(f"advice  {line}" for line in told))
     return "\n\n".join(blocks)
 
 
-def _answer(best: Priced, wish: Wish) -> str:
+def _answer(best: Priced, request: PlanRequest) -> str:
     """What a person wants to know, in a line: time and money, each with the range that a step's time has."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     return (
-        f"answer  {count(wish.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
+        f"answer  {count(request.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
         f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.plan.candidate)}"
     )
 

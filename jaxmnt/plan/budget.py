@@ -25,7 +25,7 @@ from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure
 from jaxmnt.training.compiler_options import GpuMemory
-from jaxmnt.training.levers import find_levers, parameters_of
+from jaxmnt.training.memory_suggestions import find_memory_suggestions, parameters_of
 from jaxmnt.training.noise import small_batches
 from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
@@ -85,7 +85,7 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
     """Names of parameters."""
     if not spec.float8:
         return set()
-    axes, seen = spec.definition.axes, engine.glance(spec).gathered_in_float8
+    axes, seen = spec.definition.axes, engine.trace_step(spec).gathered_in_float8
     found: set[str] = set()
     for group in spec.definition.groups:
         for place, chosen in enumerate(seen[group.name]):
@@ -137,7 +137,7 @@ def notes(spec: StepSpec) -> list[str]:
             "their weights are stored once, and each device computes the heads that its queries need"
         )
     if spec.float8:
-        in_float8, products = engine.glance(spec).products
+        in_float8, products = engine.trace_step(spec).products
         found.append(
             f"train.precision: {in_float8} of the {products} products of the layers' projections are in float8, all "
             f"else in {spec.dtype.name}"
@@ -237,13 +237,13 @@ def make_report(
         "memory": vars(needed)
         | {
             "optimizer_in_host_memory": spec.config.optimizer.offload,
-            "levers": [] if fits else [one._asdict() for one in find_levers(spec, rebuild)],
+            "levers": [] if fits else [one._asdict() for one in find_memory_suggestions(spec, rebuild)],
         },
         "collectives": traffic(spec, timeline, hosts),
         "timeline": None if rates is None else step_times(timeline) | {"rates": rates.to_json()},
         "prediction": None if rates is None else predicted(spec, timeline, rates, needed.temporary).to_json(),
         "rounds": [] if rates is None else rounds(spec, timeline),
-        "besides": [] if rates is None else besides(timeline),
+        "besides": [] if rates is None else other_work(timeline),
         "compile_seconds": round(seconds, 1),
     }
 
@@ -339,7 +339,7 @@ def rounds(spec: StepSpec, timeline: Timeline) -> list[dict[str, Any]]:
 _LEAST_SHARE = 0.002
 
 
-def besides(timeline: Timeline) -> list[dict[str, Any]]:
+def other_work(timeline: Timeline) -> list[dict[str, Any]]:
     """What takes longest of a step besides products, attention and communication: arrays that are read and written."""
     return [
         {
@@ -350,7 +350,7 @@ def besides(timeline: Timeline) -> list[dict[str, Any]]:
             "times": round(one.times, 3),
             "seconds": round(one.seconds, 6),
         }
-        for one in timeline.besides[:8]
+        for one in timeline.other_work[:8]
         if one.seconds > _LEAST_SHARE * timeline.seconds
     ]
 

@@ -20,7 +20,7 @@ from jaxmnt.models.float8 import is_fit
 from jaxmnt.plan.chips import chip_of
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.workload import ModelShape, Scheme, model_shape, scheme_of
-from jaxmnt.telemetry.flops import AGAIN, Again
+from jaxmnt.telemetry.flops import RECOMPUTE_SHARES, RecomputeShare
 from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
 
@@ -37,11 +37,11 @@ _GRADIENT_BYTES = 4
 _STREAM_PASSES = 9
 """Reads and writes of the residual stream in a layer's forward, by a program that fuses all it can. Counted."""
 _KEPT_PASSES = 7.25
-"""Reads and writes of what is kept, in its bytes. Chosen by compiled programs, as `Habits`."""
+"""Reads and writes of what is kept, in its bytes. Chosen by compiled programs, as `ProgramTraits`."""
 
 
 @dataclass(frozen=True)
-class Habits:
+class ProgramTraits:
     """What the estimate assumes of a program. The values are this program's on GPUs, chosen so that the steps of some
     fifty compiled programs take as long as they are played; `benchmarks/plan_estimates.py` prints the errors."""
 
@@ -64,15 +64,15 @@ class Habits:
 
 
 HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
-"""`Habits.hides_model` by `model.overlap`."""
+"""`ProgramTraits.hides_model` by `model.overlap`."""
 
 
-def habits_of(scheme: Scheme) -> Habits:
+def traits_of(scheme: Scheme) -> ProgramTraits:
     """Returns what this program does with a scheme."""
     hides_model = HIDES_MODEL[scheme.overlap]
     if scheme.zero == 3 and scheme.pipeline == 1 and scheme.prefetch:
-        return Habits(hides_model=hides_model)
-    return Habits(hides_model=hides_model, hides_sum=0.0, least_exposed=0.13 if scheme.zero == 3 else 0.72)
+        return ProgramTraits(hides_model=hides_model)
+    return ProgramTraits(hides_model=hides_model, hides_sum=0.0, least_exposed=0.13 if scheme.zero == 3 else 0.72)
 
 
 class Link(NamedTuple):
@@ -124,7 +124,7 @@ class Work(NamedTuple):
     def seconds(self) -> float:
         return sum(self)
 
-    def plus(self, other: "Work", times: float | Again = 1.0) -> "Work":
+    def plus(self, other: "Work", times: float | RecomputeShare = 1.0) -> "Work":
         """Adds other work, as often as `times` says, for all of it or for each part."""
         shares = times if isinstance(times, tuple) else (times, times, times)
         return Work(*(mine + share * more for mine, more, share in zip(self, other, shares, strict=True)))
@@ -133,7 +133,7 @@ class Work(NamedTuple):
 def estimate(model: ModelShape, scheme: Scheme, rates: Rates, domain: int = 8) -> Estimate:
     """Estimates a step of the model by this program. `domain` is how many neighbouring devices reach each other by the
     fast links."""
-    return Step(model, scheme, rates, domain, habits_of(scheme)).estimate()
+    return Step(model, scheme, rates, domain, traits_of(scheme)).estimate()
 
 
 def expected_step(spec: StepSpec) -> Estimate | None:
@@ -164,10 +164,10 @@ def _sizes(product: Product, parts: int) -> tuple[int, int]:
 class Step:
     """The terms of a step, in seconds on one device."""
 
-    policies: Mapping[str, Again] = AGAIN
+    policies: Mapping[str, RecomputeShare] = RECOMPUTE_SHARES
 
-    def __init__(self, model: ModelShape, scheme: Scheme, rates: Rates, domain: int, habits: Habits):
-        self.model, self.scheme, self.rates, self.domain, self.habits = model, scheme, rates, domain, habits
+    def __init__(self, model: ModelShape, scheme: Scheme, rates: Rates, domain: int, traits: ProgramTraits):
+        self.model, self.scheme, self.rates, self.domain, self.traits = model, scheme, rates, domain, traits
         self.sizes = {axis.name: getattr(scheme, axis.name) for axis in AVAILABLE}
         """Devices by axis; axes further right are closer together."""
         self.tokens, self.shards = scheme.rows * scheme.length, scheme.fsdp
@@ -205,9 +205,9 @@ class Step:
 
         A product takes three of its size, one forward and two backward. Element-wise work moves
         c (9 t D / model + t Σ F) bytes forward and twice that backward. Backward copies what forward has kept, moves
-        `Habits.weight_bytes` for each weight, and does a part of forward again.
+        `ProgramTraits.weight_bytes` for each weight, and does a part of forward again.
         """
-        scheme, habits, memory = self.scheme, self.habits, self.rates.memory
+        scheme, traits, memory = self.scheme, self.traits, self.rates.memory
         ahead, back, wide = 0.0, 0.0, 0.0
         for product in layer.products:
             tokens, (k, n), dtype = product.share * self.tokens, _sizes(product, scheme.model), self.dtype_of(product)
@@ -215,9 +215,9 @@ class Step:
             back += self.product(tokens, k, n, dtype) + self.product(k, n, tokens, dtype)
             wide += product.share * (n if product.split == "outputs" else k)
         stream = _STREAM_PASSES * self.stream_tokens() * self.model.hidden
-        elementwise = scheme.item * (stream + self.tokens * wide) * habits.passes / memory
+        elementwise = scheme.item * (stream + self.tokens * wide) * traits.passes / memory
         copied = _KEPT_PASSES * scheme.kept / self.model.depth * scheme.pipeline / memory
-        copied += habits.weight_bytes * layer.parameters / scheme.model / memory
+        copied += traits.weight_bytes * layer.parameters / scheme.model / memory
         quantized = self.quantized(layer)
         forward = Work(ahead, self.attention(layer, backward=False), elementwise + quantized)
         backward = Work(back, self.attention(layer, backward=True), 2 * elementwise + 2 * quantized + copied)
@@ -298,16 +298,16 @@ class Step:
     def gathers(self, layer: LayerCosts, ahead: Work, back: Work) -> Link | None:
         """With ZeRO 3, two gathers of c n bytes and a scatter of 4 n, for a layer and microbatch; with ZeRO 2 the
         scatter alone. A layer's work hides them but for a share, and but for the first gather and the last scatter."""
-        scheme, habits = self.scheme, self.habits
+        scheme, traits = self.scheme, self.traits
         if self.shards == 1 or scheme.zero < 2:
             return None
         weights = layer.parameters / scheme.model
         gather = self.ring("all-gather", scheme.item * weights, "fsdp") if scheme.zero == 3 else 0.0
         scatter = self.ring("reduce-scatter", self.gradient_bytes * weights, "fsdp")
-        exposed = max(0.0, gather - habits.hides_gathers * ahead.seconds)
-        exposed += max(0.0, gather + scatter - habits.hides_gathers * back.seconds)
+        exposed = max(0.0, gather - traits.hides_gathers * ahead.seconds)
+        exposed += max(0.0, gather + scatter - traits.hides_gathers * back.seconds)
         seconds = 2 * gather + scatter
-        return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, habits.least_exposed * seconds))
+        return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, traits.least_exposed * seconds))
 
     def activations(self) -> Link | None:
         """A layer's gathers and scatters of c t D bytes over the length."""
@@ -317,7 +317,7 @@ class Step:
         whole = self.scheme.item * self.tokens * self.model.hidden
         seconds = gathers * self.ring("all-gather", whole, "model")
         seconds += scatters * self.ring("reduce-scatter", whole, "model")
-        return Link(seconds, seconds * (1 - self.habits.hides_model))
+        return Link(seconds, seconds * (1 - self.traits.hides_model))
 
     def gathers_once(self, backward: Work) -> Link | None:
         """With ZeRO 2, a gather of c N bytes in a step; with ZeRO 1 a scatter of 4 N as well."""
@@ -330,8 +330,8 @@ class Step:
 
     def behind_backward(self, seconds: float, backward: Work) -> Link:
         """Communication over `fsdp` that a microbatch's backward hides, but for a tenth or more."""
-        least = max(0.1, self.habits.least_exposed) * seconds
-        return Link(seconds, max(least, seconds - self.habits.hides_gathers * backward.seconds))
+        least = max(0.1, self.traits.least_exposed) * seconds
+        return Link(seconds, max(least, seconds - self.traits.hides_gathers * backward.seconds))
 
     def sums(self, backward: Work) -> Link | None:
         """A sum of 4 N / fsdp bytes over `data`, array by array. The last microbatch's backward hides it but for a
@@ -341,7 +341,7 @@ class Step:
         arrays = sum(count * len(layer.products) for count, layer in self.model.layers) / self.scheme.pipeline
         payload = self.gradient_bytes * (self.parameters / self.shards) / arrays
         seconds = self.ring("all-reduce", payload, "data") * arrays
-        return Link(seconds, max(0.05 * seconds, seconds - self.habits.hides_sum * backward.seconds))
+        return Link(seconds, max(0.05 * seconds, seconds - self.traits.hides_sum * backward.seconds))
 
     def ends(self) -> Link | None:
         """With ZeRO 3, a gather of c V D / pipeline bytes and a scatter of 4 V D / pipeline, of the embedding and of
@@ -353,7 +353,7 @@ class Step:
         seconds = self.ring("reduce-scatter", self.gradient_bytes * table, "fsdp")
         seconds += self.ring("all-gather", scheme.item * table, "fsdp") if scheme.zero == 3 else 0.0
         seconds *= 1 if self.model.tied else 2
-        return Link(seconds, seconds * (1 - self.habits.hides_ends))
+        return Link(seconds, seconds * (1 - self.traits.hides_ends))
 
     def stages(self) -> Link | None:
         """For a microbatch, c t D / model bytes from stage to stage in each tick, forward and backward; and four sums
@@ -365,7 +365,7 @@ class Step:
         replica = math.prod(self.sizes.values()) // scheme.data
         seconds = 2 * scheme.ticks / each * self.rates.send(payload, between_hosts=replica > self.domain)
         sums = 4 * self.ring("all-reduce", payload, "pipeline") if self.head_stages > 1 else 0.0
-        return Link(seconds + sums, seconds * self.habits.exposes_stages + sums)
+        return Link(seconds + sums, seconds * self.traits.exposes_stages + sums)
 
 
 def _add(links: dict[str, Link], more: Links, times: float) -> None:

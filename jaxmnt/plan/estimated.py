@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.errors import counted
-from jaxmnt.plan.answer import Wish, to_goal
+from jaxmnt.plan.answer import PlanRequest, to_goal
 from jaxmnt.plan.goal import Goal
 from jaxmnt.plan.predict import with_range
 from jaxmnt.plan.search import Guess, Search, describe
@@ -44,25 +44,25 @@ class Estimated:
         }  # fmt: skip
 
 
-def fastest(search: Search, gpus: int, wish: Wish) -> list[Estimated]:
+def fastest(search: Search, gpus: int, request: PlanRequest) -> list[Estimated]:
     """The ways that are estimated to reach the goal first and may fit. Those that fit by estimate come first."""
     guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:SHOWN]
-    goal = lambda one: to_goal(search, one.candidate, one.seconds, one.memory.state, wish)[1]
+    goal = lambda one: to_goal(search, one.candidate, one.seconds, one.memory.state, request)[1]
     ways = (Estimated(one, goal(one), search.limit) for one in guesses)
     return sorted(ways, key=lambda one: (not one.fits, one.goal.seconds))
 
 
-def best_of(ways: Sequence[Estimated], wish: Wish) -> Estimated:
+def best_of(ways: Sequence[Estimated], request: PlanRequest) -> Estimated:
     """The one that is best for the goal, of those that fit by estimate if there are any; at a tie with fewer GPUs."""
-    value = lambda one: one.goal.cost if wish.by == "cost" else one.goal.seconds
+    value = lambda one: one.goal.cost if request.by == "cost" else one.goal.seconds
     return min(ways, key=lambda one: (not one.fits, value(one), one.gpus))
 
 
-def show_estimates(ways: Sequence[Estimated], best: Estimated, wish: Wish) -> str:
+def show_estimates(ways: Sequence[Estimated], best: Estimated, request: PlanRequest) -> str:
     """A line that answers, a table, and what is to be known of both."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     answer = (
-        f"answer  {count(wish.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
+        f"answer  {count(request.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
         f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.guess.candidate)}"
         + ("" if best.fits else f"; by estimate none surely fits in the {size(best.limit)} that a GPU has")
     )
@@ -73,6 +73,6 @@ def show_estimates(ways: Sequence[Estimated], best: Estimated, wish: Wish) -> st
         takes, cost = span(one.goal.seconds), money(one.goal.cost)
         rows.append((str(one.gpus), describe(one.guess.candidate), step, peak, takes, cost))
     notes = ["note    all of this is estimated; --compile 6 compiles the fastest ways, and says whether they fit"]
-    if wish.price is not None:
-        notes.append(f"        cost is by the given price, {wish.price:g} per GPU-hour")
+    if request.price is not None:
+        notes.append(f"        cost is by the given price, {request.price:g} per GPU-hour")
     return "\n\n".join([answer, "\n".join(table(rows, right={0, 2, 3, 4, 5})), "\n".join(notes)])

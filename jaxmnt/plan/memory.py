@@ -20,7 +20,7 @@ from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.chips import read_table
 from jaxmnt.plan.workload import ModelShape, Scheme
 from jaxmnt.training.build import build_spec
-from jaxmnt.training.levers import kept_bytes, parameters_of
+from jaxmnt.training.memory_suggestions import kept_bytes, parameters_of
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import names_of
@@ -90,7 +90,7 @@ def state_bytes(spec: StepSpec) -> StateBytes:
     return StateBytes(whole(leaf for _, leaf, _ in params) / count, on_device / count, 4 * trained / count)
 
 
-class Kept:
+class ResidualBytes:
     """Bytes that a row leaves on a device from forward for backward, in all layers. They are counted once for each
     policy and number of devices that share a layer."""
 
@@ -130,8 +130,8 @@ def estimate_memory(
 ) -> Memory:
     """Estimates a step's peak: the greatest of what backward, the loss, the embedding's gradient and a save need.
 
-    `kept_of_row` is what a row leaves in all layers (`Kept`), and `kept_at_most` what it would leave if backward
-    computed nothing again. `loss_chunk` are the bytes of logits that the loss makes at a time.
+    `kept_of_row` is what a row leaves in all layers (`ResidualBytes`), and `kept_at_most` what it would leave if
+    backward computed nothing again. `loss_chunk` are the bytes of logits that the loss makes at a time.
     """
     stages, of = scheme.pipeline, multiples or multiples_of(kind_of(scheme))
     devices, chunks = scheme.model * stages, stages * scheme.chunks

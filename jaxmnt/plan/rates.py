@@ -20,7 +20,7 @@ START, STEP_WITHIN_HOST, STEP_BETWEEN_HOSTS = 8.4e-6, 3.4e-6, 14e-6
 NVLink, network)."""
 
 
-class Attained(NamedTuple):
+class AchievedShares(NamedTuple):
     """Shares of a generation's data sheet that large operations attain."""
 
     products: float
@@ -32,10 +32,10 @@ class Attained(NamedTuple):
     """Of NVLink, by collectives."""
 
 
-ATTAINED = {
-    "ampere": Attained(0.778, 0.0, 0.60, 0.78),
-    "hopper": Attained(0.614, 0.66, 0.55, 0.78),
-    "blackwell": Attained(0.76, 0.659, 0.474, 0.78),
+ACHIEVED_SHARES = {
+    "ampere": AchievedShares(0.778, 0.0, 0.60, 0.78),
+    "hopper": AchievedShares(0.614, 0.66, 0.55, 0.78),
+    "blackwell": AchievedShares(0.76, 0.659, 0.474, 0.78),
 }
 """The first three columns, `HALF_DEPTH` and `estimate.CONTENTION` are fitted to published runs by
 `benchmarks/published.py --fit`; collectives attain 350 of the 450 GB/s of an H100's NVLink."""
@@ -223,9 +223,9 @@ def _filled(m: float, n: float, k: float, cores: int) -> float:
     return min(best, 1.0)
 
 
-def rates_of(chip: Chip, network: Network | None = None, attained: Attained | None = None) -> Rates:
+def rates_of(chip: Chip, network: Network | None = None, attained: AchievedShares | None = None) -> Rates:
     """What a chip attains, by its data sheet and what its generation attains of that, if nothing else is given."""
-    network, attained = network or network_of(chip), attained or ATTAINED[chip.generation]
+    network, attained = network or network_of(chip), attained or ACHIEVED_SHARES[chip.generation]
     peaks, slowed = peaks_of(chip.kind), chip.power**POWER
     share = lambda dtype: attained.float8 if dtype == "float8" else attained.products
     return Rates(

@@ -18,7 +18,7 @@ from jaxmnt.plan.budget import make_report
 from jaxmnt.plan.candidates import Candidate, candidates, precision_setting
 from jaxmnt.plan.chips import Chip, Network
 from jaxmnt.plan.estimate import Estimate, estimate, uses_float8
-from jaxmnt.plan.memory import Kept, Memory, estimate_memory
+from jaxmnt.plan.memory import Memory, ResidualBytes, estimate_memory
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.targets import gpu_devices
@@ -88,13 +88,15 @@ class Search:
         self.precisions = precisions
         self._peaks: dict[Candidate, int] = {}
         """Of what was compiled."""
-        self._kept: dict[str | None, Kept] = {}
+        self._kept: dict[str | None, ResidualBytes] = {}
         for precision in precisions or (None,):
             if (dtype := self.dtype(precision)) not in rates.products:
                 key = "--precisions" if precisions else "train.precision"
                 raise ConfigError(f"{key}: {chip.kind} has no products in {dtype}; choose another")
             setting = precision_setting(precision)
-            self._kept[precision] = Kept(config.changed(setting), self.vocab, lambda count: self.devices(count)[:count])
+            self._kept[precision] = ResidualBytes(
+                config.changed(setting), self.vocab, lambda count: self.devices(count)[:count]
+            )
         self._state = next(iter(self._kept.values())).state()
 
     def devices(self, gpus: int) -> Sequence[jax.Device]:

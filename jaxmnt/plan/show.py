@@ -104,8 +104,8 @@ def _memory(report: Report) -> list[str]:
         share = memory["peak"] / memory["limit"]
         verdict = "" if share <= 1 else ": it does not fit"
         rows.append(("of what it has", f"{size(memory['limit'])} ({share:.0%}){verdict}"))
-    for lever in memory["levers"]:
-        rows.append(("saves", f"{size(lever['saves'])}: {lever['setting']}"))
+    for suggestion in memory["levers"]:
+        rows.append(("saves", f"{size(suggestion['saves'])}: {suggestion['setting']}"))
     return table(rows, right=set())
 
 

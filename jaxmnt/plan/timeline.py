@@ -16,7 +16,7 @@ from jaxmnt.plan.rates import Rates
 
 
 @dataclass
-class Played:
+class CollectiveTime:
     """A collective of the program, in all of its executions in a step, in seconds."""
 
     one: Collective
@@ -40,7 +40,7 @@ class Round:
     name: str
     times: float = 0.0
     seconds: float = 0.0
-    collectives: list[Played] = field(default_factory=list)
+    collectives: list[CollectiveTime] = field(default_factory=list)
     scopes: tuple[str, ...] = ()
     """Names in the source of what it computes itself."""
 
@@ -60,10 +60,10 @@ class Timeline:
 
     seconds: float
     flops: float
-    collectives: list[Played]
+    collectives: list[CollectiveTime]
     """In the order of the program."""
     rounds: list[Round]
-    besides: list[Work]
+    other_work: list[Work]
     """Of a step's work what are no products and no attention, those first that take longest."""
 
     @property
@@ -85,13 +85,13 @@ def play(
     """A step of the program on each of so many devices. Without `rates` nothing takes time, and only what is sent is
     counted."""
     player = _Player(program, devices, rates, host_of, share)
-    end = player.computation(program.entry, _Now(), 1.0, False)
-    besides = sorted(player.besides.values(), key=lambda work: -work.seconds)
-    return Timeline(end.work, end.flops, list(player.found.values()), list(player.rounds.values()), besides)
+    end = player.computation(program.entry, _Clocks(), 1.0, False)
+    other_work = sorted(player.other_work.values(), key=lambda work: -work.seconds)
+    return Timeline(end.work, end.flops, list(player.found.values()), list(player.rounds.values()), other_work)
 
 
 @dataclass(frozen=True)
-class _Now:
+class _Clocks:
     """How far the device and its links are, in seconds, and how much it has multiplied."""
 
     work: float = 0.0
@@ -100,7 +100,7 @@ class _Now:
     flops: float = 0.0
 
 
-Started = dict[str, tuple[Played, _Now, float]]
+Started = dict[str, tuple[CollectiveTime, _Clocks, float]]
 """What runs: the collective, when it was started, and when it will be over."""
 
 
@@ -111,11 +111,11 @@ class _Player:
         self._program, self._devices, self._rates = program, devices, rates
         self._host_of, self._share = host_of, share
         self._costs = None if rates is None else Costs(program, rates)
-        self.found: dict[tuple[str, str], Played] = {}
+        self.found: dict[tuple[str, str], CollectiveTime] = {}
         self.rounds: dict[str, Round] = {}
-        self.besides: dict[tuple[str, str], Work] = {}
+        self.other_work: dict[tuple[str, str], Work] = {}
 
-    def computation(self, name: str, now: _Now, times: float, conditional: bool) -> _Now:
+    def computation(self, name: str, now: _Clocks, times: float, conditional: bool) -> _Clocks:
         """`times` is how often what is played here happens."""
         began, started, sent = now, Started(), []
         for instruction in self._program.computations[name]:
@@ -127,7 +127,7 @@ class _Player:
                 now = self.computation(instruction.callee, now, times, conditional)
             elif (one := collective(instruction, self._devices)) is not None:
                 assert not math.isnan(times), f"{name} sends in a loop whose length is not known"
-                played = self.found.setdefault((name, instruction.name), Played(one))
+                played = self.found.setdefault((name, instruction.name), CollectiveTime(one))
                 sent.append(played)
                 now = self._send(played, instruction.name, now, times, started, began)
             elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
@@ -135,14 +135,16 @@ class _Player:
             elif self._costs is not None:
                 seconds, flops = self._costs.of(name, instruction)
                 if seconds and not flops and not math.isnan(times):
-                    work = self.besides.setdefault((name, instruction.name), Work(instruction))
+                    work = self.other_work.setdefault((name, instruction.name), Work(instruction))
                     work.times, work.seconds = work.times + times, work.seconds + times * seconds
                 now = replace(now, work=now.work + seconds, flops=now.flops + flops)
         if sent:
             self._note(name, sent, now.work - began.work, times)
         return now
 
-    def _send(self, played: Played, name: str, now: _Now, times: float, started: Started, began: _Now) -> _Now:
+    def _send(
+        self, played: CollectiveTime, name: str, now: _Clocks, times: float, started: Started, began: _Clocks
+    ) -> _Clocks:
         one, seconds = played.one, self._seconds(played.one)
         played.times += times
         played.seconds += times * seconds
@@ -164,7 +166,7 @@ class _Player:
             return self._rates.copy(one.payload)
         return self._rates.collective(one.kind, one.payload, one.groups, self._host_of)
 
-    def _loop(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
+    def _loop(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
         """The first round, and a second that stands for the rest: the first may wait for what came before. Of a loop
         whose length nobody knows there is the first alone."""
         body, rounds = instruction.loop
@@ -181,9 +183,9 @@ class _Player:
             first if second == first else work - (again.work - second)
             for first, second in zip(after.links, again.links, strict=True)
         )
-        return _Now(work, links, on(after.flops, again.flops))
+        return _Clocks(work, links, on(after.flops, again.flops))
 
-    def _condition(self, instruction: Instruction, now: _Now, times: float, conditional: bool) -> _Now:
+    def _condition(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
         """The mean of its branches. Which is taken how often the outermost condition says, by what is under it; one
         inside is taken where there is most to do."""
         branches = instruction.branches
@@ -199,7 +201,7 @@ class _Player:
             ends.append((part, self.computation(branch, now, times * part, True) if part else now))
         mean = lambda of: sum(part * of(end) for part, end in ends)
         links = tuple(mean(lambda end, link=link: end.links[link]) for link in range(len(now.links)))
-        return _Now(mean(lambda end: end.work), links, mean(lambda end: end.flops))
+        return _Clocks(mean(lambda end: end.work), links, mean(lambda end: end.flops))
 
     def _share_of(self, name: str) -> float | None:
         """How often a branch is taken, by what the schedule says of a scope in it."""
@@ -210,7 +212,7 @@ class _Player:
                 return self._share_of(instruction.callee)
         return None
 
-    def _note(self, name: str, sent: list[Played], seconds: float, times: float) -> None:
+    def _note(self, name: str, sent: list[CollectiveTime], seconds: float, times: float) -> None:
         """That a computation was gone through: what is said of it is how it was the last time."""
         found = self.rounds.setdefault(name, Round(name))
         found.times, found.seconds, found.collectives = found.times + times, seconds, sent
@@ -218,7 +220,7 @@ class _Player:
         found.scopes = tuple(sorted({scope for one in where for scope in one.split("/")}))
 
 
-def _wait(played: Played, started: _Now, end: float, now: _Now, times: float, began: _Now) -> _Now:
+def _wait(played: CollectiveTime, started: _Clocks, end: float, now: _Clocks, times: float, began: _Clocks) -> _Clocks:
     exposed = max(0.0, end - now.work)
     played.exposed += times * exposed
     played.flops += times * (now.flops - started.flops)

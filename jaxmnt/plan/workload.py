@@ -6,7 +6,7 @@ from typing import Any
 from jaxmnt.config.mesh import AVAILABLE
 from jaxmnt.models.contract import Definition, LayerCosts
 from jaxmnt.parallel.sharding import Overlap
-from jaxmnt.training.levers import kept_bytes
+from jaxmnt.training.memory_suggestions import kept_bytes
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 from jaxmnt.training.spec import StepSpec
 

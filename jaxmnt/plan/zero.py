@@ -27,7 +27,7 @@ from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.memory import estimate_memory, state_bytes
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.workload import model_shape, scheme_of
-from jaxmnt.training.levers import kept_bytes
+from jaxmnt.training.memory_suggestions import kept_bytes
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.units import seconds_text, size
 

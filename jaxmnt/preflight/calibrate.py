@@ -241,13 +241,15 @@ def _memory(bench: _Bench, scale: Scale) -> float:
     dtype, _ = scale.products[0]
     moved = seconds = 0.0
     for rows, width, mlp in scale.layers:
-        took, program = bench.timed(_besides, *(bench.array((rows, size), dtype) for size in (width, width, mlp, mlp)))
+        took, program = bench.timed(
+            _other_work, *(bench.array((rows, size), dtype) for size in (width, width, mlp, mlp))
+        )
         moved += _played(program, replace(_FREE, memory=1.0))
         seconds += took
     return moved / seconds
 
 
-def _besides(x_TD: Array, y_TD: Array, gate_TF: Array, up_TF: Array) -> tuple[Array, ...]:
+def _other_work(x_TD: Array, y_TD: Array, gate_TF: Array, up_TF: Array) -> tuple[Array, ...]:
     def forward(x_TD: Array, gate_TF: Array, up_TF: Array) -> tuple[Array, ...]:
         wide_TD = (x_TD + y_TD).astype(jnp.float32)
         normed_TD = (wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD**2, -1, keepdims=True) + 1e-5)).astype(x_TD.dtype)

@@ -24,7 +24,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RunView:
     """What the rules look at."""
 
     attempts: Sequence[Attempt]
@@ -55,7 +55,7 @@ def advise(
     if not math.isfinite(typical):
         return []
     program = (events_of(attempts, "compile") or [{}])[-1]
-    seen = _Seen(attempts, config, typical, _mean_phases(phase_lines), program)
+    seen = _RunView(attempts, config, typical, _mean_phases(phase_lines), program)
     found = [one for rule in RULES for one in rule(seen)]
     return sorted(found, key=lambda one: (-one.share, one.rule, one.evidence))
 
@@ -73,7 +73,7 @@ _INPUT, _SLOWER, _EVALUATION = 0.05, 1.2, 0.10
 """The same of waiting for input, and of evaluations; and times what is expected of a step."""
 
 
-def _input(seen: _Seen) -> Iterator[Advice]:
+def _input(seen: _RunView) -> Iterator[Advice]:
     share = seen.phases.get("data", 0.0) / seen.typical
     if share > _INPUT:
         yield Advice(
@@ -84,7 +84,7 @@ def _input(seen: _Seen) -> Iterator[Advice]:
         )
 
 
-def _communication(seen: _Seen) -> Iterator[Advice]:
+def _communication(seen: _RunView) -> Iterator[Advice]:
     links = seen.program.get("expected_exposed_seconds")
     if not isinstance(links, dict) or not links:
         return
@@ -100,7 +100,7 @@ def _communication(seen: _Seen) -> Iterator[Advice]:
         )
 
 
-def _expected(seen: _Seen) -> Iterator[Advice]:
+def _expected(seen: _RunView) -> Iterator[Advice]:
     step = number(seen.program, "expected_step_seconds")
     if step and seen.typical > _SLOWER * step:
         yield Advice(
@@ -112,7 +112,7 @@ def _expected(seen: _Seen) -> Iterator[Advice]:
         )
 
 
-def _bubble(seen: _Seen) -> Iterator[Advice]:
+def _bubble(seen: _RunView) -> Iterator[Advice]:
     idle = number(seen.program, "idle_share")
     share = idle / (1 + idle)
     if share > IDLE:
@@ -125,7 +125,7 @@ def _bubble(seen: _Seen) -> Iterator[Advice]:
         )
 
 
-def _memory(seen: _Seen) -> Iterator[Advice]:
+def _memory(seen: _RunView) -> Iterator[Advice]:
     memory = seen.program.get("memory")
     if not isinstance(memory, dict) or not number(memory, "limit"):
         return
@@ -142,7 +142,7 @@ def _memory(seen: _Seen) -> Iterator[Advice]:
         yield Advice("memory unused", evidence, "try a larger train.microbatch_size: larger products attain more", 0.0)
 
 
-def _checkpoints(seen: _Seen) -> Iterator[Advice]:
+def _checkpoints(seen: _RunView) -> Iterator[Advice]:
     """Too often or too rarely, by what an interval t costs: C / t for saves and t / 2M for steps that are lost."""
     commits = events_of(seen.attempts, "checkpoint_commit")
     blocked = [number(record, "blocked_seconds") for record in commits]
@@ -170,7 +170,7 @@ def _checkpoints(seen: _Seen) -> Iterator[Advice]:
         )
 
 
-def _slow_hosts(seen: _Seen) -> Iterator[Advice]:
+def _slow_hosts(seen: _RunView) -> Iterator[Advice]:
     slow = {}
     for record in seen.attempts[-1].events:
         if record["kind"] == "straggler":
@@ -191,7 +191,7 @@ def _who(record: Record) -> tuple[int, str, str]:
     return (-1 if place is None else place, str(record.get("at_fault_host")), str(record.get("phase")))
 
 
-def _recompilations(seen: _Seen) -> Iterator[Advice]:
+def _recompilations(seen: _RunView) -> Iterator[Advice]:
     # Of another config the program is another one.
     changed = lambda attempt: any(record["kind"] == "config_change" for record in attempt.events)
     laps = [attempt.laps.get("compile", 0.0) for attempt in seen.attempts if not changed(attempt)]
@@ -205,14 +205,14 @@ def _recompilations(seen: _Seen) -> Iterator[Advice]:
         )
 
 
-def _evaluations(seen: _Seen) -> Iterator[Advice]:
+def _evaluations(seen: _RunView) -> Iterator[Advice]:
     seconds = sum(number(line, "seconds") for attempt in seen.attempts for line in attempt.evals)
     share = seconds / seen.running if seen.running else 0.0
     if share > _EVALUATION:
         yield Advice("evaluations", f"evaluations take {share:.0%} of the time", "raise train.eval_every", share)
 
 
-def _learning_rate(seen: _Seen) -> Iterator[Advice]:
+def _learning_rate(seen: _RunView) -> Iterator[Advice]:
     for attempt in seen.attempts:
         changes = {record.get("key"): record for record in attempt.events if record["kind"] == "config_change"}
         batch = changes.get("data.global_batch_size")
@@ -229,7 +229,7 @@ def _learning_rate(seen: _Seen) -> Iterator[Advice]:
             )
 
 
-def _batch(seen: _Seen) -> Iterator[Advice]:
+def _batch(seen: _RunView) -> Iterator[Advice]:
     """Of a batch as large as the noise scale the loss needs twice the tokens that the smallest batches need."""
     rows = number(seen.program, "rows")
     # Of another attempt small batches may have had another size.
@@ -247,7 +247,7 @@ def _batch(seen: _Seen) -> Iterator[Advice]:
         )
 
 
-RULES: tuple[Callable[[_Seen], Iterator[Advice]], ...] = (
+RULES: tuple[Callable[[_RunView], Iterator[Advice]], ...] = (
     _input, _communication, _expected, _bubble, _memory, _checkpoints, _slow_hosts, _recompilations, _evaluations,
     _learning_rate, _batch,
 )  # fmt: skip

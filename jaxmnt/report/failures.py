@@ -62,7 +62,7 @@ class Failure:
 
 
 @dataclass
-class _Told:
+class _AttemptRecords:
     """What the processes say of one attempt."""
 
     bad: list[Record] = field(default_factory=list)
@@ -134,13 +134,13 @@ def _then(attempt: Attempt, following: Attempt | None) -> str:
     return f"attempt {following.number} went on after step {following.resumed_after}, {waited:.0f} s later{again}"
 
 
-def _by_attempt(run_dir: Path, attempts: Sequence[Attempt]) -> list[_Told]:
+def _by_attempt(run_dir: Path, attempts: Sequence[Attempt]) -> list[_AttemptRecords]:
     """The events of all processes.
 
     Process 0 says of which attempt; others count their own, so theirs belong to the attempt in whose time they are. A
     start that came to nothing is no attempt's.
     """
-    told = [_Told() for _ in attempts]
+    told = [_AttemptRecords() for _ in attempts]
     numbers = {attempt.number: place for place, attempt in enumerate(attempts)}
     for path in event_files(run_dir):
         ahead = 0.0
@@ -181,7 +181,7 @@ def _noted_code(starts: list[Record], attempt: Attempt) -> int | None:
     return last[1] if last is not None and last[0] >= began - _A_JOB_SECONDS else None
 
 
-def _sizes(told: _Told, process: int) -> dict[str, int]:
+def _sizes(told: _AttemptRecords, process: int) -> dict[str, int]:
     """How many bytes the files of a process had when it began its attempt."""
     sizes = told.starts.get(process, {}).get("log_bytes")
     return {name: size for name, size in sizes.items() if type(size) is int} if isinstance(sizes, dict) else {}

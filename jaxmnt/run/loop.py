@@ -33,7 +33,7 @@ def train_steps(run: Running) -> ExitCode:
     while progress.step < last and not progress.preempted:
         run.watchdog.begins(progress.step + 1)
         batch, digest = feed.take()
-        wishes = {"save": saves.wished(), "profile": run.profiler.wished(progress.step + 1)}
+        wishes = {"save": saves.wants(), "profile": run.profiler.wants(progress.step + 1)}
         metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **wishes)})
         step = progress.step
         if step < last:

@@ -82,14 +82,14 @@ class Profiler:
                 self._signalled |= (self._run_dir / PROFILE_FILE).exists()
             self._end.wait(_LOOK_SECONDS)
 
-    def wished(self, step: int) -> bool:
+    def wants(self, step: int) -> bool:
         """Whether this process asks for a profile when `step` is taken. For the file and the config process 0 asks."""
         return self._signalled or (self._at is not None and step >= self._at and self._identity.process_id == 0)
 
-    def due(self, wished_in: int) -> bool:
+    def due(self, wanted_in: int) -> bool:
         """Whether a profile is to be made of the next step, given the last step in which somebody wished it. A save
         comes first."""
-        return wished_in > self._handled
+        return wanted_in > self._handled
 
     def arm(self, saved: bool, step: int) -> None:
         """After that save: the next step is profiled if it succeeded."""

@@ -96,7 +96,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True)
-class Consent:
+class ResumeFlags:
     """What a person says of this start, besides the config."""
 
     accept_changes: bool = False
@@ -119,7 +119,9 @@ class Decision:
     """Whether it ends because no whole checkpoint is left, which is said once it is known where they were kept."""
 
 
-def decide(found: RunDirectory, config: Config, digests: dict[str, str], consent: Consent = Consent()) -> Decision:
+def decide(
+    found: RunDirectory, config: Config, digests: dict[str, str], flags: ResumeFlags = ResumeFlags()
+) -> Decision:
     """Decides what becomes of a run's directory, given the `digests` of the data. Changes nothing. Of files it reads
     only how many updates a checkpoint has, if the schedule of the learning rate is another.
 
@@ -128,7 +130,7 @@ def decide(found: RunDirectory, config: Config, digests: dict[str, str], consent
     _refuse_to_touch(found)
     if found.checkpoint is not None:
         try:
-            return _go_on(found, found.checkpoint, config, digests, consent)
+            return _go_on(found, found.checkpoint, config, digests, flags)
         except UserError as error:
             return Decision(refusal=error)
     if found.damaged:
@@ -170,14 +172,14 @@ def _refuse_to_touch(found: RunDirectory) -> None:
 
 
 def _go_on(
-    found: RunDirectory, checkpoint: Committed, config: Config, digests: dict[str, str], consent: Consent
+    found: RunDirectory, checkpoint: Committed, config: Config, digests: dict[str, str], flags: ResumeFlags
 ) -> Decision:
     """A run that goes on from a checkpoint of its own. Raises `ConfigError` if this config cannot, or has to ask."""
     manifest, accepted, remarks = checkpoint.manifest, None, []
     different = changes(checkpoint.config, config)
     refuse_changes(config, digests, checkpoint, different)
     asked = to_be_accepted(config, checkpoint, different, found.accepted)
-    if asked and not consent.accept_changes:
+    if asked and not flags.accept_changes:
         raise ConfigError(not_accepted(config, checkpoint, asked))
     if checkpoint.step < config.train.steps:
         # The rate may jump at an earlier checkpoint, which a restart may need, although it does not jump at this one.
@@ -191,7 +193,7 @@ def _go_on(
 
 
 def carry_out(
-    decision: Decision, found: RunDirectory, config: Config, data: Sources, remarks: list[str], consent: Consent
+    decision: Decision, found: RunDirectory, config: Config, data: Sources, remarks: list[str], flags: ResumeFlags
 ) -> ResumePoint:
     """Does in the directory what was decided, and names the run there. Returns where it stands, with `remarks` first.
 
@@ -213,7 +215,7 @@ def carry_out(
     for where in run_directories(config):
         if not (where / RUN_FILE).exists():
             about = {"run": start.run, "lineage": start.lineage, "time": time.time()}
-            begun_by = {"begun_by": fresh.marks(os.environ)} if consent.fresh else {}
+            begun_by = {"begun_by": fresh.marks(os.environ)} if flags.fresh else {}
             publish(where / RUN_FILE, json_text(about | begun_by, indent=1) + "\n")
     return replace(start, remarks=remarks + start.remarks, damaged=damaged)
 
@@ -261,7 +263,7 @@ def resume_point(
     identity: Identity,
     locks: Sequence[RunLock],
     tell: Callable[[str], None] = lambda line: None,
-    consent: Consent = Consent(),
+    flags: ResumeFlags = ResumeFlags(),
 ) -> ResumePoint:
     """Takes the run's locks, finds the checkpoint to go on from, and compares the config with that one's.
 
@@ -270,7 +272,7 @@ def resume_point(
     """
 
     def at_this_start() -> ResumePoint:
-        begins_anew = consent.fresh and not fresh.done_before(known_run(config), os.environ)
+        begins_anew = flags.fresh and not fresh.done_before(known_run(config), os.environ)
         places = run_directories(config)
         if not begins_anew:
             check_checkpoints_reachable(config)
@@ -280,11 +282,11 @@ def resume_point(
         if begins_anew:
             _check_source_stays(config, begin(config, data, ""))
             remarks += fresh.set_aside(places)
-        elif consent.fresh:
+        elif flags.fresh:
             remarks.append("--fresh was done at an earlier start of this job, which goes on now")
-        return _read_and_decide(config, data, remarks, consent)
+        return _read_and_decide(config, data, remarks, flags)
 
-    return replace(_by_process_0("start", at_this_start, config, identity), fresh=consent.fresh)
+    return replace(_by_process_0("start", at_this_start, config, identity), fresh=flags.fresh)
 
 
 def fall_back(
@@ -302,14 +304,14 @@ def fall_back(
             raise ConfigError(f"run.{start.kind}_from: checkpoint {checkpoint.path} is damaged: {damage}; name another")
         aside = quarantine(checkpoint.path)
         remark = f"checkpoint {checkpoint.step} is damaged: {damage}; kept as {aside}"
-        return _read_and_decide(config, data, [remark], Consent())
+        return _read_and_decide(config, data, [remark], ResumeFlags())
 
     return _by_process_0("fall back", from_an_earlier_one, config, identity)
 
 
-def _read_and_decide(config: Config, data: Sources, remarks: list[str], consent: Consent) -> ResumePoint:
+def _read_and_decide(config: Config, data: Sources, remarks: list[str], flags: ResumeFlags) -> ResumePoint:
     found = read_directory(config)
-    return carry_out(decide(found, config, data.digests, consent), found, config, data, remarks, consent)
+    return carry_out(decide(found, config, data.digests, flags), found, config, data, remarks, flags)
 
 
 def _check_source_stays(config: Config, begun: ResumePoint) -> None:

@@ -86,17 +86,17 @@ class CheckpointManager:
             if short := shortage(self._root, self._needed, more):
                 self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {short}")
 
-    def wished(self) -> bool:
+    def wants(self) -> bool:
         """Whether this process wants a save soon: by the clock, or because the last one failed. Process 0 decides."""
         if self._identity.process_id != 0 or self.saver.busy:
             return False
         now = time.monotonic()
         return self._clock.due(now) or (self._retry_at is not None and now >= self._retry_at)
 
-    def due(self, step: int, wished_in: int) -> bool:
-        """Whether to save after `step`: `wished_in` is the last step in which some process wanted that."""
+    def due(self, step: int, wanted_in: int) -> bool:
+        """Whether to save after `step`: `wanted_in` is the last step in which some process wanted that."""
         every = self._settings.every_steps
-        return (every > 0 and step % every == 0) or wished_in > self._saved_step
+        return (every > 0 and step % every == 0) or wanted_in > self._saved_step
 
     def save(self, step: int, state: Any, tokens: int, loss: float | None) -> float:
         """Starts a save of what `step` led to, and returns for how many seconds that blocked.

@@ -7,7 +7,7 @@ from typing import Any
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.data.run_tokenizer import keep, of_data
+from jaxmnt.data.run_tokenizer import of_data, write_to_run
 from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import companions
@@ -142,7 +142,7 @@ def _note_what_it_is(run: CompiledRun) -> None:
     write_config(run.directory, config)
     tokenizer = of_data(run.data.tokenizer, run.data.vocab_size, run.data.folder)
     for where in places:
-        keep(where, tokenizer)
+        write_to_run(where, tokenizer)
     if start.kind != "own":
         source = config.run.init_from or config.run.fork_from
         files = companions.fitting(companions.of_source(start.weights, source, start.checkpoint), tokenizer)

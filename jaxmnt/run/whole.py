@@ -12,7 +12,7 @@ from jaxmnt.run.compiling import compile_run
 from jaxmnt.run.input import plan_rows, read_data
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.loop import train_steps
-from jaxmnt.run.resume import Consent, resume_point
+from jaxmnt.run.resume import ResumeFlags, resume_point
 from jaxmnt.run.rundir import run_directories, unreadable_is_retryable
 from jaxmnt.run.running import start_running
 from jaxmnt.run.spending import check_price
@@ -23,16 +23,16 @@ from jaxmnt.telemetry.sinks import wanted_sinks
 from jaxmnt.training.build import build_spec
 
 
-def train_in(process: RunProcess, consent: Consent, opened: Callable[[], None] = lambda: None) -> ExitCode:
+def train_in(process: RunProcess, flags: ResumeFlags, opened: Callable[[], None] = lambda: None) -> ExitCode:
     """Trains in this process of a run. `opened` is called when the run is about to have events of its own."""
     with telling(process.heartbeat), unreadable_is_retryable(process.config):
-        run = open_run(process, consent)
+        run = open_run(process, flags)
         if run.finished:
             return ExitCode.FINISHED
         return train_steps(start_running(restore_run(compile_run(run, opened))))
 
 
-def open_run(process: RunProcess, consent: Consent) -> OpenedRun:
+def open_run(process: RunProcess, flags: ResumeFlags) -> OpenedRun:
     """Reads what the run is about, takes its locks, and says where it goes on.
 
     A run that has finished has nothing more to do; its config is checked all the same.
@@ -51,7 +51,7 @@ def open_run(process: RunProcess, consent: Consent) -> OpenedRun:
     reads_all = any(isinstance(part, GrainData) and not part.holds_rows for part in run.data.parts.values())
     if not reads_all:
         training_data = plan_rows(run, keeps=True)
-    start = resume_point(run.config, run.data, run.identity, locks, run.status.line, consent)
+    start = resume_point(run.config, run.data, run.identity, locks, run.status.line, flags)
     if reads_all:
         training_data = plan_rows(run, keeps=True)
     config = run.config

@@ -10,7 +10,7 @@ from jaxmnt.models.contract import Definition, products_of
 from jaxmnt.telemetry.peaks import peaks_of
 
 
-class Again(NamedTuple):
+class RecomputeShare(NamedTuple):
     """Shares of a layer's forward that backward computes again."""
 
     products: float
@@ -18,9 +18,12 @@ class Again(NamedTuple):
     elementwise: float
 
 
-AGAIN = {
-    "none": Again(0, 0, 0), "attention": Again(0, 0, 0), "dots": Again(0, 1, 1), "full": Again(1, 1, 1),
-}  # fmt: skip
+RECOMPUTE_SHARES = {
+    "none": RecomputeShare(0, 0, 0),
+    "attention": RecomputeShare(0, 0, 0),
+    "dots": RecomputeShare(0, 1, 1),
+    "full": RecomputeShare(1, 1, 1),
+}
 """By `train.remat`; `names` depends on them."""
 
 
@@ -44,7 +47,7 @@ class TokenFlops:
     def recomputed(self, remat: str) -> float | None:
         """What backward computes again under this `train.remat`; None if that depends on names. What a kernel of
         attention computes again is not counted."""
-        if (again := AGAIN.get(remat)) is None:
+        if (again := RECOMPUTE_SHARES.get(remat)) is None:
             return None
         return (again.products * self.layers + again.attention * self.attention) / 3
 

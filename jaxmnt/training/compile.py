@@ -21,7 +21,7 @@ from jaxmnt.parallel.sharding import Axes, Hosts, Placement
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec, is_planned
 from jaxmnt.training.compiler_options import GpuMemory, compiler_options, memory_options
-from jaxmnt.training.levers import find_levers, told
+from jaxmnt.training.memory_suggestions import find_memory_suggestions, summary
 from jaxmnt.training.spec import CONTROL_AXES, ControlFlags, State, StepSpec
 from jaxmnt.training.state import (
     OneLeaf,
@@ -149,10 +149,12 @@ def compile_program(
     seconds = time.perf_counter() - started
     memory = measure(spec, state, step, _device_limit(spec.placement))
     if memory.limit is not None and memory.peak > memory.limit:
-        levers = find_levers(spec, lambda changed: build_spec(changed, data_vocab_size, devices, hosts))
+        memory_suggestions = find_memory_suggestions(
+            spec, lambda changed: build_spec(changed, data_vocab_size, devices, hosts)
+        )
         raise ConfigError(
             f"memory: a step needs {size(memory.peak)} on a device that has {size(memory.limit)}; "
-            f"{told(levers, memory.peak, memory.limit)}"
+            f"{summary(memory_suggestions, memory.peak, memory.limit)}"
         )
     return Program(spec, step, state, memory, seconds)
 
@@ -189,7 +191,7 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
 
 def _check_float8(spec: StepSpec, least: int) -> None:
     """Raises `ConfigError` if float8 is asked for and would not be used: the numbers would be another precision's."""
-    in_float8, products = engine.glance(spec).products
+    in_float8, products = engine.trace_step(spec).products
     if in_float8 == 0:
         raise ConfigError(
             f"train.precision: none of the {products} products of the layers' projections would be in float8: on a "

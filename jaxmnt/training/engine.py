@@ -82,7 +82,7 @@ def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule
     return step.run(functools.partial(_evaluation_tick, step), (step.nothing(), no_loss()))[1]
 
 
-class Glance(NamedTuple):
+class StepTrace(NamedTuple):
     """What can be known of a step without computing anything, on a device."""
 
     residuals: dict[str, Residuals]
@@ -93,9 +93,9 @@ class Glance(NamedTuple):
     """How many products of the layers' projections are in float8, and how many there are; 0 without float8."""
 
 
-def glance(spec: StepSpec) -> Glance:
+def trace_step(spec: StepSpec) -> StepTrace:
     """Returns what tracing a step tells, without running it."""
-    found: list[Glance] = []
+    found: list[StepTrace] = []
 
     def local(params: Params, buffers: Params, batch: Batch) -> Array:
         step = open_step(spec, params, buffers, batch, spec.schedule)
@@ -103,7 +103,7 @@ def glance(spec: StepSpec) -> Glance:
         products: list[bool] = []
         for layers in step.layers.values() if spec.float8 else ():
             products += layers.products(step.nothing(), step.layer_rows(jnp.int32(0)))
-        found.append(Glance(_start(step).residuals, gathered, (sum(products), len(products))))
+        found.append(StepTrace(_start(step).residuals, gathered, (sum(products), len(products))))
         return jnp.zeros(())
 
     state = abstract_state(spec)

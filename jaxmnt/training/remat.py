@@ -89,13 +89,13 @@ Residuals = list[Array]
 """What forward leaves for backward."""
 
 
-def taken(residuals: Residuals, slot: Array, offset: Array) -> Residuals:
+def read_slot(residuals: Residuals, slot: Array, offset: Array) -> Residuals:
     """What a unit has left in a slot. By slices, which arrays in host memory have too."""
     cut = lambda one: jax.lax.dynamic_slice(one, (slot, offset, *[0] * (one.ndim - 2)), (1, 1, *one.shape[2:]))
     return [_in_order(cut(one).reshape(one.shape[2:])) for one in residuals]
 
 
-def placed(residuals: Residuals, kept: Residuals, slot: Array, offset: Array) -> Residuals:
+def write_slot(residuals: Residuals, kept: Residuals, slot: Array, offset: Array) -> Residuals:
     """With what a unit leaves."""
     put = lambda one, new: jax.lax.dynamic_update_slice(one, new[None, None], (slot, offset, *[0] * new.ndim))
     return [put(one, _in_order(new)) for one, new in zip(residuals, kept, strict=True)]

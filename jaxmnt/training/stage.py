@@ -18,7 +18,7 @@ from jaxmnt.models.float8 import Noted, float8_products, noting_products
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import unstacked
-from jaxmnt.training.remat import Backward, Residuals, placed, rematerialise, taken
+from jaxmnt.training.remat import Backward, Residuals, read_slot, rematerialise, write_slot
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.trained import select
 from jaxmnt.training.weights import LayerWeights, Weights
@@ -139,9 +139,9 @@ class Layers:
             unit = of.chunk * self._depth + offset
             go = lambda: self._unit_forward(x_BSD, unit, of.rows, ready)
             zeros = jax.tree.map(lambda one: jnp.zeros(one.shape[1:], one.dtype), sums)
-            idle = lambda: (x_BSD, taken(residuals, of.slot, offset), zeros, ready)
+            idle = lambda: (x_BSD, read_slot(residuals, of.slot, offset), zeros, ready)
             x_BSD, kept, new, ready = of.when(self._filled(unit), go, idle)
-            residuals = placed(residuals, kept, of.slot, offset)
+            residuals = write_slot(residuals, kept, of.slot, offset)
             return (x_BSD, residuals, jax.tree.map(lambda one, new: one.at[unit].add(new), sums, new), ready), None
 
         x_BSD, residuals, sums, _ = self._scan(body, (x_BSD, residuals, sums, self._first(of.when)))
@@ -160,7 +160,7 @@ class Layers:
         def body(carry: tuple[Array, Params], offset: Array) -> tuple[tuple[Array, Params], None]:
             x_gradient_BSD, gradients = carry
             unit = of.chunk * self._depth + offset
-            go = lambda: self._unit_backward(x_gradient_BSD, unit, of.rows, taken(residuals, of.slot, offset))
+            go = lambda: self._unit_backward(x_gradient_BSD, unit, of.rows, read_slot(residuals, of.slot, offset))
             nothing = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
             x_gradient_BSD, new = of.when(self._filled(unit), go, nothing)
             return (x_gradient_BSD, jax.tree.map(lambda total, one: total.at[unit].add(one), gradients, new)), None
@@ -339,7 +339,7 @@ class PrefetchedLayers(Layers):
 
         def body(carry: Any, unit: Array) -> tuple[Any, None]:
             x_gradient_BSD, gradients, ready, waiting = carry
-            kept = taken(residuals, of.slot, unit)
+            kept = read_slot(residuals, of.slot, unit)
             for place in range(end, -1, -1):
                 before = (unit, place - 1) if place else (jnp.maximum(unit - 1, 0), end)
                 weights, ready = ready, self.weights.take(*before)

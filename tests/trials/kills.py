@@ -298,17 +298,17 @@ def _where_it_starts(trial: Trial, launcher: subprocess.Popen) -> int:
         found.extend(line.finditer(_output(trial).read_text(errors="replace")))
         return bool(found)
 
-    _wait(announced, trial, launcher, "going on", glance=0.01)
+    _wait(announced, trial, launcher, "going on", trace_step=0.01)
     return int(found[0][2] or 0)
 
 
 def _kill(bench: Bench, trial: Trial, kill: Kill, launcher: subprocess.Popen, at: int) -> int:
     """Waits for the moment, kills, and waits for the end. The newest step whose commit was seen before."""
-    _wait(lambda: len(_processes(launcher)) == bench.processes, trial, launcher, "all processes", glance=0.01)
+    _wait(lambda: len(_processes(launcher)) == bench.processes, trial, launcher, "all processes", trace_step=0.01)
     processes = _processes(launcher)
     step = _step(trial, kill, at)
     seen = _sign(bench, trial, kill, step)
-    _wait(seen, trial, launcher, f"the moment to kill ({kill.moment} of step {step})", glance=GLANCE_SECONDS)
+    _wait(seen, trial, launcher, f"the moment to kill ({kill.moment} of step {step})", trace_step=GLANCE_SECONDS)
     time.sleep(kill.delay * DELAY_SECONDS[kill.moment])
     committed = step if (trial.checkpoints / str(step) / MANIFEST_FILE).exists() else at
     kill.at = time.time()
@@ -394,12 +394,12 @@ def _ended(trial: Trial, launcher: subprocess.Popen) -> int:
         raise FailedError(f"start {trial.starts} did not end within {PATIENCE_SECONDS:g} s") from None
 
 
-def _wait(seen: Callable[[], bool], trial: Trial, launcher: subprocess.Popen, what: str, *, glance: float) -> None:
+def _wait(seen: Callable[[], bool], trial: Trial, launcher: subprocess.Popen, what: str, *, trace_step: float) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not seen():
         _expect(launcher.poll() is None, f"start {trial.starts} ended with {launcher.poll()} before {what}")
         _expect(time.monotonic() < deadline, f"start {trial.starts} did not come to {what}")
-        time.sleep(glance)
+        time.sleep(trace_step)
 
 
 def _output(trial: Trial) -> Path:

@@ -21,7 +21,7 @@ from jaxmnt.training.state import abstract_state, bytes_a_device, float32_bytes,
 from jaxmnt.units import size
 
 
-class Lever(NamedTuple):
+class MemorySuggestion(NamedTuple):
     """A setting that would save memory."""
 
     setting: str
@@ -30,7 +30,7 @@ class Lever(NamedTuple):
     """Bytes of each device."""
 
 
-def find_levers(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[Lever]:
+def find_memory_suggestions(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[MemorySuggestion]:
     """Settings that differ from the config's, those that would save most first. `rebuild` gives the spec of another
     config on the same devices."""
     measures: tuple[Callable[[StepSpec], int], ...] = (kept_bytes, _state_bytes)
@@ -38,14 +38,14 @@ def find_levers(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[L
     found = [*_of_the_state(spec, before[kept_bytes]), *_of_zero(spec)]
     for setting, changes, measure in _of_other_configs(spec):
         with contextlib.suppress(ConfigError):  # another size does not divide: no lever
-            found.append(Lever(setting, before[measure] - measure(rebuild(spec.config.changed(changes)))))
+            found.append(MemorySuggestion(setting, before[measure] - measure(rebuild(spec.config.changed(changes)))))
     return sorted((one for one in found if one.saves > 0), key=lambda one: (-one.saves, one.setting))
 
 
-def told(levers: Sequence[Lever], peak: int, limit: int) -> str:
+def summary(memory_suggestions: Sequence[MemorySuggestion], peak: int, limit: int) -> str:
     """The first three in words, of a step that needs `peak` bytes of a device that has `limit`."""
-    parts = [f"{lever.setting} saves {size(lever.saves)}" for lever in levers[:3]]
-    if any(lever.saves >= peak - limit for lever in levers):
+    parts = [f"{suggestion.setting} saves {size(suggestion.saves)}" for suggestion in memory_suggestions[:3]]
+    if any(suggestion.saves >= peak - limit for suggestion in memory_suggestions):
         return "; ".join(parts)
     more = f"{GATHERING_AXES[0]} over at least {math.ceil(peak / limit)} times as many devices"
     return "; ".join([f"no single setting makes it fit: raise mesh.{more}", *parts])
@@ -58,21 +58,23 @@ def parameters_of(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]
 
 def kept_bytes(spec: StepSpec) -> int:
     """What forwards leave on a device for their backwards, at most at a time; not what is in host memory."""
-    kept = jax.tree.leaves(engine.glance(spec).residuals)
+    kept = jax.tree.leaves(engine.trace_step(spec).residuals)
     on_device = (one for one in kept if jax.typeof(one).memory_space != jax.memory.Space.Host)
     return sum(one.dtype.itemsize * math.prod(one.shape) for one in on_device)
 
 
-def _of_the_state(spec: StepSpec, kept: int) -> Iterator[Lever]:
+def _of_the_state(spec: StepSpec, kept: int) -> Iterator[MemorySuggestion]:
     config, state = spec.config, abstract_state(spec)
     optimizer = bytes_a_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
     if not config.optimizer.offload:
-        yield Lever("optimizer.offload=true", min(optimizer, kept))  # for the update, when nothing is kept, all is back
+        yield MemorySuggestion(
+            "optimizer.offload=true", min(optimizer, kept)
+        )  # for the update, when nothing is kept, all is back
         if config.optimizer.state_dtype == "float32":
-            yield Lever("optimizer.state_dtype=bfloat16", optimizer // 2)
+            yield MemorySuggestion("optimizer.state_dtype=bfloat16", optimizer // 2)
 
 
-def _of_zero(spec: StepSpec) -> Iterator[Lever]:
+def _of_zero(spec: StepSpec) -> Iterator[MemorySuggestion]:
     """With ZeRO 2 and 1 gathered weights are whole for a step, with 1 their gradients as well."""
     if spec.zero == 3:
         return
@@ -84,9 +86,9 @@ def _of_zero(spec: StepSpec) -> Iterator[Lever]:
             whole += piece * math.prod(spec.placement.sizes[axis] for axis in gathered[1])
     weights = whole * spec.dtype.itemsize
     gradients = 4 * (whole - stored) if spec.zero == 1 else 0
-    yield Lever("mesh.zero=3", weights + gradients)
+    yield MemorySuggestion("mesh.zero=3", weights + gradients)
     if spec.zero == 1:
-        yield Lever("mesh.zero=2", gradients)
+        yield MemorySuggestion("mesh.zero=2", gradients)
 
 
 def _state_bytes(spec: StepSpec) -> int:
