@@ -98,10 +98,10 @@ class Data(Section):
 
 def check_data(data: Data) -> None:
     """The rules over several keys of `data`."""
-    given = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
-    if len(given) > 1:
-        raise ValueError(f"data.{given[1]}: data.{given[0]} is also set; remove one of them")
-    _check_grain("data.grain", data.grain, next((f"data.{name}" for name in given), None))
+    set_keys = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
+    if len(set_keys) > 1:
+        raise ValueError(f"data.{set_keys[1]}: data.{set_keys[0]} is also set; remove one of them")
+    _check_grain("data.grain", data.grain, next((f"data.{name}" for name in set_keys), None))
     for name, source in data.sources.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ValueError(f"data.sources: {name!r} is not a name; use letters, digits, - and _")

@@ -42,12 +42,12 @@ def help_text(topic: str = "") -> str:
     With a topic only that key, or the keys of that section. Raises `ConfigError` if there are none.
     """
     fields = fields_by_key(of_lists=True)
-    chosen = [name for name in fields if not topic or name == topic or name.startswith(f"{topic}.")]
-    if not chosen:
-        known = sorted({".".join(name.split(".")[:depth]) for name in fields for depth in (1, 2)})
-        raise ConfigError(f"--help: no setting begins with {printable(topic)}; {nearest(topic, known)}")
+    keys = [name for name in fields if not topic or name == topic or name.startswith(f"{topic}.")]
+    if not keys:
+        topics = sorted({".".join(name.split(".")[:depth]) for name in fields for depth in (1, 2)})
+        raise ConfigError(f"--help: no setting begins with {printable(topic)}; {nearest(topic, topics)}")
     line = lambda name, field: f"  {name}  {takes(field)}; {_default(field)}\n      {field['description']}"
-    return "\n".join(line(name, fields[name]) for name in chosen)
+    return "\n".join(line(name, fields[name]) for name in keys)
 
 
 def json_schema() -> str:

@@ -109,9 +109,14 @@ def _alternatives(schema: Schema) -> list[str]:
 
 def _plural(schema: Schema) -> str:
     words = takes(schema)
-    for one, many in {"integer": "integers", "number": "numbers", "list": "lists", "section": "sections"}.items():
-        if words.startswith(one):
-            return words.replace(one, many, 1)
+    for singular, plural in {
+        "integer": "integers",
+        "number": "numbers",
+        "list": "lists",
+        "section": "sections",
+    }.items():
+        if words.startswith(singular):
+            return words.replace(singular, plural, 1)
     return words
 
 
@@ -157,7 +162,7 @@ def source_of(dotted: str, sources: Mapping[str, str]) -> str | None:
     while place:
         if place in sources:
             return sources[place]
-        below = next((where for known, where in sources.items() if known.startswith(f"{place}.")), None)
+        below = next((where for key, where in sources.items() if key.startswith(f"{place}.")), None)
         if below is not None:
             return below
         place = place.rpartition(".")[0]
@@ -180,40 +185,40 @@ def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
         such = f", such as {key}.{next(iter(schema['properties']))}" if key else ""
         return key, f"must be a section with keys{such}, not {_shown(value)}"
     words = with_article(takes(schema))
-    found = "and is missing" if kind == "missing" else f"not {_shown(value)}"
+    actual = "and is missing" if kind == "missing" else f"not {_shown(value)}"
     quotes = ""
     if words.startswith("text") and isinstance(value, bool | int | float):
         typed = source_of(key, sources) == COMMAND_LINE
         quotes = "; for text write two kinds of quotes, '\"…\"'" if typed else '; for text write quotes, "…"'
-    return key, f"must be {words}, {found}{quotes}" + (f" ({help_line})" if help_line else "")
+    return key, f"must be {words}, {actual}{quotes}" + (f" ({help_line})" if help_line else "")
 
 
 def _suggestion(dotted: str, value: Any) -> str:
     """What somebody may have meant who wrote this key, or this section with this inside."""
     *parents, last = dotted.split(".")
-    known = list(section_fields(parents))
+    section_keys = list(section_fields(parents))
     if missing := table()["not_available"].get(last.lower()):
         return f"{missing} is not available in this version"
     if not parents and isinstance(value, dict) and value:
-        return _section_suggestion(last, str(next(iter(value))), known)
+        return _section_suggestion(last, str(next(iter(value))), section_keys)
     if meant := setting_for(last, ".".join(parents)):
         return meant.question
-    if close := closest(last, known):
+    if close := closest(last, section_keys):
         return f"did you mean {'.'.join([*parents, close])}?"
     everywhere = {name: f"{section}.{name}" for section in section_fields([]) for name in section_fields([section])}
-    if other := closest(last, list(everywhere)):
-        return f"did you mean {everywhere[other]}?"
-    return f"known: {', '.join(known)}"
+    if elsewhere := closest(last, list(everywhere)):
+        return f"did you mean {everywhere[elsewhere]}?"
+    return f"known: {', '.join(section_keys)}"
 
 
-def _section_suggestion(name: str, inner: str, known: list[str]) -> str:
+def _section_suggestion(name: str, inner: str, section_keys: list[str]) -> str:
     """Of a section that is none, whose first key is `inner`."""
-    section = closest(name, known) or section_for(name)
+    section = closest(name, section_keys) or section_for(name)
     if section and inner in section_fields([section]):
         return f"did you mean {section}.{inner}?"
     if meant := setting_for(inner, section or ""):
         return meant.question
-    return f"did you mean {section}?" if section else f"known: {', '.join(known)}"
+    return f"did you mean {section}?" if section else f"known: {', '.join(section_keys)}"
 
 
 class Suggestion(NamedTuple):
@@ -250,13 +255,13 @@ def setting_for(name: str, section: str = "") -> Suggestion | None:
     """
     usual = name.lower().replace("-", "_")
     entries = (entry for entry in table()["settings"] if usual in entry["names"].split())
-    meant, own = (
+    meant, places = (
         next((Suggestion(entry["key"], entry.get("note", "")) for entry in entries), None),
         list(_places(usual)),
     )
-    if meant and (meant.key.startswith(f"{section}.") or not own):
+    if meant and (meant.key.startswith(f"{section}.") or not places):
         return meant
-    return Suggestion(" or ".join(own)) if own else None
+    return Suggestion(" or ".join(places)) if places else None
 
 
 def _places(name: str) -> Iterator[str]:

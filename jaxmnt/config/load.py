@@ -77,7 +77,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     path = Path(path)
     tree, sources = _read(path)
     for key in apply_overrides(tree, overrides or []):
-        sources = {known: line for known, line in sources.items() if not known.startswith(f"{key}.")}
+        sources = {name: line for name, line in sources.items() if not name.startswith(f"{key}.")}
         sources[key] = COMMAND_LINE
     tree["run"] = tree.get("run") or {}
     if isinstance(tree["run"], dict) and tree["run"].setdefault("dir", f"runs/{path.stem}") in (None, ""):
@@ -100,11 +100,11 @@ def _check_checkpoints_apart(config: Config, where: str) -> None:
     """
     if not config.run.dir or not config.checkpoint.dir or "://" in config.checkpoint.dir:
         return
-    own, given = Path(config.run.dir, "checkpoints"), Path(config.checkpoint.dir)
-    if Path(os.path.normpath(Path.cwd() / given)).is_relative_to(os.path.normpath(Path.cwd() / own)):
+    default_folder, folder = Path(config.run.dir, "checkpoints"), Path(config.checkpoint.dir)
+    if Path(os.path.normpath(Path.cwd() / folder)).is_relative_to(os.path.normpath(Path.cwd() / default_folder)):
         raise ConfigError(
-            f"{where}: checkpoint.dir: {printable(str(given))} is where a run in run.dir ({printable(config.run.dir)}) "
-            f"keeps its checkpoints anyway; leave checkpoint.dir out, which means {printable(str(own))}, or name a "
+            f"{where}: checkpoint.dir: {printable(str(folder))} is where a run in run.dir ({printable(config.run.dir)}) "
+            f"keeps its checkpoints anyway; leave checkpoint.dir out, which means {printable(str(default_folder))}, or name a "
             "folder elsewhere"
         )
 
@@ -208,13 +208,13 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key → value. An empty mapping is a value."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            flattened |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flattened[f"{prefix}{name}"] = value
+    return flattened
 
 
 def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any]) -> str:
@@ -253,7 +253,9 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dic
         base_tree, base_sources = _read(base, (path.resolve(), *above))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where} extends it)") from error
-    replaced = lambda key: any(key == own or key.startswith(f"{own}.") for own in sources if _leaf(tree, own))
+    replaced = lambda key: any(
+        key == overridden or key.startswith(f"{overridden}.") for overridden in sources if _leaf(tree, overridden)
+    )
     return _merged(base_tree, tree), {key: line for key, line in base_sources.items() if not replaced(key)} | sources
 
 
@@ -265,10 +267,10 @@ def _leaf(tree: dict[str, Any], dotted: str) -> bool:
     return not isinstance(value, dict)
 
 
-def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _merged(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     """The keys of both; where both have one, sections are merged and any other value is that of `own`."""
-    both = lambda name: isinstance(base.get(name), dict) and isinstance(own[name], dict | None)
-    return base | {name: _merged(base[name], own[name] or {}) if both(name) else own[name] for name in own}
+    both = lambda name: isinstance(base.get(name), dict) and isinstance(tree[name], dict | None)
+    return base | {name: _merged(base[name], tree[name] or {}) if both(name) else tree[name] for name in tree}
 
 
 def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -278,8 +280,12 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file{_configs_near(path)}") from None
     except IsADirectoryError:
-        own = path / _OF_A_RUN
-        advice = f"give the config in it: {own}" if own.is_file() else f"give a file{_configs_near(own)}"
+        config_file = path / _OF_A_RUN
+        advice = (
+            f"give the config in it: {config_file}"
+            if config_file.is_file()
+            else f"give a file{_configs_near(config_file)}"
+        )
         raise ConfigError(f"{path}: is a folder, not a config file; {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
@@ -315,7 +321,7 @@ def _value(text: str, where: str) -> Any:
 
 def _unshared(value: Any, where: str, number: Iterator[int], above: tuple[Any, ...] = ()) -> Any:
     """A copy in which what an alias stands for is its own: what is set in one place shall not change another."""
-    if next(number) > _MOST_KEYS or any(value is one for one in above):
+    if next(number) > _MOST_KEYS or any(value is container for container in above):
         raise ConfigError(
             f"{where}: its aliases contain themselves, or stand for over {_MOST_KEYS} values; write out what is meant"
         )
@@ -403,13 +409,13 @@ def _apply(tree: dict[str, Any], override: str) -> str:
 
 def _no_setting(overrides: list[str], number: int) -> str:
     """What an argument is that is no `key.sub=value`, and what to write instead."""
-    given, before = overrides[number], overrides[number - 1] if number else ""
-    shown = shortened(repr(given))
-    if given.endswith((".yaml", ".yml")):
-        return f"argument {shown} is not a setting; name a config file by --config {given}"
-    if colon := re.fullmatch(r"([a-z]\w*(?:\.\w+)+):(.*)", given, re.DOTALL):
+    argument, before = overrides[number], overrides[number - 1] if number else ""
+    shown = shortened(repr(argument))
+    if argument.endswith((".yaml", ".yml")):
+        return f"argument {shown} is not a setting; name a config file by --config {argument}"
+    if colon := re.fullmatch(r"([a-z]\w*(?:\.\w+)+):(.*)", argument, re.DOTALL):
         return f"argument {shown} is not a setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
-    first = number - 1 if before and (given.startswith("=") or before.endswith("=")) else number
+    first = number - 1 if before and (argument.startswith("=") or before.endswith("=")) else number
     pieces: list[str] = []
     for piece in overrides[first : first + 3]:
         if "=" in piece.strip("=") and pieces:
@@ -418,8 +424,8 @@ def _no_setting(overrides: list[str], number: int) -> str:
         if whole := re.fullmatch(r"\s*([^\s=]+)\s*=\s*([^=]+)", "".join(pieces)):
             text, better = " ".join(pieces), f"{whole[1]}={whole[2].strip()}"
             return f"argument {shortened(repr(text))}: a setting has no spaces around its =; write {better}"
-    if re.fullmatch(r"[a-z]\w*(\.\w+)+", given) and len(pieces) > 1:
-        return f"argument {shortened(repr(' '.join(pieces[:2])))} is not a setting; write {given}={pieces[1]}"
+    if re.fullmatch(r"[a-z]\w*(\.\w+)+", argument) and len(pieces) > 1:
+        return f"argument {shortened(repr(' '.join(pieces[:2])))} is not a setting; write {argument}={pieces[1]}"
     return (
         f"argument {shown} is not a setting; write key.sub=value, such as train.steps=100, with quotes around it "
         "if there are spaces in it"

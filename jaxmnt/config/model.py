@@ -115,10 +115,10 @@ class Model(Section):
         """The preset's settings where none are given."""
         if not isinstance(raw, dict) or not isinstance(raw.get("preset"), str):
             return raw
-        name, known = raw["preset"], presets()
-        if name not in known:
-            raise ValueError(f"model.preset: {printable(name)} is not known; {nearest(name, sorted(known))}")
-        settings = known[name]
+        name, published = raw["preset"], presets()
+        if name not in published:
+            raise ValueError(f"model.preset: {printable(name)} is not known; {nearest(name, sorted(published))}")
+        settings = published[name]
         scaling = raw.get("rope_scaling")
         both = {"rope_scaling": settings.get("rope_scaling", {}) | scaling} if isinstance(scaling, dict) else {}
         return settings | raw | both

@@ -11,7 +11,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, UserError, printable, summary
 
 
-def import_dotted(path: str, key: str, wanted: str) -> Any:
+def import_dotted(path: str, key: str, expected: str) -> Any:
     """The object at the dotted path that a key of the config has. Raises `ConfigError` if it cannot be imported."""
     module, _, name = path.rpartition(".")
     try:
@@ -19,7 +19,7 @@ def import_dotted(path: str, key: str, wanted: str) -> Any:
     except Exception as error:  # it may be the user's own code that runs
         raise ConfigError(
             f"{key}: {printable(path)} cannot be imported: {printable(summary(error))}; it must be the dotted path of "
-            f"{wanted}, in a module that can be imported where the run is started"
+            f"{expected}, in a module that can be imported where the run is started"
         ) from error
 
 

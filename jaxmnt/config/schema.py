@@ -303,9 +303,9 @@ class Config(Section):
                 f"optimizer.warmup_steps: {warmup} must be below train.steps ({steps}); lower it or raise train.steps"
             )
         longest = self._longest_wait_seconds
-        if (given := self.cluster.nccl_timeout_seconds) is not None and given <= longest:
+        if (timeout := self.cluster.nccl_timeout_seconds) is not None and timeout <= longest:
             raise ValueError(
-                f"cluster.nccl_timeout_seconds: {given} must be above the watchdog's longest limit ({longest:g} s), or "
+                f"cluster.nccl_timeout_seconds: {timeout} must be above the watchdog's longest limit ({longest:g} s), or "
                 "NCCL ends processes before the watchdog names one; raise it, or leave it out"
             )
         check_data(self.data)

@@ -40,8 +40,8 @@ class Section(BaseModel):
     def _integers(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        wanted = {name: field.annotation for name, field in cls.model_fields.items()}
-        return {name: _as_integer(value, wanted.get(name)) for name, value in raw.items()}
+        annotations = {name: field.annotation for name, field in cls.model_fields.items()}
+        return {name: _as_integer(value, annotations.get(name)) for name, value in raw.items()}
 
 
 _EXACT = 2**53
@@ -51,7 +51,7 @@ _EXACT = 2**53
 def _as_integer(value: Any, annotation: Any) -> Any:
     """The value with floats that are whole as integers, where the type has integers and no floats."""
     if isinstance(value, list):
-        return [_as_integer(one, member) for member in _members(annotation, list)[:1] for one in value] or value
+        return [_as_integer(entry, member) for member in _members(annotation, list)[:1] for entry in value] or value
     if not isinstance(value, float) or not value.is_integer() or abs(value) >= _EXACT:
         return value
     kinds = {member for member in _members(annotation) if isinstance(member, type)}
@@ -64,7 +64,7 @@ def _members(annotation: Any, of: type | None = None) -> list[Any]:
     if origin is Annotated:
         return _members(arguments[0], of)
     if origin in (Union, UnionType):
-        return [found for member in arguments for found in _members(member, of)]
+        return [inner for member in arguments for inner in _members(member, of)]
     if origin is Literal:
         return [type(choice) for choice in arguments]
     if of is None:

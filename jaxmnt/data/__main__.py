@@ -32,8 +32,8 @@ def _show(options: argparse.Namespace, work: Work) -> int:
         apply_overrides(tree, options.overrides)
         config = parse_config(tree, "command line")
     else:
-        given = [as_override("data.path", options.path)] if options.path else []
-        config = load_config(options.config, [*given, *options.overrides])
+        path_setting = [as_override("data.path", options.path)] if options.path else []
+        config = load_config(options.config, [*path_setting, *options.overrides])
     sources = open_sources(config.data, config.run.dir)
     if options.verify:
         work.does("")

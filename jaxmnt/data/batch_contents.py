@@ -88,10 +88,10 @@ def rows_of(
     limit: int,
 ) -> Iterator[Row]:
     """Yields the first `limit` rows of the batch that update number `step` (1 is the first) is made of."""
-    chosen = range(min(limit, config.data.global_batch_size))
-    located, batch = training.order.locate(step - 1, chosen), training.batch(step - 1, chosen)
+    row_numbers = range(min(limit, config.data.global_batch_size))
+    located, batch = training.order.locate(step - 1, row_numbers), training.batch(step - 1, row_numbers)
     lines = {name: Lines(reader, tokenizer) if tokenizer else None for name, reader in training.readers.items()}
-    for row in chosen:
+    for row in row_numbers:
         name, number = training.names[located.source[row]], int(located.row[row])
         reader, part = training.readers[name], sources.parts[name]
         learned_L = batch["weights"][row] > 0
@@ -140,12 +140,12 @@ def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, learned: np.ndarray, co
 def _text(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
     """The text of ids, with the names of tokens that no text makes."""
     names = tokenizer.names_of_special
-    found, begin = "", 0
+    text, begin = "", 0
     for end in [*np.flatnonzero(np.isin(ids, [*names])).tolist(), len(ids)]:
-        found += decode_after(tokenizer, np.concatenate([context, ids[:begin]]), ids[begin:end])
-        found += names[int(ids[end])] if end < len(ids) else ""
+        text += decode_after(tokenizer, np.concatenate([context, ids[:begin]]), ids[begin:end])
+        text += names[int(ids[end])] if end < len(ids) else ""
         begin = end + 1
-    return found
+    return text
 
 
 def _unit(part: Part, file: str) -> str:
@@ -170,11 +170,11 @@ class Lines:
     def of(self, document: int, offset: int) -> int:
         """The line, from 1, of the token at an offset of the stream that is in this document."""
         begin = int(self._reader.stream.document_starts[document])
-        known = self._known.setdefault(document, [(begin, 1)])
-        before, line = known[bisect(known, offset, key=lambda entry: entry[0]) - 1]
+        positions = self._known.setdefault(document, [(begin, 1)])
+        before, line = positions[bisect(positions, offset, key=lambda entry: entry[0]) - 1]
         for start in range(before, offset, _READ_AT_ONCE):
             line += self._newlines(_read(self._reader.stream, start, min(offset, start + _READ_AT_ONCE)))
-        insort(known, (offset, line))
+        insort(positions, (offset, line))
         return line
 
     def _newlines(self, ids: np.ndarray) -> int:

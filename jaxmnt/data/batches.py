@@ -151,8 +151,8 @@ def training_rows(
     data: TrainingData, rows: Sequence[int], start_step: int, *, prefetch: int, threads: int
 ) -> Iterator[Rows]:
     """Endless batches from `start_step` (0 is the first), each holding the given global rows, read ahead."""
-    wanted = np.asarray(rows, np.int64)
-    dataset = grain.MapDataset.range(_ENDLESS).map(lambda step: data.batch(int(step), wanted))
+    row_numbers = np.asarray(rows, np.int64)
+    dataset = grain.MapDataset.range(_ENDLESS).map(lambda step: data.batch(int(step), row_numbers))
     iterator = _read_ahead(dataset, prefetch, threads)
     grain.experimental.set_next_index(iterator, start_step)
     return iterator
@@ -231,10 +231,10 @@ def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> No
     settings, steps = config.data, config.train.steps
     shares = np.max([block_shares(phase.weights) for phase in phases(settings)], axis=0)
     for (name, count), share in zip(rows.items(), shares.tolist(), strict=True):
-        wanted = -(-share * settings.global_batch_size // BLOCK)
-        if count < wanted:
+        rows_per_batch = -(-share * settings.global_batch_size // BLOCK)
+        if count < rows_per_batch:
             raise ConfigError(
-                f"data.global_batch_size: a batch takes {wanted} rows of {name}, which has {count} of "
+                f"data.global_batch_size: a batch takes {rows_per_batch} rows of {name}, which has {count} of "
                 f"{settings.sequence_length} tokens; lower it, or prepare more text"
             )
         if on_end(settings, name) == "stop" and (last := order.last_step(name, steps)) < steps:

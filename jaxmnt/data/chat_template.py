@@ -36,36 +36,36 @@ def chat_template(files: Mapping[str, bytes]) -> str | None:
         except UnicodeDecodeError as error:
             raise ConfigError(f"--chat: chat_template.jinja is not UTF-8: {error}; copy it again") from error
     for name in objects:
-        found = object_in(files, name).get("chat_template")
-        if isinstance(found, list):  # several by name
-            named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-            found = named.get("default")
-        if isinstance(found, str):
-            return found
+        template = object_in(files, name).get("chat_template")
+        if isinstance(template, list):  # several by name
+            templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = templates.get("default")
+        if isinstance(template, str):
+            return template
     return None
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     """The names of special tokens that templates use, such as bos_token."""
     config = object_in(files, "special_tokens_map.json") | object_in(files, "tokenizer_config.json")
-    found = {}
+    names = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            found[name] = value
-    return found
+            names[name] = value
+    return names
 
 
 def object_in(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """The object in one of the files that came with a model; empty if it is not among them."""
     try:
-        found = json.loads(files.get(name, b"{}"))
+        content = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}, which came with the model, cannot be read: {error}; copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{name}, which came with the model, must be an object; copy it again")
-    return found
+    return content
 
 
 def reads(template: str, variable: str) -> bool:

@@ -91,8 +91,8 @@ class Elements:
                 number,
                 f"is not a mapping with {' and '.join(needed)}, but {printable(shown)}; add a map() that makes one",
             )
-        given = [field for field in fields if raw.get(field.name) is not None]
-        element = {field.name: self._array(number, field, raw[field.name]) for field in given}
+        present = [field for field in fields if raw.get(field.name) is not None]
+        element = {field.name: self._array(number, field, raw[field.name]) for field in present}
         if different := [name for name in element if len(element[name]) != len(element["tokens"])]:
             raise self.refusal(
                 number,
@@ -163,10 +163,10 @@ class DocumentStream(TokenStream):
 
     def _read_document(self, document: int) -> Element:
         number = int(self._numbers[document])
-        found = document_of(self._elements, number, self.end_of_document)
-        if found is None or fingerprint(found) != tuple(self._index[number].tolist()):
+        element = document_of(self._elements, number, self.end_of_document)
+        if element is None or fingerprint(element) != tuple(self._index[number].tolist()):
             raise self._elements.refusal(number, CHANGED)
-        return found
+        return element
 
     @property
     def index_bytes(self) -> int:
@@ -199,9 +199,9 @@ class GivenRows:
     def _row(self, number: int) -> Element:
         if number >= self.rows:
             return self._fillers
-        given = self._elements.read(number)
-        assert given is not None
-        row = self._defaults | given
+        element = self._elements.read(number)
+        assert element is not None
+        row = self._defaults | element
         self._check(number, row)
         return row
 
@@ -240,22 +240,22 @@ class _Recent:
             if document in self._held:
                 self._held.move_to_end(document)
                 return self._held[document]
-        found = self._read(document)  # without the lock: another thread may read the same, which does no harm
+        element = self._read(document)  # without the lock: another thread may read the same, which does no harm
         with self._lock:
             if document not in self._held:
-                self._held[document] = found
-                self._tokens += len(found["tokens"])
+                self._held[document] = element
+                self._tokens += len(element["tokens"])
             while self._tokens > _CACHED_TOKENS and len(self._held) > 1:
                 self._tokens -= len(self._held.popitem(last=False)[1]["tokens"])
-        return found
+        return element
 
 
 def document_of(elements: Elements, number: int, end: int | None) -> Element | None:
     """Tokens, with the end of document, and weights, which are 1 if it has none. The end counts as the token before."""
-    found = elements.read(number)
-    if found is None:
+    element = elements.read(number)
+    if element is None:
         return None
-    tokens, weights = found["tokens"], found.get("weights", np.ones(len(found["tokens"]), np.float32))
+    tokens, weights = element["tokens"], element.get("weights", np.ones(len(element["tokens"]), np.float32))
     if end is not None and tokens[-1] != end:
         tokens, weights = np.append(tokens, np.int32(end)), np.append(weights, weights[-1])
     return {"tokens": tokens, "weights": weights}
@@ -281,9 +281,9 @@ def measured(elements: Elements, end: int | None, progress: Callable[[str], None
         return (0, 0, 0) if document is None else fingerprint(document)
 
     options = grain.ReadOptions(num_threads=_INDEX_THREADS, prefetch_buffer_size=_INDEX_AHEAD)
-    found = np.zeros((len(elements), INDEX_COLUMNS), "<u4")
+    index = np.zeros((len(elements), INDEX_COLUMNS), "<u4")
     for number, entry in enumerate(grain.MapDataset.range(len(elements)).map(measure).to_iter_dataset(options)):
-        found[number] = entry
+        index[number] = entry
         if number % 1000 == 0:
             progress(f"{elements.path}, element {number:,} of {len(elements):,}")
-    return found
+    return index

@@ -111,23 +111,23 @@ class GrainData:
     def verify(self, progress: Progress = lambda name: None) -> None:
         """Reads every element. Raises `ConfigError` for the first that cannot be trained on, or that has changed."""
         for split, elements in self.elements.items():
-            known = None if self.holds_rows else self._index(split, progress)
-            if known is not None and known.is_new:
+            index = None if self.holds_rows else self._index(split, progress)
+            if index is not None and index.is_new:
                 continue  # all was read just now
-            found = measured(elements, self.tokenizer["end_of_document"], progress)
-            if known is not None and (changed := np.flatnonzero((found != known.table).any(axis=1))).size:
+            table = measured(elements, self.tokenizer["end_of_document"], progress)
+            if index is not None and (changed := np.flatnonzero((table != index.table).any(axis=1))).size:
                 raise elements.refusal(int(changed[0]), CHANGED)
 
     def make_index(self, progress: Progress) -> None:
         """Writes the index of each split into the folder, unless it is there. Raises `UnreadableError`."""
         for split in [] if self.holds_rows else self.elements:
-            found = self._index(split, progress)
+            index = self._index(split, progress)
             file = self._index_file(split)
-            if file is None or not found.is_new:
+            if file is None or not index.is_new:
                 continue
             with _usable(file.parent):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                publish_bytes(file, found.digest + found.table.tobytes())
+                publish_bytes(file, index.digest + index.table.tobytes())
 
     def load_index(self, *, made_elsewhere: bool) -> None:
         """Holds the index of each split in memory, from here on independent of the folder.
@@ -150,13 +150,13 @@ class GrainData:
         """The index in memory, in the folder, or made by reading all documents."""
         if split not in self._indices:
             elements, file = self.elements[split], self._index_file(split)
-            found = None if file is None else _kept(file, len(elements))
-            if found is None:
+            index = None if file is None else _kept(file, len(elements))
+            if index is None:
                 table = measured(elements, self.tokenizer["end_of_document"], progress)
-                found = _Index(table, is_new=True)
-            if not found.table[:, 0].any():
+                index = _Index(table, is_new=True)
+            if not index.table[:, 0].any():
                 raise ConfigError(f"{elements.key}: {elements.path} has no documents; give a dataset that has some")
-            self._indices[split] = found
+            self._indices[split] = index
         return self._indices[split]
 
     def _index_file(self, split: str) -> Path | None:
@@ -212,10 +212,10 @@ def _vocabulary(settings: Grain, key: str, like: Any) -> tuple[int, dict[str, An
         return settings.vocab_size, {"name": NAMELESS, "end_of_document": settings.end_of_document}
     theirs = {"vocab_size": like.vocab_size, "end_of_document": like.tokenizer["end_of_document"]}
     for name, value in theirs.items():
-        own = getattr(settings, name)
-        if own is not None and own != value:
+        setting = getattr(settings, name)
+        if setting is not None and setting != value:
             raise ConfigError(
-                f"{key}.{name}: {own} is not that of the prepared data beside it ({value}); leave it out if "
+                f"{key}.{name}: {setting} is not that of the prepared data beside it ({value}); leave it out if "
                 "both have the same tokenizer"
             )
     return like.vocab_size, like.tokenizer
@@ -227,9 +227,9 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
 
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
-        if callable(found) and not isinstance(found, grain.MapDataset):
-            found = found()
+        dataset = getattr(importlib.import_module(module), name)
+        if callable(dataset) and not isinstance(dataset, grain.MapDataset):
+            dataset = dataset()
     except OSError as error:
         raise UnreadableError(
             f"{key}: {path} cannot be made: {printable(summary(error))}; check that it is mounted and readable"
@@ -239,15 +239,15 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
             f"{key}: {path} cannot be made: {printable(summary(error))}; it must be a grain.MapDataset, or a function "
             "without arguments that returns one, in a module that can be imported where the run is started"
         ) from error
-    if isinstance(found, grain.IterDataset):
+    if isinstance(dataset, grain.IterDataset):
         raise ConfigError(f"{key}: {path} is an IterDataset, which has no random access; give a grain.MapDataset")
-    if not isinstance(found, grain.MapDataset):
+    if not isinstance(dataset, grain.MapDataset):
         raise ConfigError(
-            f"{key}: {path} is a {type(found).__name__}, not a grain.MapDataset; make it one: "
+            f"{key}: {path} is a {type(dataset).__name__}, not a grain.MapDataset; make it one: "
             "grain.MapDataset.source() takes what has a length and items"
         )
     try:
-        count = len(found)
+        count = len(dataset)
     except Exception as error:
         raise ConfigError(
             f"{key}: the length of {path} is unknown ({printable(summary(error))}); give its source a __len__"
@@ -256,7 +256,7 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
         raise ConfigError(f"{key}: {path} is endless; leave out repeat(), since epochs are repeated by the run")
     if count == 0:
         raise ConfigError(f"{key}: {path} is empty; give a dataset with elements")
-    return found
+    return dataset
 
 
 def _sampled(first: Elements, again: Elements) -> list[Element | None]:
@@ -266,16 +266,16 @@ def _sampled(first: Elements, again: Elements) -> list[Element | None]:
             f"{first.key}: {first.path} has {len(first)} elements, and {len(again)} when it is made again; make it "
             "deterministic"
         )
-    found = []
+    elements = []
     for number in np.unique(np.linspace(0, len(first) - 1, _SAMPLED).astype(np.int64)).tolist():
-        element, other = first.read(number), again.read(number)
-        if not _equal(element, other):
+        element, element_again = first.read(number), again.read(number)
+        if not _equal(element, element_again):
             raise first.refusal(
                 number,
                 "differs when it is read twice; make the dataset deterministic: seed() it, and use no other randomness",
             )
-        found.append(element)
-    return found
+        elements.append(element)
+    return elements
 
 
 def _equal(one: Element | None, other: Element | None) -> bool:

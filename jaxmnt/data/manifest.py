@@ -66,8 +66,8 @@ def content_digest(manifest: dict[str, Any]) -> str:
 
     As it was in version 2: data that a later version prepares from the same input is what earlier runs have read.
     """
-    kept = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL)}
-    return json_digest(kept | {"version": UNSEALED})
+    content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL)}
+    return json_digest(content | {"version": UNSEALED})
 
 
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
@@ -86,9 +86,9 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         raise ConfigError(f"{key}: {path} is damaged ({printable(reason)}); {again}") from error
     kind, version = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
     if kind != FORMAT or type(version) is not int or version not in (UNSEALED, VERSION):
-        found = " ".join(_shown(one) for one in (kind, version))
+        actual = " ".join(_shown(field) for field in (kind, version))
         raise ConfigError(
-            f"{key}: {directory} has format {found}, this version reads {FORMAT} {UNSEALED} and {VERSION}; "
+            f"{key}: {directory} has format {actual}, this version reads {FORMAT} {UNSEALED} and {VERSION}; "
             "prepare it again, or use the jaxmnt that made it"
         )
     try:

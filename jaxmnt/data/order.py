@@ -218,11 +218,11 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     keys = [_mix(key + np.uint64(number + 1)) for number in range(_ROUNDS)]
 
     def once(value: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-        left: np.ndarray = value // base
-        right: np.ndarray = value % base
+        high: np.ndarray = value // base
+        low: np.ndarray = value % base
         for round_key in keys:
-            left, right = right, (left + _mix(right ^ round_key) % base) % base
-        return left * base + right
+            high, low = low, (high + _mix(low ^ round_key) % base) % base
+        return high * base + low
 
     value = once(index.astype(np.uint64), keys)
     while (outside := value >= np.uint64(size)).any():
@@ -246,6 +246,6 @@ def _spread(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Source and rank within its source of each place of a block, every source spread evenly over the block."""
     source = np.repeat(np.arange(len(shares)), shares)
     rank = np.concatenate([np.arange(share) for share in shares.tolist()])
-    wanted = (2 * rank + 1) / (2 * shares[source])
-    order = np.argsort(wanted, kind="stable")
+    position = (2 * rank + 1) / (2 * shares[source])
+    order = np.argsort(position, kind="stable")
     return source[order], rank[order]

@@ -80,28 +80,28 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """In order, those of which there are bins."""
     opened = placed = 0
     for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
-        left = count
-        while left:
+        unplaced = count
+        while unplaced:
             smallest = bisect_left(rooms, size)
             if smallest == len(rooms):
-                each = capacity // size
-                new = -(-left // each)
+                per_bin = capacity // size
+                new = -(-unplaced // per_bin)
                 fresh = np.arange(opened, opened + new)
                 opened += new
-                taken = np.repeat(fresh, each)[:left]
-                full, last = divmod(left, each)
-                groups = [(fresh[:full], capacity - each * size), (fresh[full:], capacity - last * size)]
+                assigned = np.repeat(fresh, per_bin)[:unplaced]
+                full, last = divmod(unplaced, per_bin)
+                groups = [(fresh[:full], capacity - per_bin * size), (fresh[full:], capacity - last * size)]
             else:
                 room = rooms[smallest]
                 waiting = bins_with_room[room]
                 group = waiting.pop()
-                taken = group[:left]
-                groups = [(taken, room - size), (group[left:], room)]
+                assigned = group[:unplaced]
+                groups = [(assigned, room - size), (group[unplaced:], room)]
                 if not waiting:
                     rooms.pop(smallest)
-            bins[by_length[placed : placed + len(taken)]] = taken
-            placed += len(taken)
-            left -= len(taken)
+            bins[by_length[placed : placed + len(assigned)]] = assigned
+            placed += len(assigned)
+            unplaced -= len(assigned)
             for group, remaining in groups:
                 if len(group) and remaining:
                     if not bins_with_room[remaining]:

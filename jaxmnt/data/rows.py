@@ -147,10 +147,10 @@ class Packed:
         return self.plan.nbytes + self.stream.index_bytes
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        wanted = np.asarray(rows, np.int64)
-        pieces, row = self.plan.pieces(wanted)
+        row_numbers = np.asarray(rows, np.int64)
+        pieces, row = self.plan.pieces(row_numbers)
         starts, lengths, opens = self.plan.start[pieces], self.plan.length[pieces], self.plan.opens[pieces]
-        filled = np.bincount(row, weights=lengths, minlength=len(wanted)).astype(np.int64)
+        filled = np.bincount(row, weights=lengths, minlength=len(row_numbers)).astype(np.int64)
         # The pieces of a row stand one after another: tokens before this piece, less those of the rows before.
         column = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[row]
         stretches = [
@@ -169,18 +169,18 @@ class Packed:
             weights[row[opens], column[opens]] = 0
         tokens = self._inputs(targets, row, column, starts, opens)
         if not (self.stream.holds_ids(targets) and self.stream.holds_ids(tokens[row[~opens], column[~opens]])):
-            offsets = np.concatenate([self.offsets(number) for number in wanted.tolist() if number < self.rows])
+            offsets = np.concatenate([self.offsets(number) for number in row_numbers.tolist() if number < self.rows])
             self.stream.refuse(np.concatenate([offsets - 1, offsets]))
         segments, positions = np.zeros(targets.shape, np.int32), self._places - filled.astype(np.int32)[:, None]
         flat = expanded(row * self.length + column, lengths)
-        segments.flat[flat] = np.repeat(within_groups(np.bincount(row, minlength=len(wanted))) + 1, lengths)
+        segments.flat[flat] = np.repeat(within_groups(np.bincount(row, minlength=len(row_numbers))) + 1, lengths)
         positions.flat[flat] = within_groups(lengths)
         return {"tokens": tokens, "targets": targets, "weights": weights, "segments": segments, "positions": positions}
 
     def offsets(self, row: int) -> np.ndarray:
         pieces, _ = self.plan.pieces(np.array([row]))
-        found = expanded(self.plan.start[pieces], self.plan.length[pieces])
-        return np.concatenate([found, np.full(self.length - len(found), -1)])
+        offsets = expanded(self.plan.start[pieces], self.plan.length[pieces])
+        return np.concatenate([offsets, np.full(self.length - len(offsets), -1)])
 
     def _inputs(
         self, targets: np.ndarray, row: np.ndarray, column: np.ndarray, starts: np.ndarray, opens: np.ndarray

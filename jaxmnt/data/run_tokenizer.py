@@ -64,11 +64,11 @@ def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTo
     return RunTokenizer(description, vocab_size, text)
 
 
-def write_to_run(home: StoragePath, found: RunTokenizer) -> None:
+def write_to_run(home: StoragePath, tokenizer: RunTokenizer) -> None:
     """Writes it into a run's directory, unless it is there. By process 0. One that is cut off counts as none."""
     folder = home / FOLDER
     try:
-        if read_from_run(home) == found:
+        if read_from_run(home) == tokenizer:
             return
     except ConfigError:  # damaged, and now written anew
         pass
@@ -77,14 +77,14 @@ def write_to_run(home: StoragePath, found: RunTokenizer) -> None:
     try:
         folder.mkdir(exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
-        if found.text is not None:
-            publish(folder / TOKENIZER_FILE, found.text)
+        if tokenizer.text is not None:
+            publish(folder / TOKENIZER_FILE, tokenizer.text)
         record = {
             "format": FORMAT,
             "version": VERSION,
-            "tokenizer": found.description,
-            "vocab_size": found.vocab_size,
-            "file": None if found.text is None else hashlib.sha256(found.text.encode()).hexdigest(),
+            "tokenizer": tokenizer.description,
+            "vocab_size": tokenizer.vocab_size,
+            "file": None if tokenizer.text is None else hashlib.sha256(tokenizer.text.encode()).hexdigest(),
         }
         publish(folder / MANIFEST, sealed_text(record))
     except UserError:
@@ -99,20 +99,20 @@ def of_file(text: str, vocab_size: int) -> RunTokenizer:
     return RunTokenizer(about, vocab_size, text)
 
 
-def same_vocabulary(one: RunTokenizer, other: RunTokenizer) -> bool:
+def same_vocabulary(first: RunTokenizer, second: RunTokenizer) -> bool:
     """Whether ids of both mean the same text. Of token arrays and random tokens nobody can tell: they pass.
 
     Files of `tokenizers` are the same with equal vocabulary, merges and added tokens, however they are written.
     """
-    if one.name == other.name == NAMELESS:
-        return one.end_of_document == other.end_of_document
-    if {one.name, other.name} & {"synthetic", NAMELESS}:
+    if first.name == second.name == NAMELESS:
+        return first.end_of_document == second.end_of_document
+    if {first.name, second.name} & {"synthetic", NAMELESS}:
         return True
-    if one.name != other.name or one.text is None or other.text is None:
-        return one.name == other.name
-    if one.description["sha256"] == other.description["sha256"]:
+    if first.name != second.name or first.text is None or second.text is None:
+        return first.name == second.name
+    if first.description["sha256"] == second.description["sha256"]:
         return True
-    return _vocabulary_of(one.text) == _vocabulary_of(other.text)
+    return _vocabulary_of(first.text) == _vocabulary_of(second.text)
 
 
 def _vocabulary_of(text: str) -> Any:
@@ -144,8 +144,8 @@ def read_from_run(home: StoragePath) -> RunTokenizer | None:
             if hashlib.sha256(content).hexdigest() != record["file"]:
                 raise damaged
             text = content.decode()
-        found = RunTokenizer(dict(record["tokenizer"]), int(record["vocab_size"]), text)
-        if not _makes_sense(found):
+        tokenizer = RunTokenizer(dict(record["tokenizer"]), int(record["vocab_size"]), text)
+        if not _makes_sense(tokenizer):
             raise damaged
     except (FileNotFoundError, NotADirectoryError):
         if path.exists():
@@ -159,7 +159,7 @@ def read_from_run(home: StoragePath) -> RunTokenizer | None:
         ) from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise damaged from error
-    return found
+    return tokenizer
 
 
 def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
@@ -168,8 +168,8 @@ def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]
     Paths of the data that are not absolute are looked for in `folders`. Raises `ConfigError` if neither tells.
     """
     for home in homes:
-        if found := read_from_run(home):
-            return found
+        if tokenizer := read_from_run(home):
+            return tokenizer
     if settings.synthetic is not None:
         data = SyntheticData(settings.synthetic)
         return of_data(data.tokenizer, data.vocab_size, Path())
@@ -181,7 +181,7 @@ def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]
     return of_data(prepared.tokenizer, prepared.vocab_size, prepared.path)
 
 
-def _makes_sense(found: RunTokenizer) -> bool:
-    end, named = found.end_of_document, isinstance(found.description["name"], str)
-    whole = found.text is not None and isinstance(found.description.get("end_token"), str)
-    return named and (end is None or 0 <= end < found.vocab_size) and (whole or found.name != "huggingface")
+def _makes_sense(tokenizer: RunTokenizer) -> bool:
+    end, named = tokenizer.end_of_document, isinstance(tokenizer.description["name"], str)
+    whole = tokenizer.text is not None and isinstance(tokenizer.description.get("end_token"), str)
+    return named and (end is None or 0 <= end < tokenizer.vocab_size) and (whole or tokenizer.name != "huggingface")

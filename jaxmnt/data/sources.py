@@ -231,16 +231,16 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
         name: _open(entry.path, f"data.eval_sets.{name}.path") for name, entry in sorted(settings.eval_sets.items())
     }
     sources = Sources(parts, sets)
-    known = sources.vocab_size, sources.tokenizer
+    expected = sources.vocab_size, sources.tokenizer
     for name, held_out in sets.items():
-        if (held_out.vocab_size, held_out.tokenizer) != known:
+        if (held_out.vocab_size, held_out.tokenizer) != expected:
             raise ConfigError(
                 f"data.eval_sets.{name}: it was prepared with another tokenizer than the data that is trained on; "
                 "prepare it with the same"
             )
         _check(held_out)
     for name, part in parts.items():
-        if (part.vocab_size, part.tokenizer) != known:
+        if (part.vocab_size, part.tokenizer) != expected:
             differ = (
                 "have different vocabularies; set the same grain.vocab_size and grain.end_of_document in both"
                 if like is None
@@ -275,11 +275,11 @@ def _reading(path: str | Path) -> Iterator[None]:
 def phases(settings: Data) -> list[MixturePhase]:
     """The weights of the sources, in the order of their names, and when they change."""
     weights = {name: source.weight for name, source in settings.named_sources.items()}
-    found = [MixturePhase(0, tuple(weights.values()))]
+    mixture = [MixturePhase(0, tuple(weights.values()))]
     for change in settings.weight_changes:
         weights |= change.weights
-        found.append(MixturePhase(change.from_step, tuple(weights.values())))
-    return found
+        mixture.append(MixturePhase(change.from_step, tuple(weights.values())))
+    return mixture
 
 
 def on_end(settings: Data, name: str) -> str:

@@ -287,14 +287,18 @@ class PreparedData:
     def _document_starts(self, split: str) -> np.ndarray:
         first, starts = 0, [np.zeros(0, np.int64)]
         for shard in self._shards(split):
-            own = self._load(split, "documents", shard)
-            inside = not len(own) or (own[0] >= 0 and own[-1] < shard["tokens"] and bool((own[1:] > own[:-1]).all()))
-            if not inside or (first == 0 and (not len(own) or own[0] != 0)):
+            shard_starts = self._load(split, "documents", shard)
+            inside = not len(shard_starts) or (
+                shard_starts[0] >= 0
+                and shard_starts[-1] < shard["tokens"]
+                and bool((shard_starts[1:] > shard_starts[:-1]).all())
+            )
+            if not inside or (first == 0 and (not len(shard_starts) or shard_starts[0] != 0)):
                 raise ConfigError(
                     f"data.path: {self.path / split} is damaged: the documents of documents-{shard['name']}.npy do not "
                     f"start one after another within its {shard['tokens']} tokens; {_AGAIN}"
                 )
-            starts.append(own + first)
+            starts.append(shard_starts + first)
             first += shard["tokens"]
         return np.concatenate(starts)
 

@@ -107,7 +107,7 @@ def _groups(tokenizer: Tokenizer, pieces: Sequence[Piece], filled: Sequence[int]
     """
     for _, run in groupby(filled, lambda index: pieces[index].markup):
         indices = list(run)
-        if all(tokenizer.can_cut(pieces[one].text, pieces[other].text) for one, other in pairwise(indices)):
+        if all(tokenizer.can_cut(pieces[before].text, pieces[after].text) for before, after in pairwise(indices)):
             yield from ([index] for index in indices)
         else:
             yield indices

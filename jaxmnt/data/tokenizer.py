@@ -75,8 +75,8 @@ class Bytes:
         return True
 
     def decode(self, tokens: np.ndarray) -> str:
-        kept = np.asarray(tokens)[np.asarray(tokens) < 256]
-        return kept.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        byte_ids = np.asarray(tokens)[np.asarray(tokens) < 256]
+        return byte_ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HuggingFace:
@@ -266,13 +266,13 @@ class HuggingFace:
         """Returns the text of token ids; ids that are no text (such as the end of document) are left out."""
         return self._plain.decode([int(token) for token in tokens], skip_special_tokens=True)
 
-    def _find_end(self, wanted: str | None, path: Path, *, needed: bool) -> str | None:
+    def _find_end(self, requested: str | None, path: Path, *, needed: bool) -> str | None:
         vocabulary = self.ids
-        if wanted is not None:
-            if wanted not in vocabulary:
+        if requested is not None:
+            if requested not in vocabulary:
                 special = sorted(token.content for token in self._added)
-                raise ConfigError(f"--end-token: {path} has no token {wanted!r}; {nearest(wanted, special[:20])}")
-            return wanted
+                raise ConfigError(f"--end-token: {path} has no token {requested!r}; {nearest(requested, special[:20])}")
+            return requested
         end = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
         if end is None and needed:
             raise ConfigError(
@@ -366,29 +366,29 @@ def make_tokenizer(description: dict[str, Any], folder: Path, content: str | Non
     )
 
 
-def choose_tokenizer(given: str, end_token: str | None = None, *, for_text: bool = False) -> Tokenizer:
+def choose_tokenizer(name: str, end_token: str | None = None, *, for_text: bool = False) -> Tokenizer:
     """The tokenizer that the command line names: bytes, or the path of a tokenizer.json or of its folder.
 
     For tokens that are there already it may know no end of a document; `for_text` says that documents will be encoded.
     """
-    if given == BYTES:
+    if name == BYTES:
         if end_token is not None:
             raise ConfigError("--end-token: bytes have an end of document of their own; leave it out")
         return Bytes()
-    path = file_of_tokenizer(given)
+    path = file_of_tokenizer(name)
     if not path.exists():
         if path.with_name("tokenizer.model").exists():
             raise ConfigError(
                 f"--tokenizer: {path.parent} holds a tokenizer.model, which is not read; save it as a {TOKENIZER_FILE} "
                 "first, as transformers' AutoTokenizer does with save_pretrained"
             )
-        raise ConfigError(f"--tokenizer: {given} does not exist; give bytes, or the path of a tokenizer.json")
+        raise ConfigError(f"--tokenizer: {name} does not exist; give bytes, or the path of a tokenizer.json")
     return HuggingFace(path, end_token, for_text=for_text)
 
 
-def file_of_tokenizer(given: str) -> Path:
+def file_of_tokenizer(path: str) -> Path:
     """The tokenizer.json at a path, which may be that of its folder."""
-    return Path(given) / TOKENIZER_FILE if Path(given).is_dir() else Path(given)
+    return Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
 
 
 def _library() -> Any:

@@ -148,7 +148,7 @@ def find_inputs(selection: Selection, output: Path) -> tuple[list[Input], LeftOu
     left_out: LeftOut = {"hidden": [], "companions": [], "special": []}
     trained = _find(selection.inputs, selection, output, "--input", left_out)
     held_out = _find(selection.eval_inputs, selection, output, "--eval-input", left_out)
-    every = sorted((trained | held_out).items(), key=lambda one: one[1])
+    every = sorted((trained | held_out).items(), key=lambda entry: entry[1])
     inputs = [
         _describe(number, name, path, "eval" if real in held_out else None)
         for number, (real, (name, path)) in enumerate(every)
@@ -160,7 +160,7 @@ def _find(
     roots: Sequence[Path], selection: Selection, output: Path, option: str, left_out: LeftOut
 ) -> dict[Path, tuple[str, Path]]:
     """Returns names and paths of the files below these, by real path: inputs may overlap."""
-    found: dict[Path, tuple[str, Path]] = {}
+    names_by_path: dict[Path, tuple[str, Path]] = {}
     folder_of_output = output.resolve()
     requested = {root.resolve() for root in (*selection.inputs, *selection.eval_inputs)}
     for root in roots:
@@ -174,8 +174,8 @@ def _find(
         for path, name in files.items():
             real = path.resolve()
             if folder_of_output not in real.parents:
-                found[real] = min(found.get(real, (name, path)), (name, path))
-    if roots and not found:
+                names_by_path[real] = min(names_by_path.get(real, (name, path)), (name, path))
+    if roots and not names_by_path:
         what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
         ignored = [name for names in left_out.values() for name in names]
         but = f" but what is not read from a folder ({', '.join(map(printable, ignored[:3]))})" if ignored else ""
@@ -183,7 +183,7 @@ def _find(
             f"{option}: found no files{what} in {printable(', '.join(map(str, roots)))}{but}; check the "
             "path, --suffix and --exclude"
         )
-    return found
+    return names_by_path
 
 
 def _below(root: Path, selection: Selection, requested: set[Path], left_out: LeftOut) -> dict[Path, str]:
@@ -202,7 +202,7 @@ def _below(root: Path, selection: Selection, requested: set[Path], left_out: Lef
                 continue
             if not name.startswith("."):
                 paths.append(path)
-            elif not any(other.is_relative_to(path.resolve()) for other in requested):
+            elif not any(requested_path.is_relative_to(path.resolve()) for requested_path in requested):
                 left_out["hidden"].append(name_of(path))
         return paths
 
@@ -341,8 +341,10 @@ def _pieces(file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece,
     if file.kind == "tokens":
         array = open_tokens(file, f"u{token_bytes}")
         unit, length = array.dtype.itemsize, len(array)
-    each = -(-part_bytes // unit)
-    stretches = [Piece(file, start, min(start + each, length)) for start in range(0, length, each)]
+    elements_per_piece = -(-part_bytes // unit)
+    stretches = [
+        Piece(file, start, min(start + elements_per_piece, length)) for start in range(0, length, elements_per_piece)
+    ]
     return [(piece, (piece.stop - piece.start) * unit) for piece in stretches]
 
 

@@ -105,15 +105,15 @@ class _Header:
 
     def numbers(self) -> dict[int, int]:
         """Goes behind a struct; its numbers by field."""
-        found, field = {}, 0
+        values, field = {}, 0
         while byte := self._byte():
             step, kind = byte >> 4, byte & 15
             field = field + step if step else self._number()
             if kind in _NUMBERS:
-                found[field] = self._number()
+                values[field] = self._number()
             else:
                 self._skip(kind)
-        return found
+        return values
 
     def _byte(self) -> int:
         self.place += 1
@@ -158,12 +158,12 @@ def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
     parquet = open_parquet(file)
     groups = list(range(piece.start, piece.stop))
     before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
-    wanted = _columns(file, parquet.schema_arrow, reading)
+    column_names = _columns(file, parquet.schema_arrow, reading)
     if reading.long_documents == "error":
-        _check_pages(file, parquet.metadata, groups, wanted, reading)
+        _check_pages(file, parquet.metadata, groups, column_names, reading)
     number, share = 0, file.size // max(1, parquet.metadata.num_rows)
     try:
-        for batch in parquet.iter_batches(_ROWS, row_groups=groups, columns=wanted, use_threads=False):
+        for batch in parquet.iter_batches(_ROWS, row_groups=groups, columns=column_names, use_threads=False):
             for row in _rows_of(batch, reading):
                 number += 1
                 report.advance(share)
@@ -178,19 +178,19 @@ def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
 
 def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
     """The columns to read. Raises `ConfigError` if they are not there, or hold no text where that is wanted."""
-    known, columns = schema.names, f"its columns: {names_of(schema.names)}"
+    names, columns = schema.names, f"its columns: {names_of(schema.names)}"
     if reading.chat:
-        wanted = fields_to_read(known, reading)
-        if set(SHAPES).isdisjoint(wanted):
+        column_names = fields_to_read(names, reading)
+        if set(SHAPES).isdisjoint(column_names):
             raise ConfigError(f"--input: {file.shown} has no column {KNOWN}; {columns}")
-        return wanted
+        return column_names
     field = reading.text_field
-    if field not in known:
-        advice = what_it_holds(known)
+    if field not in names:
+        advice = what_it_holds(names)
         raise ConfigError(
             f"--input: {file.shown} has no column {printable(field)}; {columns}{advice and '; ' + advice}"
         )
-    kind = schema.types[known.index(field)]
+    kind = schema.types[names.index(field)]
     if not _is_text(kind):
         raise ConfigError(
             f"--input: {file.shown}: its column {printable(field)} holds {printable(str(kind)[:80])}, which is not "
@@ -199,7 +199,7 @@ def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
     return [field]
 
 
-def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str], reading: Reading) -> None:
+def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: list[str], reading: Reading) -> None:
     """Refuses what would take much memory before it is read: a small file may hold a very large cell."""
     limit = max(2 * reading.max_document, _LARGE_PAGE)
     large = [group for group in groups if metadata.row_group(group).total_byte_size > limit]
@@ -208,7 +208,7 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], wanted: list[str
     try:
         with file.path.open("rb") as stream:
             for group, columns in zip(large, columns_of(file.path, large), strict=True):
-                read = [column for column in columns if column.field in wanted and column.uncompressed > limit]
+                read = [column for column in columns if column.field in column_names and column.uncompressed > limit]
                 size = max((largest_page(stream, column) for column in read), default=0)
                 if size > limit:
                     first = 1 + sum(metadata.row_group(before).num_rows for before in range(group))
@@ -275,8 +275,8 @@ def _pieces(text: bytes, size: int, errors: str) -> Iterator[tuple[str, int]]:
     """Cuts a text into pieces of at most this size, each of whole characters, and says where each stops."""
     stop = 0
     while stop < len(text):
-        piece, taken = codecs.utf_8_decode(text[stop : stop + size], errors, stop + size >= len(text))
-        stop += taken
+        piece, consumed = codecs.utf_8_decode(text[stop : stop + size], errors, stop + size >= len(text))
+        stop += consumed
         yield piece, stop
 
 

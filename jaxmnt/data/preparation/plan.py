@@ -123,9 +123,9 @@ def _check_work(output: Path) -> None:
     for name in names:
         if not _IN_WORK.fullmatch(name) or (os.path.lexists(work / name) and not _is_own_file(work / name)):
             raise ConfigError(f"--output: {work} holds {printable(name)}, {advice}")
-    found = [f"{work.name}/{name}" for name in names if not _BEFORE_THE_PLAN.fullmatch(name)] + beside
-    if found and not (work / _PLAN).exists():
-        raise ConfigError(f"--output: {output} holds {printable(found[0])} but no {work.name}/{_PLAN}, {advice}")
+    entries = [f"{work.name}/{name}" for name in names if not _BEFORE_THE_PLAN.fullmatch(name)] + beside
+    if entries and not (work / _PLAN).exists():
+        raise ConfigError(f"--output: {output} holds {printable(entries[0])} but no {work.name}/{_PLAN}, {advice}")
 
 
 def _is_prepared(output: Path) -> bool:
@@ -152,11 +152,11 @@ def _is_own_file(path: Path) -> bool:
 
 def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     """What determines the output. Skipping bad records or not changes no part that is done."""
-    given = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
+    output_settings = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
     path = file_of_tokenizer(settings.tokenizer or "")
     plan: dict[str, Any] = {
         "version": VERSION,
-        "settings": given | {"tokenizer_sha256": _tokenizer_digest(path)},
+        "settings": output_settings | {"tokenizer_sha256": _tokenizer_digest(path)},
         "inputs": [[file.name, str(file.path), file.size, file.changed, file.split] for file in inputs],
     }
     reading = plan["settings"]["reading"]

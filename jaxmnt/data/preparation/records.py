@@ -165,8 +165,8 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
     elif shape == "instruction":
         rendered, turns = ["instruction", "input", "output", "history"], _of_instruction(fields)
     elif shape == "prompt" and isinstance(fields.get("completion"), list):
-        asked, answered = (_turns(fields, field, reading) for field in ("prompt", "completion"))
-        rendered, turns = ["prompt", "completion"], [*(turn._replace(learn=False) for turn in asked), *answered]
+        prompt, completion = (_turns(fields, field, reading) for field in ("prompt", "completion"))
+        rendered, turns = ["prompt", "completion"], [*(turn._replace(learn=False) for turn in prompt), *completion]
     else:
         raise _lacks_fields(fields)
     turns = _with_system(fields.get("system"), turns)

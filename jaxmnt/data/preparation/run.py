@@ -90,22 +90,22 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
         raise ConfigError(
             "--train-tokenizer: token arrays have tokens of another tokenizer; prepare them by themselves"
         )
-    each = max(_TRAINING_BYTES // max(1, len(job.parts)), 1)
+    characters_per_part = max(_TRAINING_BYTES // max(1, len(job.parts)), 1)
     total = min(sum(file.size for file in job.inputs), _TRAINING_BYTES)
     done = 0
 
     def texts(part: Part) -> Iterator[str]:
         nonlocal done
-        taken = 0
+        characters = 0
         for held_out, document in held_out_documents(job, part):
             for segment in document.segments:
                 if isinstance(segment.content, str) and not segment.markup:
-                    taken += len(segment.content)
+                    characters += len(segment.content)
                     done += len(segment.content)
                     progress("training the tokenizer", min(done, total), total)
                     if not held_out:
                         yield segment.content
-                    if taken >= each:
+                    if characters >= characters_per_part:
                         return
 
     return train_bpe(chain.from_iterable(map(texts, job.parts)), vocab_size)
@@ -242,8 +242,10 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
     settings, end = job.settings, job.settings.reading.end_id
     if tokenizer is not None:
         if end not in (None, tokenizer.end_of_document):
-            known = "is not named" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
-            raise ConfigError(f"--end-id: the tokenizer's own {known}; name another by --end-token")
+            end_id_of_tokenizer = (
+                "is not named" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
+            )
+            raise ConfigError(f"--end-id: the tokenizer's own {end_id_of_tokenizer}; name another by --end-token")
         end = tokenizer.end_of_document
         vocab = max(tokenizer.vocab_size, settings.vocab_size or 0)
     else:
@@ -261,12 +263,12 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
 
 def _do_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:
     total = sum(file.size for file in job.inputs)
-    left = [part for part in job.parts if not job.record_path(part.number).exists()]
-    done_before = sum(map(_bytes, job.parts)) - sum(map(_bytes, left))
+    remaining = [part for part in job.parts if not job.record_path(part.number).exists()]
+    done_before = sum(map(_bytes, job.parts)) - sum(map(_bytes, remaining))
     show = lambda done: progress("preparing", min(done_before + done, total), total)
     show(0)
     description = None if tokenizer is None else tokenizer.description
-    run(left, partial(_make_work, job, description), job.settings.workers, show)
+    run(remaining, partial(_make_work, job, description), job.settings.workers, show)
     progress("preparing", total, total)
 
 

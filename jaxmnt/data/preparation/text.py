@@ -65,9 +65,9 @@ def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Se
             is_last = len(block) < TEXT_PIECE
             lines = len(block) if is_last else block.rfind(b"\n") + 1
             # A line that is longer than a block is cut between characters.
-            text, taken = codecs.utf_8_decode(block[: lines or len(block)], "replace", is_last)
+            text, consumed = codecs.utf_8_decode(block[: lines or len(block)], "replace", is_last)
             yield Segment(text)
-            rest = block[taken:]
+            rest = block[consumed:]
         if rest:
             yield Segment(rest.decode("utf-8", errors="replace"))
     except OSError as error:  # it would pass for an error of the output where the segments are written
