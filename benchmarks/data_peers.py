@@ -124,7 +124,7 @@ def jaxmnt_batches(folder: Path, options: argparse.Namespace, rows: str, *, chec
     config = parse_config({"data": data})
     training = TrainingData(config, open_sources(config.data))
     if not checked:
-        training.readers["data"].stream.holds_ids = lambda tokens: True
+        training.readers["data"].stream.are_valid_ids = lambda tokens: True
     for batch in training_rows(training, range(options.rows), 0, prefetch=2, threads=0):
         yield batch["tokens"], batch["targets"]
 

@@ -133,12 +133,12 @@ def expect_separator(arguments: Sequence[str], example: str) -> None:
 
 def path_argument(text: str) -> str:
     """Returns the path that an option names, with its home: bash replaces no `~` in `--output=~/a`."""
-    from jaxmnt.config.load import with_home
+    from jaxmnt.config.load import expand_home
 
     if not text.startswith("~"):
         return text
     try:
-        return with_home(text)
+        return expand_home(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{shortened(repr(text))}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""python -m jaxmnt.prepare: text, JSON lines, Parquet or token arrays to shards."""
+"""python -m jaxmnt.prepare: turn text, JSON lines, Parquet or token arrays into shards."""
 
 import argparse
 import time
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from jaxmnt.data.preparation.plan import Summary
     from jaxmnt.telemetry.progress import StatusLine
 
-_BAR = 24
+_BAR_WIDTH = 24
 """Characters of the progress bar."""
 
 _SHORT_DOCUMENT = 16
-"""Tokens of a document below which the end of documents is in doubt."""
+"""Median tokens of documents below which the end id is probably wrong."""
 
-_LITTLE_HELD_OUT = 10_000
+_FEW_HELD_OUT_TOKENS = 10_000
 """Tokens below which a held-out loss is mostly noise."""
 
-_MOST_MIB = 2**20
+_LARGEST_MIB = 2**20
 
 _EPILOG = """\
-Inputs are told apart by their names: .jsonl and .ndjson (also .gz and .zst),
-.parquet, .npy and .bin (token arrays); everything else is text, a file a
-document. Killed half-way, the same command goes on where it stopped.
+The name of an input determines its kind: .jsonl and .ndjson (also .gz and
+.zst), .parquet, .npy and .bin (token arrays); all other files are text, one
+document each. If it is interrupted, run the same command again to resume.
 """
 
 
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
         raise ConfigError(f"--eval-fraction: {options.eval_fraction:g} is not a share from 0 up to 1, such as 0.02")
-    if not 1 <= options.max_document_mib <= _MOST_MIB:
-        raise ConfigError(f"--max-document-mib: {options.max_document_mib} is out of range; give 1 to {_MOST_MIB}")
+    if not 1 <= options.max_document_mib <= _LARGEST_MIB:
+        raise ConfigError(f"--max-document-mib: {options.max_document_mib} is out of range; give 1 to {_LARGEST_MIB}")
     if options.workers < 1:
         raise ConfigError(f"--workers: {options.workers} is not a number of processes; give 1 or more")
 
@@ -59,22 +59,22 @@ def main(arguments: list[str]) -> int:
             rate = _Rate()
             summary = build(selection, options.output, _settings(options), partial(rate.show, status))
     except KeyboardInterrupt:
-        print(f"interrupted: run the same command again to go on with {options.output}")
+        print(f"interrupted: run the same command again to continue with {options.output}")
         return ExitCode.STOPPED
     for split in ("train", "eval"):
         documents = counted(summary.documents[split], "document", "documents")
         print(f"{split:5}  {documents}, {count(summary.tokens[split])} tokens")
     seconds = time.monotonic() - started
     print(f"read   {size(rate.done)} in {duration(seconds)}, {size(rate.done / seconds)} a second")
-    for line in [*_cut_and_held_out(summary, options.eval_fraction), *_left_out(summary)]:
+    for line in [*_describe_split(summary, options.eval_fraction), *_describe_left_out(summary)]:
         print(line)
     output = str(options.output)
     print(f"prepared data is in {printable(output)}: train on it with {as_typed('data.path', output)}")
     return ExitCode.FINISHED
 
 
-def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[str]:
-    """What decided where documents of token arrays end, and which are held out."""
+def _describe_split(summary: "Summary", fraction: float | None) -> Iterator[str]:
+    """Yields lines about how token arrays were cut into documents, and which documents are held out."""
     if summary.array_documents:
         yield (
             f"the id {summary.end_id} cuts the token arrays into "
@@ -90,13 +90,14 @@ def _cut_and_held_out(summary: "Summary", fraction: float | None) -> Iterator[st
         yield f"token arrays: {summary.whole_arrays}, each one document, because no --end-id was given"
     if summary.named:
         yield f"held out because of their names: {listed(summary.named, 3)} (--eval-fraction 0 trains on all)"
-    yield from _little_held_out(summary, fraction)
+    yield from _warn_if_few_held_out(summary, fraction)
 
 
-def _little_held_out(summary: "Summary", fraction: float | None) -> Iterator[str]:
-    """Says so if nothing is held out, or too little for a loss that means something."""
-    documents, tokens, share = summary.documents["eval"], summary.tokens["eval"], summary.eval_fraction
-    if tokens >= _LITTLE_HELD_OUT:
+def _warn_if_few_held_out(summary: "Summary", fraction: float | None) -> Iterator[str]:
+    """Yields a line if nothing is held out, or too little for a meaningful loss."""
+    documents, tokens = summary.documents["eval"], summary.tokens["eval"]
+    share = summary.eval_fraction
+    if tokens >= _FEW_HELD_OUT_TOKENS:
         return
     if tokens:
         yield (
@@ -116,9 +117,10 @@ def _little_held_out(summary: "Summary", fraction: float | None) -> Iterator[str
         yield f"nothing is held out, as --eval-fraction {fraction:g} says"
 
 
-def _left_out(summary: "Summary") -> Iterator[str]:
-    for what in summary.left_out():
-        yield f"left out {what}"
+def _describe_left_out(summary: "Summary") -> Iterator[str]:
+    """Yields lines about records and files that were left out, split or changed."""
+    for reason in summary.left_out():
+        yield f"left out {reason}"
     for remark in summary.remarks[:5]:
         yield f"  {remark}"
     if summary.split:
@@ -129,7 +131,7 @@ def _left_out(summary: "Summary") -> Iterator[str]:
 
 
 def _has_chat_template(tokenizer: str | None) -> bool:
-    """Returns whether a chat template lies beside the tokenizer that the command line names."""
+    """Returns True if there is a chat template beside the tokenizer that the command line names."""
     from jaxmnt.data.chat_template import TEMPLATE_FILES, chat_template
     from jaxmnt.data.tokenizer import file_of_tokenizer
 
@@ -140,36 +142,37 @@ def _has_chat_template(tokenizer: str | None) -> bool:
 
 
 class _Rate:
-    """Progress with a rate and an ETA, counted from where this call began."""
+    """Shows progress with a rate and an ETA, counted from the start of this call."""
 
     def __init__(self) -> None:
         self.done = 0
-        """Bytes that this call has read."""
-        self._what = ""
-        self._first = (0.0, 0)
+        """Bytes read by this call."""
+        self._activity = ""
+        self._start = (0.0, 0)
+        """Time and bytes at the start of the activity."""
 
-    def show(self, status: "StatusLine", what: str, done: int, total: int) -> None:
+    def show(self, status: "StatusLine", activity: str, done: int, total: int) -> None:
         from jaxmnt.telemetry.progress import bar
         from jaxmnt.units import duration, size
 
-        if what != self._what:
-            self._what, self._first = what, (time.monotonic(), done)
-        self.done = done - self._first[1]
+        if activity != self._activity:
+            self._activity, self._start = activity, (time.monotonic(), done)
+        self.done = done - self._start[1]
         if not status.due:
             return
-        since, before = self._first
+        since, before = self._start
         rate = (done - before) / max(1e-9, time.monotonic() - since)
         if rate:
             eta = duration((total - done) / rate)
             share = done / max(1, total)
-            drawn = f"{bar(share, _BAR)} " if status.live else ""
-            status.update(f"{what} {drawn}{share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
+            drawn = f"{bar(share, _BAR_WIDTH)} " if status.live else ""
+            status.update(f"{activity} {drawn}{share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
     from jaxmnt.data.preparation.inputs import Reading, Settings
 
-    trained, own_ids = options.train_tokenizer, options.vocab_size is not None
+    trained, has_vocabulary = options.train_tokenizer, options.vocab_size is not None
     if trained is not None and options.tokenizer is not None:
         raise ConfigError("--train-tokenizer: --tokenizer is also given; remove one of them")
     reading = Reading(
@@ -183,7 +186,7 @@ def _settings(options: argparse.Namespace) -> "Settings":
         long_documents=options.long_documents,
     )
     return Settings(
-        tokenizer=options.tokenizer or (None if own_ids or trained else "bytes"),
+        tokenizer=options.tokenizer or (None if has_vocabulary or trained else "bytes"),
         end_token=options.end_token,
         train_tokenizer=trained,
         reading=reading,

@@ -309,7 +309,7 @@ def _rows(verify: bool) -> Callable[[Path], Any]:
 
     def read(folder: Path) -> Any:
         from jaxmnt.data.batches import EvaluationData, TrainingData
-        from jaxmnt.data.inspection import lengths, mixture_table, sources_table
+        from jaxmnt.data.inspection import length_lines, mixture_table, sources_table
         from jaxmnt.data.sources import open_sources
         from jaxmnt.data.tokenizer import make_tokenizer
 
@@ -331,7 +331,7 @@ def _rows(verify: bool) -> Callable[[Path], Any]:
             batches |= {f"{kind} {step}": training.batch(step, all_rows) for step in range(3)}
             held_out = EvaluationData(config, part).batches(all_rows, 4, prefetch=1, threads=0)
             batches |= {f"{kind} held out {number}": rows for number, rows in enumerate(held_out)}
-            told = [*sources_table(sources), *mixture_table(config, training), *lengths(sources)]
+            told = [*sources_table(sources), *mixture_table(config, training), *length_lines(sources)]
             assert all(line.isprintable() for line in told), "a table with control characters"
         for split in ("train", "eval"):
             part.unigram_nats(split)

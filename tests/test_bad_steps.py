@@ -20,7 +20,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data import batches, feed
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import to_devices
-from jaxmnt.data.order import MixturePhase, Order, Skipped
+from jaxmnt.data.order import MixturePhase, Order, SkippedRanges
 from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
@@ -289,12 +289,12 @@ ranges = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=5
 
 @given(ranges)
 def test_skipping_leaves_the_others_in_order(found):
-    skipped = Skipped([(first, first + count) for first, count in found])
+    skipped = SkippedRanges([(first, first + count) for first, count in found])
     passed = {row for first, count in found for row in range(first, first + count)}
     kept = [row for row in range(1000) if row not in passed]
-    assert skipped.nth(np.arange(len(kept))).tolist() == kept
+    assert skipped.row_numbers(np.arange(len(kept))).tolist() == kept
     for number in (0, 17, 150, 400):
-        below = {row for first, after in skipped.below(number) for row in range(first, after)}
+        below = {row for first, after in skipped.ranges_below(number) for row in range(first, after)}
         assert below == {row for row in passed if row < number}
 
 
@@ -309,7 +309,7 @@ def test_a_batch_with_a_skip_list_is_rows_of_the_batches_without(found, size):
     for step in (0, 1, 5, 11, 20):
         numbers = order.numbers(step, range(size))
         assert (np.stack(order.locate(step, range(size))) == every[:, numbers]).all()
-        assert order.passed_over(step) == numbers[-1] - ((step + 1) * size - 1)
+        assert order.rows_skipped(step) == numbers[-1] - ((step + 1) * size - 1)
 
 
 def test_a_run_passes_over_rows_and_says_so(tiny, capsys):

@@ -40,7 +40,7 @@ from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.mesh import Mesh
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.data.run_tokenizer import of_data
+from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
@@ -911,7 +911,7 @@ def test_a_run_of_another_model_or_tokenizer_is_refused(tiny, finished, key):
         config = tiny(f"run.{key}={finished}@10", *overrides)
         data = open_sources(config.data)
         origin = run_origin(f"{finished}@10", find(f"{finished}@10", key), f"run.{key}")
-        tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder)
+        tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder)
         refuse_what_does_not_fit(origin, fit_to_data(config, data).model, tokenizer, config.run.init_from_changes)
 
     begin("model.dropout=0.1")

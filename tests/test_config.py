@@ -14,9 +14,9 @@ from conftest import command
 from jaxmnt.config.describe import changes, fields_by_key, json_schema
 from jaxmnt.config.load import (
     apply_overrides,
-    as_bytes,
     as_override,
     as_typed,
+    config_bytes,
     dump_config,
     flatten,
     load_config,
@@ -114,9 +114,9 @@ def test_a_file_extends_another(tmp_path):
     assert config.optimizer.learning_rate == 0.5 and config.run.dir == "runs/own"
     moved = tmp_path / "elsewhere" / "frozen.yaml"
     moved.parent.mkdir()
-    moved.write_bytes(as_bytes(own))
+    moved.write_bytes(config_bytes(own))
     assert load_config(moved, ["run.dir=runs/own", "optimizer.warmup_steps=1"]) == config
-    assert as_bytes(base) == base.read_bytes()
+    assert config_bytes(base) == base.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.model import presets
-from jaxmnt.data.run_tokenizer import of_data
+from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
@@ -440,7 +440,7 @@ def test_another_vocabulary_is_refused(folder, tmp_path):
 
     def fits(description, where, intended=()):
         origin = folder_origin(Folder(path, "run.init_from"), "run.init_from")
-        refuse_what_does_not_fit(origin, model, of_data(description, 53, where), intended)
+        refuse_what_does_not_fit(origin, model, tokenizer_of_data(description, 53, where), intended)
 
     fits({"name": "bytes"}, data)  # a model without a tokenizer.json: nobody can tell
     own = save(path, "?ab")

@@ -191,7 +191,7 @@ def ordered(rows, *, weights=PAST, branches=(), skip=(), names=("a", "b")):
 
 
 def left_at(order, step):
-    return BranchPoint(step, order.taken(step), order.used(step))
+    return BranchPoint(step, order.rows_taken(step), order.used(step))
 
 
 @pytest.mark.parametrize("skip", [(), [(100, 130)], [(630, 700)]])
@@ -199,13 +199,13 @@ def left_at(order, step):
 def test_a_branch_with_another_batch_size_goes_on_at_the_row_of_its_origin(size, skip):
     """The rows of the origin follow each other, cut into other steps; also after a second branch."""
     origin = ordered(8, skip=skip)
-    assert origin.taken(80) == 640
+    assert origin.rows_taken(80) == 640
     branch = ordered(size, branches=[left_at(origin, 80)], skip=skip)
     assert branch.first_step == 80 and branch.used(80) == origin.used(80) and branch.epochs(80) == origin.epochs(80)
     second = ordered(8, branches=[left_at(branch, 120), left_at(origin, 80)], skip=skip)
     rows = [*branched_rows(branch, 80, 120, size), *branched_rows(second, 120, 140, 8)]
     assert rows == branched_rows(origin, 80, 400, 8)[: len(rows)]
-    assert second.passed_over(119) == branch.passed_over(119), "the last row before the second branch"
+    assert second.rows_skipped(119) == branch.rows_skipped(119), "the last row before the second branch"
 
 
 def branched_rows(order, first, last, size):

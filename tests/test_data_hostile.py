@@ -113,8 +113,8 @@ ODD_VALUES = {
     "other vocabulary": (lambda m: m.update(vocab_size=300_000), "dtype uint16 is not that of 300000 ids"),
     "other dtype": (lambda m: m.update(dtype="float32"), "dtype float32 is not that of 257"),
     "lacking": (lambda m: m.pop("learn_mask"), "it lacks learn_mask"),
-    "foreign": (lambda m: m.update(extra=1), "a key that does not belong there, extra"),
-    "foreign below": (lambda m: _first(m).update(extra=1), "shard 0 of train has a key that does not belong there"),
+    "foreign": (lambda m: m.update(extra=1), "has the unknown key extra"),
+    "foreign below": (lambda m: _first(m).update(extra=1), "shard 0 of train has the unknown key"),
     "version": (lambda m: m.update(version=99), "has format jaxmnt-tokens 99, this version reads"),
     "true version": (lambda m: m.update(version=True), "has format jaxmnt-tokens true"),
     "no object": (lambda m: m.update(splits=[]), "splits is a list of 0"),
@@ -124,8 +124,8 @@ ODD_VALUES = {
     "tokenizer": (lambda m: m["tokenizer"].update(name="\x1b[2J"), r"name is \\x1b\[2J"),
     "path": (lambda m: _first(m).update(name="../../../etc"), r"name of shard 0 of train is \.\./\.\./\.\./etc"),
     "digest": (lambda m: m["files"].update({"sources.txt": "x"}), r"digest of sources\.txt is x"),
-    "other file": (lambda m: m["files"].update({"../x": "0" * 64}), r"does not belong there, \.\./x"),
-    "sum": (lambda m: m["splits"]["train"].update(tokens=5), "not what it says in all"),
+    "other file": (lambda m: m["files"].update({"../x": "0" * 64}), r"has the unknown key \.\./x"),
+    "sum": (lambda m: m["splits"]["train"].update(tokens=5), "differs from the totals"),
     "negative": (lambda m: _first(m).update(tokens=-5), "tokens of shard 0 of train is -5"),
     "bytes of a target": (lambda m: m.update(bytes_per_target={"train": None}), "bytes_per_target lacks eval"),
     "nats": (lambda m: m["unigram_nats"].update(eval=1e300), "unigram_nats of eval is 1e"),
@@ -147,7 +147,7 @@ def test_a_changed_manifest_is_told_by_its_seal(copy):
     for found in re.finditer(r'"[0-9a-f]{64}"', text):  # another digest for a file is as plausible as before
         place = found.start() + 9
         path.write_text(text[:place] + ("1" if text[place] == "0" else "0") + text[place + 1 :])
-        with pytest.raises(ConfigError, match="its seal does not fit what it says"):
+        with pytest.raises(ConfigError, match="its seal does not match its contents"):
             open_prepared(copy)
 
 

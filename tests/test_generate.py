@@ -163,14 +163,14 @@ def reseal(path: Path, tokenizer) -> None:
 
 
 def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
-    from jaxmnt.data.run_tokenizer import RunTokenizer, of_data, read_from_run, write_to_run
+    from jaxmnt.data.run_tokenizer import RunTokenizer, read_from_run, tokenizer_of_data, write_to_run
     from jaxmnt.data.tokenizer import HuggingFace, train_bpe
 
     pytest.importorskip("tokenizers")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "tokenizer.json").write_text(train_bpe(["some text, and more of it"] * 3, 300), newline="")
     description = HuggingFace(tmp_path / "data" / "tokenizer.json").description
-    found = of_data(description, 300, tmp_path / "data")
+    found = tokenizer_of_data(description, 300, tmp_path / "data")
     write_to_run(tmp_path, found)
     assert read_from_run(tmp_path) == found
     assert read_from_run(tmp_path).open().encode_batch(["some text"])[0].tolist()

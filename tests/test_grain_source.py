@@ -20,7 +20,7 @@ from jaxmnt.config.load import apply_overrides, parse_config
 from jaxmnt.data import elements as elements_module
 from jaxmnt.data import grain_source
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.elements import DocumentStream, Elements, measured
+from jaxmnt.data.elements import DocumentStream, Elements, measure_elements
 from jaxmnt.data.rows import batch_digest, make_reader, row_digests
 from jaxmnt.data.sources import Sources, open_sources
 from jaxmnt.data.store import StoredTokens
@@ -112,7 +112,7 @@ def test_rows_of_documents_are_those_of_stored_ones(lengths, end, weighted, kind
         for number, one in enumerate(raw)
     ]
     dataset = Elements(_Given(elements), "data.grain.train", "memory.dataset", "documents", 100)
-    index = measured(dataset, end, lambda text: None)
+    index = measure_elements(dataset, end, lambda text: None)
     ours = DocumentStream(dataset, index, end)
 
     kept = [one for one in raw if len(one["tokens"])]
@@ -131,7 +131,7 @@ def test_rows_of_documents_are_those_of_stored_ones(lengths, end, weighted, kind
 
 def test_an_end_that_is_there_is_not_added():
     elements = Elements(_Given([{"tokens": [1, 2, 9]}, {"tokens": [3]}]), "key", "path", "documents", 10)
-    stream = DocumentStream(elements, measured(elements, 9, lambda text: None), 9)
+    stream = DocumentStream(elements, measure_elements(elements, 9, lambda text: None), 9)
     out = np.empty(5, np.int32)
     stream.read(0, out)
     assert out.tolist() == [1, 2, 9, 3, 9]
@@ -140,10 +140,10 @@ def test_an_end_that_is_there_is_not_added():
 def test_few_documents_are_held(monkeypatch):
     monkeypatch.setattr(elements_module, "_CACHED_TOKENS", 50)
     elements = Elements(_Given([{"tokens": np.full(20, n)} for n in range(9)]), "key", "path", "documents", 10)
-    stream = DocumentStream(elements, measured(elements, None, lambda text: None), None)
+    stream = DocumentStream(elements, measure_elements(elements, None, lambda text: None), None)
     out = np.empty(180, np.int32)
     stream.read(0, out)
-    assert out.tolist() == np.repeat(np.arange(9), 20).tolist() and len(stream._recent._held) == 2
+    assert out.tolist() == np.repeat(np.arange(9), 20).tolist() and len(stream._cache._documents) == 2
 
 
 # -- rows
@@ -286,7 +286,7 @@ def test_a_run_goes_on_only_with_the_same(asked, module):
 def test_an_index_is_read_again_and_damage_is_made_good(asked, monkeypatch):
     config = asked()
     read = []
-    monkeypatch.setattr(grain_source, "measured", lambda *given: read.append(given) or measured(*given))
+    monkeypatch.setattr(grain_source, "measure_elements", lambda *given: read.append(given) or measure_elements(*given))
     opened = lambda: open_sources(config.data, config.run.dir).parts["data"]
     opened().make_index(lambda text: None)
     file = next((Path(config.run.dir) / "data_index").iterdir())
@@ -365,7 +365,7 @@ BAD = """
         ("text", "documents", r"element 0 of .*text is not a mapping with tokens, but the fields \['text'\]"),
         ("bare", "documents", "element 0 of .*bare is not a mapping with tokens, but a value of type int"),
         ("good", "rows", r"is not a mapping with tokens and targets, but the fields \['tokens'\]"),
-        ("holes", "rows", "element 1 of .*holes is None, as where a filter leaves a hole"),
+        ("holes", "rows", "element 1 of .*holes is None, as where a filter removes an element"),
         ("foreign", "documents", "element 0 of .*foreign has 256 among its tokens, which must be from 0 to 255"),
         ("ragged", "documents", "has tokens that are not an array .*; give a vector of numbers"),
         ("floats", "documents", r"has tokens of type float64 and shape \[20\]; give a vector of integers"),
@@ -393,7 +393,7 @@ def test_what_cannot_be_a_source(asked, module, name, kind, words):
         ("short", "has 20 tokens, and data.sequence_length is 32; make them equal"),
         ("several", "keeps documents apart by segments and positions; set data.document_mask: true"),
         ("padded", "has targets in segment 0, which is padding; number documents from 1"),
-        ("scattered", "has a segment in several places; the tokens of a document must stand together"),
+        ("scattered", "has a segment in several places; the tokens of a document must be contiguous"),
     ],
 )
 def test_rows_that_do_not_fit_the_config(asked, module, name, words):
@@ -414,7 +414,7 @@ def test_a_document_that_changes_later_is_refused(change):
     """One that the samples at the start did not show."""
     held = _Given([{"tokens": np.arange(20)} for _ in range(40)])
     elements = Elements(held, "data.grain.train", "users.documents", "documents", 99)
-    stream = DocumentStream(elements, measured(elements, None, lambda text: None), None)
+    stream = DocumentStream(elements, measure_elements(elements, None, lambda text: None), None)
     tokens = change(np.arange(20))
     held.elements[17] = None if tokens is None else {"tokens": tokens}
     with pytest.raises(ConfigError, match=r"element 17 of users\.documents is not what it was when the run indexed"):

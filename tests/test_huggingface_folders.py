@@ -23,7 +23,7 @@ from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.model import RopeScaling
 from jaxmnt.data.manifest import NAMELESS
-from jaxmnt.data.run_tokenizer import RunTokenizer, of_file
+from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_of_file
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import export as exports
@@ -244,7 +244,7 @@ def test_files_of_another_tokenizer_are_not_exported(converted, tmp_path):
     assert not {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} & {
         path.name for path in (tmp_path / "out").iterdir()
     }
-    assert fitting(files, of_file(text + "\n", 1)) == files
+    assert fitting(files, tokenizer_of_file(text + "\n", 1)) == files
 
 
 @pytest.mark.parametrize(

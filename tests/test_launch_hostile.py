@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmnt.config.clusters import holds_a_secret, is_secret_name
+from jaxmnt.config.clusters import contains_secret, is_secret_name
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke, inside, slurm
 from jaxmnt.launch.inside import Ledger, after, before
@@ -330,7 +330,7 @@ def test_values_that_look_like_secrets_are_refused_and_not_shown(asked):
         "gs://a/b",
         "/x/sk-a-long-name-of-it",
     ):
-        assert not holds_a_secret(text)
+        assert not contains_secret(text)
 
 
 # Job scripts.

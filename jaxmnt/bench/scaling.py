@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.config.load import as_override, last_of_each
+from jaxmnt.config.load import as_override, drop_overridden
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
 from jaxmnt.errors import ConfigError, UserError
@@ -72,7 +72,7 @@ class ScalingRequest:
         """Over those of the file. A run of a study neither saves nor evaluates on its way, and keeps away from what the
         run itself has saved."""
         users = [setting for setting in self.overrides if not setting.startswith("run.dir=")]
-        return last_of_each(
+        return drop_overridden(
             [
                 *users,
                 f"data.global_batch_size={self.rows(mode, processes)}",

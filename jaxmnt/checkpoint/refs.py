@@ -20,7 +20,7 @@ from jaxmnt.checkpoint.commit import (
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, wrong_with
 from jaxmnt.checkpoint.retention import best_first, comparable_losses
 from jaxmnt.config.schema import Config
-from jaxmnt.data.run_tokenizer import RunTokenizer, of_run
+from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_of_run
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
@@ -174,7 +174,7 @@ def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
     Raises `ConfigError` if neither is there.
     """
     config = checkpoint.config
-    return of_run(roots_of(text, checkpoint), config.data, folders_started_in(text, checkpoint, config))
+    return tokenizer_of_run(roots_of(text, checkpoint), config.data, folders_started_in(text, checkpoint, config))
 
 
 def folders_started_in(text: str, checkpoint: Committed, config: Config) -> list[Path]:

@@ -10,7 +10,7 @@ from jaxmnt.checkpoint.commit import open_checkpoint, out_of_reach, step_directo
 from jaxmnt.checkpoint.export import export, verify
 from jaxmnt.checkpoint.manifest import DamagedError, to_plain
 from jaxmnt.checkpoint.refs import CHECKPOINTS, checkpoint_root_of, find, locate, run_id, tokenizer_of
-from jaxmnt.config.describe import MEANING, changes
+from jaxmnt.config.describe import RESUME_LABELS, changes
 from jaxmnt.errors import ConfigError, ExitCode, printable
 from jaxmnt.output import progress
 from jaxmnt.storage import StoragePath, is_link
@@ -111,7 +111,7 @@ def _diff(options: argparse.Namespace) -> int:
     first, second, config_changes = one.manifest, other.manifest, changes(one.config, other.config)
     print(printable(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}"))
     for change in config_changes:
-        print(printable(f"config  {change.key}: {change.values} ({MEANING[change.resume]})"))
+        print(printable(f"config  {change.key}: {change.values} ({RESUME_LABELS[change.resume]})"))
     for source in sorted(first.data.keys() | second.data.keys()):
         if first.data.get(source) != second.data.get(source):
             print(f"data    {printable(source)} holds something else")

@@ -1,6 +1,6 @@
-"""Settings of the launchers: what a run asks of a cluster, and what in it looks like a secret.
+"""Settings of the launchers, and the patterns that recognise secrets among them.
 
-Job scripts and manifests are readable for others, so nothing that looks like a secret gets into them.
+Others can read job scripts and manifests, so settings that look like secrets are refused.
 """
 
 import math
@@ -13,48 +13,48 @@ from pydantic import model_validator
 from jaxmnt.config.section import Section, key
 
 
-def _any(patterns: Iterable[str]) -> re.Pattern[str]:
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
 
-_ANYWHERE = _any(
+_SECRET_WORDS = _any_of(
     rf"(.*_)?{word}(_.*)?"
     for word in (
         r"\w*secrets?", r"\w*tokens?", r"\w*passw(or)?ds?", r"\w*pass(phrase|code)s?", r"credentials?", r"creds?",
         r"authorization", r"bearer", r"jwt", r"cookies?", r"webhook", r"connection_string", r"\w*(api|private)_?keys?",
     )
 )  # fmt: skip
-"""Parts of a name such as DB_PASSWORD_2, in lower case, that tell of a secret wherever they stand."""
+"""Words in lower case that mark a variable as a secret anywhere in its name, such as DB_PASSWORD_2."""
 
-_LAST = _any(
+_SECRET_ENDINGS = _any_of(
     rf"(.*_)?{word}(_?\d+)?"
     for word in (
         r"(api|access|secret|private|ssh|auth|account|storage)?keys?", r"key_id", r"(ssh|db|pg|user|root)?pass", r"pat",
         r"o?auth2?", r"auth_(header|string|data)", r"sas", r"dsn",
     )
 )  # fmt: skip
-"""Those that do at a name's end: OPENAI_KEY, GITHUB_PAT, but not KEY_FORMAT. KEYBOARD is another word."""
+"""Words that mark a secret only at the end of a name: OPENAI_KEY, GITHUB_PAT, but not KEY_FORMAT or KEYBOARD."""
 
-_PASSWORD = re.compile(r".+_pwd")
-"""PWD alone is the working directory."""
+_PASSWORD_ENDING = re.compile(r".+_pwd")
+"""Requires a prefix, because PWD alone is the working directory."""
 
-_HARMLESS = _any(
+_HARMLESS_NAMES = _any_of(
     (
-        # Settings of libraries that take no secrets by them.
+        # Libraries whose variables never hold secrets.
         r"(jax|xla|nccl|cuda|cudnn|cublas|omp|mkl|tf|tokenizers|ucx|fi|ofi|gloo|pmix?|ompi|slurm|pytorch|torch)_.*",
-        # What is counted, marked or switched: MAX_TOKENS, EOS_TOKEN, HF_HUB_DISABLE_IMPLICIT_TOKEN.
+        # Counts, special tokens and switches: MAX_TOKENS, EOS_TOKEN, HF_HUB_DISABLE_IMPLICIT_TOKEN.
         r"(.*_)?(max|min|num|per|count|batch|bos|eos|pad|unk|sep|cls|mask|stop|end|start|special)_tokens?(_.*)?",
         r"(.*_)?tokens?_(per|count|limit)(_.*)?",
         r"(.*_)?(disable|enable|use|skip|require|allow|no)_.*",
-        # Keys that open nothing.
+        # Keys that are not credentials.
         r"(.*_)?(cache|public|sort|partition|primary|foreign|index|group|hash|lookup|config)_keys?",
-        # Where something is, instead of what it is.
+        # Locations instead of contents.
         r".*_(file|path|dir|folder|sock|socket|home)", r"google_application_credentials",
     )
 )  # fmt: skip
-"""Names that would be taken for a secret's, and are not."""
+"""Names that match the patterns above although they hold no secret."""
 
-_VALUES = _any(
+_SECRET_VALUES = _any_of(
     (
         r"\bgh[pousr]_\w{16}", r"\bgithub_pat_\w{16}", r"\bglpat-[\w-]{16}", r"(?<![\w/.-])sk-[\w-]{16}",
         r"\b[sr]k_live_\w{16}", r"\b(AKIA|ASIA)[0-9A-Z]{16}\b", r"\bhf_[A-Za-z0-9]{24}",
@@ -64,25 +64,25 @@ _VALUES = _any(
         r"://[^/\s:@$]*:[^/\s:@$]+@",  # a password in an address, unless it is filled in later: $NAME
     )
 )  # fmt: skip
-"""How values begin that services hand out as keys and tokens."""
+"""Beginnings of the keys and tokens that services issue."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name would hold a secret: HF_TOKEN, openaiKey, DB_PWD."""
+    """Returns True if a variable of this name would hold a secret: HF_TOKEN, openaiKey, DB_PWD."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).lower()
-    if _HARMLESS.fullmatch(name):
+    if _HARMLESS_NAMES.fullmatch(name):
         return False
-    return any(pattern.fullmatch(name) for pattern in (_ANYWHERE, _LAST, _PASSWORD))
+    return any(pattern.fullmatch(name) for pattern in (_SECRET_WORDS, _SECRET_ENDINGS, _PASSWORD_ENDING))
 
 
-def holds_a_secret(text: str) -> bool:
-    """Whether a text has a part with the form of a key or token."""
-    return _VALUES.search(text) is not None
+def contains_secret(text: str) -> bool:
+    """Returns True if part of a text has the form of a key or token."""
+    return _SECRET_VALUES.search(text) is not None
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d+)?", re.ASCII)
-"""Of Kubernetes: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
+_QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d+)?", re.ASCII)
+"""A Kubernetes quantity: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
 
 
 class Launch(Section):
@@ -110,11 +110,11 @@ class Launch(Section):
     cost_per_gpu_hour: float | None = key(None, "What an hour of a GPU costs, for the estimate.", ge=0)
 
     @model_validator(mode="after")
-    def _fit_to_print(self) -> Self:
+    def _check_launch(self) -> Self:
         for name, value in self.environment.items():
             if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"launch.environment: {name!r} is not the name of a variable; correct it")
-            if is_secret_name(name) or holds_a_secret(value):
+                raise ValueError(f"launch.environment: {name!r} is not a valid variable name; correct it")
+            if is_secret_name(name) or contains_secret(value):
                 raise ValueError(
                     f"launch.environment: {name} looks like a secret, and scripts and manifests are readable; "
                     "keep it in a file of yours or a Kubernetes secret, and read it in launch.setup"
@@ -144,7 +144,7 @@ class Slurm(Section):
     srun_options: list[str] = key([], "Any other options of srun.")
 
     @model_validator(mode="after")
-    def _options_only(self) -> Self:
+    def _check_options(self) -> Self:
         for name in ("options", "srun_options"):
             for option in getattr(self, name):
                 if not option.startswith("-"):
@@ -172,10 +172,10 @@ class Gke(Section):
     pod: dict[str, Any] = key({}, "Other fields of a pod's spec; what is a list is added to ours.")
 
     @model_validator(mode="after")
-    def _amounts(self) -> Self:
+    def _check_quantities(self) -> Self:
         for name, example in (("cpu", "100 or 500m"), ("memory", "900Gi")):
             amount = getattr(self, name)
-            fits = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else amount is None or 0 < amount < math.inf
+            fits = _QUANTITY.fullmatch(amount) if isinstance(amount, str) else amount is None or 0 < amount < math.inf
             if not fits:
                 raise ValueError(f"gke.{name}: {amount!r} must be an amount such as {example}; correct it")
         return self

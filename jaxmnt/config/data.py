@@ -1,4 +1,4 @@
-"""The settings of the data, and the rules over several of them."""
+"""The data settings, and the checks that involve several of them."""
 
 import re
 from typing import Literal
@@ -87,17 +87,17 @@ class Data(Section):
 
     @property
     def named_sources(self) -> dict[str, Source]:
-        """Returns the sources in the order of their names; one that has no name is called data."""
+        """The sources, sorted by name; a source without a name is called data."""
         return dict(sorted(self.sources.items())) or {"data": Source(path=self.path, grain=self.grain)}
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether a token sees only its own document."""
+        """True if a token attends only to its own document."""
         return self.document_mask or self.rows == "packed"
 
 
 def check_data(data: Data) -> None:
-    """The rules over several keys of `data`."""
+    """Checks the rules that involve several keys of `data`. Raises `ValueError`."""
     set_keys = [name for name in ("path", "sources", "synthetic") if getattr(data, name) not in (None, {})]
     if len(set_keys) > 1:
         raise ValueError(f"data.{set_keys[1]}: data.{set_keys[0]} is also set; remove one of them")
@@ -141,7 +141,10 @@ def _check_weights(weights: dict[str, float], step: int) -> None:
 
 
 def _check_grain(where: str, grain: Grain, beside: str | None) -> None:
-    """`beside` is the other source of data that is given in the same place."""
+    """Checks one `grain` section. `beside` names the other data source that is set in the same place, if any.
+
+    Raises `ValueError`.
+    """
     if grain == Grain():
         return
     if beside is not None:

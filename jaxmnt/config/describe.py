@@ -1,4 +1,4 @@
-"""The config as help text, as a JSON schema for editors, and as differences between two runs."""
+"""Renders the config as help text and as a JSON schema for editors, and lists the differences between two configs."""
 
 from typing import Any, NamedTuple
 
@@ -9,21 +9,21 @@ from jaxmnt.config.section import Resume
 from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.strict_json import json_text
 
-MEANING: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
-"""The classes of a changed key, for people."""
+RESUME_LABELS: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
+"""The text that the user sees for each resume class of a changed key."""
 
-PLANNED = ("train.steps", "data.skip", "data.weight_changes")
-"""Keys of the maths that are there to be changed on the way. What else changes the maths has to be accepted."""
+CHANGEABLE_MATHS = ("train.steps", "data.skip", "data.weight_changes")
+"""Keys that change the maths but are meant to be changed during a run. All others need `--accept-changes`."""
 
+ORIGIN_KEYS = ("run.fork_from", "run.init_from")
+"""Keys that name the origin of a run. The run records them, so leaving them out later is not a change."""
 
-ORIGINS = ("run.fork_from", "run.init_from")
-"""Keys of what a run began with, which it keeps. So to leave them out is no change of them."""
-CHOSEN = ("mesh.zero", "train.eval_tokens")
-"""Keys of which a run keeps what `auto` came to at its first start. So `auto` is no change of them."""
+RESOLVED_AUTO_KEYS = ("mesh.zero", "train.eval_tokens")
+"""Keys for which a run stores the value that `auto` resolved to at its first start, so `auto` is not a change."""
 
 
 class Change(NamedTuple):
-    """A key whose value differs between a run directory and the config at hand."""
+    """A key whose value differs between a run directory and the current config."""
 
     key: str
     before: Any
@@ -32,14 +32,14 @@ class Change(NamedTuple):
 
     @property
     def values(self) -> str:
-        """Both values, as a config file writes them."""
+        """Both values in YAML, separated by an arrow."""
         return f"{as_yaml(self.before)} → {as_yaml(self.now)}"
 
 
 def help_text(topic: str = "") -> str:
-    """Every key with what it takes, its default and its line of explanation, for a terminal to wrap.
+    """Returns the help for every key: its accepted values, its default and its description, not wrapped.
 
-    With a topic only that key, or the keys of that section. Raises `ConfigError` if there are none.
+    A topic limits this to one key or section. Raises `ConfigError` if no key matches it.
     """
     fields = fields_by_key(of_lists=True)
     keys = [name for name in fields if not topic or name == topic or name.startswith(f"{topic}.")]
@@ -51,7 +51,7 @@ def help_text(topic: str = "") -> str:
 
 
 def json_schema() -> str:
-    """A JSON schema of the config file, for editors."""
+    """Returns the JSON schema of the config file, for editors."""
     schema = Config.model_json_schema()
     extends = {"type": "string", "description": "Another config file, whose keys this one has unless it sets them."}
     schema["properties"] = {EXTENDS: extends} | schema["properties"]
@@ -60,9 +60,9 @@ def json_schema() -> str:
 
 
 def fields_by_key(*, of_lists: bool = False) -> dict[str, Schema]:
-    """Dotted key → schema, in the order of the config; NAME stands for any name in a mapping.
+    """Returns the schema of each dotted key, in config order; NAME stands for any name in a mapping.
 
-    `of_lists` adds the keys of a list's entries, with N for their place.
+    `of_lists` adds the keys of list entries, with N for the index.
     """
     fields = {}
 
@@ -73,32 +73,34 @@ def fields_by_key(*, of_lists: bool = False) -> dict[str, Schema]:
                 add(f"{key}.", inner["properties"])
                 continue
             fields[key] = field
-            place = {"object": "NAME"} | ({"array": "N"} if of_lists else {})
-            if (kind := inner.get("type")) in place and (entries := entries_of(inner)):
-                add(f"{key}.{place[kind]}.", plain(entries).get("properties", {}))
+            placeholders = {"object": "NAME"} | ({"array": "N"} if of_lists else {})
+            if (kind := inner.get("type")) in placeholders and (entries := entries_of(inner)):
+                add(f"{key}.{placeholders[kind]}.", plain(entries).get("properties", {}))
 
     add("", section_fields([]))
     return fields
 
 
 def changes(before: Config, now: Config) -> list[Change]:
-    """Keys that differ, each with what that means for a resumed run. A key that one of them lacks counts as null."""
+    """Returns the keys that differ, each with its resume class. A key that one config lacks counts as null."""
     old, new = flatten(before), flatten(now)
     pairs = [(key, old.get(key), new.get(key)) for key in new | old]
     return [
         Change(key, was, value, _resume_class(key))
         for key, was, value in pairs
-        if was != value and not (key in CHOSEN and value == "auto") and not (key in ORIGINS and value is None)
+        if was != value
+        and not (key in RESOLVED_AUTO_KEYS and value == "auto")
+        and not (key in ORIGIN_KEYS and value is None)
     ]
 
 
-def maths(config: Config) -> dict[str, Any]:
-    """Every key that the numbers of a run depend on, and that can be changed on the way, with its value."""
+def maths_settings(config: Config) -> dict[str, Any]:
+    """Returns the keys of resume class "maths" with their values: they affect the numerics and may change on resume."""
     return {key: value for key, value in flatten(config).items() if _resume_class(key) == "maths"}
 
 
 def _resume_class(dotted: str) -> Resume:
-    """Of the key, or of the mapping that it is an entry of."""
+    """Returns the resume class of a key, or of the mapping that contains it."""
     field = field_of(dotted)
     while field is None:
         dotted = dotted.rpartition(".")[0]

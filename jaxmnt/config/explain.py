@@ -1,4 +1,4 @@
-"""One line for whatever is wrong with a config: where it was written, which key, and in words what that key takes."""
+"""Turns validation errors of a config into one line: where it was written, the key, and the values it accepts."""
 
 import functools
 import json
@@ -13,38 +13,38 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import closest, printable, shortened
 
 Schema = dict[str, Any]
-"""A part of the JSON schema of the config: what a key takes, its help, and what `section.key` says of it."""
+"""Part of the JSON schema of the config: a key's type, its help, and the extra fields that `section.key` adds."""
 
 
 class SchemaPath(NamedTuple):
-    """Where in the schema a path leads."""
+    """The part of the schema that a path leads to."""
 
     key: str
-    """The path as it is typed: names and numbers with dots between them."""
+    """The path as a user types it: names and numbers joined by dots."""
     schema: Schema | None
     """None if there is no such key."""
     help: str
 
 
 @functools.cache
-def _whole() -> Schema:
+def _config_schema() -> Schema:
     return Config.model_json_schema()
 
 
 def field_of(dotted: str) -> Schema | None:
-    """The schema of a dotted key; any name will do for an entry of a mapping. None if there is none."""
+    """Returns the schema of a dotted key, or None if the key is unknown. Entries of mappings match any name."""
     *parents, last = dotted.split(".")
     return section_fields(parents).get(last)
 
 
 def section_fields(parents: Sequence[str]) -> dict[str, Schema]:
-    """The keys of a section, given as the names on the way to it; empty if that is no section."""
-    return (find(parents).schema or {}).get("properties", {})
+    """Returns the keys of the section at a path of names; empty if there is no such section."""
+    return (resolve(parents).schema or {}).get("properties", {})
 
 
-def find(path: Sequence[str | int]) -> SchemaPath:
-    """Follows a path as far as the schema goes. What pydantic adds to it, such as a union's branch, is left off."""
-    here, text, names = _whole(), "", list[str]()
+def resolve(path: Sequence[str | int]) -> SchemaPath:
+    """Follows a path as far as the schema goes, and drops the parts that pydantic adds, such as a union's branch."""
+    here, text, names = _config_schema(), "", list[str]()
     for part in path:
         below = entries_of(here)
         if "properties" in here:
@@ -62,21 +62,21 @@ def find(path: Sequence[str | int]) -> SchemaPath:
 
 
 def plain(schema: Schema) -> Schema:
-    """The section, list or mapping that a schema refers to, or that may be null in it; else the schema itself."""
+    """Returns the section, list or mapping that a schema refers to or allows besides null; else the schema itself."""
     if "$ref" in schema:
-        return _whole()["$defs"][schema["$ref"].rpartition("/")[2]]
+        return _config_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
     real = [plain(member) for member in schema.get("anyOf", ()) if member != {"type": "null"}]
     return real[0] if len(real) == 1 and real[0].get("type") in ("object", "array") else schema
 
 
 def entries_of(schema: Schema) -> Schema | None:
-    """What the entries of a list or mapping are; None if it is neither, or they may be anything."""
+    """Returns the schema of the entries of a list or mapping; None for other types and for entries of any type."""
     entries = schema.get("items") or schema.get("additionalProperties")
     return entries if isinstance(entries, dict) else None
 
 
 def takes(schema: Schema) -> str:
-    """What a key takes, in words: integer from 1 up, or null."""
+    """Describes the values that a key accepts: integer from 1 up, or null."""
     *others, last = _alternatives(schema)
     if not others:
         return last
@@ -85,7 +85,7 @@ def takes(schema: Schema) -> str:
 
 
 def with_article(words: str) -> str:
-    """An integer, a list; but text, true, auto."""
+    """Puts an article before the words that need one: an integer, a list, but text, true, auto."""
     first = words.partition(" ")[0].rstrip(",")
     articles = {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a ", "section": "a "}
     return articles.get(first, "") + words
@@ -109,14 +109,9 @@ def _alternatives(schema: Schema) -> list[str]:
 
 def _plural(schema: Schema) -> str:
     words = takes(schema)
-    for singular, plural in {
-        "integer": "integers",
-        "number": "numbers",
-        "list": "lists",
-        "section": "sections",
-    }.items():
-        if words.startswith(singular):
-            return words.replace(singular, plural, 1)
+    for noun in ("integer", "number", "list", "section"):
+        if words.startswith(noun):
+            return words.replace(noun, f"{noun}s", 1)
     return words
 
 
@@ -141,13 +136,13 @@ def _number(value: float) -> str:
 
 COMMAND_LINE = "command line"
 
-_LONGEST = 80
-"""Characters of a wrong value that are shown."""
+_LONGEST_VALUE = 80
+"""Most characters of an invalid value that a message shows."""
 
 
 def explain(error: ValidationError, sources: Mapping[str, str], name: str) -> str:
-    """One message for the first problem, and a count of the others. `sources` says where each key was written."""
-    # An unknown key explains most: beside a misspelled one the right one is missing.
+    """Returns a message for the first problem, with the number of problems. `sources` maps keys to their origin."""
+    # Unknown keys come first: a misspelled required key is also reported as missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     dotted, text = _problem(problems[0], sources)
     different = {_problem(problem, sources) for problem in problems}
@@ -157,7 +152,7 @@ def explain(error: ValidationError, sources: Mapping[str, str], name: str) -> st
 
 
 def source_of(dotted: str, sources: Mapping[str, str]) -> str | None:
-    """Where a key, what it is part of, or what is part of it, was written."""
+    """Returns where a key, its nearest enclosing section or a key below it was written; None if nowhere."""
     place = dotted
     while place:
         if place in sources:
@@ -170,20 +165,20 @@ def source_of(dotted: str, sources: Mapping[str, str]) -> str | None:
 
 
 def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
-    """The key that a problem is with, and what is wrong."""
+    """Returns the key that a problem concerns, and the description of the problem."""
     kind, path, value = problem["type"], list(problem["loc"]), problem["input"]
-    if kind == "value_error":  # ours, from a rule over several keys: it names its key itself
+    if kind == "value_error":  # raised by our own validators, whose text begins with the key
         key, _, text = str(problem["ctx"]["error"]).partition(": ")
         return key, text
     if kind == "invalid_key" or path[-1:] == ["[key]"]:
         *section, wrong = [part for part in path if part != "[key]"]
         return ".".join(map(str, section)), f"the key {wrong!r} must be text; put it in quotes"
-    key, schema, help_line = find(path)
+    key, schema, help_line = resolve(path)
     if schema is None:
         return key, f"unknown key; {_suggestion(key, value)}"
     if "properties" in schema:
-        such = f", such as {key}.{next(iter(schema['properties']))}" if key else ""
-        return key, f"must be a section with keys{such}, not {_shown(value)}"
+        example = f", such as {key}.{next(iter(schema['properties']))}" if key else ""
+        return key, f"must be a section with keys{example}, not {_shown(value)}"
     words = with_article(takes(schema))
     actual = "and is missing" if kind == "missing" else f"not {_shown(value)}"
     quotes = ""
@@ -194,15 +189,15 @@ def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _suggestion(dotted: str, value: Any) -> str:
-    """What somebody may have meant who wrote this key, or this section with this inside."""
+    """Suggests the key that was probably meant by an unknown key, or by an unknown section with this value."""
     *parents, last = dotted.split(".")
     section_keys = list(section_fields(parents))
-    if missing := table()["not_available"].get(last.lower()):
-        return f"{missing} is not available in this version"
+    if feature := synonyms()["not_available"].get(last.lower()):
+        return f"{feature} is not available in this version"
     if not parents and isinstance(value, dict) and value:
         return _section_suggestion(last, str(next(iter(value))), section_keys)
-    if meant := setting_for(last, ".".join(parents)):
-        return meant.question
+    if suggestion := setting_for(last, ".".join(parents)):
+        return suggestion.question
     if close := closest(last, section_keys):
         return f"did you mean {'.'.join([*parents, close])}?"
     everywhere = {name: f"{section}.{name}" for section in section_fields([]) for name in section_fields([section])}
@@ -212,21 +207,21 @@ def _suggestion(dotted: str, value: Any) -> str:
 
 
 def _section_suggestion(name: str, inner: str, section_keys: list[str]) -> str:
-    """Of a section that is none, whose first key is `inner`."""
+    """Suggests a section or key for an unknown section whose first key is `inner`."""
     section = closest(name, section_keys) or section_for(name)
     if section and inner in section_fields([section]):
         return f"did you mean {section}.{inner}?"
-    if meant := setting_for(inner, section or ""):
-        return meant.question
+    if suggestion := setting_for(inner, section or ""):
+        return suggestion.question
     return f"did you mean {section}?" if section else f"known: {', '.join(section_keys)}"
 
 
 class Suggestion(NamedTuple):
-    """The key that somebody means."""
+    """A key that the user probably meant."""
 
     key: str
     note: str = ""
-    """How it differs from what was typed, if it does."""
+    """The difference from the key that was typed; empty if there is none."""
 
     @property
     def question(self) -> str:
@@ -234,38 +229,36 @@ class Suggestion(NamedTuple):
 
 
 @functools.cache
-def table() -> dict[str, Any]:
-    """Reads `synonyms.json`, when an error is worded.
+def synonyms() -> dict[str, Any]:
+    """Reads `synonyms.json`, on the first error that needs it.
 
-    `sections` and `settings` have names of other programs, with spaces between them, by a section's name and in order.
-    `not_available` names what a key of other programs would ask for that this one does not do.
+    `sections` and `settings` map our names to the names that other programs use, separated by spaces.
+    `not_available` maps keys of other programs to features that this version lacks.
     """
     return json.loads(files("jaxmnt.config").joinpath("synonyms.json").read_text(encoding="utf-8"))
 
 
 def section_for(name: str) -> str | None:
-    """The section that is called `name` elsewhere."""
-    return next((section for section, names in table()["sections"].items() if name in names.split()), None)
+    """Returns the section that other programs call `name`, if any."""
+    return next((section for section, names in synonyms()["sections"].items() if name in names.split()), None)
 
 
 def setting_for(name: str, section: str = "") -> Suggestion | None:
-    """The key that is called `name` elsewhere, or that has this name in another section than `section`.
+    """Returns the key that other programs call `name`, or that has this name in a section other than `section`.
 
-    A key of the section itself comes before the same word's meaning in others.
+    Keys of `section` take precedence.
     """
-    usual = name.lower().replace("-", "_")
-    entries = (entry for entry in table()["settings"] if usual in entry["names"].split())
-    meant, places = (
-        next((Suggestion(entry["key"], entry.get("note", "")) for entry in entries), None),
-        list(_places(usual)),
-    )
-    if meant and (meant.key.startswith(f"{section}.") or not places):
-        return meant
-    return Suggestion(" or ".join(places)) if places else None
+    normalized = name.lower().replace("-", "_")
+    entries = (entry for entry in synonyms()["settings"] if normalized in entry["names"].split())
+    synonym = next((Suggestion(entry["key"], entry.get("note", "")) for entry in entries), None)
+    same_name = list(_keys_named(normalized))
+    if synonym and (synonym.key.startswith(f"{section}.") or not same_name):
+        return synonym
+    return Suggestion(" or ".join(same_name)) if same_name else None
 
 
-def _places(name: str) -> Iterator[str]:
-    """Every key of a section that has this name."""
+def _keys_named(name: str) -> Iterator[str]:
+    """Yields every top-level key and every key of a section that has this name."""
     for key in section_fields([]):
         inner = section_fields([key])
         if not inner and key == name:
@@ -279,8 +272,8 @@ def _shown(value: Any) -> str:
 
 
 def _repr(value: Any) -> str:
-    """As `repr`, cut where it is long or deep: what aliases in YAML stand for may be larger than any memory."""
+    """Returns a shortened `repr`. YAML aliases can expand to values that do not fit into memory."""
     cut = reprlib.Repr()
     cut.maxlevel, cut.maxdict, cut.maxlist = 3, 20, 20
-    cut.maxstring = cut.maxlong = cut.maxother = 2 * _LONGEST
+    cut.maxstring = cut.maxlong = cut.maxother = 2 * _LONGEST_VALUE
     return cut.repr(value)

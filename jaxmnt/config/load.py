@@ -1,4 +1,4 @@
-"""Loading: YAML file, dotted overrides, and one message for whatever is wrong with them."""
+"""Loads a config from a YAML file and dotted overrides, and reports any error in one message."""
 
 import math
 import os
@@ -14,25 +14,25 @@ import yaml
 from pydantic import ValidationError
 
 from jaxmnt.config.explain import COMMAND_LINE, explain, field_of, source_of
-from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
+from jaxmnt.config.schema import CLUSTER_SECTIONS, Config
 from jaxmnt.errors import ConfigError, listed, printable, shortened
 
 
-class _GivenTwiceError(yaml.YAMLError):
-    """A key that a mapping has twice."""
+class _DuplicateKeyError(yaml.YAMLError):
+    """Raised if a mapping has the same key twice."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 3e-4 is a number and a key given twice is an error.
+    """Safe YAML loader that reads 3e-4 as a number and rejects duplicate keys.
 
-    What only YAML 1.1 takes for numbers and dates is text, as it is meant: 12:00 is not 720, 010 not 8.
+    Numbers and dates that only YAML 1.1 recognises stay text: 12:00 is not 720, and 010 is not 8.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         for key, number in names.items():
             if number > 1:
-                raise _GivenTwiceError(f"{printable(key)} is given twice; keep one")
+                raise _DuplicateKeyError(f"{printable(key)} is given twice; keep one")
         return super().construct_mapping(node, deep)
 
 
@@ -57,26 +57,27 @@ _Loader.add_implicit_resolver(
 
 _MOST_KEYS = 20_000
 EXTENDS = "extends"
-"""The key of a config file that names another, whose keys it has unless it sets them itself."""
+"""Key of a config file that names a base config, whose keys it inherits unless it sets them."""
 
-_OF_A_RUN = "config.yaml"
-"""The name of the config in a run directory."""
+_RUN_CONFIG = "config.yaml"
+"""Name of the config file in a run directory."""
 
-_ANCHORS = "x-"
-"""How top-level keys begin that mean nothing by themselves."""
+_ANCHOR_PREFIX = "x-"
+"""Prefix of top-level keys that only hold YAML anchors and are ignored."""
 
-_NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What PyYAML raises, the last ones for a tag that its value does not fit, or for deep nesting."""
+_YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""Errors that PyYAML raises, including those for a tag that does not fit its value and for deep nesting."""
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Reads `path`, applies `key.sub=value` overrides in order, and checks the whole.
+    """Reads `path`, applies `key.sub=value` overrides in order, and validates the result.
 
     Raises `ConfigError` with the file or argument, the key and the fix.
     """
     path = Path(path)
     tree, sources = _read(path)
     for key in apply_overrides(tree, overrides or []):
+        # An override of a section replaces the keys of the file below it.
         sources = {name: line for name, line in sources.items() if not name.startswith(f"{key}.")}
         sources[key] = COMMAND_LINE
     tree["run"] = tree.get("run") or {}
@@ -84,7 +85,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         where = source_of("run.dir", sources) or path
         null = " (~ means null in YAML)" if tree["run"]["dir"] is None else ""
         raise ConfigError(f"{where}: run.dir: is empty; name a folder, or leave it out for runs/{path.stem}{null}")
-    tree = _with_homes(tree, "", lambda dotted: source_of(dotted, sources) or str(path))
+    tree = _expand_homes(tree, "", lambda dotted: source_of(dotted, sources) or str(path))
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -94,18 +95,19 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def _check_checkpoints_apart(config: Config, where: str) -> None:
-    """A second place for checkpoints must not lie among those of run.dir: --fresh would move it away with its lock.
+    """Raises `ConfigError` if checkpoint.dir is inside run.dir/checkpoints: --fresh would move it away with its lock.
 
-    No rule of the config itself: what was trained so stays readable.
+    This is not a rule of `Config`, so that configs of existing runs stay readable.
     """
     if not config.run.dir or not config.checkpoint.dir or "://" in config.checkpoint.dir:
         return
-    default_folder, folder = Path(config.run.dir, "checkpoints"), Path(config.checkpoint.dir)
-    if Path(os.path.normpath(Path.cwd() / folder)).is_relative_to(os.path.normpath(Path.cwd() / default_folder)):
+    default = Path(config.run.dir, "checkpoints")
+    folder = Path(config.checkpoint.dir)
+    if Path(os.path.normpath(Path.cwd() / folder)).is_relative_to(os.path.normpath(Path.cwd() / default)):
         raise ConfigError(
-            f"{where}: checkpoint.dir: {printable(str(folder))} is where a run in run.dir ({printable(config.run.dir)}) "
-            f"keeps its checkpoints anyway; leave checkpoint.dir out, which means {printable(str(default_folder))}, or name a "
-            "folder elsewhere"
+            f"{where}: checkpoint.dir: {printable(str(folder))} is where a run in run.dir "
+            f"({printable(config.run.dir)}) keeps its checkpoints anyway; leave checkpoint.dir out, which means "
+            f"{printable(str(default))}, or name a folder elsewhere"
         )
 
 
@@ -113,12 +115,12 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
     """Sets each `key.sub=value` in the tree, in order, and returns the dotted keys."""
     for number, override in enumerate(overrides):
         if not re.match(r"[^\s=-][^\s=]*=", override):
-            raise ConfigError(_no_setting(overrides, number))
+            raise ConfigError(_invalid_setting(overrides, number))
     return [_apply(tree, override) for override in overrides]
 
 
-def last_of_each(settings: Iterable[str]) -> list[str]:
-    """Returns the settings without those that a later one replaces, as where a program adds its own to a user's."""
+def drop_overridden(settings: Iterable[str]) -> list[str]:
+    """Returns the settings without those that a later one replaces, for programs that append their own."""
     last: dict[str, str] = {}
     for setting in settings:
         key = setting.partition("=")[0]
@@ -128,12 +130,12 @@ def last_of_each(settings: Iterable[str]) -> list[str]:
 
 
 def as_override(key: str, value: Any) -> str:
-    """Returns the argument `key=value` that sets a key to this value, in quotes of YAML where it needs them."""
+    """Returns the argument `key=value` that sets a key to this value, in YAML quotes where necessary."""
     return f"{key}={as_yaml(value)}"
 
 
 def as_typed(key: str, value: Any) -> str:
-    """Returns `as_override` in the form in which it is typed into a shell."""
+    """Returns the argument of `as_override`, quoted for a shell."""
     return shlex.quote(as_override(key, value))
 
 
@@ -149,15 +151,15 @@ def _one_line(value: Any, **style: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Returns whether a text, without quotes, is read as itself."""
+    """Returns True if YAML reads a text without quotes as the same text."""
     try:
         return text.isprintable() and not _comment(text) and _value(text, "") == text
-    except (ConfigError, *_NOT_YAML):
+    except (ConfigError, *_YAML_ERRORS):
         return False
 
 
 def _comment(text: str) -> str:
-    """Returns what YAML takes for a comment at the end of a value, which it would drop."""
+    """Returns the end of a value that YAML drops as a comment; empty if there is none."""
     end = 0
     for token in yaml.scan(text, Loader=_Loader):
         if not isinstance(token, yaml.StreamEndToken | yaml.BlockEndToken):
@@ -166,7 +168,7 @@ def _comment(text: str) -> str:
 
 
 def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
-    """Checks a tree that did not come from a file, such as a run directory's or a test's."""
+    """Validates a tree that was not read by `load_config`, such as that of a run directory or a test."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -174,19 +176,19 @@ def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML, without anything about this process."""
-    return _dumped(config.model_dump(exclude=NOT_OF_THE_RUN))
+    """Returns the resolved config as YAML, without the sections that describe where it runs."""
+    return _dumped(config.model_dump(exclude=CLUSTER_SECTIONS))
 
 
 def dump_for_hosts(config: Config) -> str:
-    """The resolved config as YAML for the processes of a run, with what it says about their cluster."""
-    tree = config.model_dump(exclude=NOT_OF_THE_RUN - {"cluster"})
+    """Returns the resolved config as YAML for the processes of a run, including the cluster settings that are set."""
+    tree = config.model_dump(exclude=CLUSTER_SECTIONS - {"cluster"})
     tree["cluster"] = {name: value for name, value in tree["cluster"].items() if value is not None}
     return _dumped(tree)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML in which no text is one of the numbers that only our loader knows."""
+    """Safe YAML dumper that quotes any text that only our loader would read as a number."""
 
 
 _Dumper.add_representer(
@@ -202,65 +204,66 @@ def _dumped(value: Any, **style: Any) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted key → value for every key but the cluster's, those of mappings such as data.sources included."""
-    return flat(config.model_dump(exclude=NOT_OF_THE_RUN))
+    """Returns the value of each dotted key, except those of `CLUSTER_SECTIONS`. Entries of mappings are included."""
+    return flatten_tree(config.model_dump(exclude=CLUSTER_SECTIONS))
 
 
-def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value. An empty mapping is a value."""
+def flatten_tree(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the value of each dotted key. An empty mapping is a value."""
     flattened: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            flattened |= flat(value, f"{prefix}{name}.")
+            flattened |= flatten_tree(value, f"{prefix}{name}.")
         else:
             flattened[f"{prefix}{name}"] = value
     return flattened
 
 
 def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any]) -> str:
-    """The file's keys with overrides and further settings by dotted key, as the text of a config file."""
+    """Returns the text of a config file with the keys of `path`, the overrides, and settings by dotted key."""
     tree, _ = _read(path)
     for override in (*overrides, *starmap(as_override, settings.items())):
         _apply(tree, override)
     return _dumped(tree)
 
 
-def as_bytes(path: Path) -> bytes:
-    """The file as it is; of one that extends another, the keys of both, to be read anywhere."""
+def config_bytes(path: Path) -> bytes:
+    """Returns the bytes of a config file. A file that extends another is merged with it into a self-contained one."""
     raw = path.read_bytes()
     tree, _ = _read_alone(path)
     return with_settings(path, [], {}).encode() if EXTENDS in tree else raw
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree of a file with that of the file it extends, and where each dotted key was written.
+def _read(path: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the tree of a file, merged with its base config, and the place where each dotted key was written.
 
-    Keys that begin with `x-` are a place for anchors, and are left out. `above` are the files that extend this one.
+    Keys that begin with `x-` hold anchors and are dropped. `extending` are the files that extend this one.
     """
     tree, lines = _read_alone(path)
-    tree = {name: value for name, value in tree.items() if not str(name).startswith(_ANCHORS)}
-    sources = {key: f"{path}:{line}" for key, line in lines.items() if not key.startswith(_ANCHORS)}
-    named = tree.pop(EXTENDS, None)
+    tree = {name: value for name, value in tree.items() if not str(name).startswith(_ANCHOR_PREFIX)}
+    sources = {key: f"{path}:{line}" for key, line in lines.items() if not key.startswith(_ANCHOR_PREFIX)}
+    base_name = tree.pop(EXTENDS, None)
     where = sources.pop(EXTENDS, str(path))
-    if named is None:
+    if base_name is None:
         return tree, sources
-    if not isinstance(named, str):
-        raise ConfigError(f"{where}: {EXTENDS}: must be the path of a config file, not {shortened(repr(named))}")
-    base = path.parent / Path(named).expanduser()
-    if base.resolve() in (path.resolve(), *above):
-        raise ConfigError(f"{where}: {EXTENDS}: {printable(named)} extends this file in turn; remove one of the two")
+    if not isinstance(base_name, str):
+        raise ConfigError(f"{where}: {EXTENDS}: must be the path of a config file, not {shortened(repr(base_name))}")
+    base = path.parent / Path(base_name).expanduser()
+    if base.resolve() in (path.resolve(), *extending):
+        raise ConfigError(
+            f"{where}: {EXTENDS}: {printable(base_name)} extends this file in turn; remove one of the two"
+        )
     try:
-        base_tree, base_sources = _read(base, (path.resolve(), *above))
+        base_tree, base_sources = _read(base, (path.resolve(), *extending))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where} extends it)") from error
-    replaced = lambda key: any(
-        key == overridden or key.startswith(f"{overridden}.") for overridden in sources if _leaf(tree, overridden)
-    )
+    overridden = [key for key in sources if _is_leaf(tree, key)]
+    replaced = lambda key: any(key == leaf or key.startswith(f"{leaf}.") for leaf in overridden)
     return _merged(base_tree, tree), {key: line for key, line in base_sources.items() if not replaced(key)} | sources
 
 
-def _leaf(tree: dict[str, Any], dotted: str) -> bool:
-    """Whether this key is a value, not a section whose keys are merged one by one."""
+def _is_leaf(tree: dict[str, Any], dotted: str) -> bool:
+    """Returns True if this key is a value, and False for a section, whose keys are merged one by one."""
     value: Any = tree
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -268,24 +271,24 @@ def _leaf(tree: dict[str, Any], dotted: str) -> bool:
 
 
 def _merged(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """The keys of both; where both have one, sections are merged and any other value is that of `own`."""
-    both = lambda name: isinstance(base.get(name), dict) and isinstance(tree[name], dict | None)
-    return base | {name: _merged(base[name], tree[name] or {}) if both(name) else tree[name] for name in tree}
+    """Returns the keys of both trees. Common sections are merged; other values of `tree` replace those of `base`."""
+    both_have_section = lambda name: isinstance(base.get(name), dict) and isinstance(tree[name], dict | None)
+    return base | {
+        name: _merged(base[name], tree[name] or {}) if both_have_section(name) else tree[name] for name in tree
+    }
 
 
 def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The file's tree, and the line of each dotted key."""
+    """Returns the tree of one file, without its base config, and the line of each dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file{_configs_near(path)}") from None
     except IsADirectoryError:
-        config_file = path / _OF_A_RUN
-        advice = (
-            f"give the config in it: {config_file}"
-            if config_file.is_file()
-            else f"give a file{_configs_near(config_file)}"
-        )
+        config_file = path / _RUN_CONFIG
+        advice = f"give a file{_configs_near(config_file)}"
+        if config_file.is_file():
+            advice = f"give the config in it: {config_file}"
         raise ConfigError(f"{path}: is a folder, not a config file; {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
@@ -293,10 +296,10 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         node = yaml.compose(text, Loader=_Loader)
         lines: dict[str, int] = {}
         if node is not None:
-            _collect_lines(path, node, "", lines)  # first: it names the line of what contains itself
+            _collect_lines(path, node, "", lines)  # before the values: it names the line of a recursive alias
         tree = _value(text, str(path)) or {}
-    except _NOT_YAML as error:
-        raise ConfigError(f"{path}{_what_is_not_yaml(error, text)}") from error
+    except _YAML_ERRORS as error:
+        raise ConfigError(f"{path}{_yaml_problem(error, text)}") from error
     if not isinstance(tree, dict):
         kind = "string" if isinstance(tree, str) else type(tree).__name__
         raise ConfigError(f"{path}: a config is a mapping of sections such as 'train:', not a {kind}")
@@ -304,7 +307,7 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _configs_near(path: Path) -> str:
-    """The end of a message: which configs there are in the folder of a path, and in configs/."""
+    """Returns the end of a message: the configs in the folder of a path and in configs/."""
     folders = {folder.resolve(): folder for folder in (Path("configs"), path.parent)}
     listings = []
     for folder in reversed(folders.values()):
@@ -315,25 +318,25 @@ def _configs_near(path: Path) -> str:
 
 
 def _value(text: str, where: str) -> Any:
-    """What a YAML text says. Raises `ConfigError`, naming `where`, for aliases without an end; see `_NOT_YAML`."""
-    return _unshared(yaml.load(text, Loader=_Loader), where, count())  # noqa: S506 (a SafeLoader)
+    """Parses a YAML text. Raises `ConfigError`, naming `where`, for endless aliases, and any of `_YAML_ERRORS`."""
+    return _without_aliases(yaml.load(text, Loader=_Loader), where, count())  # noqa: S506 (a SafeLoader)
 
 
-def _unshared(value: Any, where: str, number: Iterator[int], above: tuple[Any, ...] = ()) -> Any:
-    """A copy in which what an alias stands for is its own: what is set in one place shall not change another."""
+def _without_aliases(value: Any, where: str, number: Iterator[int], above: tuple[Any, ...] = ()) -> Any:
+    """Returns a copy in which each alias has its own value, so that setting one place does not change another."""
     if next(number) > _MOST_KEYS or any(value is container for container in above):
         raise ConfigError(
             f"{where}: its aliases contain themselves, or stand for over {_MOST_KEYS} values; write out what is meant"
         )
     if isinstance(value, dict):
-        return {name: _unshared(item, where, number, (*above, value)) for name, item in value.items()}
+        return {name: _without_aliases(item, where, number, (*above, value)) for name, item in value.items()}
     if isinstance(value, list):
-        return [_unshared(item, where, number, (*above, value)) for item in value]
+        return [_without_aliases(item, where, number, (*above, value)) for item in value]
     return value
 
 
-def _what_is_not_yaml(error: Exception, text: str) -> str:
-    """The line, if it is known, and the problem."""
+def _yaml_problem(error: Exception, text: str) -> str:
+    """Describes a YAML error, with its line if it is known."""
     if isinstance(error, RecursionError):
         return ": not valid YAML: nested too deeply"
     problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), "")
@@ -349,7 +352,10 @@ def _what_is_not_yaml(error: Exception, text: str) -> str:
 def _collect_lines(
     path: Path, node: yaml.Node, prefix: str, lines: dict[str, int], above: tuple[yaml.Node, ...] = ()
 ) -> None:
-    """The line of each dotted key, and of each entry of a list."""
+    """Adds to `lines` the line of each dotted key and of each list entry.
+
+    Raises `ConfigError` for duplicate keys, recursive aliases, and aliases that expand to too many values.
+    """
     if node in above:
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: {prefix[:-1]} contains itself; write it out")
     if isinstance(node, yaml.SequenceNode):
@@ -369,11 +375,12 @@ def _collect_lines(
         _collect_lines(path, value, f"{dotted}.", lines, (*above, node))
 
 
-def _what_is_wrong_with(value: str) -> str:
-    """Python writes a byte of an argument that is not UTF-8 as half of a surrogate pair."""
-    odd = next((character for character in value if "\udc80" <= character <= "\udcff"), None)
-    if odd is not None:
-        return f"byte 0x{ord(odd) - 0xDC00:02x} of the value is not UTF-8; write the value in UTF-8"
+def _invalid_value(value: str) -> str:
+    """Describes why the value of an override is invalid."""
+    # Python decodes each byte of an argument that is not UTF-8 as a lone surrogate.
+    surrogate = next((character for character in value if "\udc80" <= character <= "\udcff"), None)
+    if surrogate is not None:
+        return f"byte 0x{ord(surrogate) - 0xDC00:02x} of the value is not UTF-8; write the value in UTF-8"
     return "the value is not valid YAML; correct it, or put it in quotes"
 
 
@@ -382,10 +389,10 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     dotted, _, text = override.partition("=")
     try:
         value, comment = _value(text, f"override {shortened(repr(override))}"), _comment(text)
-    except _GivenTwiceError as error:
+    except _DuplicateKeyError as error:
         raise ConfigError(f"override {shortened(repr(override))}: {error}") from error
-    except _NOT_YAML as error:
-        raise ConfigError(f"override {shortened(repr(override))}: {_what_is_wrong_with(text)}") from error
+    except _YAML_ERRORS as error:
+        raise ConfigError(f"override {shortened(repr(override))}: {_invalid_value(text)}") from error
     if comment:
         raise ConfigError(
             f"override {shortened(repr(override))}: {shortened(repr(comment))} is a comment in YAML; "
@@ -394,32 +401,34 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     if value is None and text.strip() == "~" and _is_path(dotted):
         raise ConfigError(f"command line: {dotted}: ~ is null in YAML; name a folder in the home, such as ~/runs/a")
     *parents, last = dotted.split(".")
-    place = tree
+    section = tree
     for parent in parents:
-        if place.get(parent) is None:
-            place[parent] = {}
-        place = place[parent]
-        if not isinstance(place, dict):
+        if section.get(parent) is None:
+            section[parent] = {}
+        section = section[parent]
+        if not isinstance(section, dict):
             raise ConfigError(
                 f"override {shortened(repr(override))}: {parent} is a value, not a section; name a key of a section"
             )
-    place[last] = value
+    section[last] = value
     return dotted
 
 
-def _no_setting(overrides: list[str], number: int) -> str:
-    """What an argument is that is no `key.sub=value`, and what to write instead."""
-    argument, before = overrides[number], overrides[number - 1] if number else ""
+def _invalid_setting(overrides: list[str], number: int) -> str:
+    """Returns the message for an argument that is not `key.sub=value`, with a correction where one can be guessed."""
+    argument = overrides[number]
+    before = overrides[number - 1] if number else ""
     shown = shortened(repr(argument))
     if argument.endswith((".yaml", ".yml")):
         return f"argument {shown} is not a setting; name a config file by --config {argument}"
     if colon := re.fullmatch(r"([a-z]\w*(?:\.\w+)+):(.*)", argument, re.DOTALL):
         return f"argument {shown} is not a setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
+    # Spaces around the = split a setting into up to three arguments: join them again.
     first = number - 1 if before and (argument.startswith("=") or before.endswith("=")) else number
     pieces: list[str] = []
     for piece in overrides[first : first + 3]:
         if "=" in piece.strip("=") and pieces:
-            break  # the next setting, and whole
+            break  # the next complete setting
         pieces.append(piece)
         if whole := re.fullmatch(r"\s*([^\s=]+)\s*=\s*([^=]+)", "".join(pieces)):
             text, better = " ".join(pieces), f"{whole[1]}={whole[2].strip()}"
@@ -432,45 +441,45 @@ def _no_setting(overrides: list[str], number: int) -> str:
     )
 
 
-# -- settings that are paths: `~` in them means a home, and variables of the shell are refused
+# -- settings that are paths: `~` is expanded, and shell variables are refused
 
-_HUGGING_FACE = "hf:"
-"""Stands before the folder in run.init_from."""
+_HUGGING_FACE_PREFIX = "hf:"
+"""Prefix of a Hugging Face folder in run.init_from."""
 
 
 def _is_path(dotted: str) -> bool:
-    """Returns whether a key takes a path, or a list of paths."""
+    """Returns True if a key takes a path or a list of paths."""
     return "path" in (field_of(dotted) or {})
 
 
-def _with_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any:
-    """Returns the value of a key, or a tree, with `~` replaced in every path. `source_of` says where a key was written.
+def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any:
+    """Returns the value of a key, or a tree, with `~` expanded in every path. `source_of` says where a key was written.
 
-    What is not text is left for the schema to refuse. Raises `ConfigError` for a variable of the shell, and for `~NAME`
+    Values of other types are left for the schema to reject. Raises `ConfigError` for shell variables, and for `~NAME`
     if there is no such user.
     """
     if isinstance(value, dict):
         return {
-            name: _with_homes(item, f"{dotted}.{name}" if dotted else str(name), source_of)
+            name: _expand_homes(item, f"{dotted}.{name}" if dotted else str(name), source_of)
             for name, item in value.items()
         }
     if isinstance(value, list):
-        return [_with_homes(item, dotted, source_of) for item in value]
-    # The schema is asked last: it is made when it is first asked.
+        return [_expand_homes(item, dotted, source_of) for item in value]
+    # Checked last, because the first call builds the schema.
     if not isinstance(value, str) or {"~", "$"}.isdisjoint(value) or not _is_path(dotted):
         return value
     where = f"{source_of(dotted)}: {dotted}: {shortened(repr(value))}"
     if "$" in value:
         raise ConfigError(f"{where} has a $, and settings expand no variables; write the path out, or ~ for the home")
     try:
-        return with_home(value)
+        return expand_home(value)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def with_home(path: str) -> str:
-    """Returns the path with `~` or `~NAME` replaced. Raises `ValueError` if there is no such user."""
-    prefix = _HUGGING_FACE if path.startswith(_HUGGING_FACE) else ""
+def expand_home(path: str) -> str:
+    """Returns the path with `~` or `~NAME` expanded. Raises `ValueError` if there is no such user."""
+    prefix = _HUGGING_FACE_PREFIX if path.startswith(_HUGGING_FACE_PREFIX) else ""
     expanded = os.path.expanduser(path.removeprefix(prefix))  # noqa: PTH111 (pathlib drops what a path ends with)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]

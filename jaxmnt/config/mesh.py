@@ -1,4 +1,4 @@
-"""The axes of the mesh, and the settings of the mesh and of its pipeline."""
+"""The axes of the device mesh, and the settings of the mesh and the pipeline."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -12,19 +12,19 @@ Split = Literal["rows", "length", "layers", "experts", "features"]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the mesh: what its devices divide among themselves. Sums over tokens, and gradients of what is whole
-    on an axis, cross those that split rows or length."""
+    """A mesh axis and the dimension that its devices split. Sums over tokens, and gradients of parameters that are
+    replicated over an axis, are reduced over the axes that split rows or length."""
 
     name: str
     splits: tuple[Split, ...]
     gathers_weights: bool = False
-    """Whether its devices also divide the stored parameters, and gather them before use."""
+    """True if its devices also shard the stored parameters and gather them before use."""
     inside_host: bool = False
-    """Whether it sends so much that it should not leave a host."""
+    """True if its traffic is so high that it should stay within a host."""
     parallelism: str = ""
-    """What training with it is called, where a plan compares meshes with and without it."""
+    """Name of this form of parallelism in plans that compare meshes with and without it."""
     is_available: bool = True
-    """Whether this version can split over it; else its size must be 1."""
+    """True if this version can split over the axis; else its size must be 1."""
 
 
 MESH_AXES = (
@@ -35,25 +35,25 @@ MESH_AXES = (
     Axis("expert", ("rows", "experts"), is_available=False),
     Axis("model", ("features",), inside_host=True, parallelism="tensor parallelism"),
 )
-"""Slowest network first."""
+"""The axes in mesh order: those that may use the slowest network come first."""
 
 AXES = tuple(axis.name for axis in MESH_AXES)
-AVAILABLE = tuple(axis for axis in MESH_AXES if axis.is_available)
+AVAILABLE_AXES = tuple(axis for axis in MESH_AXES if axis.is_available)
 
 
 def axes_that_split(*parts: Split) -> tuple[str, ...]:
-    """Returns the available axes that split one of these, in mesh order."""
-    return tuple(axis.name for axis in AVAILABLE if {*parts} & {*axis.splits})
+    """Returns the available axes that split at least one of these dimensions, in mesh order."""
+    return tuple(axis.name for axis in AVAILABLE_AXES if {*parts} & {*axis.splits})
 
 
 BATCH_AXES = axes_that_split("rows")
-"""Each of their devices has other rows of a batch."""
+"""Axes whose devices hold different rows of a batch."""
 TOKEN_AXES = axes_that_split("rows", "length")
-"""Each of their devices has other tokens of a batch."""
-GATHERING_AXES = tuple(axis.name for axis in AVAILABLE if axis.gathers_weights)
-"""The parameters are stored in pieces along these, and gathered before use."""
+"""Axes whose devices hold different tokens of a batch."""
+GATHERING_AXES = tuple(axis.name for axis in AVAILABLE_AXES if axis.gathers_weights)
+"""Axes along which the parameters are stored in shards, and gathered before use."""
 REPLICA_AXES = tuple(name for name in BATCH_AXES if name not in GATHERING_AXES)
-"""Each of their devices has a whole replica of what the other axes split."""
+"""Axes whose devices each hold a full replica of whatever the other axes split."""
 [STAGE_AXIS] = axes_that_split("layers")
 
 
@@ -77,11 +77,11 @@ class Mesh(Section):
     rules: dict[str, list[str]] = key({}, "Other mesh axes for a logical axis, such as embed: [data, fsdp].")
 
     def sizes(self) -> dict[str, int]:
-        """Axis sizes by name in mesh order, with -1 for the axis that takes the rest."""
+        """Returns the axis sizes by name in mesh order; -1 marks the axis that takes the remaining devices."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @model_validator(mode="after")
-    def _what_can_be_prefetched(self) -> Self:
+    def _check_prefetch(self) -> Self:
         if self.prefetch and (self.zero in (1, 2) or self.pipeline > 1):
             raise ValueError("mesh.prefetch: only mesh.zero 3 without a pipeline gathers layer by layer; leave it out")
         return self
@@ -94,7 +94,7 @@ class Pipeline(Section):
 
 
 def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
-    """Raises `ValueError` if the layers cannot be cut into these stages; `stages` of -1 or 1 cut nothing."""
+    """Raises `ValueError` if the layers cannot be divided into these stages; `stages` of -1 or 1 divide nothing."""
     if pipeline.chunks > 1 and pipeline.schedule != "interleaved":
         raise ValueError(
             f"pipeline.chunks: schedule {pipeline.schedule} has one chunk a stage; set 1, or schedule interleaved"
@@ -119,8 +119,8 @@ def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
 
 
 def complete_mesh(mesh: Mesh) -> Mesh:
-    """Checks axis sizes and lets `data` take the rest unless another axis does."""
-    sizes, available = mesh.sizes(), [axis.name for axis in AVAILABLE]
+    """Checks the axis sizes. `data` takes the remaining devices unless another axis does. Raises `ValueError`."""
+    sizes, available = mesh.sizes(), [axis.name for axis in AVAILABLE_AXES]
     for axis, size in sizes.items():
         if size is not None and size != -1 and size < 1:
             raise ValueError(f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for the rest")

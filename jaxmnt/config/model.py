@@ -1,4 +1,4 @@
-"""Settings of the model: its family, its sizes, and what only some families have."""
+"""Settings of the model: its family, its sizes, and settings that only some families have."""
 
 import functools
 from importlib.resources import files
@@ -13,13 +13,13 @@ from jaxmnt.errors import nearest, printable
 
 @functools.cache
 def presets() -> dict[str, dict[str, Any]]:
-    """Returns the settings of published models by name."""
+    """Returns the settings of the published models, by model name."""
     text = files("jaxmnt.config").joinpath("presets.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)["models"]
 
 
 class RopeScaling(Section):
-    """How rotary positions are stretched beyond the length of training (`models/rotary.py`)."""
+    """Scaling of rotary positions beyond the training length (`models/rotary.py`)."""
 
     type: Literal["none", "linear", "llama3", "yarn"] = maths_key(
         "none", "How rotary positions are stretched: all alike (linear), or the slow ones (llama3, yarn).",
@@ -40,7 +40,7 @@ class RopeScaling(Section):
     )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if self.low_frequency_factor >= self.high_frequency_factor:
             raise ValueError(
                 f"model.rope_scaling.low_frequency_factor: {self.low_frequency_factor:g} must be below "
@@ -106,13 +106,13 @@ class Model(Section):
     @field_validator("overlap", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
-        """YAML reads off as false."""
+        """Restores the word off, which YAML reads as false."""
         return "off" if value is False else value
 
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, raw: Any) -> Any:
-        """The preset's settings where none are given."""
+        """Fills in the preset's settings where none are set."""
         if not isinstance(raw, dict) or not isinstance(raw.get("preset"), str):
             return raw
         name, published = raw["preset"], presets()
@@ -125,7 +125,7 @@ class Model(Section):
 
 
 def complete_model(model: Model) -> Model:
-    """Fills in the sizes that follow from others. Raises `ValueError` for those that contradict each other."""
+    """Fills in the sizes that follow from others. Raises `ValueError` for contradictory sizes."""
     heads, head_dim = model.num_heads, model.head_dim
     if head_dim is None:
         if model.hidden_size % heads:

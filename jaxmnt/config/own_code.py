@@ -1,4 +1,4 @@
-"""Code of a user that a config names by a dotted path: how it is imported, and how its errors are told."""
+"""Imports user code that a config names by a dotted path, and attributes errors to it."""
 
 import sys
 import traceback
@@ -12,7 +12,10 @@ from jaxmnt.errors import ConfigError, UserError, printable, summary
 
 
 def import_dotted(path: str, key: str, expected: str) -> Any:
-    """The object at the dotted path that a key of the config has. Raises `ConfigError` if it cannot be imported."""
+    """Returns the object at the dotted path that a config key names; `expected` describes it in the error.
+
+    Raises `ConfigError` if it cannot be imported.
+    """
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -24,8 +27,8 @@ def import_dotted(path: str, key: str, expected: str) -> Any:
 
 
 @contextmanager
-def telling_whose_code(config: Config) -> Iterator[None]:
-    """Inside, an error in the family or the loss that the config names becomes a `ConfigError` with its place."""
+def attributing_user_errors(config: Config) -> Iterator[None]:
+    """Turns errors in the user's model family or loss function into a `ConfigError` with file and line."""
     try:
         yield
     except UserError:
@@ -33,13 +36,13 @@ def telling_whose_code(config: Config) -> Iterator[None]:
     except Exception as error:
         named = {"model.family": config.model.family, "train.loss": config.train.loss}
         for key, path in named.items():
-            if path and (place := _place_in(path.rpartition(".")[0], error)):
+            if path and (place := _line_in(path.rpartition(".")[0], error)):
                 raise ConfigError(f"{key}: {place}: {printable(summary(error))}; correct it") from error
         raise
 
 
-def _place_in(module: str, error: Exception) -> str:
-    """The innermost line of this module that the error went through; empty if there is none."""
+def _line_in(module: str, error: Exception) -> str:
+    """Returns file:line of the innermost frame of this module in the traceback; empty if there is none."""
     file = getattr(sys.modules.get(module), "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,6 +1,6 @@
-"""Every setting with its type, default, one line of explanation, and what changing it means on resume.
+"""Every setting with its type, default, one-line help, and the effect of a change on resume.
 
-Nothing here knows about devices or files: a config can be parsed, printed and compared on any machine.
+This module does not access devices or files: a config can be parsed, printed and compared on any machine.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from jaxmnt.config.model import Model, complete_model
 from jaxmnt.config.section import Section, breaking_key, key, maths_key
 from jaxmnt.storage import wrong_with_path
 
-NOT_OF_THE_RUN = {"cluster", "launch", "slurm", "gke"}
-"""Sections about where a run happens: they are not kept with it, and may change at will."""
+CLUSTER_SECTIONS = {"cluster", "launch", "slurm", "gke"}
+"""Sections that describe where a run executes. They are not stored with the run and may change freely."""
 
 Minutes = Annotated[float, Field(gt=0)]
 
@@ -58,7 +58,7 @@ class Run(Section):
     )
 
     @model_validator(mode="after")
-    def _time_for_a_step(self) -> Self:
+    def _check_max_minutes(self) -> Self:
         if self.max_minutes is not None and 60 * self.max_minutes <= self.stop_margin_seconds:
             raise ValueError(
                 f"run.max_minutes: {self.max_minutes:g} minutes must be longer than run.stop_margin_seconds "
@@ -247,7 +247,7 @@ class Cluster(Section):
     )  # fmt: skip
 
     @model_validator(mode="after")
-    def _ours_before_jax(self) -> Self:
+    def _check_silence_timeout(self) -> Self:
         if self.silence_timeout_seconds >= self.heartbeat_timeout_seconds:
             raise ValueError(
                 f"cluster.silence_timeout_seconds: {self.silence_timeout_seconds:g} must be below "
@@ -280,7 +280,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, raw: Any) -> Any:
-        """A section that is named but left empty in YAML (null) means its defaults."""
+        """Replaces empty sections (null in YAML) by their defaults."""
         if not isinstance(raw, dict):
             return raw
         return {name: ({} if value is None and name != "seed" else value) for name, value in raw.items()}
@@ -302,10 +302,10 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.warmup_steps: {warmup} must be below train.steps ({steps}); lower it or raise train.steps"
             )
-        longest = self._longest_wait_seconds
-        if (timeout := self.cluster.nccl_timeout_seconds) is not None and timeout <= longest:
+        limit, timeout = self._longest_wait_seconds, self.cluster.nccl_timeout_seconds
+        if timeout is not None and timeout <= limit:
             raise ValueError(
-                f"cluster.nccl_timeout_seconds: {timeout} must be above the watchdog's longest limit ({longest:g} s), or "
+                f"cluster.nccl_timeout_seconds: {timeout} must be above the watchdog's longest limit ({limit:g} s), or "
                 "NCCL ends processes before the watchdog names one; raise it, or leave it out"
             )
         check_data(self.data)
@@ -313,8 +313,8 @@ class Config(Section):
         return self.model_copy(update={"model": complete_model(self.model), "mesh": complete_mesh(self.mesh)})
 
     def changed(self, settings: Mapping[str, Any]) -> Self:
-        """Returns the config with other values, by dotted keys. Nothing is checked: what does not fit together is found
-        when a step is built of it."""
+        """Returns the config with the values of these dotted keys replaced. Nothing is checked; contradictions surface
+        when a step is built from the config."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             section, _, field = name.partition(".")
@@ -325,7 +325,7 @@ class Config(Section):
 
     @property
     def eval_limit(self) -> int | None:
-        """Held-out tokens of an evaluation, by `train.eval_tokens`; None for all. It follows from the config alone."""
+        """Held-out tokens per evaluation by `train.eval_tokens`; None for all. Depends on the config alone."""
         train = self.train
         if train.eval_tokens != "auto":
             return train.eval_tokens
@@ -334,19 +334,23 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """The run directory, which every config that was loaded has."""
+        """The run directory. Every config from `load_config` has one."""
         assert self.run.dir is not None
         return Path(self.run.dir)
 
     @property
     def nccl_timeout_seconds(self) -> float:
-        """How long a collective may stall before NCCL ends the process: later than the watchdog does."""
+        """Seconds a collective may stall before NCCL ends the process, always more than the watchdog allows."""
         return self.cluster.nccl_timeout_seconds or self._longest_wait_seconds + 300
 
     @property
     def _longest_wait_seconds(self) -> float:
-        """For how long the watchdog lets a process wait in a collective for others, which may be evaluating or
-        saving."""
-        of = self.watchdog
-        limits = (of.step_seconds, of.first_step_seconds, of.evaluate_seconds, of.save_seconds)
+        """Seconds the watchdog lets a process wait in a collective for others, which may be evaluating or saving."""
+        watchdog = self.watchdog
+        limits = (
+            watchdog.step_seconds,
+            watchdog.first_step_seconds,
+            watchdog.evaluate_seconds,
+            watchdog.save_seconds,
+        )
         return max((limit for limit in limits if limit is not None), default=0.0)

@@ -1,4 +1,4 @@
-"""What a config is made of: sections with keys."""
+"""The building blocks of a config: sections and keys."""
 
 from functools import partial
 from types import UnionType
@@ -7,28 +7,28 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Resume = Literal["harmless", "maths", "breaks"]
-"""What a changed key means for a run that resumes: nothing, other numbers from here on, or a refusal."""
+"""Effect of a changed key on a resumed run: none, different numerics from then on, or an error."""
 
 
 def key(default: Any, text: str, *, resume: Resume = "harmless", path: bool = False, **limits: Any) -> Any:
-    """Makes a config key: its default, its line of help, its class on resume, and limits such as `ge=1`.
+    """Defines a config key: its default, help line, resume class, and limits such as `ge=1`.
 
-    `path` says that it takes paths, in which `~` is a home.
+    `path` marks keys that take paths, in which `~` is expanded.
     """
     extra: dict[str, Any] = {"resume": resume} | ({"path": True} if path else {})
     return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 maths_key = partial(key, resume="maths")
-"""Makes a key whose change gives other numbers from there on."""
+"""Defines a key whose change alters the numerics from then on."""
 breaking_key = partial(key, resume="breaks")
-"""Makes a key whose change a run refuses when it resumes."""
+"""Defines a key that must not change when a run resumes."""
 
 
 class Section(BaseModel):
     """One section of the config. Unknown keys are errors; instances are frozen.
 
-    Values are not coerced, but for a number such as 1e3, which is the integer that it is where one is wanted.
+    Values are not coerced, except that whole floats such as 1e3 become integers where the type requires one.
     """
 
     model_config = ConfigDict(
@@ -44,22 +44,22 @@ class Section(BaseModel):
         return {name: _as_integer(value, annotations.get(name)) for name, value in raw.items()}
 
 
-_EXACT = 2**53
-"""From here on a float does not say which integer is meant."""
+_EXACT_FLOATS = 2**53
+"""Below this, every integer is exact as a float64."""
 
 
 def _as_integer(value: Any, annotation: Any) -> Any:
-    """The value with floats that are whole as integers, where the type has integers and no floats."""
+    """Converts whole floats to integers where the type allows integers and no floats."""
     if isinstance(value, list):
         return [_as_integer(entry, member) for member in _members(annotation, list)[:1] for entry in value] or value
-    if not isinstance(value, float) or not value.is_integer() or abs(value) >= _EXACT:
+    if not isinstance(value, float) or not value.is_integer() or abs(value) >= _EXACT_FLOATS:
         return value
     kinds = {member for member in _members(annotation) if isinstance(member, type)}
     return int(value) if int in kinds and float not in kinds else value
 
 
 def _members(annotation: Any, of: type | None = None) -> list[Any]:
-    """The types that a type is made of; with `of`, those that a list or mapping in it has as entries."""
+    """Returns the member types of a union or literal; with `of`, the entry types of its lists or mappings."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _members(arguments[0], of)

@@ -1,1 +1,1 @@
-"""From text to batches: tokenized shards on disk, windows over them, and the rows of each step."""
+"""Turns text into batches: tokenized shards on disk, windows over them, and the rows of each step."""

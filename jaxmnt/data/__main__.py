@@ -1,6 +1,6 @@
-"""python -m jaxmnt.data: what a config feeds, down to the rows of one step and the documents that they came from.
+"""python -m jaxmnt.data: show the data that a config feeds, down to the rows of one step and their documents.
 
-With --batch, only the rows of that step are shown. --verify alone shows the manifests and what was compared.
+With --batch, only the rows of that step are shown. --verify alone shows the manifests and the verified files.
 """
 
 import argparse
@@ -38,18 +38,18 @@ def _show(options: argparse.Namespace, work: Work) -> int:
     if options.verify:
         work.does("")
         with status_line(quiet=options.json) as status:
-            verified = inspection.verified(sources, lambda name: status.update(f"checking {name}"))
+            report = inspection.verify_sources(sources, lambda name: status.update(f"checking {name}"))
         if options.batch is None and options.rows is None and not options.full and not options.json:
-            print("\n".join([*inspection.sources_table(sources), "", *verified]))
+            print("\n".join([*inspection.sources_table(sources), "", *report]))
             return ExitCode.FINISHED
-        for line in verified:
+        for line in report:
             remark(line)
     _show_rows(options, config, sources, work)
     return ExitCode.FINISHED
 
 
 def _show_rows(options: argparse.Namespace, config: "Config", sources: "Sources", work: Work) -> None:
-    """Prints the rows of a step, and before them, unless a step is named, what the config feeds."""
+    """Prints the rows of a step; without --batch, prints the tables of the sources before them."""
     from jaxmnt.data import inspection
     from jaxmnt.data.batch_contents import rows_of, to_json
     from jaxmnt.data.batches import TrainingData
@@ -72,25 +72,25 @@ def _show_rows(options: argparse.Namespace, config: "Config", sources: "Sources"
     rows = rows_of(config, sources, training, tokenizer, step, limit)
     digest = batch_digest(row_digests(training.batch(step - 1, range(size))["tokens"]))
     work.does("")
-    _say_if_after_the_end(options, config, step)
+    _warn_if_after_last_step(options, config, step)
     if options.json:
         print(json_text({"step": step, "batch_digest": digest, "rows": [to_json(row) for row in rows]}))
         return
     head = f"batch of step {step}: {counted(size, 'row', 'rows')}, batch_digest {digest}"
     more = [f"({size - limit} more rows; --rows shows more)"] if limit < size else []
-    batch = [head, *inspection.batch(rows, full=options.full), *more]
+    batch = [head, *inspection.batch_lines(rows, full=options.full), *more]
     tables: list[Iterable[str]] = []
     if options.batch is None:
         mixture = inspection.mixture_table(config, training)
-        tables = [inspection.sources_table(sources), inspection.lengths(sources), mixture]
+        tables = [inspection.sources_table(sources), inspection.length_lines(sources), mixture]
     print("\n\n".join("\n".join(section) for section in [*tables, batch]))
 
 
-def _say_if_after_the_end(options: argparse.Namespace, config: "Config", step: int) -> None:
-    """Says so if a run of this config does not come to the step; without a config only if the steps are set."""
+def _warn_if_after_last_step(options: argparse.Namespace, config: "Config", step: int) -> None:
+    """Prints a remark if a run of this config ends before the step; without a config, only if train.steps is set."""
     last = config.train.steps
     if step > last and (options.config is not None or "steps" in config.train.model_fields_set):
-        remark(f"step {step:,} is after the last of the run: train.steps is {last:,}; shown is what would come there")
+        remark(f"step {step:,} is after the last of the run: train.steps is {last:,}; these rows would follow")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What is in the rows of a batch: documents, their places in the files they came from, and which tokens are targets."""
+"""Lists the contents of a batch's rows: documents, their places in the input files, and which tokens are targets."""
 
 from bisect import bisect, insort
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
-from jaxmnt.data.elements import GivenRows
+from jaxmnt.data.elements import DatasetRows
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.preparation.inputs import Kind, kind_of_file
 from jaxmnt.data.rows import Packed
@@ -28,35 +28,35 @@ _UNITS: dict[Kind, str] = {
     "parquet": "row",
     "tokens": "document",
 }
-"""What a record of each kind of file is."""
+"""Name of a record in each kind of file."""
 
 
 class Span(NamedTuple):
-    """Tokens that follow one another, all of them targets or none."""
+    """A stretch of tokens that are either all targets or all not."""
 
     learned: bool
-    """Whether the model learns to predict them."""
+    """True if the model learns to predict them."""
     ids: list[int]
     text: str | None
-    """With the names of special tokens; None without a tokenizer."""
+    """The decoded text, with the names of special tokens; None without a tokenizer."""
 
 
 class Extract(NamedTuple):
-    """What a row holds of one document."""
+    """The part of a document that is in a row."""
 
     place: int
-    """The first of its places in the row."""
+    """Index in the row of its first target."""
     document: int | None
-    """The document's number in its source; None for a row that a dataset gives as it is."""
+    """The document's number in its source; None for rows of a Grain dataset of rows."""
     first: int
-    """The first token of the document that is in the row."""
+    """Index in the document of its first token in the row."""
     file: str
     record: int
-    """Its number in the file, from 1."""
+    """The record's number in the file, from 1."""
     record_unit: str
-    """What `record` counts: file (a text file is one record), line, row, document or element."""
+    """The unit of `record`: file (a text file is one record), line, row, document or element."""
     line: int | None
-    """The line of the document's text, from 1, in which the first token begins; None without a tokenizer."""
+    """Line of the document's text, from 1, in which the first token begins; None without a tokenizer."""
     spans: list[Span]
 
     @property
@@ -70,11 +70,11 @@ class Row(NamedTuple):
     row: int
     source: str
     kind: str
-    """window, packed row or row."""
+    """One of window, packed row and row."""
     number: int
-    """Its number in the source."""
+    """The row's number in its source."""
     epoch: int
-    """From 1."""
+    """Epoch of the source, from 1."""
     targets: int
     extracts: list[Extract]
 
@@ -87,7 +87,7 @@ def rows_of(
     step: int,
     limit: int,
 ) -> Iterator[Row]:
-    """Yields the first `limit` rows of the batch that update number `step` (1 is the first) is made of."""
+    """Yields the first `limit` rows of the batch of optimizer step `step` (1 is the first)."""
     row_numbers = range(min(limit, config.data.global_batch_size))
     located, batch = training.order.locate(step - 1, row_numbers), training.batch(step - 1, row_numbers)
     lines = {name: Lines(reader, tokenizer) if tokenizer else None for name, reader in training.readers.items()}
@@ -95,7 +95,7 @@ def rows_of(
         name, number = training.names[located.source[row]], int(located.row[row])
         reader, part = training.readers[name], sources.parts[name]
         learned_L = batch["weights"][row] > 0
-        if isinstance(reader, GivenRows):
+        if isinstance(reader, DatasetRows):
             kind, origin = "row", part.origin("train", number)
             spans = _spans(tokenizer, batch["targets"][row], learned_L, np.empty(0, np.int64))
             extracts = [Extract(0, None, 0, origin.file, origin.record, _unit(part, origin.file), None, spans)]
@@ -108,7 +108,7 @@ def rows_of(
 def _extracts(
     part: Part, reader: Any, row: int, learned_L: np.ndarray, tokenizer: Tokenizer | None, lines: "Lines | None"
 ) -> Iterator[Extract]:
-    """Yields what the row holds of each document, in order."""
+    """Yields the part of each document that the row holds, in order."""
     offsets = reader.offsets(row)
     places = np.flatnonzero(offsets >= 0)
     documents = reader.stream.documents(offsets[places])
@@ -126,7 +126,7 @@ def _extracts(
 
 
 def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, learned: np.ndarray, context: np.ndarray) -> list[Span]:
-    """Cuts the ids where targets begin or end. `context` stands before them in their document."""
+    """Splits the ids where targets begin or end. `context` holds the ids before them in their document."""
     edges = (np.flatnonzero(np.diff(learned)) + 1).tolist()
     spans, before = [], context
     for begin, end in pairwise([0, *edges, len(ids)]):
@@ -138,7 +138,7 @@ def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, learned: np.ndarray, co
 
 
 def _text(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
-    """The text of ids, with the names of tokens that no text makes."""
+    """Decodes ids, with the names of special tokens."""
     names = tokenizer.names_of_special
     text, begin = "", 0
     for end in [*np.flatnonzero(np.isin(ids, [*names])).tolist(), len(ids)]:
@@ -149,28 +149,28 @@ def _text(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
 
 
 def _unit(part: Part, file: str) -> str:
-    """What the numbers of records of a file count."""
+    """Returns the unit that counts the records of a file."""
     if isinstance(part, PreparedData):
         return _UNITS[kind_of_file(Path(file))]
     return "element" if isinstance(part, GrainData) else "document"
 
 
 class Lines:
-    """In which line of its document a token of a stream begins.
+    """Finds the line of its document in which a token of a stream begins.
 
-    Of each document it remembers what was counted: rows of a batch may come from one long text.
+    It caches the lines counted so far in each document, since many rows of a batch may come from one long text.
     """
 
     def __init__(self, reader: Any, tokenizer: Tokenizer):
         self._reader, self._tokenizer = reader, tokenizer
         self._newlines_of_id: dict[int, int] = {}
-        self._known: dict[int, list[tuple[int, int]]] = {}
-        """Offsets in the stream with their lines, in order, by document."""
+        self._positions: dict[int, list[tuple[int, int]]] = {}
+        """For each document, sorted pairs of an offset in the stream and its line."""
 
     def of(self, document: int, offset: int) -> int:
-        """The line, from 1, of the token at an offset of the stream that is in this document."""
+        """Returns the line, from 1, of the token at this offset of the stream, which must be in this document."""
         begin = int(self._reader.stream.document_starts[document])
-        positions = self._known.setdefault(document, [(begin, 1)])
+        positions = self._positions.setdefault(document, [(begin, 1)])
         before, line = positions[bisect(positions, offset, key=lambda entry: entry[0]) - 1]
         for start in range(before, offset, _READ_AT_ONCE):
             line += self._newlines(_read(self._reader.stream, start, min(offset, start + _READ_AT_ONCE)))
@@ -178,7 +178,7 @@ class Lines:
         return line
 
     def _newlines(self, ids: np.ndarray) -> int:
-        """How many lines end in the text of these tokens. A line feed is one byte, so no two tokens share it."""
+        """Counts the line feeds in these tokens. A line feed is one byte, so each is within one token."""
         total = 0
         for number, times in zip(*(array.tolist() for array in np.unique(ids, return_counts=True)), strict=True):
             if number not in self._newlines_of_id:
@@ -195,7 +195,7 @@ def _read(stream: Any, begin: int, end: int) -> np.ndarray:
 
 
 def to_json(row: Row) -> dict[str, Any]:
-    """The row as plain values, by the names of `Row`, `Extract` and `Span`."""
+    """Converts a row to JSON values, with the field names of `Row`, `Extract` and `Span`."""
     extracts = [
         extract._asdict() | {"tokens": extract.tokens, "spans": [span._asdict() for span in extract.spans]}
         for extract in row.extracts

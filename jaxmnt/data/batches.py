@@ -1,10 +1,10 @@
-"""Batches as a pure function of (data config with its skip list, seed, branch points, step): no iterator state to lose.
+"""Batches as a pure function of (data config with its skip list, seed, branch points, step), without iterator state.
 
 Shapes: G rows of a global batch, R of them of this process, L length.
 
-Row r of step s is row number s · G + r of the run; a branch counts on from the row where its origin stopped. `order.py`
-says which source it comes from and which row of it, and `rows.py` what that row holds. Which rows a process reads, and
-with how many threads, does not enter into it.
+Row r of step s is row number s · G + r of the run; a branch continues from the row where its origin stopped. `order.py`
+maps it to a source and a row of that source, and `rows.py` reads that row. The batch does not depend on which rows a
+process reads, or with how many threads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmnt.config.data import Data
 from jaxmnt.config.schema import Config
-from jaxmnt.data.elements import GivenRows
+from jaxmnt.data.elements import DatasetRows
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import BLOCK, BranchPoint, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import Packed, Rows, Windows, make_reader
@@ -26,20 +26,20 @@ from jaxmnt.errors import ConfigError
 _ENDLESS = 2**62
 
 _SAMPLED_ROWS, _SAMPLED_ROWS_OF_DATASET = 1024, 64
-"""How many masks of a source are read at the start: of prepared data, and of a user's dataset, which may be slow."""
+"""Rows whose masks are read at the start: of prepared data, and of a user's dataset, which may be slow."""
 _ROWS_OF_A_READ = 64
 
-RowReader = Windows | Packed | GivenRows
-"""What they share is described at `Windows`."""
+RowReader = Windows | Packed | DatasetRows
+"""Readers with the interface that `Windows` documents."""
 
 
 class WithoutTargets(NamedTuple):
-    """The rows of a source that have no target, among those that were read."""
+    """Counts the rows of a source without a target, among those that were read."""
 
     rows: int
     read: int
     is_sample: bool
-    """Whether the source has more rows than were read."""
+    """True if the source has more rows than were read."""
 
     @property
     def share(self) -> float:
@@ -50,12 +50,12 @@ class TrainingData:
     """The batches of a run, by step."""
 
     def __init__(self, config: Config, sources: Sources, branches: Sequence[BranchPoint] | None = ()):
-        """`branches` says where the run branched off; None: that is not known before `branch_at` is called."""
+        """`branches` lists where the run branched off; None if that is unknown until `branch_at` is called."""
         self._config = config
         self.readers = {name: _reader(part, "train", config.data) for name, part in sources.parts.items()}
         self.names = list(self.readers)
         self._rows = {name: reader.rows for name, reader in self.readers.items()}
-        """How many rows an epoch of each source has."""
+        """Rows per epoch of each source."""
         check_shares(self.names, phases(config.data))
         for name, count in self._rows.items():
             if not count:
@@ -69,12 +69,12 @@ class TrainingData:
             _check_enough_rows(self.order, self._rows, config)
 
     def branch_at(self, branches: Sequence[BranchPoint]) -> None:
-        """Takes over where the run branched off. Raises `ConfigError` if the sources do not last from there."""
+        """Sets where the run branched off. Raises `ConfigError` if the sources have too few rows from there on."""
         self.order = order_of(self._config, self._rows, branches)
         _check_enough_rows(self.order, self._rows, self._config)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Rows:
-        """These rows (of 0 … G-1) of the batch of `step` (0 is the first)."""
+        """Returns these rows (of 0 … G-1) of the batch of `step` (0 is the first)."""
         located = self.order.locate(step, rows)
         if len(self.names) == 1:
             return self.readers[self.names[0]].read(located.row)
@@ -82,38 +82,40 @@ class TrainingData:
 
     @property
     def index_bytes(self) -> int:
-        """Host memory that plans and document boundaries take, in bytes."""
+        """Host memory of plans and document boundaries, in bytes."""
         return sum(reader.index_bytes for reader in self.readers.values())
 
     def without_targets(self) -> dict[str, WithoutTargets]:
-        """Returns how many rows have no target, of each source that says which tokens are targets. A large source is
-        sampled, the same rows each time: its masks are as many bytes as it has tokens."""
+        """Counts the rows without a target in each source that has a target mask.
+
+        Large sources are sampled, with the same rows each time, because their masks have a byte per token.
+        """
         return {name: _without_targets(reader) for name, reader in self.readers.items() if reader.has_mask}
 
     def empty_batches(self, without: dict[str, WithoutTargets]) -> float:
-        """Returns about which share of the batches has no target, as if each row were drawn by itself. Of a mixture
-        whose weights change, of the first batches."""
+        """Estimates the share of batches without a target, as if rows were drawn independently. If the weights of the
+        mixture change, the estimate is for the first phase."""
         settings = self._config.data
         shares = zip(self.names, block_shares(phases(settings)[0].weights).tolist(), strict=True)
-        of_rows = sum(share / BLOCK * without[name].share for name, share in shares if name in without)
-        return of_rows**settings.global_batch_size
+        share_of_rows = sum(share / BLOCK * without[name].share for name, share in shares if name in without)
+        return share_of_rows**settings.global_batch_size
 
     def _merge(self, located: Located) -> Rows:
         merged = {}
         for number, name in enumerate(self.names):
-            mine = np.flatnonzero(located.source == number)
-            if not len(mine):
+            places = np.flatnonzero(located.source == number)
+            if not len(places):
                 continue
-            part = self.readers[name].read(located.row[mine])
+            part = self.readers[name].read(located.row[places])
             for field, values in part.items():
                 if field not in merged:
                     merged[field] = np.empty((len(located.source), *values.shape[1:]), values.dtype)
-                merged[field][mine] = values
+                merged[field][places] = values
         return merged
 
 
 def order_of(config: Config, rows: Mapping[str, int], branches: Sequence[BranchPoint] = ()) -> Order:
-    """The order of rows that a config means, of sources with `rows[name]` rows an epoch."""
+    """Returns the order of rows for a config whose sources have `rows[name]` rows per epoch."""
     settings = config.data
     return Order(
         rows,
@@ -131,7 +133,7 @@ def _without_targets(reader: RowReader) -> WithoutTargets:
     limit = _SAMPLED_ROWS if is_stored else _SAMPLED_ROWS_OF_DATASET
     is_sample = reader.rows > limit
     if is_sample:
-        # The same rows at each start, so that two starts say the same.
+        # The seed is fixed, so that every start reports the same numbers.
         rows = np.unique(np.random.Generator(np.random.Philox(key=0)).integers(0, reader.rows, limit))
     else:
         rows = np.arange(reader.rows)
@@ -143,14 +145,14 @@ def _without_targets(reader: RowReader) -> WithoutTargets:
 
 
 def skipped_ranges(settings: Data) -> list[tuple[int, int]]:
-    """The ranges of `data.skip`: first row, and first after."""
+    """Returns the ranges of `data.skip` as (first row, first row after the range)."""
     return [(skip.from_row, skip.from_row + skip.rows) for skip in settings.skip]
 
 
 def training_rows(
     data: TrainingData, rows: Sequence[int], start_step: int, *, prefetch: int, threads: int
 ) -> Iterator[Rows]:
-    """Endless batches from `start_step` (0 is the first), each holding the given global rows, read ahead."""
+    """Returns an endless iterator over the given rows of each batch from `start_step` (0 is the first), read ahead."""
     row_numbers = np.asarray(rows, np.int64)
     dataset = grain.MapDataset.range(_ENDLESS).map(lambda step: data.batch(int(step), row_numbers))
     iterator = _read_ahead(dataset, prefetch, threads)
@@ -161,8 +163,8 @@ def training_rows(
 class RowSource:
     """Single rows of a run, some of each global batch, as a Grain random-access source.
 
-    Item *i* is row `rows[i % R]` of the batch of step `i // R` (0 is the run's own first), R being how many rows are
-    taken, as a dict of arrays [L] by the names of `fields.batch_fields`. Read twice it is the same.
+    Item *i* is row `rows[i % R]` of the batch of step `i // R` (0 is the run's own first), where R is the length of
+    `rows`, as a dict of arrays [L] by the names of `fields.batch_fields`. Repeated reads give the same row.
     """
 
     def __init__(self, data: TrainingData, rows: Sequence[int], steps: int):
@@ -182,42 +184,42 @@ class RowSource:
 
 
 class EvaluationData:
-    """Rows of the held-out tokens of one source, each once and in order: all of them, or as many as `limit_rows` says.
+    """The held-out rows of one source, each once and in order: all of them, or as many as `limit_rows` sets.
 
-    The last batch is filled up with rows without targets.
+    The last batch is padded with rows without targets.
     """
 
     def __init__(self, config: Config, part: Any, split: str = "eval"):
         self._reader = _reader(part, split, config.data)
         self.row_count = self._reader.all_rows
-        """How many rows are read."""
+        """Number of rows to read."""
         self.bytes_per_target: float | None = part.bytes_per_target(split)
-        """How many UTF-8 bytes of text a target has, on average over the whole split."""
+        """Mean UTF-8 bytes of text per target over the whole split; None if unknown."""
 
     def limit_rows(self, count: int) -> None:
-        """From now on reads `count` rows, evenly spaced over all of them and the same each time."""
+        """Limits evaluation to `count` rows, evenly spaced over the split and the same each time."""
         self.row_count = min(count, self._reader.all_rows)
 
     def batches(self, rows: Sequence[int], global_rows: int, *, prefetch: int, threads: int) -> Iterator[Rows]:
-        """Batches of `global_rows` rows, of which the given ones are read."""
+        """Yields the given rows of each batch of `global_rows` rows."""
         count = -(-self.row_count // global_rows)
         read = lambda batch: self._reader.read([self._row(int(batch) * global_rows + row) for row in rows])
         return _read_ahead(grain.MapDataset.range(count).map(read), prefetch, threads)
 
     def _row(self, index: int) -> int:
-        """The number of a row in the split, by its place among those that are read; past the end for filler."""
+        """Returns the number in the split of the row at `index` among the rows to read; past the end for padding."""
         all_rows = self._reader.all_rows
         return index * all_rows // self.row_count if index < self.row_count else all_rows + index
 
 
 def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
-    buffered = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch if threads else 0)
-    return iter(dataset.to_iter_dataset(buffered))
+    options = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch if threads else 0)
+    return iter(dataset.to_iter_dataset(options))
 
 
 def _reader(part: Any, split: str, settings: Any) -> RowReader:
     if isinstance(part, GrainData) and part.holds_rows:
-        return GivenRows(part.elements[split], settings)
+        return DatasetRows(part.elements[split], settings)
     if settings.fields:
         raise ConfigError(
             f"data.fields: {part.path} does not give {', '.join(sorted(settings.fields))}; only Grain datasets of rows "
@@ -227,7 +229,7 @@ def _reader(part: Any, split: str, settings: Any) -> RowReader:
 
 
 def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> None:
-    """A batch must not be more than an epoch of a source, and a source that must not repeat has to last."""
+    """Raises `ConfigError` if a batch exceeds an epoch of a source, or a source that must not repeat ends early."""
     settings, steps = config.data, config.train.steps
     shares = np.max([block_shares(phase.weights) for phase in phases(settings)], axis=0)
     for (name, count), share in zip(rows.items(), shares.tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""Rendering a conversation by a tokenizer's own template, in a process of its own.
+"""Renders a conversation with a tokenizer's own chat template, in a child process.
 
-A template is somebody else's program. It runs in Jinja's sandbox, which keeps it from Python's objects, and in a child
-process with little memory and time, which keeps it from running for ever: python -m jaxmnt.data.chat_template reads the
-template and its variables as JSON from its input and writes the text.
+A template is untrusted code. It runs in Jinja's sandbox, which denies access to Python objects, and in a child process
+with limits on memory and time: python -m jaxmnt.data.chat_template reads the template and its variables as JSON from
+standard input and writes the text to standard output.
 """
 
 import datetime
@@ -18,7 +18,7 @@ from jaxmnt.errors import ConfigError, how_to_install, printable
 Message = Mapping[str, Any]
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-"""Files of a model in which its chat template may be; the first that has one counts."""
+"""Files of a model that may hold its chat template; the first that has one is used."""
 
 _SECONDS = 10
 _MEMORY = 1 << 30
@@ -27,8 +27,8 @@ _REFUSED = 3
 
 
 def chat_template(files: Mapping[str, bytes]) -> str | None:
-    """The template among the files that came with a model; None if there is none. Raises `ConfigError` for one that
-    cannot be read."""
+    """Returns the template among the files that came with a model, or None. Raises `ConfigError` for a file that cannot
+    be read."""
     plain, *objects = TEMPLATE_FILES
     if plain in files:
         try:
@@ -37,7 +37,7 @@ def chat_template(files: Mapping[str, bytes]) -> str | None:
             raise ConfigError(f"--chat: chat_template.jinja is not UTF-8: {error}; copy it again") from error
     for name in objects:
         template = object_in(files, name).get("chat_template")
-        if isinstance(template, list):  # several by name
+        if isinstance(template, list):  # several templates with names
             templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = templates.get("default")
         if isinstance(template, str):
@@ -46,19 +46,22 @@ def chat_template(files: Mapping[str, bytes]) -> str | None:
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """The names of special tokens that templates use, such as bos_token."""
+    """Returns the special tokens that templates refer to by name, such as bos_token."""
     config = object_in(files, "special_tokens_map.json") | object_in(files, "tokenizer_config.json")
-    names = {}
+    tokens = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            names[name] = value
-    return names
+            tokens[name] = value
+    return tokens
 
 
 def object_in(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The object in one of the files that came with a model; empty if it is not among them."""
+    """Returns the JSON object in one of the files that came with a model; empty if the file is missing.
+
+    Raises `ConfigError` for a file that is not a JSON object.
+    """
     try:
         content = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
@@ -69,9 +72,9 @@ def object_in(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def reads(template: str, variable: str) -> bool:
-    """Returns whether the name of a variable occurs in the code of a template.
+    """Returns True if the name of a variable occurs in the code of a template.
 
-    If the template cannot be taken apart, the answer is yes, and `render` says what is wrong with it.
+    Also returns True if the template cannot be parsed; `render` then reports the error.
     """
     try:
         from jinja2 import TemplateSyntaxError
@@ -87,28 +90,28 @@ def reads(template: str, variable: str) -> bool:
 
 
 def render(template: str, messages: Sequence[Message], variables: Mapping[str, Any], begins_turn: bool = True) -> str:
-    """The text of a conversation, up to where the model's turn begins (or to its end, without `begins_turn`).
+    """Returns the text of a conversation, up to where the model's turn begins (or to its end, without `begins_turn`).
 
-    `variables` are what the template reads besides: names of special tokens, tools, and what else the user gives.
-    Raises `ConfigError` for a template that raises, takes too long or too much memory, or is none.
+    `variables` holds the template's other variables: special tokens, tools, and any that the user sets.
+    Raises `ConfigError` for an invalid template, and for one that raises or exceeds the limits on time and memory.
     """
     all_variables = {
         "tools": None, "documents": None, **variables,
         "messages": list(messages), "add_generation_prompt": begins_turn,
     }  # fmt: skip
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             [sys.executable, "-m", __name__], input=json.dumps([template, all_variables]).encode(), capture_output=True,
             timeout=_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"--chat: the chat template was not done after {_SECONDS} s; it may never end: use another"
+            f"--chat: the chat template did not finish within {_SECONDS} s and may never end; use another one"
         ) from None
-    if done.returncode == 0:
-        return done.stdout.decode()
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    why = lines[-1] if done.returncode == _REFUSED and lines else "it took too much memory or time"
+    if child.returncode == 0:
+        return child.stdout.decode()
+    lines = child.stderr.decode(errors="replace").strip().splitlines()
+    why = lines[-1] if child.returncode == _REFUSED and lines else "it took too much memory or time"
     raise ConfigError(f"--chat: the chat template cannot render this conversation: {printable(why[:300])}")
 
 
@@ -124,7 +127,7 @@ def _child() -> None:
     template, variables = json.loads(sys.stdin.buffer.read())
 
     class Generation(Extension):
-        """{% generation %} marks the model's own turns for training; here it shows what is inside."""
+        """Renders the contents of {% generation %}, which marks the model's own turns for training."""
 
         tags = frozenset({"generation"})
 
@@ -143,7 +146,7 @@ def _child() -> None:
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         content = environment.from_string(template).render(variables).encode()
-    except Exception as error:  # whatever somebody else's program raises
+    except Exception as error:  # a template may raise anything
         _refuse(f"{type(error).__name__}: {error}")
     if len(content) > _LONGEST:
         _refuse(f"it made {len(content)} bytes")

@@ -1,10 +1,11 @@
-"""The elements of a user's own `grain.MapDataset`: documents, or whole rows.
+"""Reads and checks the elements of a user's own `grain.MapDataset`: documents, or whole rows.
 
 Shapes: L tokens of a row, n of a document.
 
-An element is a mapping. Of a document it has `tokens` (integers [n]) and perhaps `weights` ([n], 0 where a token is no
-target); of a row `tokens` and `targets` (integers [L]), the fields of `data.fields`, and perhaps `weights`, `segments`
-and `positions` ([L], see `fields.FIELDS`). Others are ignored. Documents that are None or empty are left out.
+An element is a mapping. A document has `tokens` (integers [n]) and optionally `weights` ([n], 0 where a token is not a
+target). A row has `tokens` and `targets` (integers [L]), the fields of `data.fields`, and optionally `weights`,
+`segments` and `positions` ([L], see `fields.FIELDS`). Other fields are ignored. Documents that are None or empty are
+left out.
 """
 
 import threading
@@ -29,7 +30,7 @@ _INDEX_THREADS = 16
 _INDEX_AHEAD = 256
 _CACHED_TOKENS = 2**22
 INDEX_COLUMNS = 3
-"""See `measured`."""
+"""Columns of the index that `measure_elements` returns."""
 
 CHANGED = (
     "is not what it was when the run indexed its documents; a dataset must give the same each time it is read: make it "
@@ -40,36 +41,36 @@ _OF_DOCUMENTS = ("tokens", "weights")
 _OPTIONAL = ("weights", "segments", "positions")
 
 Element = dict[str, np.ndarray]
-"""Integers are int32, weights float32; all have one length."""
+"""Fields of an element: integers as int32, weights as float32, all of the same length."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a dataset, as arrays that are what they have to be. Thread-safe, as Grain's own reading is."""
+    """The elements of a dataset, as validated arrays. Thread-safe, as Grain's own reading is."""
 
     dataset: "grain.MapDataset[Any]"
     key: str
-    """The setting that names it."""
+    """The config key that names the dataset."""
     path: str
-    """Its dotted path."""
+    """Dotted path of the dataset."""
     kind: str
-    """documents or rows."""
+    """Either documents or rows."""
     vocab_size: int
     fields: tuple[Field, ...] = FIELDS
-    """Those of a row."""
+    """The fields of a row."""
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, number: int) -> Element | None:
-        """An element; None for a document that is left out.
+        """Returns an element, or None for a document that is left out.
 
-        Raises `ConfigError` for one that cannot be trained on, `UnreadableError` where the user's code fails: that may
-        pass by itself.
+        Raises `ConfigError` for one that cannot be trained on, and `UnreadableError` where the user's code fails, which
+        may be temporary.
         """
         try:
             raw = self.dataset[number]
-        except Exception as error:  # it is the user's own code that runs
+        except Exception as error:  # the user's own code may raise anything
             raise UnreadableError(
                 f"{self._name(number)} cannot be read: {printable(summary(error))}; correct the dataset, or make what "
                 "it reads available"
@@ -78,78 +79,77 @@ class Elements:
         if raw is None and not rows:
             return None
         if raw is None:
-            raise self.refusal(number, "is None, as where a filter leaves a hole; give a dataset of rows alone")
+            raise self.error_at(number, "is None, as where a filter removes an element; give a dataset without holes")
         fields = [field for field in self.fields if rows or field.name in _OF_DOCUMENTS]
         needed = [field.name for field in fields if field.name not in _OPTIONAL]
         if not isinstance(raw, Mapping) or any(name not in raw for name in needed):
-            shown = (
-                f"the fields {sorted(map(str, raw))}"
-                if isinstance(raw, Mapping)
-                else f"a value of type {type(raw).__name__}"
-            )
-            raise self.refusal(
+            shown = f"a value of type {type(raw).__name__}"
+            if isinstance(raw, Mapping):
+                shown = f"the fields {sorted(map(str, raw))}"
+            raise self.error_at(
                 number,
                 f"is not a mapping with {' and '.join(needed)}, but {printable(shown)}; add a map() that makes one",
             )
         present = [field for field in fields if raw.get(field.name) is not None]
         element = {field.name: self._array(number, field, raw[field.name]) for field in present}
         if different := [name for name in element if len(element[name]) != len(element["tokens"])]:
-            raise self.refusal(
+            raise self.error_at(
                 number,
                 f"has {len(element['tokens'])} tokens and {len(element[different[0]])} {different[0]}; "
                 "give as many of each",
             )
         return element if len(element["tokens"]) or rows else None
 
-    def refusal(self, number: int, words: str) -> ConfigError:
-        return ConfigError(f"{self._name(number)} {words}")
+    def error_at(self, number: int, problem: str) -> ConfigError:
+        """Returns the error for an element of the dataset that cannot be used."""
+        return ConfigError(f"{self._name(number)} {problem}")
 
     def _name(self, number: int) -> str:
         return f"{self.key}: element {number} of {self.path}"
 
     def _array(self, number: int, field: Field, value: Any) -> np.ndarray:
-        """One field, checked."""
+        """Returns one field as an array. Raises `ConfigError` if its type, shape or values are not allowed."""
         name = field.name
         try:
             array = np.asarray(value)
-        except Exception as error:  # NumPy raises what it likes for what is no array
-            raise self.refusal(
+        except Exception as error:  # NumPy may raise any exception for a value that is not an array
+            raise self.error_at(
                 number, f"has {name} that are not an array ({printable(summary(error))}); give a vector of numbers"
             ) from error
         if name == "weights":
             if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
-                raise self.refusal(number, "has weights that are not a vector of 0 and 1; correct them")
+                raise self.error_at(number, "has weights that are not a vector of 0 and 1; correct them")
             return array.astype(np.float32)
         if field.dtype == "float32":
             if array.ndim != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
-                raise self.refusal(number, f"has {name} that are not a vector of finite numbers; correct them")
+                raise self.error_at(number, f"has {name} that are not a vector of finite numbers; correct them")
             return array.astype(np.float32)
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            raise self.refusal(
+            raise self.error_at(
                 number, f"has {name} of type {array.dtype} and shape {list(array.shape)}; give a vector of integers"
             )
         limit = self.vocab_size if name in ("tokens", "targets") else 2**31
         least = 0 if field in FIELDS else -(2**31)
         if array.size and not least <= int(array.min()) <= int(array.max()) < limit:
-            odd = array[(array < least) | (array >= limit)][0]
-            raise self.refusal(
-                number, f"has {odd} among its {name}, which must be from {least} to {limit - 1}; correct it"
+            invalid = array[(array < least) | (array >= limit)][0]
+            raise self.error_at(
+                number, f"has {invalid} among its {name}, which must be from {least} to {limit - 1}; correct it"
             )
         return array.astype(np.int32)
 
 
 class DocumentStream(TokenStream):
-    """The documents of a dataset, one after another. Those that were read last are held in memory."""
+    """The documents of a dataset as one stream of tokens. The most recently read documents are cached."""
 
     def __init__(self, elements: Elements, index: np.ndarray, end: int | None):
-        """`index`: see `measured`."""
+        """`index` is the array that `measure_elements` returns."""
         self._elements, self._index = elements, index
         self._numbers = np.flatnonzero(index[:, 0])
         lengths = index[self._numbers, 0].astype(np.int64)
         starts = np.cumsum(lengths) - lengths
         super().__init__(lambda: starts, end)
         self.tokens, self.has_learn_mask = int(lengths.sum()), bool(index[:, 2].any())
-        self._recent = _Recent(self._read_document)
+        self._cache = _DocumentCache(self._read_document)
 
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
         documents = self.documents(starts)
@@ -157,44 +157,49 @@ class DocumentStream(TokenStream):
         for out, document, first in zip(outs, documents.tolist(), within.tolist(), strict=True):
             done = 0
             while done < len(out):
-                piece = self._recent.get(document)[field][first : first + len(out) - done]
+                piece = self._cache.get(document)[field][first : first + len(out) - done]
                 out[done : done + len(piece)] = piece
-                done, document, first = done + len(piece), document + 1, 0
+                done += len(piece)
+                # The stretch continues at the start of the next document.
+                document += 1
+                first = 0
 
     def _read_document(self, document: int) -> Element:
         number = int(self._numbers[document])
         element = document_of(self._elements, number, self.end_of_document)
         if element is None or fingerprint(element) != tuple(self._index[number].tolist()):
-            raise self._elements.refusal(number, CHANGED)
+            raise self._elements.error_at(number, CHANGED)
         return element
 
     @property
     def index_bytes(self) -> int:
-        """Of host memory, with the documents that are held."""
-        held = 2 * 4 * min(_CACHED_TOKENS, self.tokens)
-        return self._index.nbytes + self._numbers.nbytes + self.document_starts.nbytes + held
+        """Host memory of the index and the cached documents, in bytes."""
+        cached = 2 * 4 * min(_CACHED_TOKENS, self.tokens)
+        return self._index.nbytes + self._numbers.nbytes + self.document_starts.nbytes + cached
 
 
-class GivenRows:
-    """Rows as a dataset gives them."""
+class DatasetRows:
+    """The rows of a Grain dataset of rows. Has the interface that `rows.Windows` documents, except for streams."""
 
     fill, index_bytes, has_mask = 1.0, 0, True
 
     def __init__(self, elements: Elements, settings: Data):
-        self._elements, self._length, self._apart = elements, settings.sequence_length, settings.keeps_documents_apart
+        self._elements = elements
+        self._length = settings.sequence_length
+        self._keeps_apart = settings.keeps_documents_apart
         self.rows = self.all_rows = len(elements)
         self._places = np.arange(self._length, dtype=np.int32)
         self._fillers = {
             field.name: np.full(self._length, field.filler, field.dtype) for field in batch_fields(settings)
         }
-        # What a row holds unless the dataset says otherwise: one document, in which every token is a target.
+        # By default a row is one document in which every token is a target.
         ones = {name: np.ones_like(self._fillers[name]) for name in ("weights", "segments")}
         self._defaults = ones | {"positions": self._places}
-        self._row(0)  # or what does not fit would be found after compiling
+        self._row(0)  # report errors before the step is compiled
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        found = [self._row(int(number)) for number in rows]
-        return {name: np.stack([row[name] for row in found]) for name in self._fillers}
+        elements = [self._row(int(number)) for number in rows]
+        return {name: np.stack([element[name] for element in elements]) for name in self._fillers}
 
     def _row(self, number: int) -> Element:
         if number >= self.rows:
@@ -207,51 +212,54 @@ class GivenRows:
 
     def _check(self, number: int, row: Element) -> None:
         if len(row["tokens"]) != self._length:
-            raise self._elements.refusal(
+            raise self._elements.error_at(
                 number, f"has {len(row['tokens'])} tokens, and data.sequence_length is {self._length}; make them equal"
             )
         segments = row["segments"]
-        if not self._apart and (segments.max() > 1 or (row["positions"] != self._places).any()):
-            raise self._elements.refusal(
+        if not self._keeps_apart and (segments.max() > 1 or (row["positions"] != self._places).any()):
+            raise self._elements.error_at(
                 number,
                 "keeps documents apart by segments and positions; set data.document_mask: true, or leave these out",
             )
-        if self._apart and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
-            raise self._elements.refusal(
-                number, "has a segment in several places; the tokens of a document must stand together"
+        if self._keeps_apart and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
+            raise self._elements.error_at(
+                number, "has a segment in several places; the tokens of a document must be contiguous"
             )
         if ((segments == 0) & (row["weights"] != 0)).any():
-            raise self._elements.refusal(
+            raise self._elements.error_at(
                 number,
                 "has targets in segment 0, which is padding; number documents from 1, or give weights of 0 there",
             )
 
 
-class _Recent:
-    """A cache of documents that is bounded by their tokens."""
+class _DocumentCache:
+    """A least-recently-used cache of documents, bounded by their number of tokens."""
 
     def __init__(self, read: Callable[[int], Element]):
         self._read, self._lock = read, threading.Lock()
-        self._held: OrderedDict[int, Element] = OrderedDict()
+        self._documents: OrderedDict[int, Element] = OrderedDict()
         self._tokens = 0
 
     def get(self, document: int) -> Element:
         with self._lock:
-            if document in self._held:
-                self._held.move_to_end(document)
-                return self._held[document]
-        element = self._read(document)  # without the lock: another thread may read the same, which does no harm
+            if document in self._documents:
+                self._documents.move_to_end(document)
+                return self._documents[document]
+        element = self._read(document)  # outside the lock: two threads may read the same document, which is harmless
         with self._lock:
-            if document not in self._held:
-                self._held[document] = element
+            if document not in self._documents:
+                self._documents[document] = element
                 self._tokens += len(element["tokens"])
-            while self._tokens > _CACHED_TOKENS and len(self._held) > 1:
-                self._tokens -= len(self._held.popitem(last=False)[1]["tokens"])
+            while self._tokens > _CACHED_TOKENS and len(self._documents) > 1:
+                self._tokens -= len(self._documents.popitem(last=False)[1]["tokens"])
         return element
 
 
 def document_of(elements: Elements, number: int, end: int | None) -> Element | None:
-    """Tokens, with the end of document, and weights, which are 1 if it has none. The end counts as the token before."""
+    """Returns the tokens and weights of a document, or None if it is left out. Weights default to 1.
+
+    A missing end of document is added, with the weight of the last token.
+    """
     element = elements.read(number)
     if element is None:
         return None
@@ -262,15 +270,15 @@ def document_of(elements: Elements, number: int, end: int | None) -> Element | N
 
 
 def fingerprint(document: Element) -> tuple[int, int, int]:
-    """Length, checksum, and whether a weight is 0."""
+    """Returns the length, a checksum, and 1 if any weight is 0, else 0."""
     check = zlib.crc32(document["tokens"].astype("<i4").tobytes())
     weights = document["weights"].astype(np.uint8)
     return len(document["tokens"]), zlib.crc32(weights.tobytes(), check), int(not weights.all())
 
 
-def measured(elements: Elements, end: int | None, progress: Callable[[str], None]) -> np.ndarray:
-    """Reads every element. "<u4" [elements, 3]: the fingerprint of each document; 0 of one that is left out, and of
-    rows."""
+def measure_elements(elements: Elements, end: int | None, progress: Callable[[str], None]) -> np.ndarray:
+    """Reads every element. Returns "<u4" [elements, 3]: the fingerprint of each document, and 0 for rows and for
+    documents that are left out."""
     import grain
 
     def measure(number: int) -> tuple[int, int, int]:

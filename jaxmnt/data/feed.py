@@ -1,4 +1,4 @@
-"""From this process's rows to global arrays on the devices, one batch ahead of the step."""
+"""Copies this process's rows into global arrays on the devices, one batch ahead of the step."""
 
 import time
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ Batch = dict[str, Array]
 
 
 def process_rows(sharding: NamedSharding, global_rows: int, length: int) -> list[int]:
-    """The global rows that this process's devices hold, in order.
+    """Returns the global rows that this process's devices hold, in order.
 
-    They follow from the sharding, not from the process's number: processes may share a batch shard.
+    They depend on the sharding, not on the process index: several processes may share a batch shard.
     """
     index_map = sharding.addressable_devices_indices_map((global_rows, length))
     rows: set[int] = set()
@@ -28,22 +28,23 @@ def process_rows(sharding: NamedSharding, global_rows: int, length: int) -> list
 
 
 def to_devices(local: Rows, rows: list[int], global_rows: int, sharding: NamedSharding) -> Batch:
-    """Global arrays [global_rows, L] of which this process contributes `rows`. Copies overlap with computation."""
-    place = {row: position for position, row in enumerate(rows)}
+    """Returns global arrays [global_rows, L]; this process contributes `rows`. Copies overlap with computation."""
+    local_index = {row: index for index, row in enumerate(rows)}
 
-    def one(array: np.ndarray) -> Array:
-        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+    def global_array(array: np.ndarray) -> Array:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             first, stop, _ = index[0].indices(global_rows)
-            return array[(slice(place[first], place[first] + stop - first), *index[1:])]
+            begin = local_index[first]
+            return array[(slice(begin, begin + stop - first), *index[1:])]
 
-        return jax.make_array_from_callback((global_rows, *array.shape[1:]), sharding, piece)
+        return jax.make_array_from_callback((global_rows, *array.shape[1:]), sharding, shard)
 
-    return {name: one(array) for name, array in local.items()}
+    return {name: global_array(array) for name, array in local.items()}
 
 
 class Feed:
-    """Hands out batches that are already on their way to the devices, and measures waiting for input."""
+    """Returns batches whose copy to the devices has already started, and measures the time spent waiting for input."""
 
     def __init__(
         self,
@@ -60,14 +61,14 @@ class Feed:
         self.local_rows = len(rows)
         """Rows of a batch that this process reads."""
         self.reading = False
-        """Whether `stage` waits for input just now. For other threads to see."""
+        """True while `stage` waits for input. Other threads read it."""
         self.wait_seconds = 0.0
-        """How long the last `stage` waited for input to be read."""
+        """Seconds that the last `stage` waited for input."""
         self.gather_seconds = 0.0
-        """How long the last `stage` waited for the other processes' share of the digest."""
+        """Seconds that the last `stage` waited for the digests of the other processes."""
 
     def stage(self) -> None:
-        """Reads the next batch and starts its copy. Call it while the devices are busy with a step."""
+        """Reads the next batch and starts its copy. Call it while the devices compute a step."""
         started = time.perf_counter()
         self.reading = True
         local = next(self._source)
@@ -77,7 +78,7 @@ class Feed:
         self._staged = to_devices(local, self._rows, self._global_rows, self._sharding), digest
 
     def take(self) -> tuple[Batch, str | None]:
-        """The staged batch and, if asked for, its digest."""
+        """Returns the staged batch and, if `digest` is set, its digest."""
         if self._staged is None:
             self.stage()
         assert self._staged is not None
@@ -85,7 +86,7 @@ class Feed:
         return staged
 
     def _batch_digest(self, tokens: np.ndarray) -> str:
-        """The digest of the global batch, of whose rows other processes may hold the rest."""
+        """Returns the digest of the global batch, gathering the digests of rows that other processes hold."""
         digests = row_digests(tokens)
         if len(self._rows) < self._global_rows:
             by_row = NamedSharding(self._sharding.mesh, PartitionSpec(self._sharding.spec[0]))

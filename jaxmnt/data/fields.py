@@ -1,4 +1,4 @@
-"""The fields of a batch. What reads, pads, digests, shards or compiles a batch goes by this table."""
+"""The fields of a batch. All code that reads, pads, digests, shards or compiles a batch uses this table."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from jaxmnt.config.data import Data
 
 @dataclass(frozen=True)
 class Field:
-    """An array [rows, length] of a batch."""
+    """Describes one array [rows, length] of a batch."""
 
     name: str
     dtype: str = "int32"
     filler: float = 0
-    """Its value in a row past the end of the data."""
+    """Value in rows past the end of the data."""
     axes: tuple[str, ...] = ("batch", "length")
-    """Logical axes."""
+    """Logical axes of the array."""
 
 
 FIELDS = (
@@ -27,5 +27,5 @@ FIELDS = (
 
 
 def batch_fields(settings: Data) -> tuple[Field, ...]:
-    """Returns the fields that every batch has, and after them those of `data.fields`."""
+    """Returns the fields that every batch has, followed by those of `data.fields`."""
     return FIELDS + tuple(Field(name, dtype) for name, dtype in sorted(settings.fields.items()))

@@ -1,9 +1,9 @@
-"""A user's own `grain.MapDataset` as a source of training data.
+"""Uses a user's own `grain.MapDataset` as a source of training data.
 
-The same index must always give the same element. So at each start some elements are read twice, from two datasets
-where a function makes them, and their digest is compared between processes and with that in a checkpoint. Documents,
-whose lengths have to be known, are all read once for a run: an index keeps their lengths and checksums, and what is
-read later is compared with it.
+The same index must always give the same element. Each start therefore reads a sample of elements twice (from two
+datasets where a function makes them) and compares their digest between processes and with the checkpoint. The lengths
+of documents must be known, so a run reads all documents once and stores their lengths and checksums in an index. Later
+reads are compared with it.
 """
 
 import functools
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmnt.config.data import Grain
-from jaxmnt.data.elements import CHANGED, INDEX_COLUMNS, DocumentStream, Element, Elements, measured
+from jaxmnt.data.elements import CHANGED, INDEX_COLUMNS, DocumentStream, Element, Elements, measure_elements
 from jaxmnt.data.fields import Field
 from jaxmnt.data.manifest import NAMELESS, SPLITS
 from jaxmnt.data.store import Origin, TokenStream
@@ -32,36 +32,36 @@ if TYPE_CHECKING:
     import grain
 
 INDEX_FOLDER = "data_index"
-"""In a run directory."""
+"""Folder of the indices in a run directory."""
 
-_SAMPLED = 32
+_SAMPLED_ELEMENTS = 32
 _ENDLESS = 2**60
 _SHA256_BYTES = 32
 _APPEARS_SECONDS, _LOOK_SECONDS = 60.0, 0.5
-"""How long a file that another host has written may take to appear on a network file system."""
+"""Longest time in which a file of another host appears on a network file system, and the polling interval."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class GrainData:
-    """Offers what `PreparedData` offers, except for streams of whole rows. Made by `open_grain`."""
+    """A Grain source with the interface of `PreparedData`, except that rows have no stream. Made by `open_grain`."""
 
     path: str
-    """That of the training dataset."""
+    """Dotted path of the training dataset."""
     vocab_size: int
     elements: dict[str, Elements]
-    """By split; a split that there is not is left out."""
+    """Elements by split; splits without a dataset are left out."""
     tokenizer: dict[str, Any]
     sampled: str
-    """Digest of what was sampled."""
+    """Digest of the sampled elements."""
     index_folder: Path | None
-    """Where indices of documents are kept; None: nowhere."""
+    """Where indices of documents are stored; None if they are not."""
     _indices: dict[str, "_Index"] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """Of what was sampled and, once all documents are indexed, of their lengths and checksums behind it."""
+        """Digest of the sampled elements, followed by that of the indices once all documents are indexed."""
         if self.holds_rows or len(self._indices) < len(self.elements):
             return self.sampled
         indices = "".join(self._indices[split].digest.hex() for split in sorted(self._indices))
@@ -69,7 +69,7 @@ class GrainData:
 
     @property
     def ids(self) -> int:
-        """Each id that occurs is below this."""
+        """Exclusive upper bound of the token ids that occur."""
         return self.vocab_size
 
     @property
@@ -86,7 +86,7 @@ class GrainData:
         return self.stream(split).tokens
 
     def documents(self, split: str) -> int:
-        """How many there are; of a dataset of rows, the rows."""
+        """Returns the number of documents, or of rows for a dataset of rows."""
         if split not in self.elements:
             return 0
         return len(self.elements[split]) if self.holds_rows else len(self.stream(split).document_starts)
@@ -106,39 +106,39 @@ class GrainData:
         return DocumentStream(self.elements[split], self._index(split).table, self.tokenizer["end_of_document"])
 
     def check(self) -> None:
-        """What can be known without reading all of it was looked at when it was opened."""
+        """Does nothing: `open_grain` has already checked all that does not require reading every element."""
 
     def verify(self, progress: Progress = lambda name: None) -> None:
-        """Reads every element. Raises `ConfigError` for the first that cannot be trained on, or that has changed."""
+        """Reads every element. Raises `ConfigError` for the first that cannot be trained on or has changed."""
         for split, elements in self.elements.items():
             index = None if self.holds_rows else self._index(split, progress)
             if index is not None and index.is_new:
-                continue  # all was read just now
-            table = measured(elements, self.tokenizer["end_of_document"], progress)
+                continue  # building the index has just read every element
+            table = measure_elements(elements, self.tokenizer["end_of_document"], progress)
             if index is not None and (changed := np.flatnonzero((table != index.table).any(axis=1))).size:
-                raise elements.refusal(int(changed[0]), CHANGED)
+                raise elements.error_at(int(changed[0]), CHANGED)
 
     def make_index(self, progress: Progress) -> None:
-        """Writes the index of each split into the folder, unless it is there. Raises `UnreadableError`."""
+        """Writes the index of each split into the folder unless it exists. Raises `UnreadableError` if that fails."""
         for split in [] if self.holds_rows else self.elements:
             index = self._index(split, progress)
             file = self._index_file(split)
             if file is None or not index.is_new:
                 continue
-            with _usable(file.parent):
+            with _index_access(file.parent):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 publish_bytes(file, index.digest + index.table.tobytes())
 
     def load_index(self, *, made_elsewhere: bool) -> None:
-        """Holds the index of each split in memory, from here on independent of the folder.
+        """Loads the index of each split into memory; later reads do not need the folder.
 
-        With `made_elsewhere` another process has written it. Raises `PreflightError` if it does not appear here.
+        `made_elsewhere` says that another process wrote it. Raises `PreflightError` if it does not appear here.
         """
         for split in [] if self.holds_rows else self.elements:
             file = self._index_file(split)
-            until = time.monotonic() + _APPEARS_SECONDS
-            while made_elsewhere and file is not None and _kept(file, len(self.elements[split])) is None:
-                if time.monotonic() > until:
+            deadline = time.monotonic() + _APPEARS_SECONDS
+            while made_elsewhere and file is not None and _read_index(file, len(self.elements[split])) is None:
+                if time.monotonic() > deadline:
                     raise PreflightError(
                         f"run.dir: process 0 has written {file}, and {socket.gethostname()} does not see it whole; put "
                         "the run directory on a file system that all hosts share"
@@ -147,12 +147,12 @@ class GrainData:
             self._index(split)
 
     def _index(self, split: str, progress: Progress = lambda name: None) -> "_Index":
-        """The index in memory, in the folder, or made by reading all documents."""
+        """Returns the index from memory or the folder, or builds it by reading all documents."""
         if split not in self._indices:
             elements, file = self.elements[split], self._index_file(split)
-            index = None if file is None else _kept(file, len(elements))
+            index = None if file is None else _read_index(file, len(elements))
             if index is None:
-                table = measured(elements, self.tokenizer["end_of_document"], progress)
+                table = measure_elements(elements, self.tokenizer["end_of_document"], progress)
                 index = _Index(table, is_new=True)
             if not index.table[:, 0].any():
                 raise ConfigError(f"{elements.key}: {elements.path} has no documents; give a dataset that has some")
@@ -165,12 +165,12 @@ class GrainData:
 
 @dataclass(frozen=True)
 class _Index:
-    """What is known of all documents of a split."""
+    """Lengths and checksums of all documents of a split."""
 
     table: np.ndarray
-    """See `elements.measured`."""
+    """The array that `elements.measure_elements` returns."""
     is_new: bool
-    """Whether this process has just read all documents for it."""
+    """True if this process has just built it by reading all documents."""
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -180,10 +180,10 @@ class _Index:
 def open_grain(
     settings: Grain, key: str, like: Any, run_dir: str | Path | None, fields: tuple[Field, ...]
 ) -> GrainData:
-    """The datasets that a section `key` of the config names.
+    """Opens the datasets that the config section `key` names.
 
-    `like` is prepared data beside it, whose vocabulary it shares; `run_dir` keeps indices of documents; rows have
-    `fields`. Raises `ConfigError` for what cannot be trained on, and `UnreadableError` where reading fails.
+    `like` is prepared data of another source, whose vocabulary it shares; `run_dir` stores indices of documents; rows
+    have `fields`. Raises `ConfigError` for data that cannot be trained on, and `UnreadableError` where reading fails.
     """
     vocab_size, tokenizer = _vocabulary(settings, key, like)
     digest = hashlib.sha256(json.dumps([settings.elements, vocab_size, tokenizer["end_of_document"]]).encode())
@@ -197,7 +197,7 @@ def open_grain(
         )
         elements[split] = first
         digest.update(f"{split} {len(first)}".encode())
-        for element in _sampled(first, again):
+        for element in _sample_twice(first, again):
             for name, array in sorted((element or {}).items()):
                 digest.update(f"{name} {len(array)}".encode() + array.astype(array.dtype.newbyteorder("<")).tobytes())
     folder = None if run_dir is None else Path(run_dir, INDEX_FOLDER)
@@ -205,13 +205,13 @@ def open_grain(
 
 
 def _vocabulary(settings: Grain, key: str, like: Any) -> tuple[int, dict[str, Any]]:
-    """How many ids there are, and which tokenizer they are of."""
+    """Returns the vocabulary size and tokenizer description. Raises `ConfigError` if they conflict with `like`."""
     if like is None:
         if settings.vocab_size is None:
             raise ConfigError(f"{key}.vocab_size: not set; give the number of token ids of {settings.train}")
         return settings.vocab_size, {"name": NAMELESS, "end_of_document": settings.end_of_document}
-    theirs = {"vocab_size": like.vocab_size, "end_of_document": like.tokenizer["end_of_document"]}
-    for name, value in theirs.items():
+    prepared = {"vocab_size": like.vocab_size, "end_of_document": like.tokenizer["end_of_document"]}
+    for name, value in prepared.items():
         setting = getattr(settings, name)
         if setting is not None and setting != value:
             raise ConfigError(
@@ -222,7 +222,7 @@ def _vocabulary(settings: Grain, key: str, like: Any) -> tuple[int, dict[str, An
 
 
 def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
-    """The dataset at a dotted path, or what the function there returns."""
+    """Returns the dataset at a dotted path, or the dataset that the function there returns."""
     import grain
 
     module, _, name = path.rpartition(".")
@@ -234,7 +234,7 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
         raise UnreadableError(
             f"{key}: {path} cannot be made: {printable(summary(error))}; check that it is mounted and readable"
         ) from error
-    except Exception as error:  # it is the user's own code that runs
+    except Exception as error:  # the user's own code may raise anything
         raise ConfigError(
             f"{key}: {path} cannot be made: {printable(summary(error))}; it must be a grain.MapDataset, or a function "
             "without arguments that returns one, in a module that can be imported where the run is started"
@@ -244,7 +244,7 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
     if not isinstance(dataset, grain.MapDataset):
         raise ConfigError(
             f"{key}: {path} is a {type(dataset).__name__}, not a grain.MapDataset; make it one: "
-            "grain.MapDataset.source() takes what has a length and items"
+            "grain.MapDataset.source() takes any object with __len__ and __getitem__"
         )
     try:
         count = len(dataset)
@@ -259,18 +259,18 @@ def _dataset(path: str, key: str) -> "grain.MapDataset[Any]":
     return dataset
 
 
-def _sampled(first: Elements, again: Elements) -> list[Element | None]:
-    """Elements from all over a dataset, read twice. Raises `ConfigError` where that makes a difference."""
+def _sample_twice(first: Elements, again: Elements) -> list[Element | None]:
+    """Returns elements spread over a dataset. Raises `ConfigError` if a second read gives other elements."""
     if len(first) != len(again):
         raise ConfigError(
             f"{first.key}: {first.path} has {len(first)} elements, and {len(again)} when it is made again; make it "
             "deterministic"
         )
     elements = []
-    for number in np.unique(np.linspace(0, len(first) - 1, _SAMPLED).astype(np.int64)).tolist():
+    for number in np.unique(np.linspace(0, len(first) - 1, _SAMPLED_ELEMENTS).astype(np.int64)).tolist():
         element, element_again = first.read(number), again.read(number)
         if not _equal(element, element_again):
-            raise first.refusal(
+            raise first.error_at(
                 number,
                 "differs when it is read twice; make the dataset deterministic: seed() it, and use no other randomness",
             )
@@ -278,14 +278,14 @@ def _sampled(first: Elements, again: Elements) -> list[Element | None]:
     return elements
 
 
-def _equal(one: Element | None, other: Element | None) -> bool:
-    first, second = one or {}, other or {}  # a document that is left out is None
+def _equal(first: Element | None, second: Element | None) -> bool:
+    first, second = first or {}, second or {}  # a document that is left out is None
     return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
-def _kept(file: Path, count: int) -> _Index | None:
-    """The index in a file; None if it is not there or not whole, in which case it is made anew."""
-    with _usable(file):
+def _read_index(file: Path, count: int) -> _Index | None:
+    """Returns the index in a file; None if it is missing or damaged, so that it is built again."""
+    with _index_access(file):
         try:
             content = memoryview(file.read_bytes())
         except FileNotFoundError:
@@ -298,7 +298,7 @@ def _kept(file: Path, count: int) -> _Index | None:
 
 
 @contextmanager
-def _usable(path: Path) -> Iterator[None]:
+def _index_access(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a config feeds, for a person: tables of the sources, and the rows of a batch with the documents in them."""
+"""Formats what a config feeds: tables of the sources, and the rows of a batch with their documents."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -19,10 +19,10 @@ _WIDTH = 60
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
-def verified(sources: Sources, progress: Callable[[str], None]) -> list[str]:
-    """Compares every file with its digest, and reads every element of Grain datasets. Says what was compared.
+def verify_sources(sources: Sources, progress: Callable[[str], None]) -> list[str]:
+    """Compares every file with its digest, reads every element of Grain datasets, and returns lines about them.
 
-    Raises `ConfigError` for the first that is not what it was.
+    Raises `ConfigError` for the first file or element that has changed.
     """
     sizes, lines = [], []
     for name, part in (*sources.parts.items(), *sources.eval_sets.items()):
@@ -38,7 +38,7 @@ def verified(sources: Sources, progress: Callable[[str], None]) -> list[str]:
 
 
 def sources_table(sources: Sources) -> list[str]:
-    """The manifest of each source."""
+    """Returns a table of the manifests of all sources."""
     rows = [("source", "split", "documents", "tokens", "shards", "held out", "tokenizer", "vocabulary", "path")]
     for name, part in sources.parts.items():
         for split in ("train", "eval"):
@@ -60,22 +60,29 @@ def sources_table(sources: Sources) -> list[str]:
 
 
 def mixture_table(config: Config, training: TrainingData) -> list[str]:
-    """What each source gives: its share of the rows, and the epochs that the run takes of it."""
+    """Returns a table of each source's share of the rows and the epochs of it that the run reads."""
     settings, names = config.data, training.names
     rows = [("source", f"{settings.rows} an epoch", "fill", "share of rows", "epochs in the run", "at the end")]
     shares = [block_shares(phase.weights) for phase in phases(settings)]
     epochs = training.order.epochs(config.train.steps)
     for number, name in enumerate(names):
-        changing = " → ".join(f"{share[number] / 10:.1f} %" for share in shares)
+        share_by_phase = " → ".join(f"{share[number] / 10:.1f} %" for share in shares)
         reader = training.readers[name]
         rows.append(
-            (name, f"{reader.rows:,}", f"{reader.fill:.4f}", changing, f"{epochs[name]:.3f}", on_end(settings, name))
+            (
+                name,
+                f"{reader.rows:,}",
+                f"{reader.fill:.4f}",
+                share_by_phase,
+                f"{epochs[name]:.3f}",
+                on_end(settings, name),
+            )
         )
     return _table(rows)
 
 
-def lengths(sources: Sources) -> Iterator[str]:
-    """How long the documents of each source are, with their ends, as percentiles and a histogram."""
+def length_lines(sources: Sources) -> Iterator[str]:
+    """Yields percentiles and a histogram of the document lengths of each source, ends of documents included."""
     for name, part in sources.parts.items():
         if isinstance(part, GrainData) and part.holds_rows:
             continue
@@ -90,8 +97,8 @@ def lengths(sources: Sources) -> Iterator[str]:
             yield f"  {2**power:>10,} – {2 ** (power + 1) - 1:<10,} {counts[power]:>10,}  {bar}"
 
 
-def batch(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
-    """The rows of a batch: the beginning of what they hold of each document, or all of it with what is learned."""
+def batch_lines(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
+    """Yields the rows of a batch with the beginning of each document in them; if `full`, all text with its targets."""
     for row in rows:
         places = sum(extract.tokens for extract in row.extracts)
         yield (
@@ -108,11 +115,11 @@ def batch(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
                     f"{extract.document:,}  {where}"
                 )
             if full:
-                yield from _whole(extract)
+                yield from _labelled_lines(extract)
 
 
 def _place(extract: Extract, *, full: bool) -> str:
-    """The file of an extract, with its line there, or the row, document or element; if full, the line within that."""
+    """Returns the file and record of an extract; if `full`, also the line within the record's text."""
     file = printable(extract.file)
     if extract.record_unit == "file":
         return file if extract.line is None else f"{file} line {extract.line:,}"
@@ -127,8 +134,8 @@ def _beginning(extract: Extract) -> str:
     return f"  {shown if len(shown) <= _WIDTH else f'{shown[: _WIDTH - 2]}…{shown[-1]}'}"
 
 
-def _whole(extract: Extract) -> Iterator[str]:
-    """All lines of the text, each with what the model does with it: learns it, or only reads it."""
+def _labelled_lines(extract: Extract) -> Iterator[str]:
+    """Yields the lines of the text, labelled with whether the model learns them or only reads them."""
     for span in extract.spans:
         text = " ".join(map(str, span.ids)) if span.text is None else span.text
         for number, line in enumerate(text.splitlines() or [""]):

@@ -1,6 +1,6 @@
-"""The manifest of prepared data: its seal, and its shape, which is looked at before anything that it says is used.
+"""The manifest of prepared data: its seal, and its structure, which is checked before any of it is used.
 
-The seal is a SHA-256 of all the rest. It tells damage, and changes by hand, from what was written; it is no signature.
+The seal is the SHA-256 of all other fields. It detects damage and manual changes; it is not a signature.
 """
 
 import json
@@ -18,7 +18,7 @@ from jaxmnt.strict_json import json_text
 FORMAT = "jaxmnt-tokens"
 VERSION = 3
 UNSEALED = 2
-"""The version before: without a seal, and always with an end of document. Still read."""
+"""The previous version, which is still read: it has no seal, and always an end of document."""
 
 MANIFEST = "manifest.json"
 SOURCES = "sources.txt"
@@ -28,54 +28,54 @@ HOW_TO_PREPARE = "make it with: python -m jaxmnt.prepare --input TEXT --output D
 LARGEST_VOCABULARY = 2**31
 
 _OPTIONAL = ("largest_id", "bytes_per_target")
-"""What manifests of before do not say."""
+"""Fields that older manifests lack."""
 _UNKNOWN: dict[str, None] = dict.fromkeys(SPLITS)
-_TOKENS_AT_MOST = 2**62
+_LARGEST_COUNT = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHARD = re.compile(r"[0-9]{5,12}-[0-9]{2,12}", re.ASCII)
 NAMELESS = "none"
-"""The tokenizer of token arrays that nobody has named one for."""
+"""Name of the tokenizer of token arrays that were prepared without one."""
 
 _TOKENIZERS = ("bytes", "huggingface", NAMELESS)
 
 
-class _OddError(ValueError):
-    """A manifest of another shape. The text says what of it."""
+class _ManifestError(ValueError):
+    """Raised if a manifest has an invalid structure or seal."""
 
 
-def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with its seal."""
-    return manifest | {"seal": json_digest(manifest)}
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record with its seal."""
+    return record | {"seal": json_digest(record)}
 
 
 def sealed_text(record: dict[str, Any]) -> str:
-    """A record with its seal, as a file."""
+    """Returns a record with its seal as the text of a file."""
     return json_text(sealed(record), indent=1, sort_keys=True) + "\n"
 
 
 def unsealed(record: dict[str, Any]) -> dict[str, Any]:
-    """What a record says besides its seal. Raises `ValueError` if the seal does not fit it."""
+    """Returns a record without its seal. Raises `ValueError` if the seal does not match."""
     content = {name: value for name, value in record.items() if name != "seal"}
     if sealed(content) != record:
-        raise _OddError("its seal does not fit what it says")
+        raise _ManifestError("its seal does not match its contents")
     return content
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
-    """Identifies the contents, wherever they lie.
+    """Returns a digest of the contents, independent of their location.
 
-    As it was in version 2: data that a later version prepares from the same input is what earlier runs have read.
+    It is computed as in version 2, so that data prepared again from the same input matches that of earlier runs.
     """
     content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL)}
     return json_digest(content | {"version": UNSEALED})
 
 
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
-    """The manifest in a directory. Raises `ConfigError` when it is missing, damaged or of another version."""
+    """Reads the manifest in a directory. Raises `ConfigError` if it is missing, damaged or of another version."""
     path = directory / MANIFEST
-    again = "copy it again from where it is whole, or prepare the data again"
+    advice = "copy it again from where it is whole, or prepare the data again"
     try:
-        manifest = json.loads(read(path).decode(), parse_constant=_no_number)
+        manifest = json.loads(read(path).decode(), parse_constant=_reject_constant)
     except FileNotFoundError:
         raise ConfigError(
             f"{key}: {directory} has no {MANIFEST}, so it is not prepared data, or was not finished; {HOW_TO_PREPARE}"
@@ -83,7 +83,7 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         deep = isinstance(error, RecursionError)
         reason = "it is nested too deeply" if deep else getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{key}: {path} is damaged ({printable(reason)}); {again}") from error
+        raise ConfigError(f"{key}: {path} is damaged ({printable(reason)}); {advice}") from error
     kind, version = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
     if kind != FORMAT or type(version) is not int or version not in (UNSEALED, VERSION):
         actual = " ".join(_shown(field) for field in (kind, version))
@@ -92,23 +92,24 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
             "prepare it again, or use the jaxmnt that made it"
         )
     try:
-        _check_shape(manifest)
+        _check_structure(manifest)
         if version != UNSEALED:
             unsealed(manifest)
-    except _OddError as error:
-        raise ConfigError(f"{key}: {path} is damaged: {error}; {again}") from None
+    except _ManifestError as error:
+        raise ConfigError(f"{key}: {path} is damaged: {error}; {advice}") from None
     return manifest
 
 
-def _no_number(name: str) -> float:
+def _reject_constant(name: str) -> float:
+    """Raises `ValueError` for NaN and infinities, which the JSON reader would accept."""
     raise ValueError(f"it holds {name}")
 
 
-# -- the shape
+# -- the structure
 
 
-def _check_shape(manifest: dict[str, Any]) -> None:
-    """Every key, its type and its range, and whether the parts agree."""
+def _check_structure(manifest: dict[str, Any]) -> None:
+    """Checks every key, its type and its range, and the consistency of the fields. Raises `_ManifestError`."""
     seal = () if manifest["version"] == UNSEALED else ("seal",)
     names = (
         "format", "version", "tokenizer", "vocab_size", "dtype", "learn_mask", "eval_fraction", "unigram_nats",
@@ -121,18 +122,18 @@ def _check_shape(manifest: dict[str, Any]) -> None:
     if "largest_id" in manifest:
         _whole(manifest["largest_id"], "largest_id", 0, vocab - 1)
     if manifest["dtype"] != str(np.min_scalar_type(vocab - 1)):
-        raise _OddError(f"dtype {_shown(manifest['dtype'])} is not that of {vocab} ids")
-    _refuse_unless(isinstance(manifest["learn_mask"], bool), "learn_mask", manifest["learn_mask"])
+        raise _ManifestError(f"dtype {_shown(manifest['dtype'])} is not that of {vocab} ids")
+    _require(isinstance(manifest["learn_mask"], bool), "learn_mask", manifest["learn_mask"])
     _number(manifest["eval_fraction"], "eval_fraction", 1.0)
     for name in ("unigram_nats", "bytes_per_target"):
         for split, value in zip(SPLITS, _fields(manifest.get(name, _UNKNOWN), name, SPLITS), strict=True):
             if value is not None:
                 _number(value, f"{name} of {split}", 1e6)
-    for name, keys, also in (
+    for name, keys, optional in (
         ("input", ("files", "bytes"), ()),
         ("left_out", ("bad", "empty", "binary"), ("long", "without_targets")),
     ):
-        _fields(manifest[name], name, keys, also)
+        _fields(manifest[name], name, keys, optional)
         for key, value in manifest[name].items():
             _whole(value, f"{name}.{key}")
     _check_tokenizer(manifest["tokenizer"], vocab, manifest["version"])
@@ -146,14 +147,14 @@ def _check_shape(manifest: dict[str, Any]) -> None:
 
 def _check_tokenizer(tokenizer: Any, vocab: int, version: int) -> None:
     name, end = _fields(tokenizer, "tokenizer", ("name", "end_of_document"), ("sha256", "end_token"))
-    _refuse_unless(name in _TOKENIZERS, "the tokenizer's name", name)
+    _require(name in _TOKENIZERS, "the tokenizer's name", name)
     if end is not None or version == UNSEALED or name == "bytes":
         _whole(end, "the tokenizer's end_of_document", 0, vocab - 1)
     if name == "huggingface":
         digest, token = _fields(tokenizer, "tokenizer", ("sha256", "end_token"), ("name", "end_of_document"))
         _text(digest, "the tokenizer's sha256", _DIGEST)
         agree = (token is None) == (end is None) and isinstance(token, str | None)
-        _refuse_unless(agree, "the tokenizer's end_token", token)
+        _require(agree, "the tokenizer's end_token", token)
 
 
 def _check_split(split: Any, name: str, learn_mask: bool) -> None:
@@ -161,7 +162,7 @@ def _check_split(split: Any, name: str, learn_mask: bool) -> None:
     _whole(documents, f"documents of {name}")
     _whole(tokens, f"tokens of {name}")
     if not isinstance(shards, list):
-        raise _OddError(f"shards of {name} is not a list")
+        raise _ManifestError(f"shards of {name} is not a list")
     sums, kinds = [0, 0], ("tokens", "documents", "origins", *(("learn",) if learn_mask else ()))
     for number, shard in enumerate(shards):
         where = f"shard {number} of {name}"
@@ -172,39 +173,44 @@ def _check_split(split: Any, name: str, learn_mask: bool) -> None:
         for digest in _fields(fields[3], f"sha256 of {where}", [f"{kind}-{fields[0]}.npy" for kind in kinds]):
             _text(digest, f"a digest of {where}", _DIGEST)
     if sums != [documents, tokens]:
-        raise _OddError(f"the shards of {name} hold {sums[0]} documents and {sums[1]} tokens, not what it says in all")
+        raise _ManifestError(
+            f"the shards of {name} hold {sums[0]} documents and {sums[1]} tokens, which differs from the totals"
+        )
 
 
-def _fields(value: Any, where: str, names: Sequence[str], also: Sequence[str] = ()) -> list[Any]:
-    """The values of these keys of an object that has these, perhaps some of `also`, and no others."""
-    _refuse_unless(isinstance(value, dict), where, value)
+def _fields(value: Any, where: str, names: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
+    """Returns the values of these keys of an object.
+
+    Raises `_ManifestError` if it lacks one of them or has keys that are neither among them nor in `optional`.
+    """
+    _require(isinstance(value, dict), where, value)
     if missing := [name for name in names if name not in value]:
-        raise _OddError(f"{where} lacks {', '.join(missing)}")
-    if foreign := set(value).difference(names, also):
-        raise _OddError(f"{where} has a key that does not belong there, {_shown(min(foreign))}")
+        raise _ManifestError(f"{where} lacks {', '.join(missing)}")
+    if unknown := set(value).difference(names, optional):
+        raise _ManifestError(f"{where} has the unknown key {_shown(min(unknown))}")
     return [value[name] for name in names]
 
 
-def _whole(value: Any, where: str, least: int = 0, most: int = _TOKENS_AT_MOST) -> int:
-    _refuse_unless(type(value) is int and least <= value <= most, where, value)
+def _whole(value: Any, where: str, least: int = 0, most: int = _LARGEST_COUNT) -> int:
+    _require(type(value) is int and least <= value <= most, where, value)
     return value
 
 
 def _number(value: Any, where: str, most: float) -> None:
-    _refuse_unless(type(value) in (int, float) and 0 <= value <= most, where, value)
+    _require(type(value) in (int, float) and 0 <= value <= most, where, value)
 
 
 def _text(value: Any, where: str, form: re.Pattern[str]) -> None:
-    _refuse_unless(isinstance(value, str) and form.fullmatch(value) is not None, where, value)
+    _require(isinstance(value, str) and form.fullmatch(value) is not None, where, value)
 
 
-def _refuse_unless(fits: bool, where: str, value: Any) -> None:
+def _require(fits: bool, where: str, value: Any) -> None:
     if not fits:
-        raise _OddError(f"{where} is {_shown(value)}")
+        raise _ManifestError(f"{where} is {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
-    """A value from outside in a few characters."""
+    """Returns a short, printable form of an untrusted value."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:

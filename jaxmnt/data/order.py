@@ -1,14 +1,14 @@
-"""Which row of which source stands where: arithmetic on global row numbers, without any state.
+"""Maps global row numbers to rows of sources, by arithmetic and without state.
 
-Rows of the run are numbered g = step · G + r. Row g belongs to a *phase*, a stretch of steps with fixed weights, and
-in it to a block of 1,000 rows. Every block of a phase holds the same number of rows of each source (its weight, by
-largest remainder), spread evenly over the block. So the number of rows that a source has given before row g is
-arithmetic, and that number is the row's place in the source's own endless, shuffled sequence of epochs.
+Rows of the run are numbered g = step · G + r. Row g belongs to a *phase*, a range of steps with fixed weights, and
+within it to a block of 1,000 rows. Every block of a phase has the same number of rows of each source (its weight, by
+largest remainder), spread evenly over the block. So the number of rows that a source supplies before row g follows by
+arithmetic, and it is the index of the row in the source's own endless, shuffled sequence of epochs.
 
-Rows can be passed over. Row r of step s is then the one that is number s · G + r among those that are not.
+Rows can be skipped. Row r of step s is then row number s · G + r among those that are not skipped.
 
-A branch goes on at the row where its origin stopped, also with another G: before its first step lie the rows that the
-origin has taken, and of each source as many as the origin has read of it.
+A branch continues at the row where its origin stopped, even with another G: the rows that its origin has read, in all
+and from each source, precede its first step.
 """
 
 import functools
@@ -31,25 +31,25 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class MixturePhase(NamedTuple):
-    """From this step on (0 is the first), these weights, in the order of the sources."""
+    """The weights from a step (0 is the first) on, in the order of the sources."""
 
     from_step: int
     weights: tuple[float, ...]
 
 
 class BranchPoint(NamedTuple):
-    """Where a branch goes on in the data."""
+    """The point in the data where a branch continues."""
 
     step: int
     """Steps that its origin has taken."""
     row: int
-    """Rows that these steps took, without those passed over."""
+    """Rows that these steps took, without skipped rows."""
     used: Mapping[str, int]
-    """Rows that each source has given for them, with those passed over. Of another source nothing is read yet."""
+    """Rows that each source supplied for them, including skipped rows. Other sources start at 0."""
 
 
 class Located(NamedTuple):
-    """For each row asked for: its source's number, the epoch of that source (0 is the first), and its row there."""
+    """For each requested row: the index of its source, the epoch of that source (0 is the first), and the row in it."""
 
     source: np.ndarray
     epoch: np.ndarray
@@ -57,7 +57,7 @@ class Located(NamedTuple):
 
 
 class Order:
-    """The global order of rows over sources with `rows[name]` rows an epoch. Thread-safe."""
+    """The global order of rows over sources with `rows[name]` rows per epoch. Thread-safe."""
 
     def __init__(
         self,
@@ -77,27 +77,27 @@ class Order:
         self._rows = np.array(list(rows.values()), np.int64)
         self._keys = [_key(f"{seed}/{name}") for name in self.names]
         self._shuffle = shuffle
-        self._skipped = Skipped(skip)
+        self._skipped = SkippedRanges(skip)
         begin = BranchPoint(0, 0, {})
         newest = branches[0] if branches else begin
-        # Between two of these points each step takes as many rows; the first point stands for all steps to come.
+        # Newest first. Between two points every step takes the same number of rows; the first point extrapolates.
         self._points = [BranchPoint(newest.step + 1, newest.row + global_rows, {}), *branches, begin]
-        self._first_rows = np.array([self.taken(phase.from_step) for phase in phases], np.int64)
+        self._first_rows = np.array([self.rows_taken(phase.from_step) for phase in phases], np.int64)
         self._shares = [block_shares(phase.weights) for phase in phases]
         self._layouts = [_spread(shares) for shares in self._shares]
         self._before = [np.zeros(len(rows), np.int64)]
         for number, (first, after) in enumerate(pairwise(self._first_rows.tolist())):
             self._before.append(self._before[-1] + self._used_in_phase(number, after - first))
-        self._ahead = np.zeros(len(rows), np.int64)
-        """How many rows more of each source the origins have read than the present weights say."""
+        self._surplus = np.zeros(len(rows), np.int64)
+        """Rows of each source that the origins have read beyond the share by the present weights."""
         if branches:
             used = np.array([newest.used.get(name, 0) for name in self.names], np.int64)
-            self._ahead = used - self._used_by_weights(newest.step)
-        # A block is made once for all the steps that touch it.
+            self._surplus = used - self._used_by_weights(newest.step)
+        # Cached, because consecutive steps read the same block.
         self._block = functools.lru_cache(maxsize=64)(self._make_block)
 
     def locate(self, step: int, rows: Sequence[int] | np.ndarray) -> Located:
-        """The given rows (0 … G-1) of the batch of `step` (0 is the first)."""
+        """Returns the sources and rows of the given rows (0 … G-1) of the batch of `step` (0 is the first)."""
         numbers = self.numbers(step, rows)
         phases = np.searchsorted(self._first_rows, numbers, side="right") - 1
         blocks, places = np.divmod(numbers - self._first_rows[phases], BLOCK)
@@ -108,41 +108,41 @@ class Order:
         return Located(*out)
 
     def numbers(self, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The numbers in the run of the given rows of the batch of `step`, counting those that are passed over."""
-        return self._skipped.nth(np.asarray(rows, np.int64) + self.taken(step))
+        """Returns the numbers in the run of the given rows of the batch of `step`, counting skipped rows."""
+        return self._skipped.row_numbers(np.asarray(rows, np.int64) + self.rows_taken(step))
 
     @property
     def first_step(self) -> int:
-        """The first step of the run itself: those before it are of the run that it branched off."""
+        """The first step of the run itself. Earlier steps belong to the run that it branched off from."""
         return self._points[1].step
 
-    def taken(self, step: int) -> int:
-        """Rows that the steps before `step` take, without those passed over."""
+    def rows_taken(self, step: int) -> int:
+        """Returns the number of rows that the steps before `step` take, without skipped rows."""
         after, before = next(pair for pair in pairwise(self._points) if step >= pair[1].step)
         return before.row + (step - before.step) * (after.row - before.row) // (after.step - before.step)
 
-    def passed_over(self, step: int) -> int:
-        """Rows that are passed over before the last one of the batch of `step`."""
-        last = self.taken(step + 1) - 1
-        return int(self._skipped.nth(np.array([last]))[0]) - last
+    def rows_skipped(self, step: int) -> int:
+        """Returns the number of rows skipped before the last row of the batch of `step`."""
+        last = self.rows_taken(step + 1) - 1
+        return int(self._skipped.row_numbers(np.array([last]))[0]) - last
 
     def used(self, step: int) -> dict[str, int]:
-        """Rows that each source has given, or that were passed over, before the batch of `step`."""
-        return dict(zip(self.names, (self._used_by_weights(step) + self._ahead).tolist(), strict=True))
+        """Returns the rows that each source has supplied before the batch of `step`, including skipped rows."""
+        return dict(zip(self.names, (self._used_by_weights(step) + self._surplus).tolist(), strict=True))
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Epochs of each source that the batches before that of `step` add up to."""
+        """Returns the epochs of each source that are read before the batch of `step`."""
         rows = self._rows.tolist()
         return {name: used / count for (name, used), count in zip(self.used(step).items(), rows, strict=True)}
 
     def last_step(self, name: str, limit: int) -> int:
-        """How many steps, up to `limit`, can be taken within one epoch of the source."""
+        """Returns the number of steps, at most `limit`, that fit into one epoch of the source."""
         rows = int(self._rows[self.names.index(name)])
         after = min(self.first_step, limit) + 1
         return bisect_right(range(limit + 1), rows, after, key=lambda step: self.used(step)[name]) - 1
 
     def _used_by_weights(self, step: int) -> np.ndarray:
-        """The rows of each source before the batch of `step`, as the present weights share them out."""
+        """Returns the rows of each source before the batch of `step`, as divided by the present weights."""
         number = int(self.numbers(step, [0])[0])
         phase = int(np.searchsorted(self._first_rows, number, side="right")) - 1
         return self._before[phase] + self._used_in_phase(phase, number - int(self._first_rows[phase]))
@@ -153,42 +153,43 @@ class Order:
         return blocks * shares + np.bincount(self._layouts[phase][0][:rest], minlength=len(shares))
 
     def _make_block(self, phase: int, block: int) -> np.ndarray:
-        """[3, BLOCK]: source, epoch and row of each place of a block."""
+        """Returns [3, BLOCK]: source, epoch and row of each place of a block."""
         source, rank = self._layouts[phase]
-        place = (self._before[phase] + self._ahead)[source] + block * self._shares[phase][source] + rank
-        epoch, row = np.divmod(place, self._rows[source])
+        index = (self._before[phase] + self._surplus)[source] + block * self._shares[phase][source] + rank
+        epoch, row = np.divmod(index, self._rows[source])
         if self._shuffle:
             for number, (size, key) in enumerate(zip(self._rows.tolist(), self._keys, strict=True)):
-                mine = source == number
-                row[mine] = permute(row[mine], size, _mix(key + epoch[mine].astype(np.uint64) * _GOLDEN))
+                is_from = source == number
+                keys = _mix(key + epoch[is_from].astype(np.uint64) * _GOLDEN)  # another shuffle each epoch
+                row[is_from] = permute(row[is_from], size, keys)
         return np.stack([source, epoch, row])
 
 
-class Skipped:
-    """Ranges of rows that are passed over."""
+class SkippedRanges:
+    """Ranges of rows that are skipped. Overlapping and adjacent ranges are merged."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]]):
         self.ranges: list[tuple[int, int]] = []
         for first, after in sorted(ranges):
             if self.ranges and first <= self.ranges[-1][1]:
-                begun, end = self.ranges.pop()
-                first, after = begun, max(end, after)
+                first, end = self.ranges.pop()
+                after = max(end, after)
             self.ranges.append((first, after))
         begins, ends = np.array(self.ranges, np.int64).reshape(-1, 2).T
-        self._passed = np.concatenate([[0], np.cumsum(ends - begins)])
-        self._begins = begins - self._passed[:-1]
+        self._skipped_before = np.concatenate([[0], np.cumsum(ends - begins)])
+        self._begins = begins - self._skipped_before[:-1]
 
-    def nth(self, index: np.ndarray) -> np.ndarray:
-        """The number of the row that is at this place (0 is the first) among those that are not passed over; int64."""
-        return index + self._passed[np.searchsorted(self._begins, index, side="right")]
+    def row_numbers(self, index: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the rows at these indices (from 0) among the rows that are not skipped; int64."""
+        return index + self._skipped_before[np.searchsorted(self._begins, index, side="right")]
 
-    def below(self, number: int) -> list[tuple[int, int]]:
-        """What is passed over of the rows before that of this number."""
+    def ranges_below(self, number: int) -> list[tuple[int, int]]:
+        """Returns the skipped ranges among the rows before this row number."""
         return [(first, min(after, number)) for first, after in self.ranges if first < number]
 
 
 def block_shares(weights: Sequence[float]) -> np.ndarray:
-    """Rows of each source in a block of 1,000: the weights by largest remainder; int64, adding up to 1,000."""
+    """Returns the rows of each source in a block of 1,000: the weights by largest remainder; int64 with sum 1,000."""
     total = math.fsum(weights)
     exact = np.array([weight / total * BLOCK for weight in weights])
     shares = np.floor(exact).astype(np.int64)
@@ -198,7 +199,7 @@ def block_shares(weights: Sequence[float]) -> np.ndarray:
 
 
 def check_shares(names: Sequence[str], phases: Sequence[MixturePhase]) -> None:
-    """Raises `ConfigError` for a weight that is so small that its source would never be read."""
+    """Raises `ConfigError` for a weight so small that its source would never be read."""
     for phase in phases:
         for name, weight, share in zip(names, phase.weights, block_shares(phase.weights).tolist(), strict=True):
             if weight > 0 and share == 0:
@@ -209,10 +210,11 @@ def check_shares(names: Sequence[str], phases: Sequence[MixturePhase]) -> None:
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """A pseudo-random permutation of 0 … size-1, evaluated at `index` alone; int64. `key`: uint64, an element each.
+    """Evaluates a pseudo-random permutation of 0 … size-1 at `index`; int64. `key` is uint64, one for each index.
 
-    A Feistel network on two digits of base ⌈√size⌉ (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"),
-    walked on while the result is not below `size`. Its values are part of what a run is: they must never change.
+    It is a Feistel network on two digits of base ⌈√size⌉ (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"), applied again while the result is not below `size`. Its values define the order of existing runs and must
+    never change.
     """
     base = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
     keys = [_mix(key + np.uint64(number + 1)) for number in range(_ROUNDS)]
@@ -231,19 +233,19 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """Stafford's 13th variant of MurmurHash3's finalizer, as in SplitMix64 (Steele et al. 2014); uint64."""
+    """Hashes uint64 with Stafford's variant 13 of MurmurHash3's finalizer, as in SplitMix64 (Steele et al. 2014)."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
 def _key(text: str) -> np.ndarray:
-    """An array and not a scalar, because scalars warn where arrays wrap around."""
+    """Returns the first 8 bytes of a SHA-256 as uint64 [1]. An array, because scalars warn on overflow."""
     return np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], "<u8").astype(np.uint64)
 
 
 def _spread(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Source and rank within its source of each place of a block, every source spread evenly over the block."""
+    """Returns the source of each place of a block, and its rank within that source. Sources are spread evenly."""
     source = np.repeat(np.arange(len(shares)), shares)
     rank = np.concatenate([np.arange(share) for share in shares.tolist()])
     position = (2 * rank + 1) / (2 * shares[source])

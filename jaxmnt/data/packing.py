@@ -1,4 +1,4 @@
-"""Which documents share a row: whole documents are placed into rows by best fit, and longer ones are cut first."""
+"""Packs documents into rows by best fit. Documents that are longer than a row are cut first."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW_DOCUMENTS = 2**20
-"""Documents that are planned together."""
+"""Documents that are packed together."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Pieces of documents, in the order of their rows. A piece is a stretch of the stream's tokens."""
+    """Pieces of documents in the order of their rows. A piece is a contiguous range of the stream's tokens."""
 
     first_piece: np.ndarray
     """int64 [rows + 1]: the pieces of row r are first_piece[r] … first_piece[r + 1] - 1."""
@@ -21,7 +21,7 @@ class Plan:
     length: np.ndarray
     """int32 [pieces]."""
     opens: np.ndarray
-    """bool [pieces]: whether the document starts here."""
+    """bool [pieces]: True if the piece starts its document."""
 
     @property
     def rows(self) -> int:
@@ -32,20 +32,20 @@ class Plan:
         return self.first_piece.nbytes + self.start.nbytes + self.length.nbytes + self.opens.nbytes
 
     def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of the pieces in `rows`, and for each the index of its row in `rows`. A row past the end
-        has none."""
+        """Returns the numbers of the pieces in `rows`, and for each the index of its row in `rows`. Rows past the end
+        have none."""
         rows = np.minimum(rows, self.rows)
         first, stop = self.first_piece[rows], self.first_piece[np.minimum(rows + 1, self.rows)]
         index = np.repeat(np.arange(len(rows)), stop - first)
-        return expanded(first, stop - first), index
+        return expand_ranges(first, stop - first), index
 
     def fill(self, row_length: int) -> float:
-        """The share of places that hold a token."""
+        """Returns the share of places that hold a token."""
         return float(self.length.sum()) / max(1, self.rows * row_length)
 
 
 def plan_rows(document_starts: np.ndarray, tokens: int, row_length: int, window: int = WINDOW_DOCUMENTS) -> Plan:
-    """Places all documents of a split, with their end-of-document tokens, into rows of `row_length` tokens."""
+    """Packs all documents of a split, with their end-of-document tokens, into rows of `row_length` tokens."""
     ends = np.append(document_starts[1:], tokens)
     planned, rows = [], 0
     for first in range(0, max(1, len(document_starts)), window):
@@ -61,7 +61,7 @@ def plan_rows(document_starts: np.ndarray, tokens: int, row_length: int, window:
 
 
 def _cut(begin: np.ndarray, size: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start, length and whether it opens its document, of each piece of at most a row."""
+    """Cuts documents into pieces of at most a row. Returns start, length and opens, as in `Plan`."""
     pieces = -(-size // row_length)
     document = np.repeat(np.arange(len(size)), pieces)
     number = within_groups(pieces)
@@ -71,33 +71,33 @@ def _cut(begin: np.ndarray, size: np.ndarray, row_length: int) -> tuple[np.ndarr
 
 
 def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each length: longest first, each into the fullest bin that has room; bins numbered from 0."""
+    """Assigns each length to a bin, from 0, by best-fit decreasing: longest first, into the fullest bin with room."""
     bins = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(-lengths[by_length], return_counts=True)
     bins_with_room: dict[int, list[np.ndarray]] = defaultdict(list)
-    rooms: list[int] = []
-    """In order, those of which there are bins."""
+    rooms: list[int] = []  # the keys of bins_with_room that have bins, sorted
     opened = placed = 0
     for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
         unplaced = count
         while unplaced:
             smallest = bisect_left(rooms, size)
+            # Either open new bins or fill one group of bins with the same room; return the rest of the group.
             if smallest == len(rooms):
                 per_bin = capacity // size
-                new = -(-unplaced // per_bin)
-                fresh = np.arange(opened, opened + new)
-                opened += new
-                assigned = np.repeat(fresh, per_bin)[:unplaced]
+                needed = -(-unplaced // per_bin)
+                new_bins = np.arange(opened, opened + needed)
+                opened += needed
+                assigned = np.repeat(new_bins, per_bin)[:unplaced]
                 full, last = divmod(unplaced, per_bin)
-                groups = [(fresh[:full], capacity - per_bin * size), (fresh[full:], capacity - last * size)]
+                groups = [(new_bins[:full], capacity - per_bin * size), (new_bins[full:], capacity - last * size)]
             else:
                 room = rooms[smallest]
-                waiting = bins_with_room[room]
-                group = waiting.pop()
+                same_room = bins_with_room[room]
+                group = same_room.pop()
                 assigned = group[:unplaced]
                 groups = [(assigned, room - size), (group[unplaced:], room)]
-                if not waiting:
+                if not same_room:
                     rooms.pop(smallest)
             bins[by_length[placed : placed + len(assigned)]] = assigned
             placed += len(assigned)
@@ -115,6 +115,6 @@ def within_groups(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def expanded(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns start … start + length - 1 for each pair, one group after the other."""
     return np.repeat(starts, lengths) + within_groups(lengths)

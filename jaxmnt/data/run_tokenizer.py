@@ -1,7 +1,7 @@
-"""The tokenizer that a run keeps, so that its tokens are text on any machine, without the data.
+"""The tokenizer that a run stores, so that its tokens can be decoded on any machine, without the data.
 
-tokenizer/manifest.json    which tokenizer it is, how many ids the data has, and the digest of the file; sealed
-tokenizer/tokenizer.json   the data's, unless that is bytes, or token arrays, whose tokenizer nobody named
+tokenizer/manifest.json    description of the tokenizer, vocabulary size, and the digest of the file; sealed
+tokenizer/tokenizer.json   the tokenizer of the data, unless it is bytes or unknown (token arrays)
 """
 
 import hashlib
@@ -27,14 +27,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class RunTokenizer:
-    """What is known of a run's tokens."""
+    """The tokenizer and vocabulary size of a run."""
 
     description: dict[str, Any]
-    """As in the manifest of the data."""
+    """The entry `tokenizer` of the data's manifest."""
     vocab_size: int
-    """How many ids the data has."""
+    """Vocabulary size of the data."""
     text: str | None
-    """Of tokenizer.json, if there is one."""
+    """Contents of tokenizer.json; None if there is no such file."""
 
     @property
     def name(self) -> str:
@@ -42,17 +42,20 @@ class RunTokenizer:
 
     @property
     def end_of_document(self) -> int | None:
-        """The id between documents, if there is one."""
+        """The id between documents, or None."""
         end = self.description.get("end_of_document")
         return None if end is None else int(end)
 
     def open(self) -> Tokenizer:
-        """The tokenizer itself. Raises `ConfigError` if it turns no token into text."""
+        """Returns the tokenizer itself. Raises `ConfigError` if it cannot decode tokens."""
         return make_tokenizer(self.description, Path(FOLDER), self.text)
 
 
-def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTokenizer:
-    """What prepared data says in its manifest, with the file in its folder."""
+def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTokenizer:
+    """Returns the tokenizer of prepared data, from its manifest's description and the file in its folder.
+
+    Raises `ConfigError` if the file cannot be read.
+    """
     path, text = folder / TOKENIZER_FILE, None
     if description["name"] == "huggingface":
         try:
@@ -65,15 +68,18 @@ def of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTo
 
 
 def write_to_run(home: StoragePath, tokenizer: RunTokenizer) -> None:
-    """Writes it into a run's directory, unless it is there. By process 0. One that is cut off counts as none."""
+    """Writes the tokenizer into a run's directory unless it exists. Only process 0 calls this.
+
+    An incomplete one is written again. Raises `UserError` if it cannot be written.
+    """
     folder = home / FOLDER
     try:
         if read_from_run(home) == tokenizer:
             return
-    except ConfigError:  # damaged, and now written anew
+    except ConfigError:  # it is damaged, so write it again
         pass
     if isinstance(folder, Path) and folder.is_symlink():
-        raise ConfigError(f"{folder} is a link to something else than this run's tokenizer; remove the link")
+        raise ConfigError(f"{folder} is a link to something other than this run's tokenizer; remove the link")
     try:
         folder.mkdir(exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -93,16 +99,16 @@ def write_to_run(home: StoragePath, tokenizer: RunTokenizer) -> None:
         raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; fix that") from error
 
 
-def of_file(text: str, vocab_size: int) -> RunTokenizer:
-    """Describes the tokenizer of a tokenizer.json by its content alone; nothing says what ends a document."""
-    about = {"name": "huggingface", "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return RunTokenizer(about, vocab_size, text)
+def tokenizer_of_file(text: str, vocab_size: int) -> RunTokenizer:
+    """Returns the tokenizer of a tokenizer.json by its content alone, without an end of document."""
+    description = {"name": "huggingface", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return RunTokenizer(description, vocab_size, text)
 
 
 def same_vocabulary(first: RunTokenizer, second: RunTokenizer) -> bool:
-    """Whether ids of both mean the same text. Of token arrays and random tokens nobody can tell: they pass.
+    """Returns True if both map ids to the same text. Token arrays and random tokens cannot be checked, and pass.
 
-    Files of `tokenizers` are the same with equal vocabulary, merges and added tokens, however they are written.
+    Files of `tokenizers` count as the same if vocabulary, merges and added tokens are equal.
     """
     if first.name == second.name == NAMELESS:
         return first.end_of_document == second.end_of_document
@@ -116,10 +122,10 @@ def same_vocabulary(first: RunTokenizer, second: RunTokenizer) -> bool:
 
 
 def _vocabulary_of(text: str) -> Any:
-    """Returns what of a tokenizer.json decides which text an id stands for, and how words become ids."""
+    """Returns the vocabulary, merges and added tokens of a tokenizer.json, which define the ids of a text."""
     tree = json.loads(text)
     model = tree["model"]
-    # Newer files write a merge as a pair, older ones as a text.
+    # Newer files store a merge as a pair, older ones as a string.
     merges = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges") or []
     ]
@@ -128,7 +134,7 @@ def _vocabulary_of(text: str) -> Any:
 
 
 def read_from_run(home: StoragePath) -> RunTokenizer | None:
-    """What a run's directory keeps; None if that is nothing. Raises `ConfigError` if it is not what was written."""
+    """Returns the tokenizer in a run's directory, or None. Raises `ConfigError` if it is damaged."""
     path = home / FOLDER / MANIFEST
     damaged = ConfigError(
         f"{path.parent} is damaged: it is not what the run has written there; remove it: the next start of the run "
@@ -145,11 +151,11 @@ def read_from_run(home: StoragePath) -> RunTokenizer | None:
                 raise damaged
             text = content.decode()
         tokenizer = RunTokenizer(dict(record["tokenizer"]), int(record["vocab_size"]), text)
-        if not _makes_sense(tokenizer):
+        if not _is_consistent(tokenizer):
             raise damaged
     except (FileNotFoundError, NotADirectoryError):
         if path.exists():
-            raise damaged from None  # it names a file that is not there
+            raise damaged from None  # the manifest exists, but not the file that it names
         return None
     except UserError:
         raise
@@ -162,26 +168,29 @@ def read_from_run(home: StoragePath) -> RunTokenizer | None:
     return tokenizer
 
 
-def of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
-    """What a run keeps in one of its places; of a run from before there was that, what its data says.
+def tokenizer_of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
+    """Returns the tokenizer that a run stores in one of its folders, else (for older runs) that of its data.
 
-    Paths of the data that are not absolute are looked for in `folders`. Raises `ConfigError` if neither tells.
+    Relative paths of the data are looked up in `folders`. Raises `ConfigError` if neither has one.
     """
     for home in homes:
         if tokenizer := read_from_run(home):
             return tokenizer
     if settings.synthetic is not None:
         data = SyntheticData(settings.synthetic)
-        return of_data(data.tokenizer, data.vocab_size, Path())
-    named = next((source.path for source in settings.named_sources.values() if source.path is not None), None)
-    if named is None:
+        return tokenizer_of_data(data.tokenizer, data.vocab_size, Path())
+    path = next((source.path for source in settings.named_sources.values() if source.path is not None), None)
+    if path is None:
         raise ConfigError("its config names no prepared data")
-    there = next((folder / named for folder in folders if (folder / named).is_dir()), Path(named))
-    prepared = open_prepared(there)
-    return of_data(prepared.tokenizer, prepared.vocab_size, prepared.path)
+    data_folder = next((folder / path for folder in folders if (folder / path).is_dir()), Path(path))
+    prepared = open_prepared(data_folder)
+    return tokenizer_of_data(prepared.tokenizer, prepared.vocab_size, prepared.path)
 
 
-def _makes_sense(tokenizer: RunTokenizer) -> bool:
-    end, named = tokenizer.end_of_document, isinstance(tokenizer.description["name"], str)
-    whole = tokenizer.text is not None and isinstance(tokenizer.description.get("end_token"), str)
-    return named and (end is None or 0 <= end < tokenizer.vocab_size) and (whole or tokenizer.name != "huggingface")
+def _is_consistent(tokenizer: RunTokenizer) -> bool:
+    """Returns True if a stored description has the types and ranges that `open` requires."""
+    end = tokenizer.end_of_document
+    has_name = isinstance(tokenizer.description["name"], str)
+    is_complete = tokenizer.text is not None and isinstance(tokenizer.description.get("end_token"), str)
+    end_fits = end is None or 0 <= end < tokenizer.vocab_size
+    return has_name and end_fits and (is_complete or tokenizer.name != "huggingface")

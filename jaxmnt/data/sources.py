@@ -1,4 +1,4 @@
-"""Sources of data: which there are, where their files are read, and made-up data."""
+"""Opens the sources of data, copies them to local storage, and makes synthetic data."""
 
 import fcntl
 import functools
@@ -24,13 +24,13 @@ from jaxmnt.data.order import MixturePhase
 from jaxmnt.data.store import Origin, PreparedData, StoredTokens, TokenStream, open_prepared
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
 
-_TOKENS = {"train": 2**22, "eval": 2**14}
-_DOCUMENT = 1024
-"""Tokens of a document on average."""
+_SYNTHETIC_TOKENS = {"train": 2**22, "eval": 2**14}
+_MEAN_DOCUMENT = 1024
+"""Mean tokens of a synthetic document."""
 
 
 class SyntheticData:
-    """Offers what `PreparedData` offers. The same tokens everywhere, for a vocabulary of the given size."""
+    """Random tokens with the interface of `PreparedData`. They depend only on the vocabulary size."""
 
     path = "synthetic"
 
@@ -40,7 +40,7 @@ class SyntheticData:
         self.digest = hashlib.sha256(f"synthetic/{vocab_size}".encode()).hexdigest()
 
     def tokens(self, split: str) -> int:
-        return _TOKENS[split]
+        return _SYNTHETIC_TOKENS[split]
 
     def documents(self, split: str) -> int:
         return len(self.stream(split).document_starts)
@@ -58,37 +58,38 @@ class SyntheticData:
         return Origin("synthetic", document + 1)
 
     def check(self) -> None:
-        """There are no files."""
+        """Does nothing: there are no files."""
 
     def verify(self, progress: Any = None) -> None:
-        """There is nothing on a disk."""
+        """Does nothing: there are no files."""
 
 
 @lru_cache(maxsize=2)
 def _stream(vocab_size: int, split: str) -> TokenStream:
     generator = np.random.Generator(np.random.Philox(key=len(split)))
-    tokens = generator.integers(0, vocab_size - 1, _TOKENS[split], np.int32)
-    ends = np.flatnonzero(generator.random(len(tokens)) < 1 / _DOCUMENT)
+    tokens = generator.integers(0, vocab_size - 1, _SYNTHETIC_TOKENS[split], np.int32)
+    ends = np.flatnonzero(generator.random(len(tokens)) < 1 / _MEAN_DOCUMENT)
     tokens[ends] = tokens[-1] = vocab_size - 1
     starts = np.concatenate([[0], ends[ends < len(tokens) - 1] + 1]).astype(np.int64)
     return StoredTokens([tokens], lambda: starts, vocab_size - 1)
 
 
-_PIECE = 2**22
+_COPY_BYTES = 2**22
+"""Bytes that are copied at a time."""
 
 
 def stage(data: PreparedData, directory: Path, progress: Callable[[str], None] = lambda text: None) -> Path:
-    """Returns a folder below `directory` that holds the data; copies it there unless it is there already.
+    """Returns a folder below `directory` with the data, which is copied there unless it exists.
 
-    Every file is compared with its digest while it is copied, and the manifest is copied last, so that a copy that was
-    cut short is no prepared data. Raises `ConfigError` for a damaged file, `UserError` when the disk is full.
+    Every file is compared with its digest while it is copied, and the manifest is copied last, so that an incomplete
+    copy is not prepared data. Raises `ConfigError` for a damaged file, and `UserError` if the disk is full.
     """
     target = directory / data.digest[:16]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / f"{target.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this host wait here, then find the copy
-            if not _is_whole(target, data):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this host wait here, then use the copy
+            if not _is_complete(target, data):
                 _copy_all(data, target, progress)
     except OSError as error:
         raise UserError(
@@ -98,8 +99,8 @@ def stage(data: PreparedData, directory: Path, progress: Callable[[str], None] =
     return target
 
 
-def _is_whole(target: Path, data: PreparedData) -> bool:
-    """Whether the copy is there with all its files. What they hold is `data.verify`'s business."""
+def _is_complete(target: Path, data: PreparedData) -> bool:
+    """Returns True if the copy exists with all its files. Only `data.verify` checks their contents."""
     if not (target / MANIFEST).exists():
         return False
     try:
@@ -141,7 +142,7 @@ def _copy(source: Path, target: Path) -> str:
 def _pieces(source: Path) -> Iterator[bytes]:
     try:
         with source.open("rb") as reading:
-            while piece := reading.read(_PIECE):
+            while piece := reading.read(_COPY_BYTES):
                 yield piece
     except OSError as error:
         raise ConfigError(f"data.path: {source} cannot be read ({error.strerror}); copy or prepare it again") from error
@@ -156,7 +157,7 @@ class Sources:
 
     parts: dict[str, Part]
     eval_sets: dict[str, PreparedData] = field(default_factory=dict)
-    """What is evaluated besides."""
+    """Further data sets that are only evaluated."""
 
     @property
     def vocab_size(self) -> int:
@@ -164,7 +165,7 @@ class Sources:
 
     @property
     def ids(self) -> int:
-        """Each id that occurs is below this."""
+        """Exclusive upper bound of the ids that occur."""
         return max(part.ids for part in (*self.parts.values(), *self.eval_sets.values()))
 
     @property
@@ -173,22 +174,22 @@ class Sources:
 
     @property
     def is_text(self) -> bool:
-        """Whether the tokens are those of a text, by a tokenizer that is known."""
+        """True if the tokens are text of a known tokenizer."""
         return self.tokenizer["name"] not in (NAMELESS, "synthetic")
 
     @property
     def end_of_document(self) -> int | None:
-        """The id that follows every document; None where none does."""
+        """The id that follows every document, or None."""
         return self.tokenizer["end_of_document"]
 
     @property
     def folder(self) -> Path:
-        """Where the tokenizer lies, if it lies anywhere."""
+        """The folder of the tokenizer file, if there is one; else the current folder."""
         return next((part.path for part in self.parts.values() if isinstance(part, PreparedData)), Path())
 
     @property
     def digests(self) -> dict[str, str]:
-        """What each source holds; goes into checkpoints."""
+        """Digest of each source's contents; stored in checkpoints."""
         return {name: part.digest for name, part in self.parts.items()}
 
     @functools.cached_property
@@ -199,7 +200,7 @@ class Sources:
         return sum(part.tokens(split) for part in self.parts.values())
 
     def at(self, paths: dict[str, Path]) -> "Sources":
-        """The same data read from other folders."""
+        """Returns the same data, read from other folders."""
         moved = {
             name: replace(part, path=paths[name]) for name, part in self.parts.items() if isinstance(part, PreparedData)
         }
@@ -211,9 +212,9 @@ class Sources:
 
 
 def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
-    """Opens what `data` names. Raises `ConfigError` for data that is missing, damaged or of different vocabularies.
+    """Opens the sources of a config. Raises `ConfigError` if data is missing or damaged, or if vocabularies differ.
 
-    What had to be read of datasets of Grain to open them is kept in `run_dir`, if that is given.
+    `run_dir` stores the indices of Grain datasets, which take long to build.
     """
     named = settings.named_sources
     if settings.synthetic is not None:
@@ -241,13 +242,13 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
         _check(held_out)
     for name, part in parts.items():
         if (part.vocab_size, part.tokenizer) != expected:
-            differ = (
+            problem = (
                 "have different vocabularies; set the same grain.vocab_size and grain.end_of_document in both"
                 if like is None
                 else "were prepared with different tokenizers, or have different numbers of ids; prepare all sources "
                 "with the same tokenizer"
             )
-            raise ConfigError(f"data.sources: {next(iter(parts))} and {name} {differ}")
+            raise ConfigError(f"data.sources: {next(iter(parts))} and {name} {problem}")
     for part in parts.values():
         _check(part)
     return sources
@@ -260,7 +261,7 @@ def _check(part: Part) -> None:
 
 @contextmanager
 def _reading(path: str | Path) -> Iterator[None]:
-    """Inside, whatever is wrong with data is that it cannot be read, be it away, cut short or damaged."""
+    """Turns errors about missing, incomplete or damaged data into `UnreadableError`."""
     try:
         yield
     except ConfigError as error:
@@ -273,7 +274,7 @@ def _reading(path: str | Path) -> Iterator[None]:
 
 
 def phases(settings: Data) -> list[MixturePhase]:
-    """The weights of the sources, in the order of their names, and when they change."""
+    """Returns the weights of the sources, sorted by name, for each phase of the mixture."""
     weights = {name: source.weight for name, source in settings.named_sources.items()}
     mixture = [MixturePhase(0, tuple(weights.values()))]
     for change in settings.weight_changes:
@@ -283,7 +284,7 @@ def phases(settings: Data) -> list[MixturePhase]:
 
 
 def on_end(settings: Data, name: str) -> str:
-    """What happens after an epoch of this source."""
+    """Returns what happens after an epoch of this source: repeat or stop."""
     return settings.named_sources[name].on_end or settings.on_end
 
 
@@ -298,10 +299,10 @@ def _open(path: str | None, key: str) -> PreparedData:
 
 
 def fit_to_data(config: Config, data: Sources) -> Config:
-    """The config with `model.vocab_size` filled in from the data if it was not set.
+    """Returns the config with `model.vocab_size` filled in from the data if it was not set.
 
-    A model may have more rows than the vocabulary has ids (the rest of the logits is masked), and fewer if those that
-    it lacks do not occur, as Gemma 3 lacks that of its images. Others raise `ConfigError`.
+    A model may have more rows than the vocabulary has ids (the remaining logits are masked), and fewer if the missing
+    ids do not occur, as Gemma 3 lacks its image token. Otherwise raises `ConfigError`.
     """
     size = config.model.vocab_size
     if size is None:

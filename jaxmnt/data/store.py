@@ -1,20 +1,19 @@
-"""The format of prepared data, and reading it: flat NumPy arrays and a manifest that commits them.
+"""Defines the format of prepared data, flat NumPy arrays with a manifest that commits them, and reads it.
 
-    DIR/manifest.json              what is inside, sealed; its presence says that the rest is complete
+    DIR/manifest.json              the contents, sealed; its presence means that all other files are complete
     DIR/tokenizer.json             the tokenizer, unless it is bytes
     DIR/sources.txt                the input files by number, a JSON string a line
     DIR/SPLIT/tokens-SHARD.npy     token ids; each document is followed by the end-of-document id, if there is one
     DIR/SPLIT/documents-SHARD.npy  int64 [documents]: offsets in this shard at which a document starts
     DIR/SPLIT/origins-SHARD.npy    int64 [documents, 2]: the input file's number, and the record in it (from 1)
-    DIR/SPLIT/learn-SHARD.npy      uint8 per token, 0 where it is no target; only if the manifest says `learn_mask`
+    DIR/SPLIT/learn-SHARD.npy      uint8 per token, 0 if it is not a target; only if the manifest has `learn_mask`
 
-A split is one stream, cut into shards, so a document may go on in the next shard. Files open with `numpy.load`.
-Memory-mapped and read a batch at a time this gives several times the tokens of a record format for the same CPU time
+A split is one stream, cut into shards, so a document may continue in the next shard. Files open with `numpy.load`.
+Memory-mapped and read a batch at a time, they give several times the tokens of a record format for the same CPU time
 (benchmarks/data.py).
 
-What is here may have been damaged or changed by hand. Reading every file to compare its digest is left to whoever asks
-for it; what is cheap to know is looked at always: the manifest, each file's type and size, where documents start when
-that is loaded, and the ids of each batch.
+Files may be damaged or changed by hand. Only `verify` reads every file to compare its digest. Cheap checks always run:
+the manifest, the type and size of each file, the document starts when they are loaded, and the ids of each batch.
 """
 
 import errno
@@ -34,27 +33,27 @@ from jaxmnt.data.manifest import HOW_TO_PREPARE, SOURCES, SPLITS, UNSEALED, cont
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import read
 
-_AGAIN = "copy it again or prepare the data again"
+_HOW_TO_REPAIR = "copy it again or prepare the data again"
 _KINDS = {
     "tokens": (None, "tokens"), "learn": ("uint8", "tokens"),
     "documents": ("int64", "documents"), "origins": ("int64", "documents"),
 }  # fmt: skip
-"""The type of each kind of file, None for the manifest's, and of what it has one a row."""
+"""For each kind of file, its dtype (None: that of the manifest) and the manifest's count of its rows."""
 
 
 class Origin(NamedTuple):
-    """Where a document came from."""
+    """The place in the input that a document came from."""
 
     file: str
     record: int
-    """Line, row or document of the file, from 1."""
+    """Number of the line, row or document in the file, from 1."""
 
 
 class TokenStream(ABC):
     """Random access to one split as a single stream of tokens. Thread-safe."""
 
     tokens: int
-    """How many there are."""
+    """Number of tokens."""
     has_learn_mask: bool
 
     def __init__(self, document_starts: Callable[[], np.ndarray], end_of_document: int | None):
@@ -63,50 +62,50 @@ class TokenStream(ABC):
 
     @property
     def filler(self) -> int:
-        """What stands before a document, and where nothing is: its end, or just any id where documents have none."""
+        """The id before a document and in padding: the end of document, or 0 if there is none."""
         return self.end_of_document or 0
 
     @property
     def index_bytes(self) -> int:
-        """Host memory that is taken to find documents."""
+        """Host memory of the document boundaries, in bytes."""
         return self.document_starts.nbytes
 
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
-        """Offset in the stream of each document's first token; int64, loaded when first asked for."""
+        """Offset in the stream of each document's first token; int64, loaded on first use."""
         return self._document_starts()
 
     def documents(self, offsets: np.ndarray) -> np.ndarray:
-        """The number of the document that each offset lies in."""
+        """Returns the number of the document that contains each offset."""
         return np.searchsorted(self.document_starts, offsets, side="right") - 1
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copies tokens from offset `start` on into `out`; there must be as many."""
+        """Copies len(out) tokens from offset `start` on into `out`. They must all be within the stream."""
         if len(out):
             self.read_all(np.array([start], np.int64), [out])
 
     @abstractmethod
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
-        """Copies many stretches, none of them empty.
+        """Copies one range, which must not be empty, into each of `outs`.
 
-        The field `weights`, which only a stream with a mask has, is the mask of targets: 0 where a token is none.
+        The field `weights`, which requires `has_learn_mask`, is the target mask: 0 where a token is not a target.
         """
 
-    def holds_ids(self, tokens: np.ndarray) -> bool:
-        """Whether int32 tokens that were read are all of the vocabulary: one comparison of their maximum."""
+    def are_valid_ids(self, tokens: np.ndarray) -> bool:
+        """Returns True if all of these int32 tokens are in the vocabulary. Compares only their maximum."""
         return True
 
-    def refuse(self, offsets: np.ndarray) -> NoReturn:
-        """Raises `ConfigError` with the first of these tokens, of which one is not of the vocabulary."""
-        raise AssertionError("all of them are")
+    def raise_invalid_id(self, offsets: np.ndarray) -> NoReturn:
+        """Raises `ConfigError` for the first token at these offsets outside the vocabulary; there must be one."""
+        raise AssertionError("all ids are in the vocabulary")
 
-    def check_learn(self, weights: np.ndarray) -> None:
-        """Raises `ConfigError` if weights that were read of the mask are not all 0 or 1."""
+    def check_target_mask(self, weights: np.ndarray) -> None:
+        """Raises `ConfigError` if weights that were read from the target mask are not all 0 or 1."""
         assert weights.max(initial=0) <= 1
 
 
 class StoredTokens(TokenStream):
-    """A stream that lies in arrays. Reading keeps no state."""
+    """A stream stored in arrays. Reading keeps no state."""
 
     def __init__(
         self,
@@ -119,10 +118,10 @@ class StoredTokens(TokenStream):
         folder: Path = Path(),
         names: Sequence[str] = (),
     ):
-        """`ids`, below which all tokens are, is given where files may hold others; `folder` and `names` then say where
-        the shards are."""
+        """`ids`, the exclusive upper bound of valid tokens, is set if files may hold others; `folder` and `names` then
+        locate the shards for the error."""
         self._bounds = np.cumsum([0, *map(len, tokens)])
-        # Plain views: a memmap's own indexing is slow.
+        # Plain views, because indexing a memmap is slow.
         self._shards = {"tokens": [np.asarray(array) for array in tokens]}
         if learn is not None:
             self._shards["weights"] = [np.asarray(array) for array in learn]
@@ -131,7 +130,8 @@ class StoredTokens(TokenStream):
         self.tokens, self.has_learn_mask = int(self._bounds[-1]), learn is not None
 
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
-        """One slice a stretch: a copy of a thousand tokens costs as much as the Python around it."""
+        """Copies each range with one slice, unless it crosses the end of a shard."""
+        # A copy of a thousand tokens takes as long as the Python code around it, so this loop does little.
         shards, shard = self._shards[field], np.searchsorted(self._bounds, starts, side="right") - 1
         local = (starts - self._bounds[shard]).tolist()
         for out, number, first, start in zip(outs, shard.tolist(), local, starts.tolist(), strict=True):
@@ -141,10 +141,10 @@ class StoredTokens(TokenStream):
             else:
                 self._copy(shards, start, out)
 
-    def holds_ids(self, tokens: np.ndarray) -> bool:
+    def are_valid_ids(self, tokens: np.ndarray) -> bool:
         return self._ids is None or not tokens.size or int(tokens.view(np.uint32).max()) < self._ids
 
-    def refuse(self, offsets: np.ndarray) -> NoReturn:
+    def raise_invalid_id(self, offsets: np.ndarray) -> NoReturn:
         assert self._ids is not None
         for offset in np.unique(offsets[(offsets >= 0) & (offsets < self.tokens)]).tolist():
             shard = bisect_right(self._bounds, offset) - 1
@@ -152,16 +152,18 @@ class StoredTokens(TokenStream):
             if (token := int(self._shards["tokens"][shard][place])) >= self._ids:
                 raise ConfigError(
                     f"data.path: {self._folder / self._names[shard]} is damaged: it holds the id {token} at element "
-                    f"{place}, and its ids are below {self._ids}; {_AGAIN}"
+                    f"{place}, and its ids are below {self._ids}; {_HOW_TO_REPAIR}"
                 )
-        raise AssertionError("all of them are")
+        raise AssertionError("all ids are in the vocabulary")
 
-    def check_learn(self, weights: np.ndarray) -> None:
+    def check_target_mask(self, weights: np.ndarray) -> None:
         if weights.max(initial=0) > 1:
-            raise ConfigError(f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {_AGAIN}")
+            raise ConfigError(
+                f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {_HOW_TO_REPAIR}"
+            )
 
     def _copy(self, shards: list[np.ndarray], start: int, out: np.ndarray) -> None:
-        """Copies across the ends of shards."""
+        """Copies a range that crosses ends of shards."""
         shard = bisect_right(self._bounds, start) - 1
         done = 0
         while done < len(out):
@@ -174,7 +176,7 @@ class StoredTokens(TokenStream):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A committed directory of prepared data."""
+    """A complete directory of prepared data."""
 
     path: Path
     manifest: dict[str, Any]
@@ -185,7 +187,7 @@ class PreparedData:
 
     @property
     def ids(self) -> int:
-        """Each id that occurs is below this. A vocabulary may have special tokens that no text holds."""
+        """Exclusive upper bound of the ids that occur. A vocabulary may have special tokens that no text contains."""
         return self.manifest.get("largest_id", self.vocab_size - 1) + 1
 
     @property
@@ -194,12 +196,12 @@ class PreparedData:
 
     @property
     def digest(self) -> str:
-        """Identifies the contents, wherever they lie."""
+        """Digest of the contents, independent of their location."""
         return content_digest(self.manifest)
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the manifest would show a change. Those of the version before have no seal."""
+        """True if the manifest has a seal that detects changes. Manifests of the previous version have none."""
         return self.manifest["version"] != UNSEALED
 
     def tokens(self, split: str) -> int:
@@ -209,15 +211,15 @@ class PreparedData:
         return self.manifest["splits"][split]["documents"]
 
     def unigram_nats(self, split: str) -> float | None:
-        """What knowing only the training text's token frequencies costs on this split, in nats a token."""
+        """Returns the cross-entropy of this split, in nats per token, under the training split's token frequencies."""
         return self.manifest["unigram_nats"][split]
 
     def bytes_per_target(self, split: str) -> float | None:
-        """How many UTF-8 bytes of text a target of this split has on average; None if that was not recorded."""
+        """Returns the mean UTF-8 bytes of text per target of this split; None if it was not recorded."""
         return self.manifest.get("bytes_per_target", {}).get(split)
 
     def stream(self, split: str) -> TokenStream:
-        """Opens a split. Raises `ConfigError` naming a shard that is missing or not of its length."""
+        """Opens a split. Raises `ConfigError` for a shard that is missing or whose length is not the manifest's."""
         shards = self._shards(split)
         learn = [self._load(split, "learn", shard) for shard in shards] if self.manifest["learn_mask"] else None
         return StoredTokens(
@@ -231,10 +233,12 @@ class PreparedData:
         )
 
     def check(self) -> None:
-        """Looks for every file, so that one that is missing or too short is named before anything else happens."""
+        """Checks that every file exists and has its size. Raises `ConfigError` for the first that does not."""
         for name, _ in self.files():
             if not (self.path / name).is_file():
-                raise ConfigError(f"data.path: {self.path / name} cannot be read (No such file or directory); {_AGAIN}")
+                raise ConfigError(
+                    f"data.path: {self.path / name} cannot be read (No such file or directory); {_HOW_TO_REPAIR}"
+                )
         for split in SPLITS:
             self.stream(split)
             for shard in self._shards(split):
@@ -242,21 +246,21 @@ class PreparedData:
                     self._load(split, kind, shard)
 
     def origin(self, split: str, document: int) -> Origin:
-        """Where a document, numbered over the whole split, came from."""
+        """Returns the origin of a document, which is numbered over the whole split."""
         for shard in self._shards(split):
             if document < shard["documents"]:
                 file, record = self._load(split, "origins", shard)[document].tolist()
                 if not (0 <= file < len(self._source_names) and record >= 1):
                     raise ConfigError(
                         f"data.path: {self.path / split} is damaged: origins-{shard['name']}.npy names record {record} "
-                        f"of file {file}, which is not there; {_AGAIN}"
+                        f"of file {file}, which is not there; {_HOW_TO_REPAIR}"
                     )
                 return Origin(self._source_names[file], record)
             document -= shard["documents"]
         raise IndexError("no such document")
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """(name below the directory, SHA-256) of every file that the manifest vouches for, in order."""
+        """Yields (name below the directory, SHA-256) of every file with a digest in the manifest, in order."""
         yield from sorted(self.manifest["files"].items())
         for split in SPLITS:
             for shard in self._shards(split):
@@ -264,7 +268,7 @@ class PreparedData:
                     yield f"{split}/{name}", digest
 
     def verify(self, progress: Callable[[str], None] = lambda name: None) -> None:
-        """Compares every file with its digest. Raises `ConfigError` with the first that is not what was written."""
+        """Compares every file with its digest. Raises `ConfigError` for the first that has changed."""
         for name, expected in self.files():
             progress(name)
             if file_digest(self.path / name) != expected:
@@ -279,24 +283,25 @@ class PreparedData:
         try:
             names = [json.loads(line) for line in read(path).decode().splitlines()]
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"data.path: {path} cannot be read ({error}); {_AGAIN}") from error
+            raise ConfigError(f"data.path: {path} cannot be read ({error}); {_HOW_TO_REPAIR}") from error
         if not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"data.path: {path} is damaged: it holds something else than names; {_AGAIN}")
+            raise ConfigError(f"data.path: {path} is damaged: it holds entries that are not names; {_HOW_TO_REPAIR}")
         return names
 
     def _document_starts(self, split: str) -> np.ndarray:
         first, starts = 0, [np.zeros(0, np.int64)]
         for shard in self._shards(split):
             shard_starts = self._load(split, "documents", shard)
-            inside = not len(shard_starts) or (
+            are_valid = not len(shard_starts) or (
                 shard_starts[0] >= 0
                 and shard_starts[-1] < shard["tokens"]
                 and bool((shard_starts[1:] > shard_starts[:-1]).all())
             )
-            if not inside or (first == 0 and (not len(shard_starts) or shard_starts[0] != 0)):
+            # The stream must begin with a document.
+            if not are_valid or (first == 0 and (not len(shard_starts) or shard_starts[0] != 0)):
                 raise ConfigError(
                     f"data.path: {self.path / split} is damaged: the documents of documents-{shard['name']}.npy do not "
-                    f"start one after another within its {shard['tokens']} tokens; {_AGAIN}"
+                    f"start one after another within its {shard['tokens']} tokens; {_HOW_TO_REPAIR}"
                 )
             starts.append(shard_starts + first)
             first += shard["tokens"]
@@ -306,16 +311,18 @@ class PreparedData:
         return self.manifest["splits"][split]["shards"]
 
     def _load(self, split: str, kind: str, shard: dict[str, Any]) -> np.ndarray:
-        """A file, memory-mapped, whose type, shape and size are what they have to be."""
+        """Memory-maps a file. Raises `ConfigError` unless its type, shape and size match the manifest."""
         path = self.path / split / f"{kind}-{shard['name']}.npy"
         try:
             if path.exists() and not path.is_file():
                 raise OSError(errno.EINVAL, "it is not a file")
             array = np.lib.format.open_memmap(path, mode="r")
             size = path.stat().st_size
-        except Exception as error:  # on a damaged header NumPy raises what it likes
+        except Exception as error:  # NumPy may raise any exception for a damaged header
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise ConfigError(f"data.path: {path} cannot be read ({printable(reason[:200])}); {_AGAIN}") from error
+            raise ConfigError(
+                f"data.path: {path} cannot be read ({printable(reason[:200])}); {_HOW_TO_REPAIR}"
+            ) from error
         name, length = _KINDS[kind]
         dtype = np.dtype(name or self.manifest["dtype"])
         width = (2,) if kind == "origins" else ()
@@ -327,13 +334,13 @@ class PreparedData:
             wrong = f"has {size} bytes, where its header says {array.offset + array.nbytes}"
         else:
             return array
-        raise ConfigError(f"data.path: {path} {wrong}; {_AGAIN}")
+        raise ConfigError(f"data.path: {path} {wrong}; {_HOW_TO_REPAIR}")
 
 
 def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
-    """Opens a directory written by jaxmnt.prepare; `key` is the config key that named it.
+    """Opens a directory written by jaxmnt.prepare; `key` is the config key that names it.
 
-    Raises `ConfigError` when it is missing, incomplete, damaged or of another format version.
+    Raises `ConfigError` if it is missing, incomplete, damaged or of another format version.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -342,7 +349,7 @@ def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hex. Raises `ConfigError` if it cannot be read."""
+    """Returns the SHA-256 of a file, in hex. Raises `ConfigError` if it cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

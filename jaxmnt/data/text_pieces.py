@@ -1,9 +1,10 @@
-"""Encodes a text in pieces, and decodes what follows a context, as if the text were whole.
+"""Encodes a text in pieces, and decodes the tokens after a context, as if the text were whole.
 
-Many tokenizers treat the beginning of a text in a special way: those of Llama 2's and Mistral's kind put a blank before
-it, and their decoders take it away again. A piece in the middle of a text must not get such a blank, and what follows a
-context must not lose one. So the pieces of a text, encoded by `encode_pieces` or `encode_stretches`, decode together to
-the text that the ids of the whole text decode to; and `decode_after` is decode(context + tokens) minus decode(context).
+Many tokenizers treat the beginning of a text in a special way: those of Llama 2's and Mistral's kind insert a blank
+before it, and their decoders remove it again. A piece in the middle of a text must not get such a blank, and the text
+after a context must not lose one. So the pieces of a text, encoded by `encode_pieces` or `encode_stretches`, together
+decode to the same text as the ids of the whole text; and `decode_after` is decode(context + tokens) minus
+decode(context).
 """
 
 from collections import defaultdict
@@ -16,24 +17,24 @@ import numpy as np
 from jaxmnt.data.tokenizer import WHOLE, Form, Tokenizer
 
 _CONTEXT_TOKENS = 128
-"""Tokens of a context that are decoded with what follows it. More would cost time and change nothing."""
+"""Context tokens that are decoded with the following tokens. More would take longer and give the same text."""
 
 _LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8; each may be a token."""
+"""Most bytes of a character in UTF-8; each may be a token."""
 
 LONGEST_CONTEXT = _CONTEXT_TOKENS + _LONGEST_CHARACTER
-"""Tokens of a context that `decode_after` makes use of at most, if one of them begins a character."""
+"""Most context tokens that `decode_after` uses, if one of them begins a character."""
 
 _INCOMPLETE = "\ufffd"
-"""A decoder shows this for bytes that are not a character."""
+"""The character to which decoders map invalid UTF-8."""
 
 
 class Piece(NamedTuple):
-    """A part of a text that has tokens of its own, for instance because the model learns it or does not."""
+    """A part of a text that is encoded separately, for instance because only some parts are targets."""
 
     text: str
     markup: bool = False
-    """Whether names of special tokens in the text stand for those tokens."""
+    """True if names of special tokens in the text stand for those tokens."""
 
 
 def encode_pieces(tokenizer: Tokenizer, texts: Sequence[Sequence[Piece]]) -> list[list[np.ndarray]]:

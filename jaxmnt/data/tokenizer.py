@@ -1,4 +1,4 @@
-"""Turning text into token ids and back."""
+"""Encodes text as token ids, and decodes them."""
 
 import hashlib
 import json
@@ -17,41 +17,41 @@ from jaxmnt.storage import read
 from jaxmnt.strict_json import json_text
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""What a tokenizer of our own training calls it."""
+"""The end-of-document token of tokenizers that `train_bpe` trains."""
 
 _STRETCH = 2**19
-"""Characters of a text that are encoded at a time, about."""
+"""Approximate characters of a text that are encoded at a time."""
 
 _BETWEEN_WORDS = re.compile(r"\S\n(?=\S)|[^\W\d_](?= [^\W\d_])")
 _TRIED_PLACES = 8
-_AROUND = 2**11
-"""Characters on both sides of a place that are encoded to see whether a text can be cut there."""
+_CHECKED_CHARACTERS = 2**11
+"""Characters on each side of a place that are encoded to check whether a long text can be cut there."""
 
 _SAMPLE = "a"
-"""A text that shows what a tokenizer puts before every text."""
+"""A text that reveals the ids that a tokenizer adds before every text."""
 
-_BESIDE_CUT = 64
-"""Characters on both sides of a boundary between pieces that show whether a text can be cut there."""
+_CHECKED_BESIDE_PIECES = 64
+"""Characters on each side of a boundary between pieces that are encoded to check whether it can be cut."""
 
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
 
 class Form(NamedTuple):
-    """What a text is that is encoded. Without arguments it is a whole document, and nothing in it is markup."""
+    """Describes a text to encode. The default is a whole document without markup."""
 
     markup: bool = False
-    """Whether a special token's name in the text stands for the token; else it is text."""
+    """True if the name of a special token in the text stands for that token; else it is plain text."""
     begins: bool = True
-    """Whether the text begins a document."""
+    """True if the text begins a document."""
     ends: bool = True
-    """Whether it ends one."""
+    """True if the text ends a document."""
 
 
 WHOLE = Form()
 
 
 BYTES = "bytes"
-"""The name of the tokenizer below, which needs no file."""
+"""Name of the `Bytes` tokenizer, which needs no file."""
 
 
 class Bytes:
@@ -60,7 +60,7 @@ class Bytes:
     vocab_size = 257
     end_of_document: int | None = 256
     names_of_special: ClassVar[Mapping[int, str]] = {256: "<end of document>"}
-    """How ids are shown that stand for no text."""
+    """Names that are shown for ids without text."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -83,12 +83,12 @@ class HuggingFace:
     """A tokenizer.json of the `tokenizers` library."""
 
     end_of_document: int | None
-    """The id that follows every document, and that stands before the first. None: there is no such id."""
+    """The id that follows every document, and precedes the first one. None if there is no such id."""
 
     def __init__(self, path: Path, end_token: str | None = None, *, for_text: bool = False, content: str | None = None):
-        """`for_text` says that documents will be encoded: these need an end, and one that cannot occur in them.
+        """`for_text` says that documents will be encoded; this requires an end token that cannot occur in them.
 
-        `content` is what the file holds, where that was read already.
+        `content` is the content of the file, if it was read already.
         """
         library = _library()
         try:
@@ -97,14 +97,14 @@ class HuggingFace:
         except OSError as error:
             raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}; check its permissions") from error
         except BaseException as error:
-            # The library raises nothing narrower, and where it panics, in Rust, not even an Exception.
+            # The library raises plain Exception, and a panic in Rust is not even an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ConfigError(f"--tokenizer: {path} is not a tokenizer.json: {printable(str(error)[:200])}") from error
         for tokenizer in (self._plain, self._markup):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self._plain.encode_special_tokens = True  # a document must not be able to end itself
+        self._plain.encode_special_tokens = True  # names of special tokens in a document are text
         self._for_pieces = cache(self._make_for_pieces)
         self._end_token = self._find_end(end_token, path, needed=for_text)
         self.end_of_document = None if self._end_token is None else int(self._plain.token_to_id(self._end_token))
@@ -113,13 +113,13 @@ class HuggingFace:
                 f"--end-token: {self._end_token!r} of {path} can occur in text, which would end there; "
                 "name a special token"
             )
-        # Ids may have gaps: what counts is the largest.
+        # Ids may have gaps, so the size follows from the largest.
         self.vocab_size = max(self._plain.get_vocab_size(with_added_tokens=True), 1 + max(self.ids.values()))
         self._digest = hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def start(self) -> list[int]:
-        """The ids that the tokenizer itself puts before a text, such as that of <s>; not those that it puts behind."""
+        """The ids that the tokenizer itself adds before a text, such as that of <s>, without those that it appends."""
         plain = self._plain.encode(_SAMPLE, add_special_tokens=False).ids
         whole = self._plain.encode(_SAMPLE, add_special_tokens=True).ids
         if not plain:
@@ -128,17 +128,17 @@ class HuggingFace:
 
     @property
     def _added(self) -> Any:
-        """The added tokens, special ones among them."""
+        """The added tokens, including special ones."""
         return self._plain.get_added_tokens_decoder().values()
 
     @property
     def special(self) -> set[str]:
-        """Tokens that no text makes, but their names as markup."""
+        """Names of the special tokens, which only markup produces."""
         return {token.content for token in self._added if token.special}
 
     @cached_property
     def names_of_special(self) -> Mapping[int, str]:
-        """How ids are shown that stand for no text."""
+        """Names that are shown for ids without text."""
         return {self.ids[name]: name for name in sorted(self.special)}
 
     @property
@@ -148,7 +148,7 @@ class HuggingFace:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What goes into the manifest, and what `make_tokenizer` makes the same tokenizer of."""
+        """The manifest's entry, from which `make_tokenizer` creates the same tokenizer."""
         return {
             "name": "huggingface",
             "sha256": self._digest,
@@ -163,34 +163,34 @@ class HuggingFace:
         return [np.concatenate(list(self._long(text, form))) for text in texts]
 
     def encode_joined(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
-        """Returns the token ids of the joined text, divided among the texts it is made of.
+        """Returns the token ids of the joined text, divided among its parts.
 
-        A token across a boundary belongs to the text that its last character is in.
+        A token across a boundary belongs to the part that contains its last character.
         """
         encoding = self._tokenizer(form).encode("".join(texts), add_special_tokens=False)
         ids, stops = np.array(encoding.ids, np.uint32), np.cumsum([len(text) for text in texts])
         last_characters = np.array([max(0, stop - 1) for _, stop in encoding.offsets], np.int64)
         text_of_token = np.searchsorted(stops, last_characters, side="right")
-        # A token that stands for no character of the text belongs where the token before it does.
+        # A token without characters belongs to the same text as the token before it.
         text_of_token = np.maximum.accumulate(text_of_token)
         return [ids[text_of_token == number] for number in range(len(texts))]
 
     def can_cut(self, before: str, after: str) -> bool:
-        """Returns whether the two texts, encoded apart, decode to what their joined text decodes to."""
+        """Returns True if the two texts, encoded separately, decode to the same text as their concatenation."""
         if self._lossless:
             return True
         if self._prefixed_token_in([before, after]) is not None:
             return False
         if "Strip" in self._normalizers and not (before.strip() and after.strip()):
-            # Whether blanks alone are dropped depends on all of the text beside them.
+            # Strip removes blanks only at the ends of the whole text.
             return False
-        before, after = before[-_BESIDE_CUT:], after[:_BESIDE_CUT]
+        before, after = before[-_CHECKED_BESIDE_PIECES:], after[:_CHECKED_BESIDE_PIECES]
         (whole,) = self._encode([before + after])
         (first,), (rest,) = self._encode([before], Form(ends=False)), self._encode([after], Form(begins=False))
         return self.decode(np.concatenate([first, rest])) == self.decode(whole)
 
     def _long(self, text: str, form: Form) -> Iterator[np.ndarray]:
-        """Yields the ids of a long text in stretches, which together are those of the whole."""
+        """Yields the ids of a long text in stretches; together they equal the ids of the whole text."""
 
         def same_tokens(before: str, after: str) -> bool:
             within = form._replace(begins=False, ends=False)
@@ -215,13 +215,13 @@ class HuggingFace:
 
     @cached_property
     def _parts(self) -> dict[str, Any]:
-        """The parts of the tokenizer.json that say what becomes of a text's beginning and end."""
+        """The parts of tokenizer.json that determine how the beginning and end of a text are treated."""
         tree = json.loads(self._plain.to_str())
         return {name: tree[name] for name in ("normalizer", "pre_tokenizer", "decoder")}
 
     @cached_property
     def _lossless(self) -> bool:
-        """Whether every text decodes to itself, wherever it is cut: bytes that nothing changes before."""
+        """True if every text decodes to itself wherever it is cut: a byte-level tokenizer without a normalizer."""
         ordinary = [token for token in self._added if not token.special]
         drops_blanks = any(token.lstrip or token.rstrip for token in ordinary)
         is_bytes = self._parts["normalizer"] is None and (self._parts["decoder"] or {}).get("type") == "ByteLevel"
@@ -229,7 +229,7 @@ class HuggingFace:
 
     @cached_property
     def _normalizers(self) -> set[str]:
-        """The types of normalizers that the tokenizer has."""
+        """The types of the tokenizer's normalizers."""
 
         def types(part: dict[str, Any]) -> set[str]:
             return {part["type"]}.union(*(types(inner) for inner in part.get("normalizers", [])))
@@ -237,7 +237,7 @@ class HuggingFace:
         return set() if self._parts["normalizer"] is None else types(self._parts["normalizer"])
 
     def _prefixed_token_in(self, texts: Sequence[str], markup: bool = False) -> str | None:
-        """Returns an added token in the texts that is matched with what the normalizer puts before a text.
+        """Returns an added token in the texts that is matched together with the prefix that the normalizer adds.
 
         Without markup, names of special tokens are plain text.
         """
@@ -253,17 +253,18 @@ class HuggingFace:
         return self._for_pieces(form)
 
     def _make_for_pieces(self, form: Form) -> Any:
-        usual = self._markup if form.markup else self._plain
+        """Returns the tokenizer without the steps that apply only at a beginning or end that the text lacks."""
+        whole_text = self._markup if form.markup else self._plain
         before = {name: self._parts[name] for name in ("normalizer", "pre_tokenizer")}
         parts = {name: _within_a_text(part, form) for name, part in before.items()}
         if parts == before:
-            return usual
-        changed = _library().Tokenizer.from_str(json_text(json.loads(usual.to_str()) | parts))
-        changed.encode_special_tokens = usual.encode_special_tokens
+            return whole_text
+        changed = _library().Tokenizer.from_str(json_text(json.loads(whole_text.to_str()) | parts))
+        changed.encode_special_tokens = whole_text.encode_special_tokens
         return changed
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of token ids; ids that are no text (such as the end of document) are left out."""
+        """Decodes token ids. Special tokens, such as the end of document, are left out."""
         return self._plain.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def _find_end(self, requested: str | None, path: Path, *, needed: bool) -> str | None:
@@ -282,11 +283,11 @@ class HuggingFace:
 
 
 Tokenizer = Bytes | HuggingFace
-"""What they share is described at `HuggingFace`."""
+"""The tokenizers share the interface that `HuggingFace` documents."""
 
 
 def _within_a_text(part: dict[str, Any] | None, form: Form) -> dict[str, Any] | None:
-    """Returns a normalizer or pre-tokenizer without what it does at the beginning and the end of a document only."""
+    """Returns a normalizer or pre-tokenizer without the steps that apply only to a document's beginning or end."""
     kind = None if part is None else part["type"]
     if part is None or (kind == "Prepend" and not form.begins):
         return None
@@ -307,16 +308,16 @@ def _within_a_text(part: dict[str, Any] | None, form: Form) -> dict[str, Any] | 
 
 
 def _stretches(text: str, can_cut: Callable[[str, str], bool]) -> Iterator[str]:
-    """The text in stretches that give the tokens of the whole: encoding takes a hundred times a text's memory.
+    """Yields a text in stretches that give the tokens of the whole. Encoding takes a hundred times a text's memory.
 
-    Words are encoded one by one, so the text may be cut between two. Whether it can be cut at a place is asked with
-    the text around it. Where no such place is found, a stretch becomes longer.
+    Words are encoded one by one, so the text may be cut between two. `can_cut` checks a place with the text around it.
+    If no such place is found, the stretch becomes longer.
     """
     start, reach = 0, _STRETCH
     while reach < len(text):
         for match in islice(_BETWEEN_WORDS.finditer(text, reach, reach + _STRETCH), _TRIED_PLACES):
             place = match.end()
-            if can_cut(text[max(0, place - _AROUND) : place], text[place : place + _AROUND]):
+            if can_cut(text[max(0, place - _CHECKED_CHARACTERS) : place], text[place : place + _CHECKED_CHARACTERS]):
                 yield text[start:place]
                 start = reach = place
                 break
@@ -325,9 +326,10 @@ def _stretches(text: str, can_cut: Callable[[str, str], bool]) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """A byte-level BPE tokenizer.json of `vocab_size` tokens, the end of a document and all 256 bytes among them.
+    """Trains a byte-level BPE and returns its tokenizer.json of `vocab_size` tokens.
 
-    Sennrich et al. 2016 (arXiv:1508.07909), on bytes as in GPT-2. The same texts give the same tokenizer.
+    The tokens include the end of document and all 256 bytes. See Sennrich et al. 2016 (arXiv:1508.07909), on bytes as
+    in GPT-2. The same texts give the same tokenizer.
     """
     library = _library()
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -341,16 +343,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Words as ByteLevel finds them end at every place that is looked at.
+    # The words of ByteLevel end at every place that _stretches considers, so each can be cut.
     pieces = (piece for text in texts for piece in _stretches(text, lambda before, after: True))
     tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer.to_str()
 
 
 def make_tokenizer(description: dict[str, Any], folder: Path, content: str | None = None) -> Tokenizer:
-    """Returns the tokenizer that a manifest describes. Its file is in `folder`, unless its `content` is given.
+    """Returns the tokenizer that a manifest describes. Its file is in `folder`, unless `content` is given.
 
-    Raises `ConfigError` for an unknown one.
+    Raises `ConfigError` for an unknown tokenizer.
     """
     name = description.get("name")
     if name == BYTES:
@@ -367,9 +369,9 @@ def make_tokenizer(description: dict[str, Any], folder: Path, content: str | Non
 
 
 def choose_tokenizer(name: str, end_token: str | None = None, *, for_text: bool = False) -> Tokenizer:
-    """The tokenizer that the command line names: bytes, or the path of a tokenizer.json or of its folder.
+    """Returns the tokenizer that the command line names: bytes, or the path of a tokenizer.json or of its folder.
 
-    For tokens that are there already it may know no end of a document; `for_text` says that documents will be encoded.
+    `for_text` says that documents will be encoded, which requires an end of document. Token arrays do not.
     """
     if name == BYTES:
         if end_token is not None:
@@ -387,13 +389,13 @@ def choose_tokenizer(name: str, end_token: str | None = None, *, for_text: bool 
 
 
 def file_of_tokenizer(path: str) -> Path:
-    """The tokenizer.json at a path, which may be that of its folder."""
+    """Returns the path of a tokenizer.json, given that path or its folder."""
     return Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
 
 
 def _library() -> Any:
     try:
-        import tokenizers.models  # a folder named tokenizers is importable, and has no models
+        import tokenizers.models  # not just tokenizers: any folder of that name is importable, but lacks models
     except ImportError as error:
         raise ConfigError(f"this needs the tokenizers library; {how_to_install('data')}") from error
     return tokenizers

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.refs import roots_of
-from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
+from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_of_file
 from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE, Bytes
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.config import TOKENIZER_KEY
@@ -63,7 +63,7 @@ def bytes_of(folder: Folder, rows: int) -> RunTokenizer | None:
 def fitting(files: Files, tokenizer: RunTokenizer) -> Files:
     """Returns the files for a run with this tokenizer: if theirs is another, without it, its template and its ids."""
     text = files.get(TOKENIZER_FILE)
-    if text is None or same_vocabulary(of_file(text.decode(), 0), tokenizer):
+    if text is None or same_vocabulary(tokenizer_of_file(text.decode(), 0), tokenizer):
         return files
     names = sorted({CONFIG, GENERATION} & files.keys())
     return {name: json_bytes(_without_ids(json.loads(files[name]))) for name in names}

@@ -8,9 +8,9 @@ from typing import Any
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import tokenizer_of
-from jaxmnt.config.load import flat, parse_config
+from jaxmnt.config.load import flatten_tree, parse_config
 from jaxmnt.config.model import Model
-from jaxmnt.data.run_tokenizer import RunTokenizer, of_file, same_vocabulary
+from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_of_file
 from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.huggingface.companions import bytes_of
@@ -58,7 +58,7 @@ def folder_origin(folder: Folder, key: str) -> Origin:
     folder.refuse_another_head(build_family(model, model.vocab_size or 0))
     file = folder.path / TOKENIZER_FILE
     rows = model.vocab_size or 0
-    tokenizer = of_file(file.read_text(encoding="utf-8"), rows) if file.is_file() else bytes_of(folder, rows)
+    tokenizer = tokenizer_of_file(file.read_text(encoding="utf-8"), rows) if file.is_file() else bytes_of(folder, rows)
     settings = f"python -m jaxmnt.convert settings {folder.path}"
     return Origin(key, str(folder.path), model, settings, tokenizer, str(file) if file.is_file() else BYTES)
 
@@ -154,7 +154,7 @@ def computed_settings(model: Model) -> dict[str, Any]:
     The model must be complete (`complete_model`). Raises `ConfigError` for a family that is not known.
     """
     kind = family_class(model.family)
-    settings = flat(model.model_dump(exclude={*_NOT_COMPUTED, "rope_scaling"}))
+    settings = flatten_tree(model.model_dump(exclude={*_NOT_COMPUTED, "rope_scaling"}))
     settings = {key: value for key, value in settings.items() if key not in OPTIONAL or key in kind.settings}
     if "max_positions" in kind.settings:
         del settings["rope_theta"]

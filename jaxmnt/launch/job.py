@@ -10,8 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.config.clusters import holds_a_secret, is_secret_name
-from jaxmnt.config.load import as_bytes, as_override, last_of_each, load_config
+from jaxmnt.config.clusters import contains_secret, is_secret_name
+from jaxmnt.config.load import as_override, config_bytes, drop_overridden, load_config
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, ExitCode, printable
@@ -109,7 +109,7 @@ def _check_text(where: str, text: str) -> None:
             f"{where}: '{printable(text)}' must have no line ends, control characters or other characters that cannot "
             "be printed, since it becomes part of a script or manifest; remove them, or make each line an item"
         )
-    if holds_a_secret(text):
+    if contains_secret(text):
         raise ConfigError(
             f"{where}: its value looks like a secret, and scripts and manifests are readable; keep it in a file of "
             "yours or a Kubernetes secret, and read it in launch.setup"
@@ -140,7 +140,7 @@ class Job:
     @property
     def frozen_file(self) -> Path:
         """Where the config file is kept as it was when the job was asked for: it may wait, and be requeued."""
-        digest = hashlib.sha256(as_bytes(self.config_file)).hexdigest()[:8]
+        digest = hashlib.sha256(config_bytes(self.config_file)).hexdigest()[:8]
         return self.run_dir / "launch" / f"{self.config_file.stem}-{digest}.yaml"
 
     def start_timeout_seconds(self, default: float) -> float:
@@ -153,7 +153,7 @@ class Job:
     def freeze(self) -> None:
         """Writes it. Raises `OSError`."""
         self.frozen_file.parent.mkdir(parents=True, exist_ok=True)
-        publish_bytes(self.frozen_file, as_bytes(self.config_file))
+        publish_bytes(self.frozen_file, config_bytes(self.config_file))
 
 
 def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequence[str] = ()) -> Job:
@@ -166,12 +166,12 @@ def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequen
         if points and tried.checkpoint.dir:
             # One place for all would hold one run, and the second task would find it finished.
             own = f"{tried.checkpoint.dir.rstrip('/')}/{number}"
-            point[:] = last_of_each([*point, as_override("checkpoint.dir", own)])
+            point[:] = drop_overridden([*point, as_override("checkpoint.dir", own)])
         devices = tried.launch.nodes * max(1, tried.launch.gpus_per_node)
         check_batch(tried, devices)
         check_rendered(tried.model_dump())
     of_points = {setting.partition("=")[0] for point in points for setting in point}
-    of_all_tasks = [setting for setting in last_of_each(overrides) if setting.partition("=")[0] not in of_points]
+    of_all_tasks = [setting for setting in drop_overridden(overrides) if setting.partition("=")[0] not in of_points]
     wanted = Job(config, config_file.absolute(), of_all_tasks, points, list(flags))
     places = {"run.dir": wanted.run_dir, "--config": wanted.config_file, "this folder": Path.cwd()}
     check_rendered(places | {"overrides": overrides, "--sweep": points})

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from jaxmnt.config.load import as_override, last_of_each
+from jaxmnt.config.load import as_override, drop_overridden
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed
 
@@ -48,7 +48,7 @@ def render(wanted: Job) -> str:
 
 def _settings(wanted: Job, waits: list[str]) -> list[str]:
     """The settings of the command line, each once. The tasks of an array add their own run.dir."""
-    settings = last_of_each([*wanted.overrides, *waits, as_override("run.dir", str(wanted.run_dir))])
+    settings = drop_overridden([*wanted.overrides, *waits, as_override("run.dir", str(wanted.run_dir))])
     return [setting for setting in settings if not (wanted.sweep and setting.startswith("run.dir="))]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxmnt.commands import HERE, Parser, run_command, write_file
 from jaxmnt.config import Config, load_config
-from jaxmnt.config.own_code import telling_whose_code
+from jaxmnt.config.own_code import attributing_user_errors
 from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import find_target
@@ -58,7 +58,7 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
     rates = rates_of(chip, network)
     rates = rates if calibration is None else calibration.rates(rates)
     work.does("estimating")
-    with telling_whose_code(config):
+    with attributing_user_errors(config):
         search = Search(config, chip, network, rates, precisions)
         if options.compile == 0:
             return _estimate(search, counts, request, options, work)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxmnt.config.mesh import AVAILABLE, STAGE_AXIS
+from jaxmnt.config.mesh import AVAILABLE_AXES, STAGE_AXIS
 from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, reach
 from jaxmnt.plan.predict import HIGH, LOW
@@ -150,7 +150,7 @@ def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
 def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
     """What tensor and pipeline parallelism cost or save here."""
     found, fit = [], [guess for guess in answer.guesses if search.fits(guess)]
-    for axis, name in ((axis.name, axis.parallelism) for axis in reversed(AVAILABLE) if axis.parallelism):
+    for axis, name in ((axis.name, axis.parallelism) for axis in reversed(AVAILABLE_AXES) if axis.parallelism):
         size = lambda guess, axis=axis: getattr(guess.candidate, axis)
         if getattr(best.candidate, axis) > 1:
             without = [guess for guess in fit if size(guess) == 1]

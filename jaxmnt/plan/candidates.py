@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmnt.config.mesh import AVAILABLE, BATCH_AXES, GATHERING_AXES, REPLICA_AXES, STAGE_AXIS, Axis
+from jaxmnt.config.mesh import AVAILABLE_AXES, BATCH_AXES, GATHERING_AXES, REPLICA_AXES, STAGE_AXIS, Axis
 from jaxmnt.config.schema import Config
 from jaxmnt.plan.chips import Network
 
@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {axis.name: getattr(self, axis.name) for axis in AVAILABLE}
+        return {axis.name: getattr(self, axis.name) for axis in AVAILABLE_AXES}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -86,7 +86,9 @@ def candidates(
         for rows, zero, chunks, remat, precision in itertools.product(ROWS, zeros, several, REMATS, precisions):
             if not rows_of_shard or rows_of_shard % rows or stages * chunks > config.model.num_layers:
                 continue
-            splits_hosts = any(axis.inside_host and mesh[axis.name] > network.devices_per_host for axis in AVAILABLE)
+            splits_hosts = any(
+                axis.inside_host and mesh[axis.name] > network.devices_per_host for axis in AVAILABLE_AXES
+            )
             found = Candidate(
                 **mesh, rows=rows, microbatches=rows_of_shard // rows, chunks=chunks, remat=remat, zero=zero,
                 splits_hosts=splits_hosts, precision=precision,
@@ -98,7 +100,7 @@ def candidates(
 def _meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, int]]:
     """Sizes by axis. The axes inside a host come first, and replicas are what is left."""
     by_kind = lambda axis: (not axis.inside_host, axis.gathers_weights)
-    searched = sorted((axis for axis in AVAILABLE if axis.name not in REPLICA_AXES), key=by_kind)
+    searched = sorted((axis for axis in AVAILABLE_AXES if axis.name not in REPLICA_AXES), key=by_kind)
     yield from _splits(config, network, searched, gpus, {})
 
 

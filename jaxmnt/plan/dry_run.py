@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmnt.config import Config
-from jaxmnt.config.own_code import telling_whose_code
+from jaxmnt.config.own_code import attributing_user_errors
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import CHIPS, Chip, Network, find_target
@@ -94,7 +94,7 @@ def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
         check_fits(calibration, options.calibration, chip, len({*map(hosts, devices)}), len(devices))
         rates = calibration.rates(rates)
     work.does("building the program")
-    with telling_whose_code(config):
+    with attributing_user_errors(config):
         spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
         config, zero = resolve_zero(spec)
         spec = replace(spec, config=config)

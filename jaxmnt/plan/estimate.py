@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxmnt.config.mesh import AVAILABLE
+from jaxmnt.config.mesh import AVAILABLE_AXES
 from jaxmnt.models.contract import LayerCosts, Product
 from jaxmnt.models.float8 import is_fit
 from jaxmnt.plan.chips import chip_of
@@ -168,7 +168,7 @@ class Step:
 
     def __init__(self, model: ModelShape, scheme: Scheme, rates: Rates, domain: int, traits: ProgramTraits):
         self.model, self.scheme, self.rates, self.domain, self.traits = model, scheme, rates, domain, traits
-        self.sizes = {axis.name: getattr(scheme, axis.name) for axis in AVAILABLE}
+        self.sizes = {axis.name: getattr(scheme, axis.name) for axis in AVAILABLE_AXES}
         """Devices by axis; axes further right are closer together."""
         self.tokens, self.shards = scheme.rows * scheme.length, scheme.fsdp
         self.parameters = model.parameters / (scheme.model * scheme.pipeline)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmnt.config.mesh import AVAILABLE
+from jaxmnt.config.mesh import AVAILABLE_AXES
 from jaxmnt.models.contract import Definition, LayerCosts
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.training.memory_suggestions import kept_bytes
@@ -94,7 +94,7 @@ class Scheme:
 def scheme_of(spec: StepSpec) -> Scheme:
     """Returns how a step is spread over its mesh, and what a microbatch leaves on a device."""
     config, sizes, schedule = spec.config, spec.placement.sizes, spec.schedule
-    facts = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE}
+    facts = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE_AXES}
     return Scheme(
         length=config.data.sequence_length,
         rows=spec.microbatch_rows,

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 import jaxmnt
-from jaxmnt.config.load import flat
+from jaxmnt.config.load import flatten_tree
 from jaxmnt.errors import printable
 from jaxmnt.report.advice import advise
 from jaxmnt.report.charts import charts_of
@@ -329,7 +329,7 @@ def _config(run_dir: Path) -> tuple[Record, str | None]:
     if not isinstance(tree, dict):
         return {}, f"{path} holds no settings: the report has no config"
     try:
-        return {key: _plain(value) for key, value in flat(tree).items()}, None
+        return {key: _plain(value) for key, value in flatten_tree(tree).items()}, None
     except RecursionError:
         return {}, f"{path} contains itself: the report has no config"
 

@@ -38,7 +38,7 @@ def branch_point(checkpoint: Committed, config: Config) -> BranchPoint:
     order, length = order_at(checkpoint), config.data.sequence_length
     counted = lambda rows: -(-rows * earlier.sequence_length // length)
     used = {name: counted(rows) for name, rows in order.used(manifest.step).items()}
-    return BranchPoint(manifest.step, counted(order.taken(manifest.step)), used)
+    return BranchPoint(manifest.step, counted(order.rows_taken(manifest.step)), used)
 
 
 def branch_remark(checkpoint: Committed, config: Config, point: BranchPoint, different_data: str) -> str | None:
@@ -54,4 +54,4 @@ def branch_remark(checkpoint: Committed, config: Config, point: BranchPoint, dif
         )
     if earlier.global_batch_size != data.global_batch_size:
         return f"{rows}; a step takes {data.global_batch_size} rows instead of {earlier.global_batch_size}"
-    return rows if point.row != order_at(checkpoint).taken(point.step) or different_data else None
+    return rows if point.row != order_at(checkpoint).rows_taken(point.step) or different_data else None

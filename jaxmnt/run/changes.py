@@ -6,12 +6,12 @@ import numpy as np
 
 from jaxmnt.checkpoint.commit import Committed, step_directories
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.config.describe import PLANNED, Change
+from jaxmnt.config.describe import CHANGEABLE_MATHS, Change
 from jaxmnt.config.load import as_typed
 from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.data.batches import skipped_ranges
-from jaxmnt.data.order import Skipped
+from jaxmnt.data.order import SkippedRanges
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError
 from jaxmnt.run.branch import order_at
@@ -36,8 +36,8 @@ _BAD_STEPS = "bad_steps/total"
 
 
 def with_choices_of(config: Config, before: Config) -> Config:
-    """Returns the config with what the run whose config was `before` began with: `ORIGINS`, and what `auto` came to for
-    the keys of `CHOSEN`."""
+    """Returns the config with what the run whose config was `before` began with: `ORIGIN_KEYS`, and what `auto` came to
+    for the keys of `RESOLVED_AUTO_KEYS`."""
     mesh = config.mesh
     chosen: dict[str, Any] = {"run.fork_from": before.run.fork_from, "run.init_from": before.run.init_from}
     if mesh.zero == "auto" and not (mesh.prefetch and before.mesh.zero != 3):
@@ -108,13 +108,13 @@ def to_be_accepted(
 ) -> list[Change]:
     """What alters the maths of a run under way and is not `accepted`, by key, at an earlier start.
 
-    What is planned passes, see `PLANNED`, unless it lets the learning rate jump. So does everything once the run has
-    finished, since nothing comes of it.
+    What is planned passes, see `CHANGEABLE_MATHS`, unless it lets the learning rate jump. So does everything once the
+    run has finished, since nothing comes of it.
     """
     if checkpoint.step >= config.train.steps:
         return []
     keys = {change.key for change in different}
-    planned = set(PLANNED)
+    planned = set(CHANGEABLE_MATHS)
     if "data.weight_changes" in keys and _other_weights_behind(config, checkpoint):
         planned.remove("data.weight_changes")
     if "train.steps" in keys and steps_make_jump(checkpoint, config):
@@ -148,9 +148,9 @@ def refuse_stop(config: Config, checkpoint: Committed, where: str) -> None:
 
 def refuse_skips(config: Config, checkpoint: Committed) -> None:
     """Raises `ConfigError` if rows that were trained on are passed over now, or those passed over are taken in."""
-    before, now = (Skipped(skipped_ranges(of.data)) for of in (checkpoint.config, config))
+    before, now = (SkippedRanges(skipped_ranges(of.data)) for of in (checkpoint.config, config))
     reached = _reached(checkpoint)
-    if before.below(reached) != now.below(reached):
+    if before.ranges_below(reached) != now.ranges_below(reached):
         raise ConfigError(
             f"data.skip: at step {checkpoint.step} of {checkpoint.path} all rows before {reached} have been "
             "trained on or skipped, so data.skip can no longer change them; list later rows only, or set another "
@@ -188,14 +188,14 @@ def same_digest(one: str, other: str) -> bool:
 def _other_weights_behind(config: Config, checkpoint: Committed) -> bool:
     """Whether weights are changed for rows that were read already: then others would be read twice, and some never."""
     reached, order = _reached(checkpoint), order_at(checkpoint)
-    behind = lambda one: [change for change in one.data.weight_changes if order.taken(change.from_step) < reached]
+    behind = lambda one: [change for change in one.data.weight_changes if order.rows_taken(change.from_step) < reached]
     return bool(behind(checkpoint.config) != behind(config))
 
 
 def _reached(checkpoint: Committed) -> int:
     """The number of the first row that is neither trained on nor passed over."""
-    before = Skipped(skipped_ranges(checkpoint.config.data))
-    return int(before.nth(np.array([order_at(checkpoint).taken(checkpoint.manifest.step) - 1]))[0]) + 1
+    before = SkippedRanges(skipped_ranges(checkpoint.config.data))
+    return int(before.row_numbers(np.array([order_at(checkpoint).rows_taken(checkpoint.manifest.step) - 1]))[0]) + 1
 
 
 def digest_of_data(config: Config) -> str:

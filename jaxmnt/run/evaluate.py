@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmnt.data.batches import EvaluationData
 from jaxmnt.data.feed import process_rows, to_devices
-from jaxmnt.data.run_tokenizer import of_data
+from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.errors import ConfigError, shortened
@@ -109,7 +109,7 @@ class Sampler:
         self._config, self._program, self._data = program.spec.config, program, data
         if not data.is_text:
             raise ConfigError("telemetry.samples: the data is of tokens whose tokenizer is not recorded; leave it out")
-        self._tokenizer = of_data(data.tokenizer, data.vocab_size, data.folder).open()
+        self._tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder).open()
         self._prompts = [self._encoded(text) for text in self._config.telemetry.samples]
 
     def compile(self) -> None:

@@ -300,8 +300,8 @@ class BadStepMonitor:
 
     def _note_passed_over(self, step: int) -> None:
         """Says when rows of `data.skip` have been passed over."""
-        before = self._order.passed_over(step - 2) if step > 1 else 0
-        passed = self._order.passed_over(step - 1) - before
+        before = self._order.rows_skipped(step - 2) if step > 1 else 0
+        passed = self._order.rows_skipped(step - 1) - before
         if passed:
             first, last = self._range(step, step)
             self._events.write("rows_skipped", step=step, count=passed, rows=[first, last])

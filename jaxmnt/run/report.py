@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmnt.config.describe import MEANING
+from jaxmnt.config.describe import RESUME_LABELS
 from jaxmnt.data.batches import WithoutTargets
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.sources import Part
@@ -54,7 +54,7 @@ def run(run: OpenedRun) -> None:
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
-        meaning = MEANING[change.resume]
+        meaning = RESUME_LABELS[change.resume]
         if start.kind == "fork" and change.resume == "breaks":
             meaning = "allowed in a branch"
         elif run.finished and change.resume == "maths":

@@ -20,7 +20,7 @@ from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, find
 from jaxmnt.config.describe import Change, changes
 from jaxmnt.config.schema import Config
-from jaxmnt.data.run_tokenizer import of_data
+from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
@@ -229,7 +229,7 @@ def begin(config: Config, data: Sources, run: str) -> ResumePoint:
     if source is None:
         return ResumePoint(run)
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
-    tokenizer = lambda: of_data(data.tokenizer, data.vocab_size, data.folder)
+    tokenizer = lambda: tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder)
     fits = lambda origin: refuse_what_does_not_fit(origin, config.model, tokenizer(), config.run.init_from_changes)
     if config.run.init_from and source.startswith(SCHEME):
         folder = Folder(Path(source.removeprefix(SCHEME)), key)

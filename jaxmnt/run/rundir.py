@@ -12,9 +12,9 @@ import yaml
 
 from jaxmnt.checkpoint.commit import Committed, newest_valid, out_of_reach, step_directories, unfinished
 from jaxmnt.checkpoint.refs import CHECKPOINTS, YAML_ERRORS, RunFile, find, read_run
-from jaxmnt.config.describe import Change, maths
+from jaxmnt.config.describe import Change, maths_settings
 from jaxmnt.config.load import dump_config, parse_config
-from jaxmnt.config.schema import NOT_OF_THE_RUN, Config
+from jaxmnt.config.schema import CLUSTER_SECTIONS, Config
 from jaxmnt.data.order import BranchPoint
 from jaxmnt.errors import ConfigError, UnreadableError, UserError, printable, remark
 from jaxmnt.run.branch import branch_point, branch_points
@@ -110,7 +110,7 @@ def _say_once(text: str) -> None:
 
 def plain_config(config: Config) -> dict[str, Any]:
     """The resolved config as plain values, as checkpoints hold it."""
-    return config.model_dump(mode="json", exclude=NOT_OF_THE_RUN)
+    return config.model_dump(mode="json", exclude=CLUSTER_SECTIONS)
 
 
 def known_run(config: Config) -> RunFile | None:
@@ -255,7 +255,7 @@ def note_accepted(config: Config, before: dict[str, Any], accepted: list[Change]
 
     What was accepted `before` stays noted as long as the config says the same: an earlier checkpoint may be needed.
     """
-    values = maths(config)
+    values = maths_settings(config)
     now = {key: value for key, value in before.items() if key in values and values[key] == value}
     now |= {change.key: change.now for change in accepted}
     for where in run_directories(config) if now != before else []:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.data.run_tokenizer import of_data, write_to_run
+from jaxmnt.data.run_tokenizer import tokenizer_of_data, write_to_run
 from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import companions
@@ -140,7 +140,7 @@ def _note_what_it_is(run: CompiledRun) -> None:
     """Writes down the config, its changes, and the tokenizer."""
     config, start, places = run.config, run.start, run_directories(run.config)
     write_config(run.directory, config)
-    tokenizer = of_data(run.data.tokenizer, run.data.vocab_size, run.data.folder)
+    tokenizer = tokenizer_of_data(run.data.tokenizer, run.data.vocab_size, run.data.folder)
     for where in places:
         write_to_run(where, tokenizer)
     if start.kind != "own":

@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any
 
-from jaxmnt.config.load import flat
+from jaxmnt.config.load import flatten_tree
 from jaxmnt.telemetry.sinks import SinkRun
 
 _FLUSH_SECONDS = 2.0
@@ -83,7 +83,9 @@ class Trackio:
     def __init__(self, run: SinkRun):
         import trackio
 
-        self._run = trackio.init(project=run.project, name=run.id, config=flat(run.config), resume="allow", embed=False)
+        self._run = trackio.init(
+            project=run.project, name=run.id, config=flatten_tree(run.config), resume="allow", embed=False
+        )
 
     def write(self, step: int, time: float, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values}, step=step)
@@ -113,7 +115,7 @@ class MLflow:
             return
         made = self._client.create_run(experiment, run_name=run.directory.name, tags={self._TAG: run.id})
         self._id = made.info.run_id
-        parameters = [Param(key, str(value)[:500]) for key, value in flat(run.config).items()]
+        parameters = [Param(key, str(value)[:500]) for key, value in flatten_tree(run.config).items()]
         for first in range(0, len(parameters), self._MOST_PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + self._MOST_PARAMETERS])
 

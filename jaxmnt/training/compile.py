@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jaxmnt.config.own_code import telling_whose_code
+from jaxmnt.config.own_code import attributing_user_errors
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
@@ -139,7 +139,7 @@ def compile_program(
 
     Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
     """
-    with telling_whose_code(config):
+    with attributing_user_errors(config):
         spec = build_spec(config, data_vocab_size, devices, hosts)
         if resolve is not None:
             spec = replace(spec, config=resolve(spec))

@@ -1,1 +1,1 @@
-"""Preparing data: inputs → parts → documents → tokens → shards, in several processes, resumable."""
+"""Prepares data: inputs → parts → documents → tokens → shards, in several processes, resumable."""

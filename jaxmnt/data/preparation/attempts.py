@@ -1,7 +1,7 @@
-"""Files of an attempt at a part of the work: written under names of the attempt, and published if nobody has yet.
+"""Files of one attempt at a part: written under temporary names, and published unless another attempt was faster.
 
-A part may be prepared twice at once, as when a job is started again while its first process is still alive. All
-attempts at a part write the same bytes, so the first to finish a file publishes it, and the others take theirs away.
+A part may be prepared twice at once, for example if a job is restarted while its first process is still alive. All
+attempts at a part write the same bytes, so the first to finish a file publishes it, and the others remove theirs.
 """
 
 import errno
@@ -19,36 +19,36 @@ from jaxmnt.data.store import file_digest
 from jaxmnt.errors import UserError
 
 NAME_OF_ATTEMPT = r"[A-Za-z0-9_-]{1,64}\.[0-9]{1,10}\.[0-9a-f]{8}"
-"""The host, the process and a random number."""
+"""Pattern of an attempt's name: the host, the process id and a random number."""
 
-_OF_ATTEMPT = re.compile(r".+\.(?P<host>[A-Za-z0-9_-]{1,64})\.(?P<process>[0-9]{1,10})\.[0-9a-f]{8}\.tmp")
-_WITHOUT_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""What file systems answer that have no hard links."""
+_TEMPORARY_FILE = re.compile(r".+\.(?P<host>[A-Za-z0-9_-]{1,64})\.(?P<process>[0-9]{1,10})\.[0-9a-f]{8}\.tmp")
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Error numbers of file systems without hard links."""
 
 
 class Attempt:
-    """One attempt, in a process of its own or beside others in one."""
+    """One attempt at a part. A process may make several at a time."""
 
     def __init__(self, work: Path):
         self._work = work
         self._name = f"{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
 
     def temporary(self, path: Path) -> Path:
-        """Returns where to write the file that is to be published as `path`."""
+        """Returns the temporary path of the file that will be published as `path`."""
         prefix = f"{path.parent.name}-" if path.parent.name in SPLITS else ""
         return self._work / f"{prefix}{path.name}.{self._name}.tmp"
 
     @contextmanager
     def writing(self, path: Path, replace: bool = False) -> Iterator[BinaryIO]:
-        """Publishes what is written inside, whole and durably; with `replace` in place of what is there."""
+        """Opens a file that is published completely and durably on exit; `replace` replaces an existing file."""
         with self.temporary(path).open("xb") as stream:
             yield stream
             self.publish(stream, path, replace)
 
     def publish(self, stream: BinaryIO, path: Path, replace: bool = False) -> None:
-        """Gives a file that is written whole its name, durably; with `replace` in place of what is there.
+        """Publishes a complete file under its name, durably. `replace` replaces an existing file.
 
-        Else a file of another attempt stays. Raises `UserError` if it holds other bytes.
+        Without it a file of another attempt is kept. Raises `UserError` if that has other contents.
         """
         stream.flush()
         os.fsync(stream.fileno())
@@ -67,18 +67,18 @@ class Attempt:
         temporary.unlink(missing_ok=True)
 
     def remove_unpublished(self) -> None:
-        """Removes what this attempt has written and not published."""
+        """Removes the files that this attempt has written but not published."""
         for path in self._work.glob(f"*.{self._name}.tmp"):
             path.unlink(missing_ok=True)
 
 
 def remove_leftovers(work: Path) -> None:
-    """Removes what killed attempts on this host have left. Those on other hosts may still be at work.
+    """Removes temporary files of killed attempts on this host. Attempts on other hosts may still be running.
 
-    Whoever calls this holds the lock, so an attempt with the number of this process is one of an earlier process.
+    The caller holds the lock, so an attempt with the id of this process belongs to an earlier process.
     """
     for path in work.glob("*.tmp"):
-        attempt = _OF_ATTEMPT.fullmatch(path.name)
+        attempt = _TEMPORARY_FILE.fullmatch(path.name)
         if (
             attempt
             and attempt["host"] == _host()
@@ -89,15 +89,15 @@ def remove_leftovers(work: Path) -> None:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Raises `FileExistsError` if there is a file of this name."""
+    """Gives the file its final name without replacing. Raises `FileExistsError` if that name exists."""
     try:
         os.link(temporary, path)
     except OSError as error:
-        if error.errno not in _WITHOUT_LINKS:
+        if error.errno not in _NO_HARD_LINKS:
             raise
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        temporary.rename(path)  # the bytes are the same, should another attempt be as fast
+        temporary.rename(path)  # racing with another attempt is harmless: the bytes are the same
 
 
 def _is_running(process: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a document is until it is encoded, and how the reading of documents is set up and reported."""
+"""Documents before they are encoded, and the settings and report of reading them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,32 +10,32 @@ import numpy as np
 from jaxmnt.data.preparation.inputs import Input, Reading
 from jaxmnt.errors import ConfigError
 
-_NAMED = 20
-"""Bad records and binary files of a part that are named; all are counted."""
+_MOST_NAMED = 20
+"""Most bad records and binary files of a part that are named; all are counted."""
 
 
 class Segment(NamedTuple):
-    """A stretch of a document."""
+    """A part of a document's contents."""
 
     content: str | np.ndarray
-    """Text, or tokens as they are."""
+    """Text, or tokens that are already encoded."""
     learn: bool = True
-    """Whether its tokens are targets."""
+    """True if its tokens are targets."""
     markup: bool = False
-    """Whether names of special tokens in the text stand for those tokens. Only for text of our own."""
+    """True if names of special tokens in the text stand for those tokens. Only for text that we generate."""
 
 
 class BadRecordError(Exception):
-    """A record that cannot be used. The text says which and why."""
+    """A record that cannot be used. The text names the problem."""
 
     def __init__(self, text: str, advice: str = ""):
         super().__init__(text)
         self.advice = advice
-        """What there is to do about it besides leaving such records out."""
+        """Ways to solve the problem other than skipping such records."""
 
 
 def kind_of(value: Any) -> str:
-    """Returns what a value of JSON is, in words."""
+    """Describes the type of a JSON value for an error message."""
     if value is None:
         return "null or missing"
     if isinstance(value, bool):
@@ -47,75 +47,75 @@ def kind_of(value: Any) -> str:
 
 
 class Document(NamedTuple):
-    """One document, before it is encoded."""
+    """A document before it is encoded."""
 
     file: Input
     record: int
-    """From 1 within the part's stretch of the file."""
+    """Number of the record, from 1 within the part's range of the file."""
     key: bytes
-    """What decides whether it is held out."""
+    """Digest that decides whether the document is held out."""
     segments: Iterable[Segment]
-    """Its contents, to be gone through once: a list, or, of what may be long, an iterator of stretches that are all
-    targets, and all text unless it is `closed`."""
+    """The contents, which are iterated once: a list, or an iterator for contents that may be long. All segments of an
+    iterator are targets, and text unless the document is `closed`."""
     closed: bool = False
-    """Whether an end of document must not be added, because the tokens are given as they are."""
+    """True if no end of document is added, because the input is a token array."""
     end_is_target: bool = True
-    """Whether the end of document that is added is a target."""
+    """True if the end of document that is added is a target."""
     continues: bool = False
-    """Whether this is the rest of the document before, of which the part before has the beginning."""
+    """True if this continues a document that began in the previous part."""
 
 
 @dataclass
 class Counts:
-    """What was left out or changed while documents were read."""
+    """Counts of records and documents that were left out or changed."""
 
     skipped: int = 0
     remarks: list[str] = field(default_factory=list)
-    """What was wrong with the first records that were skipped."""
+    """Problems of the first records that were skipped."""
     empty: int = 0
     without_targets: int = 0
-    """Conversations left out because nothing of them is a target."""
+    """Conversations left out because they have no targets."""
     replaced: int = 0
     long: int = 0
     """Documents left out because they are too long."""
     split: int = 0
-    """Documents that were split because they are too long."""
+    """Documents split because they are too long."""
     binary: int = 0
     binary_names: list[str] = field(default_factory=list)
-    """Some of the files that are no text."""
+    """Names of some of the binary files."""
 
 
 @dataclass(kw_only=True)
 class Report(Counts):
-    """How a part is read, and what happened meanwhile."""
+    """The settings for reading a part, and the counts of what happened."""
 
     reading: Reading
     skip_bad: bool
-    """Whether records that cannot be used are left out."""
+    """True if records that cannot be used are skipped."""
     advance: Callable[[int], None]
-    """Called with the bytes that were read."""
+    """Called with the number of bytes read since the last call."""
     records: dict[int, int] = field(default_factory=dict)
-    """Records seen by file, those left out included."""
+    """Records read in each file, including those left out."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """How many documents of token arrays have so many tokens."""
+    """Number of documents of token arrays by length in tokens."""
 
     def refuse(self, error: BadRecordError, where: str) -> None:
-        """Leaves out the record at a place. Raises `ConfigError` if that is to stop the work."""
+        """Skips the record at `where`. Raises `ConfigError` if bad records must stop the preparation."""
         if not self.skip_bad:
             advice = error.advice and f"{error.advice}; "
             raise ConfigError(f"--input: {where}: {error}; {advice}to leave such records out: --on-error skip")
         self.skipped += 1
-        if self.skipped <= _NAMED:
+        if self.skipped <= _MOST_NAMED:
             self.remarks.append(f"{where}: {error}")
 
-    def replace_invalid(self, wrong: str) -> None:
-        """Counts a document of which something is replaced. Raises `BadRecordError` unless that is wanted."""
+    def replace_invalid(self, problem: str) -> None:
+        """Counts a document with replaced bytes. Raises `BadRecordError` unless `replace_invalid` is set."""
         if not self.reading.replace_invalid:
-            raise BadRecordError(wrong)
+            raise BadRecordError(problem)
         self.replaced += 1
 
     def decoded(self, raw: bytes, where: str) -> str:
-        """The text of a record. Raises `BadRecordError` for what is not UTF-8, unless that is to be replaced."""
+        """Decodes UTF-8. Raises `BadRecordError` for invalid bytes unless `replace_invalid` is set."""
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -123,22 +123,22 @@ class Report(Counts):
             return raw.decode("utf-8", errors="replace")
 
     def leave_out_long(self, can_split: bool) -> None:
-        """Counts a record that is too long and is not split, or raises `BadRecordError`; `can_split` says whether its
-        format allows that."""
+        """Counts a record that is too long and not split, or raises `BadRecordError`. `can_split` is True if its format
+        can be split."""
         reading = self.reading
         if reading.long_documents == "skip":
             self.long += 1
             return
-        what = f"the record is longer than {reading.max_document / 2**20:g} MiB"
+        problem = f"the record is longer than {reading.max_document / 2**20:g} MiB"
         if reading.long_documents == "error":
             ways = "split or skip" if can_split else "skip"
-            raise BadRecordError(what, f"to allow for it: --max-document-mib, or --long-documents {ways}")
+            raise BadRecordError(problem, f"to allow for it: --max-document-mib, or --long-documents {ways}")
         if reading.chat:
-            raise BadRecordError(f"{what}, and a conversation cannot be split")
+            raise BadRecordError(f"{problem}, and a conversation cannot be split")
         advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
-        raise BadRecordError(f"{what}, and a JSON record cannot be split", advice)
+        raise BadRecordError(f"{problem}, and a JSON record cannot be split", advice)
 
     def leave_out_binary(self, name: str) -> None:
         self.binary += 1
-        if self.binary <= _NAMED:
+        if self.binary <= _MOST_NAMED:
             self.binary_names.append(name)

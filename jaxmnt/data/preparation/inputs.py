@@ -1,4 +1,4 @@
-"""Which files are read, how the work is cut into parts, and which documents are held out."""
+"""Finds the input files, divides the work into parts, and decides how documents are held out."""
 
 import fnmatch
 import os
@@ -17,42 +17,42 @@ SHARD_TOKENS = 2**26
 
 @dataclass(frozen=True)
 class Reading:
-    """How records are read."""
+    """Settings for reading records."""
 
     text_field: str = "text"
     chat: bool = False
     ignored_fields: tuple[str, ...] = ()
-    """Fields of conversations and of their messages that are left out, although they may change the meaning."""
+    """Fields of conversations and their messages that are dropped although they may change the meaning."""
     replace_invalid: bool = False
     token_bytes: int = 2
     end_id: int | None = None
-    """What separates documents in token arrays. None: a file is one document."""
+    """Id that ends documents in token arrays. None: each file is one document."""
     vocab_size: int = 0
     max_document: int = 64 * 2**20
-    """Bytes of a record that is held in memory at most. Text files and token arrays are read in stretches."""
+    """Most bytes of a record, which is held in memory. Text files and token arrays are read in stretches."""
     long_documents: Literal["error", "split", "skip"] = "error"
-    """What becomes of longer ones."""
+    """Treatment of longer records."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to prepare. Everything but `workers` is part of what comes out."""
+    """Settings of a preparation. All but `workers` affect the output."""
 
     tokenizer: str | None = "bytes"
-    """bytes, the path of a tokenizer.json, or None for token arrays of a vocabulary of their own."""
+    """bytes, the path of a tokenizer.json, or None for token arrays with their own vocabulary."""
     end_token: str | None = None
     train_tokenizer: int | None = None
-    """Train a BPE of so many tokens on the input instead."""
+    """Size of a BPE vocabulary to train on the input instead."""
     reading: Reading = field(default_factory=Reading)
     vocab_size: int | None = None
-    """Of token arrays, where no tokenizer says it."""
+    """Vocabulary size of token arrays without a tokenizer."""
     eval_fraction: float | None = 0.02
-    """None: as much as is usual with these inputs."""
+    """Share of documents to hold out; None for the default of these inputs."""
     skip_bad: bool = False
     workers: int = 1
     shard_tokens: int = SHARD_TOKENS
     part_bytes: int | None = None
-    """Bytes of input a part; default by the size of the whole."""
+    """Bytes of input per part; by default they depend on the total size."""
 
 
 Kind = Literal["text", "jsonl", "compressed", "parquet", "tokens"]
@@ -63,7 +63,7 @@ _NAMES: dict[Kind, str] = {
     "parquet": r".*\.parquet",
     "tokens": r".*\.(npy|bin)",
 }
-"""What files of each kind are called; all others are text."""
+"""Patterns of file names for each kind; all other files are text."""
 
 _PARTS = 64
 _SMALLEST_PART, _LARGEST_PART = 2**22, 2**28
@@ -71,7 +71,7 @@ _SMALLEST_PART, _LARGEST_PART = 2**22, 2**28
 
 @dataclass(frozen=True)
 class Selection:
-    """What --input, --eval-input, --suffix and --exclude select."""
+    """The files that --input, --eval-input, --suffix and --exclude select."""
 
     inputs: Sequence[Path]
     suffixes: Sequence[str] = ()
@@ -79,32 +79,32 @@ class Selection:
     excludes: Sequence[str] = ()
     """Leaves out files and folders whose name matches one of these patterns."""
     eval_inputs: Sequence[Path] = ()
-    """What is held out, also where it lies below one of the inputs."""
+    """Files and folders to hold out, even if they are below one of the inputs."""
 
 
 class Input(NamedTuple):
     """One input file."""
 
     number: int
-    """Its place among all of them, by which records of the output name it."""
+    """Index among all inputs, by which the output refers to the file."""
     name: str
-    """The name that goes into the output: relative, so that the output does not depend on where the input lies."""
+    """Name in the output: relative, so that the output does not depend on the location of the input."""
     path: Path
     kind: Kind
     size: int
     changed: int
-    """When, in nanoseconds, by the file system."""
+    """Modification time in nanoseconds."""
     split: Literal["train", "eval"] | None = None
-    """Where all its documents go; None if that is asked for each."""
+    """Split of all its documents; None if it is decided for each document."""
 
     @property
     def shown(self) -> str:
-        """The path as a person is shown it."""
+        """The path in printable form."""
         return printable(str(self.path))
 
 
 class Piece(NamedTuple):
-    """A stretch of one file: bytes of text and JSON lines, row groups of Parquet, elements of a token array."""
+    """A range of one file: bytes of text and JSON lines, row groups of Parquet, elements of a token array."""
 
     file: Input
     start: int
@@ -112,11 +112,11 @@ class Piece(NamedTuple):
 
 
 _NAMED_FILES = 3
-"""Files of a part that an error names."""
+"""Most files of a part that an error names."""
 
 
 class Part(NamedTuple):
-    """What one worker does at a time. It becomes shards of its own."""
+    """The unit of work of a worker. Each part becomes shards of its own."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -127,23 +127,22 @@ class Part(NamedTuple):
 
 
 LeftOut = dict[Literal["hidden", "companions", "special"], list[str]]
-"""Names of what lies in the given folders and is not read, by the reason: files and folders whose name begins with a
-dot, such as .git and .cache; texts about the records that they lie beside, such as a dataset's README.md; and pipes,
-devices and links to nothing."""
-
+"""Names of entries of the input folders that are not read, by reason: files and folders whose name begins with a dot,
+such as .git and .cache; texts that describe the records in their folder, such as a dataset's README.md; and pipes,
+devices and broken links."""
 
 _COMPANION = re.compile(
     r"(readme|licen[cs]e|notice|citation|changelog|contributing|authors|code_of_conduct|security)([._-].*)?"
     r"|(dataset_infos?|dataset_dict|state|croissant)\.json|_.*",
     re.IGNORECASE,
 )
-"""Names of files that come with a dataset and are not part of it. Spark and others put _ before theirs."""
+"""Names of files that come with a dataset but are not part of it. Spark and others prefix theirs with _."""
 
 
 def find_inputs(selection: Selection, output: Path) -> tuple[list[Input], LeftOut]:
-    """Returns the selected files by name in order, each once, without those in `output`, and what is left out.
+    """Returns the selected files outside `output`, sorted by name and each once, and the names that are left out.
 
-    A file that is given by its own name is always read. Raises `ConfigError` if there is no file.
+    A file that is passed explicitly is always read. Raises `ConfigError` if there is no file.
     """
     left_out: LeftOut = {"hidden": [], "companions": [], "special": []}
     trained = _find(selection.inputs, selection, output, "--input", left_out)
@@ -159,7 +158,7 @@ def find_inputs(selection: Selection, output: Path) -> tuple[list[Input], LeftOu
 def _find(
     roots: Sequence[Path], selection: Selection, output: Path, option: str, left_out: LeftOut
 ) -> dict[Path, tuple[str, Path]]:
-    """Returns names and paths of the files below these, by real path: inputs may overlap."""
+    """Returns the name and path of each file below these roots, by real path, because inputs may overlap."""
     names_by_path: dict[Path, tuple[str, Path]] = {}
     folder_of_output = output.resolve()
     requested = {root.resolve() for root in (*selection.inputs, *selection.eval_inputs)}
@@ -170,31 +169,31 @@ def _find(
             files = _below(root, selection, requested, left_out)
             _leave_out_companions(files, requested, left_out)
         else:
-            raise ConfigError(f"{option}: {_what_it_is(root)}")
+            raise ConfigError(f"{option}: {_describe_invalid(root)}")
         for path, name in files.items():
             real = path.resolve()
             if folder_of_output not in real.parents:
                 names_by_path[real] = min(names_by_path.get(real, (name, path)), (name, path))
     if roots and not names_by_path:
-        what = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
+        suffixes = f" ending in {' or '.join(selection.suffixes)}" if selection.suffixes else ""
         ignored = [name for names in left_out.values() for name in names]
-        but = f" but what is not read from a folder ({', '.join(map(printable, ignored[:3]))})" if ignored else ""
+        except_for = f" except ignored ones ({', '.join(map(printable, ignored[:3]))})" if ignored else ""
         raise ConfigError(
-            f"{option}: found no files{what} in {printable(', '.join(map(str, roots)))}{but}; check the "
+            f"{option}: found no files{suffixes} in {printable(', '.join(map(str, roots)))}{except_for}; check the "
             "path, --suffix and --exclude"
         )
     return names_by_path
 
 
 def _below(root: Path, selection: Selection, requested: set[Path], left_out: LeftOut) -> dict[Path, str]:
-    """Returns the selected files below a folder with their names, but for hidden ones and those that are none."""
+    """Returns the selected regular files below a folder, with their names, except hidden ones."""
     files = {}
-    visited = set()  # links may lead round in circles
+    visited = set()  # symbolic links may form cycles
     suffixes, prefix = tuple(selection.suffixes) or "", root.resolve().name
     name_of = lambda path: f"{prefix}/{path.relative_to(root)}"
 
     def visible(folder: str, names: list[str]) -> list[Path]:
-        """Returns the paths of these names in order, but for hidden ones and those to exclude."""
+        """Returns the paths of these names, sorted, except hidden and excluded ones."""
         paths = []
         for name in sorted(names):
             path = Path(folder, name)
@@ -221,7 +220,7 @@ def _below(root: Path, selection: Selection, requested: set[Path], left_out: Lef
 
 
 def _leave_out_companions(files: dict[Path, str], requested: set[Path], left_out: LeftOut) -> None:
-    """Takes away texts that only tell about the records in or below their own folder."""
+    """Removes texts that only describe the records in or below their own folder."""
     records = [path for path in files if kind_of_file(path) in ("jsonl", "compressed", "parquet")]
     with_records = {folder for path in records for folder in path.parents}
     for path in list(files):
@@ -231,8 +230,8 @@ def _leave_out_companions(files: dict[Path, str], requested: set[Path], left_out
                 left_out["companions"].append(name)
 
 
-def _what_it_is(path: Path) -> str:
-    """Returns what is wrong with a path that is neither a file nor a folder, and what to give instead."""
+def _describe_invalid(path: Path) -> str:
+    """Describes why a path that is neither a file nor a folder cannot be read, and what to pass instead."""
     shown = printable(str(path))
     if str(path) == "-":
         return "- (standard input) cannot be read twice and in parts; write what it holds to a file and give that"
@@ -250,7 +249,7 @@ def _describe(number: int, name: str, path: Path, split: Literal["train", "eval"
 
 
 def check_unchanged(inputs: Sequence[Input]) -> None:
-    """Raises `ConfigError` if a file is not what it was when it was found."""
+    """Raises `ConfigError` if a file has changed since it was found."""
     for file in inputs:
         try:
             is_same = _describe(file.number, file.name, file.path, file.split) == file
@@ -264,7 +263,7 @@ def check_unchanged(inputs: Sequence[Input]) -> None:
 
 
 def cut_into_parts(inputs: Sequence[Input], settings: Settings) -> list[Part]:
-    """Parts of about the same number of bytes; small files share one. A function of the files' sizes alone."""
+    """Divides the input into parts of about equal bytes; small files share a part. Depends only on the files' sizes."""
     part_bytes = settings.part_bytes
     if part_bytes is None:
         total = sum(file.size for file in inputs)
@@ -290,13 +289,13 @@ def unreadable(error: OSError) -> NoReturn:
 
 
 def open_tokens(file: Input, dtype: str) -> np.ndarray:
-    """The token array of a .npy or raw .bin file, memory-mapped; one-dimensional integers."""
+    """Memory-maps the token array of a .npy or raw .bin file. Raises `ConfigError` unless it is 1-D integers."""
     try:
         if file.path.suffix.lower() == ".npy":
             array: np.ndarray = np.lib.format.open_memmap(file.path, mode="r")
         else:
             array = np.memmap(file.path, np.dtype(dtype), "r") if file.size else np.zeros(0, dtype)
-    except Exception as error:  # on a damaged header NumPy raises what it likes
+    except Exception as error:  # NumPy may raise any exception for a damaged header
         raise ConfigError(
             f"--input: {file.shown} cannot be read as a token array: {printable(str(error)[:200])}; "
             "replace the file, or leave it out with --exclude"
@@ -310,15 +309,15 @@ def open_tokens(file: Input, dtype: str) -> np.ndarray:
 
 
 def open_parquet(file: Input) -> Any:
-    """A pyarrow.parquet.ParquetFile. Raises `ConfigError` where pyarrow is missing or the file is damaged."""
+    """Returns a pyarrow.parquet.ParquetFile. Raises `ConfigError` if pyarrow is missing or the file is damaged."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ConfigError(f"--input: {file.shown} needs pyarrow; {how_to_install('data')}") from error
     try:
-        # Without these a whole column of a row group would be held at a time.
+        # The defaults would hold a whole column of a row group in memory.
         opened = parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20)
-        _ = opened.schema_arrow.names  # are decoded only now
+        _ = opened.schema_arrow.names  # names are decoded on access, which may fail
     except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise damaged_parquet(file, error) from error
     return opened
@@ -332,7 +331,7 @@ def damaged_parquet(file: Input, error: Exception) -> ConfigError:
 
 
 def _pieces(file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece, int]]:
-    """The stretches of a file, all but the last of at least `part_bytes`, with their sizes in bytes."""
+    """Cuts a file into pieces, all but the last of at least `part_bytes`. Returns them with their sizes in bytes."""
     if file.kind in ("text", "compressed"):
         return [(Piece(file, 0, file.size), file.size)]
     if file.kind == "parquet":
@@ -342,10 +341,10 @@ def _pieces(file: Input, token_bytes: int, part_bytes: int) -> list[tuple[Piece,
         array = open_tokens(file, f"u{token_bytes}")
         unit, length = array.dtype.itemsize, len(array)
     elements_per_piece = -(-part_bytes // unit)
-    stretches = [
+    pieces = [
         Piece(file, start, min(start + elements_per_piece, length)) for start in range(0, length, elements_per_piece)
     ]
-    return [(piece, (piece.stop - piece.start) * unit) for piece in stretches]
+    return [(piece, (piece.stop - piece.start) * unit) for piece in pieces]
 
 
 def _row_groups(file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
@@ -360,22 +359,22 @@ def _row_groups(file: Input, part_bytes: int) -> list[tuple[Piece, int]]:
 
 
 def kind_of_file(path: Path) -> Kind:
-    """What a file holds, by its name."""
+    """Returns the kind of a file by its name."""
     name = path.name.lower()
     return next((kind for kind, pattern in _NAMES.items() if re.fullmatch(pattern, name, re.DOTALL)), "text")
 
 
-FRACTION = 0.02
-"""The share where nothing else is said."""
+DEFAULT_FRACTION = 0.02
+"""Default share of documents to hold out."""
 
 _EVAL_WORDS = {"val", "valid", "validation", "eval"}
 
 
-def decide(inputs: list[Input], settings: Settings) -> tuple[list[Input], Settings]:
-    """The inputs, with their splits where names tell them, and the settings, with the share of the others.
+def decide_held_out(inputs: list[Input], settings: Settings) -> tuple[list[Input], Settings]:
+    """Decides the held-out files and the held-out share of the others. Returns the updated inputs and settings.
 
-    A share that was given is what counts. Else token arrays beside one named like val.bin are trained on, and that is
-    held out; so are files that were given to be held out; and token arrays that are a document each are not divided.
+    An explicit share is kept. Otherwise files of --eval-input and token arrays named like val.bin are held out and all
+    other files are trained on; and token arrays that are one document each are not divided.
     """
     if settings.eval_fraction is not None:
         return inputs, settings
@@ -384,7 +383,7 @@ def decide(inputs: list[Input], settings: Settings) -> tuple[list[Input], Settin
     whole = settings.tokenizer is None and settings.reading.end_id is None
     undivided = all(file.kind == "tokens" for file in inputs) and whole and settings.train_tokenizer is None
     named = any(file.split for file in inputs)
-    return inputs, replace(settings, eval_fraction=0.0 if named or undivided else FRACTION)
+    return inputs, replace(settings, eval_fraction=0.0 if named or undivided else DEFAULT_FRACTION)
 
 
 def _by_name(inputs: list[Input]) -> list[Input]:

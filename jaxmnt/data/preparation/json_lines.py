@@ -1,4 +1,4 @@
-"""What a document is in JSON lines, and how lines are read without holding more than may be held."""
+"""Reads documents from JSON lines, with bounded memory."""
 
 import gzip
 import json
@@ -16,12 +16,12 @@ from jaxmnt.errors import ConfigError, how_to_install, printable
 _BLOCK = 2**20
 
 _ZSTANDARD_PIECE = 2**9
-"""Bytes of a .zst that are decompressed at a time: each 4 may become 128 KiB."""
+"""Bytes of a .zst file that are decompressed at a time: each 4 may become 128 KiB."""
 
 
 def plain_blocks(stream: BinaryIO, piece: Piece, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """The lines that begin in this stretch of the file."""
-    if piece.start:  # the line that begins before the stretch is passed over
+    """Yields blocks of the lines that begin in this range of the file."""
+    if piece.start:  # skip the line that begins before the range
         stream.seek(piece.start - 1)
         while (line := stream.readline(_BLOCK)) and not line.endswith(b"\n"):
             pass
@@ -30,12 +30,13 @@ def plain_blocks(stream: BinaryIO, piece: Piece, advance: Callable[[int], None])
         place += len(block)
         advance(len(block))
         yield block
-    while not block.endswith(b"\n") and (block := stream.readline(_BLOCK)):  # the last line goes on behind the stretch
+    while not block.endswith(b"\n") and (block := stream.readline(_BLOCK)):  # the last line continues after the range
         advance(len(block))
         yield block
 
 
 def compressed_blocks(file: Input, raw: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
+    """Yields the decompressed blocks of a .gz or .zst file."""
     if file.path.suffix.lower() == ".gz":
         blocks = iter(partial(gzip.GzipFile(fileobj=raw).read, _BLOCK), b"")
     else:
@@ -48,7 +49,7 @@ def compressed_blocks(file: Input, raw: BinaryIO, advance: Callable[[int], None]
 
 
 def _zstandard_blocks(file: Input, raw: BinaryIO) -> Iterator[bytes]:
-    """Decompressed frame by frame: the library's own stream takes a file that was cut off for one that ends there."""
+    """Decompresses frame by frame. Raises `EOFError` for a truncated file, which the library's own stream accepts."""
     try:
         from zstandard import ZstdDecompressor, ZstdError
     except ImportError as error:
@@ -71,20 +72,20 @@ _NOT_BLANK = re.compile(rb"\S")
 
 
 class Lines:
-    """The lines that hold more than white space, in order; None in place of one of more than `limit` bytes.
+    """Iterates over the lines that are not blank, with None in place of a line of more than `limit` bytes.
 
-    White space of earlier blocks that a line begins with is left out.
+    White space at the beginning of a line is dropped if it is in an earlier block.
     """
 
     def __init__(self, blocks: Iterator[bytes], limit: int):
         self._blocks, self._limit = blocks, limit
         self.number = 0
-        """Lines so far, the present one and blank ones included."""
+        """Lines so far, including the current one and blank ones."""
         self.blank = 0
 
     def __iter__(self) -> Iterator[bytes | None]:
-        pieces, size = [], 0  # of the present line
-        begun = False  # whether a line of nothing but white space so far has begun
+        pieces, size = [], 0  # of the current line
+        begun = False  # True if the current line has only white space so far
         for block in self._blocks:
             stop = 0
             while stop < len(block):
@@ -92,7 +93,7 @@ class Lines:
                 if not size:
                     filled = _NOT_BLANK.search(block, start)
                     text = filled.start() if filled else len(block)
-                    self._pass_over(block.count(b"\n", start, text))
+                    self._count_blank(block.count(b"\n", start, text))
                     begun = not filled and not block.endswith(b"\n")
                     if not filled:
                         break
@@ -105,16 +106,16 @@ class Lines:
                     pieces.append(block[start:stop])
                 elif fits:
                     pieces.clear()
-                    yield None  # the rest of a long line is read only then: the caller may have stopped at it
+                    yield None  # before the rest of the line is read, because the caller may stop here
                 if block[stop - 1 : stop] == b"\n":
                     if pieces:
                         yield b"".join(pieces)
                     pieces, size = [], 0
         if pieces:
             yield b"".join(pieces)
-        self._pass_over(begun)
+        self._count_blank(begun)
 
-    def _pass_over(self, lines: int) -> None:
+    def _count_blank(self, lines: int) -> None:
         """Counts blank lines."""
         self.number += lines
         self.blank += lines
@@ -124,13 +125,14 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_lines(piece: Piece, report: Report) -> Iterator[Document]:
-    """The lines that begin in this stretch of the file."""
+    """Yields the documents of the lines that begin in this range of the file."""
     with piece.file.path.open("rb") as stream:
         lines = Lines(plain_blocks(stream, piece, report.advance), report.reading.max_document)
         yield from _documents(lines, piece, report)
 
 
 def read_compressed(piece: Piece, report: Report) -> Iterator[Document]:
+    """Yields the documents of a compressed file. Raises `ConfigError` if it is damaged."""
     file = piece.file
     with file.path.open("rb") as raw:
         lines = Lines(compressed_blocks(file, raw, report.advance), report.reading.max_document)
@@ -167,7 +169,7 @@ def _parsed(text: str) -> Any:
             return json.loads(text, object_pairs_hook=_object)
         except json.JSONDecodeError:
             raise
-        except ValueError:  # Python makes no integer of so many digits, and no field that is read holds one
+        except ValueError:  # an integer with more digits than Python converts; no field that we read holds one
             return json.loads(text, object_pairs_hook=_object, parse_int=float)
     except (ValueError, RecursionError) as error:
         raise BadRecordError(f"not valid JSON: {error}") from error
@@ -183,7 +185,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _lines_before(piece: Piece) -> int:
-    """Lines that begin before this stretch; reads the file up to there, which only an error is worth."""
+    """Counts the lines that begin before this range. Reads the file up to there, so it is used only for errors."""
     before = piece._replace(start=0, stop=piece.start)
     with piece.file.path.open("rb") as stream:
         return sum(block.count(b"\n") for block in plain_blocks(stream, before, lambda count: None))

@@ -1,8 +1,7 @@
-"""What a document is in Parquet, and how large a cell is before it is read.
+"""Reads documents from Parquet, and checks the size of cells before they are read.
 
-Metadata of a column that is damaged may abort the process that asks for it, in a library below Python, instead of
-raising an error. So a process of its own reads it: python -m jaxmnt.data.preparation.parquet FILE GROUP … writes the
-sizes of column chunks as JSON.
+Reading damaged metadata of a column may abort the process in native code instead of raising an error. So a child
+process reads it: python -m jaxmnt.data.preparation.parquet FILE GROUP … writes the sizes of column chunks as JSON.
 """
 
 import codecs
@@ -17,49 +16,49 @@ from typing import Any, BinaryIO, NamedTuple
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Piece, Reading, damaged_parquet, open_parquet
 from jaxmnt.data.preparation.records import (
-    KNOWN,
+    KNOWN_SHAPES,
     SHAPES,
+    conversation_advice,
     documents_of,
     fields_to_read,
     key_of,
     names_of,
-    what_it_holds,
 )
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.strict_json import json_text
 
 _HEADER_BYTES = 2**16
-"""More than a header takes: statistics in it are cut by those who write them."""
+"""Upper bound of a page header's size; writers truncate the statistics in it."""
 
 _UNCOMPRESSED, _COMPRESSED = 2, 3
-"""Numbers of the fields."""
+"""Thrift ids of the fields uncompressed_page_size and compressed_page_size of a page header."""
 
 _BINARY, _STRUCT = 8, 12
 _NUMBERS = (4, 5, 6)
 _SIZES = {1: 0, 2: 0, 3: 1, 7: 8}
-"""Kinds of fields; of true, false, a byte and a double how many bytes they take."""
+"""Type codes of Thrift's compact protocol; `_SIZES` has the bytes of true, false, a byte and a double."""
 
 
 class Column(NamedTuple):
-    """A column chunk: the part of a column that is in one row group."""
+    """A column chunk: the part of a column in one row group."""
 
     field: str
-    """The field of a record that it belongs to."""
+    """Top-level field of the record that the column belongs to."""
     uncompressed: int
     start: int
-    """Byte of the file where its first page begins."""
+    """Offset in the file of its first page, in bytes."""
     stop: int
 
 
 def columns_of(path: Path, groups: Sequence[int]) -> list[list[Column]]:
     """Returns the column chunks of each of these row groups. Raises `ValueError` if their metadata is damaged."""
     arguments = [sys.executable, "-m", __name__, str(path), *map(str, groups)]
-    done = subprocess.run(arguments, capture_output=True, check=False)
-    if done.returncode == 0:
-        return [[Column(*column) for column in columns] for columns in json.loads(done.stdout)]
-    code = done.returncode
+    child = subprocess.run(arguments, capture_output=True, check=False)
+    if child.returncode == 0:
+        return [[Column(*column) for column in columns] for columns in json.loads(child.stdout)]
+    code = child.returncode
     ended = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    lines = child.stderr.decode(errors="replace").strip().splitlines()
     why = f": {lines[-1].strip()}" if lines else ""
     raise ValueError(f"reading the metadata of its columns {ended}{why}")
 
@@ -82,7 +81,7 @@ def _child(path: str, *groups: str) -> None:
 
 
 def largest_page(stream: BinaryIO, column: Column) -> int:
-    """Bytes of the largest page of a column chunk, decompressed. Raises `ValueError` for headers that are none."""
+    """Returns the decompressed bytes of the largest page of a column chunk. Raises `ValueError` for damaged headers."""
     place, largest = column.start, 0
     while place < column.stop:
         stream.seek(place)
@@ -99,12 +98,14 @@ def largest_page(stream: BinaryIO, column: Column) -> int:
 
 
 class _Header:
+    """Parses a page header in Thrift's compact protocol. Raises `IndexError` if it is damaged."""
+
     def __init__(self, raw: bytes):
         self._raw = raw
         self.place = 0
 
     def numbers(self) -> dict[int, int]:
-        """Goes behind a struct; its numbers by field."""
+        """Reads a struct, and returns its integers by field id."""
         values, field = {}, 0
         while byte := self._byte():
             step, kind = byte >> 4, byte & 15
@@ -136,7 +137,7 @@ class _Header:
         if kind == _STRUCT:
             self.numbers()
         elif kind == _BINARY:
-            size = self._unsigned()  # which goes on by itself
+            size = self._unsigned()  # advances self.place
             self.place += size
         elif kind in _SIZES:
             self.place += _SIZES[kind]
@@ -145,13 +146,14 @@ class _Header:
 
 
 _ROWS = 8
-"""Rows that are held at a time: each may be as long as a document may be."""
+"""Rows held in memory at a time: each may be as long as the largest document."""
 
 _LARGE_PAGE = 2**27
-"""Pages of so many bytes are read whatever the limit is; some programs write them."""
+"""Pages up to this many bytes are always read, because some programs write them."""
 
 
 def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
+    """Yields the documents of these row groups. Raises `ConfigError` if the file is damaged."""
     from pyarrow import ArrowException
 
     file, reading = piece.file, report.reading
@@ -177,16 +179,17 @@ def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
 
 
 def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
-    """The columns to read. Raises `ConfigError` if they are not there, or hold no text where that is wanted."""
-    names, columns = schema.names, f"its columns: {names_of(schema.names)}"
+    """Returns the columns to read. Raises `ConfigError` if they are missing, or if the text column holds no text."""
+    names = schema.names
+    columns = f"its columns: {names_of(names)}"
     if reading.chat:
         column_names = fields_to_read(names, reading)
         if set(SHAPES).isdisjoint(column_names):
-            raise ConfigError(f"--input: {file.shown} has no column {KNOWN}; {columns}")
+            raise ConfigError(f"--input: {file.shown} has no column {KNOWN_SHAPES}; {columns}")
         return column_names
     field = reading.text_field
     if field not in names:
-        advice = what_it_holds(names)
+        advice = conversation_advice(names)
         raise ConfigError(
             f"--input: {file.shown} has no column {printable(field)}; {columns}{advice and '; ' + advice}"
         )
@@ -200,7 +203,7 @@ def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
 
 
 def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: list[str], reading: Reading) -> None:
-    """Refuses what would take much memory before it is read: a small file may hold a very large cell."""
+    """Raises `ConfigError` for pages that need too much memory: a small file may hold a very large cell."""
     limit = max(2 * reading.max_document, _LARGE_PAGE)
     large = [group for group in groups if metadata.row_group(group).total_byte_size > limit]
     if not large:
@@ -223,9 +226,9 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: li
 
 
 def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:
-    """The rows of a batch, not yet decoded.
+    """Returns the rows of a batch, not yet decoded.
 
-    Text by itself is taken as bytes, because Parquet files are not checked for being UTF-8.
+    A single text column is read as bytes, because Parquet does not guarantee that text is UTF-8.
     """
     if reading.chat:
         return (batch.slice(row, 1) for row in range(len(batch)))
@@ -233,7 +236,7 @@ def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:
 
 
 def _documents(row: Any, number: int, file: Input, report: Report) -> Iterator[Document]:
-    """The documents of a row as `_rows_of` gives it. Raises `BadRecordError`."""
+    """Yields the documents of a row from `_rows_of`. Raises `BadRecordError`."""
     reading = report.reading
     size = row.nbytes if reading.chat else len(row or b"")
     if size <= reading.max_document:
@@ -250,12 +253,12 @@ def _conversation(row: Any) -> Any:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         raise BadRecordError(f"not valid UTF-8: {error.reason}") from error
-    except (ValueError, OverflowError) as error:  # a time that Python has no word for, beside the text
+    except (ValueError, OverflowError) as error:  # a timestamp in another field that Python cannot represent
         raise BadRecordError(f"cannot be decoded: {printable(str(error)[:200])}") from error
 
 
 def _split(text: bytes, number: int, file: Input, report: Report) -> Iterator[Document]:
-    """The documents of a text that is too long, all of them held out or none. Raises `BadRecordError`."""
+    """Splits a text that is too long into documents, which are all held out or all not. Raises `BadRecordError`."""
     start, size = 0, report.reading.max_document
     try:
         for _, stop in _pieces(text, size, "strict"):
@@ -272,7 +275,7 @@ def _split(text: bytes, number: int, file: Input, report: Report) -> Iterator[Do
 
 
 def _pieces(text: bytes, size: int, errors: str) -> Iterator[tuple[str, int]]:
-    """Cuts a text into pieces of at most this size, each of whole characters, and says where each stops."""
+    """Cuts a text into pieces of at most `size` bytes and of whole characters, and yields each with its end."""
     stop = 0
     while stop < len(text):
         piece, consumed = codecs.utf_8_decode(text[stop : stop + size], errors, stop + size >= len(text))
@@ -281,7 +284,7 @@ def _pieces(text: bytes, size: int, errors: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a column of this type holds text, or bytes that may be some. One of nothing but nulls does."""
+    """Returns True if a column of this type may hold text: strings, bytes, or only nulls."""
     from pyarrow import BaseExtensionType, types
 
     if isinstance(kind, BaseExtensionType):
@@ -296,7 +299,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _as_bytes(column: Any) -> Any:
-    """A column of text as one of bytes, however it is encoded."""
+    """Converts a column of text, in any of Arrow's encodings, to bytes."""
     from pyarrow import BaseExtensionType, binary, large_binary, types
 
     if isinstance(column.type, BaseExtensionType):

@@ -1,4 +1,4 @@
-"""One part of the work: its documents are read, encoded and written as shards."""
+"""Prepares one part: reads its documents, encodes them and writes shards."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from jaxmnt.storage import publish
 from jaxmnt.strict_json import json_text
 
 WORK = "work"
-"""The folder in the output of an unfinished preparation."""
+"""Name of the folder in the output that holds an unfinished preparation."""
 
 _HEADER_BYTES = 128
 _PIECE = 2**20
@@ -35,20 +35,20 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """What is prepared, from what, and where."""
+    """A preparation: its inputs, parts, output and settings."""
 
     inputs: list[Input]
     parts: list[Part]
     output: Path
     settings: Settings
-    """The vocabulary and the end of documents in `reading` are those of the tokenizer, once that is known."""
+    """`reading` has the vocabulary and end of document of the tokenizer, once it is known."""
 
     @property
     def work(self) -> Path:
         return self.output / WORK
 
     def record_path(self, part: int) -> Path:
-        """Where the record of a part is; its presence says that the part is done."""
+        """Returns the path of a part's record. If the file exists, the part is done."""
         return self.work / f"part-{part:05d}.json"
 
     def counts_path(self, part: int) -> Path:
@@ -64,7 +64,7 @@ class Job:
 
 
 class NpyWriter:
-    """A one-dimensional .npy file that is appended to, and that appears under its name when it is whole."""
+    """A one-dimensional .npy file that is appended to, and published under its name when it is complete."""
 
     def __init__(self, path: Path, attempt: Attempt, dtype: np.dtype):
         self._path, self._attempt, self._dtype = path, attempt, dtype
@@ -86,33 +86,34 @@ class NpyWriter:
 
 
 class ShardWriter:
-    """The shards of one split that a part gives rise to, cut after `shard_tokens` tokens."""
+    """Writes a part's shards of one split, cut after `shard_tokens` tokens."""
 
     def __init__(self, job: Job, split: str, part: int, attempt: Attempt):
         self._job, self._split, self._part, self._attempt = job, split, part, attempt
         self._shards: list[dict[str, Any]] = []
         self._open: dict[str, NpyWriter] = {}
-        """The files of the present shard by kind: tokens, and perhaps learn."""
+        """The files of the current shard by kind: tokens, and learn for conversations."""
         self._starts, self._origins = array("q"), array("q")
         self.counts = np.zeros(job.settings.reading.vocab_size, np.int64)
-        """How often each token occurs."""
+        """Occurrences of each token."""
         self._targets = 0
         self._text_bytes: int | None = 0
 
     def begin_document(self, file: int, record: int) -> None:
-        """The tokens added from now on belong to a document of this origin."""
-        start = self._shard()["tokens"].length  # which may begin a shard, and a list of its documents
+        """Begins a document of this origin, to which the next tokens belong."""
+        start = self._shard()["tokens"].length  # may begin a new shard, which resets _starts
         self._starts.append(start)
         self._origins.extend((file, record))
 
     def count_text(self, segment: Segment) -> None:
-        """Counts the UTF-8 bytes of text whose tokens are targets. Of tokens as they are, nothing is known."""
+        """Counts the UTF-8 bytes of text whose tokens are targets. For token arrays the count is unknown (None)."""
         if not isinstance(segment.content, str):
             self._text_bytes = None
         elif self._text_bytes is not None and segment.learn and not segment.markup:
             self._text_bytes += len(segment.content.encode(errors="replace"))
 
     def add(self, tokens: np.ndarray, learn: bool) -> None:
+        """Appends tokens to the current document. `learn` is True if they are targets."""
         self._targets += learn * len(tokens)
         while len(tokens):
             files = self._shard()
@@ -125,14 +126,14 @@ class ShardWriter:
             tokens = tokens[len(piece) :]
 
     def close(self) -> dict[str, Any]:
-        """The split's entry in the part's record."""
+        """Finishes the shards, and returns the split's entry for the part's record."""
         if self._open:
             self._close_shard()
-        totals = {of: sum(shard[of] for shard in self._shards) for of in ("documents", "tokens")}
+        totals = {name: sum(shard[name] for shard in self._shards) for name in ("documents", "tokens")}
         return totals | {"targets": self._targets, "text_bytes": self._text_bytes, "shards": self._shards}
 
     def _shard(self) -> dict[str, NpyWriter]:
-        """Returns the files of a shard that takes at least one more token."""
+        """Returns the files of a shard with room for at least one token; opens a new shard if necessary."""
         if self._open and self._open["tokens"].length >= self._job.settings.shard_tokens:
             self._close_shard()
         if not self._open:
@@ -144,7 +145,7 @@ class ShardWriter:
     def _close_shard(self) -> None:
         starts = self._writer("documents", np.dtype(np.int64))
         starts.append(np.array(self._starts, np.int64))
-        # The records of origins are counted within the part until all parts are known: see run.py.
+        # Origins number records within the part; plan.commit adds the records of earlier parts of the file.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
         save_array(self._job.origins_path(self._split, self._name), origins, self._attempt)
         files = self._open | {"documents": starts}
@@ -165,28 +166,28 @@ class ShardWriter:
 
 
 def save_array(path: Path, array: np.ndarray, attempt: Attempt) -> None:
-    """Publishes a small array whole and durably."""
+    """Publishes a small array completely and durably."""
     with attempt.writing(path) as stream:
         np.save(stream, array)
 
 
 def read_array(path: Path, *shape: int | None) -> np.ndarray:
-    """What `save_array` has published, whole numbers of this shape (None: of any length). Raises `ConfigError` if it is
-    not that any more."""
+    """Reads an int64 array that `save_array` published. None in `shape` stands for any length. Raises `ConfigError` if
+    it is damaged."""
     try:
         array = np.load(io.BytesIO(storage.read(path)), allow_pickle=False)
-    except Exception as error:  # on a damaged header NumPy raises what it likes
+    except Exception as error:  # NumPy may raise any exception for a damaged header
         raise _damaged(path) from error
     lengths = zip(shape, array.shape, strict=False)
-    fits = len(shape) == array.ndim and all(length in (None, there) for length, there in lengths)
+    fits = len(shape) == array.ndim and all(expected in (None, actual) for expected, actual in lengths)
     if not fits or array.dtype != np.int64:
         raise _damaged(path)
     return array
 
 
 def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = None) -> None:
-    """Publishes what a preparation that goes on later will need, sealed; with an attempt, if there is none yet."""
-    text = sealed_text(json.loads(json_text(record)))  # with keys as they will be read
+    """Publishes a sealed record that a resumed preparation will read. With `attempt`, an existing one is kept."""
+    text = sealed_text(json.loads(json_text(record)))  # keys become strings, as they will be read
     if attempt is None:
         publish(path, text)
         return
@@ -195,7 +196,7 @@ def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = N
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What `write_record` has published. Raises `ConfigError` if it is not that any more."""
+    """Reads a record that `write_record` published. Raises `ConfigError` if it is damaged."""
     try:
         return unsealed(json.loads(storage.read(path).decode()))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -210,14 +211,14 @@ def _damaged(path: Path) -> ConfigError:
 
 
 def _npy_header(dtype: np.dtype, length: int) -> bytes:
-    """Version 1.0 of the format, padded to a fixed size so that it can be written last."""
+    """Returns a header of version 1.0 of the format, padded to a fixed size so that it can be written last."""
     text = repr({"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (length,)})
     padded = text.ljust(_HEADER_BYTES - 11) + "\n"
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("ascii")
 
 
 def read_part(part: Part, report: Report) -> Iterator[Document]:
-    """The documents of a part in order."""
+    """Yields the documents of a part in order. Raises `ConfigError` if a file cannot be read."""
     readers = {
         "text": read_text, "jsonl": read_lines, "compressed": read_compressed,
         "parquet": read_parquet, "tokens": read_tokens,
@@ -233,19 +234,22 @@ def read_part(part: Part, report: Report) -> Iterator[Document]:
 
 
 _BATCH_CHARACTERS = 2**19
-"""Text that is encoded at a time; encoding many short texts one by one would cost more."""
+"""Characters that are encoded at a time, because encoding many short texts one by one is slower."""
 
 COUNTED = [field.name for field in fields(Counts)]
-"""What a part's record says of `Counts`."""
+"""Fields of `Counts` that a part's record stores."""
 
 
-def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
-    """Does one part. Raises `ConfigError` for bad input, `OSError` when the output cannot be written."""
+def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
+    """Prepares one part. Raises `ConfigError` for bad input, and `OSError` if the output cannot be written."""
     reading, attempt = job.settings.reading, Attempt(job.work)
     report = Report(reading=reading, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
     try:
-        documents = (_with_text_counted(one, writers[split_of(one, job.settings)]) for one in read_part(part, report))
+        documents = (
+            _with_text_counted(document, writers[split_of(document, job.settings)])
+            for document in read_part(part, report)
+        )
         for document, encoded in _encoded(documents, tokenizer):
             writer = writers[split_of(document, job.settings)]
             if not document.continues:
@@ -265,7 +269,7 @@ def do_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable
 
 
 def _with_text_counted(document: Document, writer: ShardWriter) -> Document:
-    """Returns the document. The writer counts the text of long documents while their segments are read."""
+    """Returns the document, and has the writer count its text. Long documents are counted as they are read."""
 
     def counted() -> Iterator[Segment]:
         for segment in document.segments:
@@ -276,51 +280,51 @@ def _with_text_counted(document: Document, writer: ShardWriter) -> Document:
 
 
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
-    """The documents of a part with whether they are held out; bad ones are passed over."""
+    """Yields (is held out, document) for each document of a part, and skips bad records."""
     report = Report(reading=job.settings.reading, skip_bad=True, advance=lambda count: None)
     for document in read_part(part, report):
         yield split_of(document, job.settings) == "eval", document
 
 
 def split_of(document: Document, settings: Settings) -> str:
-    """train or eval, by settings that have been decided."""
+    """Returns train or eval. Requires a held-out share in `settings` (`inputs.decide_held_out`)."""
     fraction = settings.eval_fraction
     assert fraction is not None
     return document.file.split or ("eval" if int.from_bytes(document.key[:8], "big") < fraction * 2**64 else "train")
 
 
 Tokens = tuple[np.ndarray, bool]
-"""Tokens of a stretch of a document, and whether they are targets."""
+"""Tokens of part of a document, and True if they are targets."""
 
 
 def _encoded(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iterator[tuple[Document, Iterable[Tokens]]]:
-    """Each document with its tokens. Short ones are encoded together, long ones a segment at a time."""
-    waiting = []
+    """Yields each document with its tokens. Short documents are encoded together, long ones a segment at a time."""
+    batch = []
     characters = 0
     for document in documents:
         if isinstance(document.segments, list):
-            waiting.append((document, document.segments))
+            batch.append((document, document.segments))
             characters += sum(len(segment.content) for segment in document.segments)
             if characters < _BATCH_CHARACTERS:
                 continue
-        yield from _encode_together(waiting, tokenizer)
-        waiting, characters = [], 0
+        yield from _encode_together(batch, tokenizer)
+        batch, characters = [], 0
         if not isinstance(document.segments, list):
             yield document, _encode_in_stretches(document, tokenizer)
-    yield from _encode_together(waiting, tokenizer)
+    yield from _encode_together(batch, tokenizer)
 
 
 def _encode_together(
-    waiting: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
+    batch: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
 ) -> Iterator[tuple[Document, Iterable[Tokens]]]:
     texts = [
         [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
-        for _, segments in waiting
+        for _, segments in batch
     ]
     assert tokenizer is not None or not any(texts)
     encoded: list[list[Any]] = texts if tokenizer is None else encode_pieces(tokenizer, texts)
-    for (document, segments), ids in zip(waiting, encoded, strict=True):
-        tokens = ids or [segment.content for segment in segments]  # a document is text, or tokens as they are
+    for (document, segments), ids in zip(batch, encoded, strict=True):
+        tokens = ids or [segment.content for segment in segments]  # a document is either text or already tokens
         yield document, zip(tokens, (segment.learn for segment in segments), strict=True)
 
 

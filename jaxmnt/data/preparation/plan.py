@@ -1,4 +1,4 @@
-"""What is planned in a work folder, gone on with, and committed as prepared data when all parts are done."""
+"""Plans a preparation in a work folder, resumes it, and commits the prepared data when all parts are done."""
 
 import fcntl
 import hashlib
@@ -34,28 +34,30 @@ from jaxmnt.errors import ConfigError, counted, printable
 from jaxmnt.strict_json import json_text
 
 _PLAN = "plan.json"
-_CHAT_FORM = 2
-"""Stands in a plan for how conversations become text. Form 1 dropped fields: what it has begun is not continued."""
+_CHAT_VERSION = 2
+"""Version of the conversion of conversations to text. Version 1 dropped fields, so its preparations are not resumed."""
 
 _SHARD = r"[0-9]{5,}-[0-9]{2,}\.npy"
-_BEFORE_THE_PLAN = re.compile(r"lock|\.plan\.json\.tmp", re.ASCII)
-_OF_PARTS = rf"(part-[0-9]{{5,}}\.json | counts-[0-9]{{5,}}\.npy | (train|eval)-origins-{_SHARD})"
-_IN_SHARDS = rf"(train|eval)-(tokens|documents|learn|origins)-{_SHARD}"
-_IN_PARTS = re.compile(
-    rf"{_OF_PARTS} | \.{_OF_PARTS}\.tmp | {_IN_SHARDS}\.tmp"
-    rf"| ({_OF_PARTS} | {_IN_SHARDS} | manifest\.json | sources\.txt)\.{NAME_OF_ATTEMPT}\.tmp",
+_WRITTEN_BEFORE_PLAN = re.compile(r"lock|\.plan\.json\.tmp", re.ASCII)
+_PART_FILES = rf"(part-[0-9]{{5,}}\.json | counts-[0-9]{{5,}}\.npy | (train|eval)-origins-{_SHARD})"
+_SHARD_FILES = rf"(train|eval)-(tokens|documents|learn|origins)-{_SHARD}"
+_PARTS_CONTENTS = re.compile(
+    rf"{_PART_FILES} | \.{_PART_FILES}\.tmp | {_SHARD_FILES}\.tmp"
+    rf"| ({_PART_FILES} | {_SHARD_FILES} | manifest\.json | sources\.txt)\.{NAME_OF_ATTEMPT}\.tmp",
     re.ASCII | re.VERBOSE,
 )
-_IN_WORK = re.compile(rf"lock | plan\.json | \.plan\.json\.tmp | {_IN_PARTS.pattern}", re.ASCII | re.VERBOSE)
-_IN_SPLIT = re.compile(rf"(tokens|documents|learn|origins)-{_SHARD}|\.origins-{_SHARD}\.tmp", re.ASCII)
-"""Names that a preparation writes. Nothing of another name is ever removed: the folder may be a person's own."""
+_WORK_CONTENTS = re.compile(
+    rf"lock | plan\.json | \.plan\.json\.tmp | {_PARTS_CONTENTS.pattern}", re.ASCII | re.VERBOSE
+)
+_SPLIT_CONTENTS = re.compile(rf"(tokens|documents|learn|origins)-{_SHARD}|\.origins-{_SHARD}\.tmp", re.ASCII)
+"""Names that a preparation writes. Other files are never removed, because the folder may be the user's own."""
 
 
 @contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """Inside, no other process prepares the same output, and it is not finished.
+def locked_output(output: Path) -> Iterator[None]:
+    """Locks an unfinished output, so that no other process prepares it. Raises `ConfigError` if that fails.
 
-    A folder that this has made is taken away again if nothing is in it at the end.
+    If this creates the folder and it is empty at the end, it is removed again.
     """
     work, is_new = output / WORK, not output.exists()
     work.mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ def claimed(output: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--output: another process is preparing {output}; wait for it") from None
-        check_output(output)  # another process may have finished just now
+        check_output(output)  # again: another process may have finished since the first check
         try:
             yield
         finally:
@@ -74,10 +76,10 @@ def claimed(output: Path) -> Iterator[None]:
 
 
 def check_output(output: Path) -> None:
-    """Raises `ConfigError` if something is there that is neither nothing nor an unfinished preparation."""
+    """Raises `ConfigError` unless the output is missing, empty or an unfinished preparation."""
     if os.path.lexists(output / MANIFEST):
         if _is_prepared(output):
-            remove_work(output)  # in case it was killed after the last step but this
+            remove_work(output)  # an earlier process may have been killed before it did so
             raise ConfigError(f"--output: {output} is prepared already; choose another folder, or remove it")
         raise ConfigError(f"--output: {output} has a {MANIFEST} that is damaged or none of ours; use another folder")
     if not output.exists():
@@ -90,46 +92,46 @@ def check_output(output: Path) -> None:
 
 
 def remove_work(output: Path) -> None:
-    """Takes away what the preparation of finished data needed. Something else in `work` stays, and `work` with it."""
+    """Removes the work folder of finished data. Files that we did not write are kept, and `work` with them."""
     work = output / WORK
-    with suppress(OSError):  # it is only tidying up
+    with suppress(OSError):  # leftovers are harmless
         if _is_prepared(output):
-            _remove(work, _IN_WORK)
+            _remove(work, _WORK_CONTENTS)
             work.rmdir()
 
 
 def _discard(output: Path) -> bool:
-    """Removes what an unfinished preparation has written, and nothing else. Returns whether nothing is left there."""
+    """Removes only the files of an unfinished preparation. Returns True if the output is then empty."""
     work = output / WORK
     with suppress(OSError):
-        _remove(work, _IN_PARTS)  # first, since a part that has a record is not done again
+        _remove(work, _PARTS_CONTENTS)  # first, because a part with a record would not be prepared again
         for split in SPLITS:
-            _remove(output / split, _IN_SPLIT)
+            _remove(output / split, _SPLIT_CONTENTS)
             (output / split).rmdir()
         if _is_own_file(output / TOKENIZER_FILE):
             (output / TOKENIZER_FILE).unlink()
-        _remove(work, _IN_WORK)
+        _remove(work, _WORK_CONTENTS)
         work.rmdir()
     return not any(output.iterdir())
 
 
 def _check_work(output: Path) -> None:
-    """Raises `ConfigError` unless this is what we have left there; a person may have a folder of that name."""
+    """Raises `ConfigError` unless the work folder is ours; the user may have a folder of that name."""
     work = output / WORK
     advice = "so it is not an unfinished preparation; choose another folder"
-    # In this order, since another process may be at work: the plan is written before anything else but the lock.
-    beside = sorted(path.name for path in output.iterdir() if path.name != work.name)
+    # List the output first: another process may be running, and it writes the plan before all else but the lock.
+    other_names = sorted(path.name for path in output.iterdir() if path.name != work.name)
     names = sorted(path.name for path in work.iterdir())
     for name in names:
-        if not _IN_WORK.fullmatch(name) or (os.path.lexists(work / name) and not _is_own_file(work / name)):
+        if not _WORK_CONTENTS.fullmatch(name) or (os.path.lexists(work / name) and not _is_own_file(work / name)):
             raise ConfigError(f"--output: {work} holds {printable(name)}, {advice}")
-    entries = [f"{work.name}/{name}" for name in names if not _BEFORE_THE_PLAN.fullmatch(name)] + beside
+    entries = [f"{work.name}/{name}" for name in names if not _WRITTEN_BEFORE_PLAN.fullmatch(name)] + other_names
     if entries and not (work / _PLAN).exists():
         raise ConfigError(f"--output: {output} holds {printable(entries[0])} but no {work.name}/{_PLAN}, {advice}")
 
 
 def _is_prepared(output: Path) -> bool:
-    """Whether a manifest of ours is there, whole or not."""
+    """Returns True if the output has a manifest of our format, even a damaged one."""
     try:
         manifest = json.loads(storage.read(output / MANIFEST).decode())
     except (OSError, ValueError, RecursionError):
@@ -138,7 +140,7 @@ def _is_prepared(output: Path) -> bool:
 
 
 def _remove(folder: Path, names: re.Pattern[str]) -> None:
-    """Removes the files of these names, and none through a link."""
+    """Removes the files with matching names. Symbolic links are not followed."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -151,7 +153,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
-    """What determines the output. Skipping bad records or not changes no part that is done."""
+    """Returns the inputs and settings that determine the output. `skip_bad` does not affect parts that are done."""
     output_settings = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
     path = file_of_tokenizer(settings.tokenizer or "")
     plan: dict[str, Any] = {
@@ -161,7 +163,7 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     }
     reading = plan["settings"]["reading"]
     if reading["chat"]:
-        reading["chat"] = _CHAT_FORM
+        reading["chat"] = _CHAT_VERSION
     if not reading["ignored_fields"]:
         del reading["ignored_fields"]
     plan["long_documents"] = {name: reading.pop(name) for name in ("long_documents", "max_document")}
@@ -169,11 +171,11 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
 
 
 def check_plan(job: Job) -> None:
-    """Writes down what is prepared, or refuses to go on with something else that is half done."""
+    """Writes the plan. Raises `ConfigError` if parts of a different plan are already done."""
     output, work = job.output, job.work
     plan, path = _plan(job.inputs, job.settings), work / _PLAN
     before = read_record(path) if path.exists() else None
-    if before not in (None, plan) and not _allows_more(before, plan, work):
+    if before not in (None, plan) and not _only_allows_longer(before, plan, work):
         if any(work.glob("part-*.json")):
             changed = sorted(name for name in plan if before.get(name) != plan[name])
             raise ConfigError(
@@ -181,19 +183,20 @@ def check_plan(job: Job) -> None:
                 "change and run the command again to go on with it, or remove the folder"
             )
         (output / TOKENIZER_FILE).unlink(missing_ok=True)
-        _remove(work, _IN_PARTS)
+        _remove(work, _PARTS_CONTENTS)
         for split in SPLITS:
-            _remove(output / split, _IN_SPLIT)
+            _remove(output / split, _SPLIT_CONTENTS)
     if before != plan:
         write_record(path, plan)
     for split in SPLITS:
         (output / split).mkdir(exist_ok=True)
 
 
-def _allows_more(before: dict[str, Any], plan: dict[str, Any], work: Path) -> bool:
-    """Whether just longer documents are allowed than before, and nothing that is done would be otherwise with them.
+def _only_allows_longer(before: dict[str, Any], plan: dict[str, Any], work: Path) -> bool:
+    """Returns True if the plans differ only in allowing longer documents, and finished parts remain valid.
 
-    They were an error, so a part that is done has none, unless it left records out. A tokenizer was trained without.
+    Long documents were an error, so finished parts have none unless they skipped records. A tokenizer that was trained
+    without them is not valid.
     """
     old, new = before.get("long_documents"), plan["long_documents"]
     return (
@@ -222,28 +225,29 @@ _REASONS = {
 
 @dataclass(kw_only=True)
 class Summary(Counts):
-    """What was prepared, for the person who asked."""
+    """Summary of a preparation for the user."""
 
     documents: dict[str, int]
     tokens: dict[str, int]
     end_id: int | None = None
     """The id that separates documents in token arrays."""
     array_documents: int = 0
-    """Into how many documents it cut them, and how many tokens these have in the median."""
+    """Number of documents in token arrays that `end_id` separates."""
     array_median: int = 0
+    """Median tokens of these documents."""
     whole_arrays: int = 0
-    """Token arrays that are a document each."""
+    """Token arrays that are one document each."""
     eval_fraction: float = 0.0
-    """The share of documents to hold out, as it was given or decided."""
+    """The share of documents to hold out."""
     named: list[str] = field(default_factory=list)
-    """Files that were held out because of their names."""
+    """Files held out because of their names."""
     empty_files: list[str]
-    """Files without a byte; each is one of the empty documents."""
+    """Empty files; each counts as an empty document."""
     not_read: LeftOut
-    """What lies in the given folders and was not read."""
+    """Entries of the input folders that were not read."""
 
     def left_out(self) -> list[str]:
-        """Returns what was left out, in words, with the names of some of the files."""
+        """Describes what was left out, with the names of some of the files."""
         by_reason = (
             (self.skipped, "record that cannot be used", "records that cannot be used", []),
             (self.long, "document that is too long", "documents that are too long", []),
@@ -259,9 +263,9 @@ class Summary(Counts):
         ]
 
     def why_nothing_was_found(self) -> str:
-        """Returns what became of the input of which nothing is trained on."""
-        others = replace(self, binary=0)
-        reasons = [f"left out {what}" for what in others.left_out()]
+        """Explains why the input has nothing to train on."""
+        without_binary = replace(self, binary=0)  # binary files have a sentence of their own
+        reasons = [f"left out {reason}" for reason in without_binary.left_out()]
         if self.binary:
             reasons.append(f"{_some_of(self.binary_names, self.binary)} {'is' if self.binary == 1 else 'are'} binary")
         if self.documents["eval"]:
@@ -270,13 +274,14 @@ class Summary(Counts):
 
 
 def _some_of(names: list[str], number: int) -> str:
-    """The first names of so many files."""
+    """Returns the first three names of `number` files."""
     return f"{', '.join(map(printable, names[:3]))}{', …' if number > 3 else ''}"
 
 
 def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
-    """Puts the parts' records together and writes the manifest, last of all."""
-    records, attempt = [read_record(job.record_path(part.number)) for part in job.parts], Attempt(job.work)
+    """Combines the parts' records and writes the manifest last. Raises `ConfigError` if there is no training data."""
+    records = [read_record(job.record_path(part.number)) for part in job.parts]
+    attempt = Attempt(job.work)
     splits = _splits_of(job, records, attempt)
     summary = Summary(
         documents={split: entry["documents"] for split, entry in splits.items()},
@@ -285,7 +290,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
         not_read=not_read,
     )
     for record in records:
-        for name in record.keys() & COUNTED:  # earlier versions counted less
+        for name in record.keys() & COUNTED:  # earlier versions stored fewer counts
             setattr(summary, name, getattr(summary, name) + record[name])
     summary.eval_fraction = job.settings.eval_fraction or 0.0
     if not splits["train"]["tokens"]:
@@ -305,9 +310,9 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     names = [name for name in (SOURCES, TOKENIZER_FILE) if (job.output / name).exists()]
     reading = job.settings.reading
     counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
-    for part in job.parts:  # one at a time: there may be many, each as large as the vocabulary
+    for part in job.parts:  # one at a time, because each array is as large as the vocabulary
         counts += read_array(job.counts_path(part.number), *counts.shape)
-    rarer = {name: getattr(summary, name) for name in ("long", "without_targets") if getattr(summary, name)}
+    rare_counts = {name: getattr(summary, name) for name in ("long", "without_targets") if getattr(summary, name)}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -322,7 +327,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
         "unigram_nats": {split: _unigram_nats(counts[0], counts[n]) for n, split in enumerate(SPLITS)},
         "bytes_per_target": {split: _bytes_per_target(records, split) for split in SPLITS},
         "input": {"files": len(job.inputs), "bytes": sum(file.size for file in job.inputs)},
-        "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary} | rarer,
+        "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary} | rare_counts,
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
     }
@@ -347,7 +352,7 @@ def _splits_of(job: Job, records: list[dict[str, Any]], attempt: Attempt) -> dic
 def _with_origins(
     job: Job, split: str, shard: dict[str, Any], before: Counter[int], attempt: Attempt
 ) -> dict[str, Any]:
-    """The shard's entry with its file of origins, in which records now count from the start of their file."""
+    """Publishes a shard's origins, with records numbered from the start of their file. Returns the shard's entry."""
     origins = read_array(job.origins_path(split, shard["name"]), None, 2)
     for file in np.unique(origins[:, 0]).tolist():
         origins[origins[:, 0] == file, 1] += before[file]
@@ -357,7 +362,7 @@ def _with_origins(
 
 
 def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> None:
-    """How token arrays were cut into documents, of which a wrong end would make nonsense."""
+    """Adds to the summary how token arrays were cut into documents, so that the user can spot a wrong end id."""
     arrays = sum(file.kind == "tokens" for file in job.inputs)
     end_id = job.settings.reading.end_id
     if end_id is None:
@@ -373,7 +378,7 @@ def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> N
 
 
 def _bytes_per_target(records: list[dict[str, Any]], split: str) -> float | None:
-    """Returns the mean of the UTF-8 bytes of a target of a split; None if there is none, or not all of it was text."""
+    """Returns the mean UTF-8 bytes per target of a split; None if it has no targets or includes token arrays."""
     entries = [record["splits"][split] for record in records]
     if any(entry.get("text_bytes") is None for entry in entries):  # earlier versions did not count it
         return None
@@ -381,9 +386,9 @@ def _bytes_per_target(records: list[dict[str, Any]], split: str) -> float | None
     return sum(entry["text_bytes"] for entry in entries) / targets if targets else None
 
 
-def _unigram_nats(train: np.ndarray, counted: np.ndarray) -> float | None:
-    """Nats a token that the training text's token frequencies (plus one each) cost on the counted text."""
-    if not counted.sum():
+def _unigram_nats(train: np.ndarray, split: np.ndarray) -> float | None:
+    """Returns the cross-entropy, in nats per token, of a split's token counts under the training counts plus one."""
+    if not split.sum():
         return None
     smoothed = (train + 1) / (train + 1).sum()
-    return float(-(counted * np.log(smoothed)).sum() / counted.sum())
+    return float(-(split * np.log(smoothed)).sum() / split.sum())

@@ -1,7 +1,7 @@
-"""How a record of fields becomes a document: a text, or a conversation with its turns, of which some are targets.
+"""Turns records into documents: a text, or a conversation of turns, some of which are targets.
 
-Nothing that changes the meaning of a conversation is dropped. Each field is rendered, or sets what is a target, or is
-on the list of fields without meaning for the text, or the record is refused and the error names the field.
+Nothing that changes the meaning of a conversation is dropped. Each field is rendered, or marks targets, or is on the
+list of fields without meaning for the text; otherwise the record is refused with an error that names the field.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from jaxmnt.data.preparation.inputs import Input, Reading
 from jaxmnt.errors import printable, shortened
 
 
-def what_it_holds(fields: Collection[str]) -> str:
-    """What to do about records without text that have these fields; empty where that is not known."""
+def conversation_advice(fields: Collection[str]) -> str:
+    """Returns advice for records without text whose fields suggest a conversation; empty otherwise."""
     for shape in ({"messages"}, {"conversations"}, {"instruction", "output"}, {"prompt", "completion"}):
         if shape <= set(fields):
             return f"they hold conversations ({' and '.join(sorted(shape))}): give --chat to learn their answers"
@@ -25,11 +25,11 @@ def what_it_holds(fields: Collection[str]) -> str:
 
 
 _NAMED_FIELDS = 12
-"""Fields of a record that an error names."""
+"""Most fields of a record that an error names."""
 
 
 def documents_of(record: Any, number: int, file: Input, report: Report) -> Iterator[Document]:
-    """The document of a record, or none if it is empty. Raises `BadRecordError`."""
+    """Yields the document of a record; none if it is empty or has no targets. Raises `BadRecordError`."""
     if report.reading.chat:
         segments, end_is_target = conversation_of(record, report.reading)
     else:
@@ -42,7 +42,7 @@ def documents_of(record: Any, number: int, file: Input, report: Report) -> Itera
         return
     try:
         key = key_of(segments)
-    except UnicodeEncodeError:  # JSON can spell halves of characters
+    except UnicodeEncodeError:  # JSON escapes can encode lone surrogates
         report.replace_invalid("holds half of a character (a lone surrogate)")
         segments = [segment._replace(content=_without_surrogates(segment.content)) for segment in segments]
         key = key_of(segments)
@@ -50,7 +50,7 @@ def documents_of(record: Any, number: int, file: Input, report: Report) -> Itera
 
 
 def names_of(fields: Iterable[Any]) -> str:
-    """Names of fields, as an error shows them."""
+    """Returns the names of fields for an error message."""
     names = [printable(str(name)[:40]) for name in fields]
     return ", ".join(names[:_NAMED_FIELDS]) + (" …" if len(names) > _NAMED_FIELDS else "")
 
@@ -72,7 +72,7 @@ def _text_field_of(record: Any, report: Report) -> str:
         raise BadRecordError("a record must be an object with fields")
     if field not in record:
         lacks = f"has no field {printable(field)}; its fields: {names_of(sorted(record))} (--text-field names another)"
-        raise BadRecordError(lacks, what_it_holds(record))
+        raise BadRecordError(lacks, conversation_advice(record))
     text = record[field]
     if text is None:
         return ""
@@ -86,11 +86,11 @@ def _text_field_of(record: Any, report: Report) -> str:
 # -- conversations
 
 SHAPES = ("messages", "conversations", "instruction", "prompt")
-"""Fields of which each belongs to one shape of conversations; the first that is there decides."""
+"""Fields that each identify one shape of conversation records; the first that is present decides."""
 
-KNOWN = "messages, conversations, instruction and output, or prompt and completion"
+KNOWN_SHAPES = "messages, conversations, instruction and output, or prompt and completion"
 
-_WITHOUT_MEANING = re.compile(
+_METADATA_FIELDS = re.compile(
     r"""ids? | idx | index | uid | uuid | guid | hash | urls? | sources? | origin | dataset | subset | split | license
     | author | annotator | version | model | created | created_at | updated_at | timestamp | date | meta | metadata
     | category | categories | topics? | tags | domain | language | lang | locale | difficulty | quality | scores?
@@ -98,10 +98,10 @@ _WITHOUT_MEANING = re.compile(
     | (num|score)_.* | .*_(ids?|idx|index|hash|url|scores?|count)""",
     re.VERBOSE | re.DOTALL,
 )
-"""Fields that say something about a record or a message and do not belong to its text, by name and by parts of it."""
+"""Fields that describe a record or a message and are not part of its text, by name or by a part of the name."""
 
-_EMPTY_LISTS = ("", "[]", "{}", "null")
-"""Texts that stand for no tools and the like where a column must hold text."""
+_EMPTY_TEXTS = ("", "[]", "{}", "null")
+"""Texts that mean an empty value, such as no tools, in columns that must hold text."""
 
 _MARKS = ("weight", "train", "loss")
 """Fields of a message that say whether it is a target: OpenAI's, Axolotl's and ms-swift's."""
@@ -110,7 +110,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class _Shape(NamedTuple):
-    """What the fields of a turn are called, and the roles by what a record calls them."""
+    """The field names of a turn, and a mapping from the roles in records to ours."""
 
     turn: str
     role: str
@@ -131,7 +131,7 @@ _CONVERSATIONS = _Shape(
 )  # fmt: skip
 
 _LISTS = {"messages": _MESSAGES, "conversations": _CONVERSATIONS}
-"""Fields that hold a whole conversation."""
+"""Fields that hold a whole conversation, with the shape of their turns."""
 
 
 class Turn(NamedTuple):
@@ -140,22 +140,22 @@ class Turn(NamedTuple):
     role: str
     content: str
     learn: bool
-    """Whether its content, and its end, are targets."""
+    """True if its content and its end are targets."""
 
 
 class Conversation(NamedTuple):
-    """One record, ready to be encoded."""
+    """A conversation, ready to be encoded."""
 
     segments: list[Segment]
     end_is_target: bool
-    """Whether the end of the document is a target: only after an answer that is one."""
+    """True if the end of the document is a target: only after an answer that is a target."""
 
 
 def conversation_of(record: Any, reading: Reading) -> Conversation:
     """Returns the conversation in a record. Raises `BadRecordError` if the record has another shape, or a field that
     would be lost."""
     if not isinstance(record, dict):
-        raise BadRecordError(f"a record must be an object with {KNOWN}")
+        raise BadRecordError(f"a record must be an object with {KNOWN_SHAPES}")
     fields = {name: value for name, value in record.items() if name not in reading.ignored_fields}
     shape = next((name for name in SHAPES if fields.get(name) is not None), None)
     if shape == "prompt" and isinstance(fields["prompt"], str):
@@ -163,7 +163,7 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
     if shape in _LISTS:
         rendered, turns = [shape], _turns(fields, shape, reading)
     elif shape == "instruction":
-        rendered, turns = ["instruction", "input", "output", "history"], _of_instruction(fields)
+        rendered, turns = ["instruction", "input", "output", "history"], _instruction_turns(fields)
     elif shape == "prompt" and isinstance(fields.get("completion"), list):
         prompt, completion = (_turns(fields, field, reading) for field in ("prompt", "completion"))
         rendered, turns = ["prompt", "completion"], [*(turn._replace(learn=False) for turn in prompt), *completion]
@@ -175,9 +175,9 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
 
 
 def fields_to_read(names: Iterable[str], reading: Reading) -> list[str]:
-    """Returns those of a record's fields that must be looked at, in order."""
+    """Returns the fields of a record that must be read, in order: all but ignored fields and metadata."""
     return [
-        name for name in names if name not in reading.ignored_fields and not _WITHOUT_MEANING.fullmatch(name.lower())
+        name for name in names if name not in reading.ignored_fields and not _METADATA_FIELDS.fullmatch(name.lower())
     ]
 
 
@@ -191,7 +191,7 @@ def _prompt_and_completion(fields: dict[str, Any]) -> Conversation:
 
 def _lacks_fields(fields: Mapping[str, Any]) -> BadRecordError:
     names = ", ".join(printable(str(name)[:40]) for name in sorted(fields)[:12])
-    return BadRecordError(f"needs {KNOWN} as text; its fields: {names}")
+    return BadRecordError(f"needs {KNOWN_SHAPES} as text; its fields: {names}")
 
 
 def _turns(record: Mapping[str, Any], field: str, reading: Reading) -> list[Turn]:
@@ -219,7 +219,7 @@ def _turn(message: Any, where: str, shape: _Shape, reading: Reading) -> Turn:
 
 
 def _is_target(fields: Mapping[str, Any], where: str, role: str) -> bool:
-    """Returns whether an answer is to be learnt. Raises `BadRecordError` for a mark that cannot be followed."""
+    """Returns True if a turn is a target. Raises `BadRecordError` for a mark that is invalid."""
     marks = {name: fields[name] for name in _MARKS if fields.get(name) is not None}
     for name, value in marks.items():
         if value not in (0, 1):
@@ -232,7 +232,7 @@ def _is_target(fields: Mapping[str, Any], where: str, role: str) -> bool:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """Returns the text of a content: text itself, or a list of parts that hold text."""
+    """Returns the text of a turn's content, which is a text or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -253,7 +253,7 @@ def _text_of_part(part: Any, where: str) -> str:
     return part["text"]
 
 
-def _of_instruction(fields: Mapping[str, Any]) -> list[Turn]:
+def _instruction_turns(fields: Mapping[str, Any]) -> list[Turn]:
     instruction, extra, output = fields["instruction"], fields.get("input") or "", fields.get("output")
     if not all(isinstance(text, str) for text in (instruction, extra, output)):
         raise BadRecordError("needs instruction, output and, if there is any, input as text")
@@ -265,7 +265,7 @@ def _of_instruction(fields: Mapping[str, Any]) -> list[Turn]:
 
 
 def _pairs(history: Any) -> list[Any]:
-    """Returns the earlier questions and answers of a record, which are context."""
+    """Returns the earlier questions and answers of a record, which are context and not targets."""
     pairs = [] if _is_empty(history) else history
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
@@ -275,7 +275,7 @@ def _pairs(history: Any) -> list[Any]:
 
 
 def _with_system(system: Any, turns: list[Turn]) -> list[Turn]:
-    """Returns the turns, with the record's own system prompt before them."""
+    """Returns the turns after the record's system prompt, if it has one. Raises `BadRecordError` for two prompts."""
     content = "" if _is_empty(system) else _text_of(system, "system")
     if not content:
         return turns
@@ -294,7 +294,7 @@ def _refuse_other_fields(
         value = fields[name]
         if (
             name in rendered
-            or _WITHOUT_MEANING.fullmatch(name.lower())
+            or _METADATA_FIELDS.fullmatch(name.lower())
             or _is_empty(value)
             or _repeats(name, value, texts)
         ):
@@ -307,13 +307,13 @@ def _refuse_other_fields(
 
 
 def _is_empty(value: Any) -> bool:
-    if isinstance(value, dict):  # of Parquet, where each field of all records is in each
+    if isinstance(value, dict):  # in Parquet every record has the fields of all records
         return all(_is_empty(item) for item in value.values())
-    return value is None or value == [] or (isinstance(value, str) and value.strip() in _EMPTY_LISTS)
+    return value is None or value == [] or (isinstance(value, str) and value.strip() in _EMPTY_TEXTS)
 
 
 def _repeats(name: str, value: Any, texts: Collection[str]) -> bool:
-    """Returns whether a field only repeats what the turns say: one of them, or, as `text`, all of them rendered."""
+    """Returns True if a field only repeats the turns: one of them, or, for `text`, all of them rendered."""
     if not isinstance(value, str):
         return False
     return value in texts or (name == "text" and bool(texts) and all(text in value for text in texts))

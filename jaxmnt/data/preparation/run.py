@@ -1,4 +1,4 @@
-"""Preparing data: the tokenizer, then the parts in worker processes, then the commit."""
+"""Prepares data: first the tokenizer, then the parts in worker processes, then the commit."""
 
 import multiprocessing
 import os
@@ -24,24 +24,24 @@ from jaxmnt.data.preparation.inputs import (
     Settings,
     check_unchanged,
     cut_into_parts,
-    decide,
+    decide_held_out,
     find_inputs,
 )
-from jaxmnt.data.preparation.part import Job, do_part, held_out_documents
-from jaxmnt.data.preparation.plan import Summary, check_output, check_plan, claimed, commit, remove_work
+from jaxmnt.data.preparation.part import Job, held_out_documents, prepare_part
+from jaxmnt.data.preparation.plan import Summary, check_output, check_plan, commit, locked_output, remove_work
 from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
 
 _TRAINING_BYTES = 2**28
-"""Text that a tokenizer is trained on at most, taken evenly from all parts."""
+"""Most characters that a tokenizer is trained on, taken evenly from all parts."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done and bytes in all."""
+"""Called with the current activity, bytes done and total bytes."""
 
 
 def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
-    """The tokenizer, its file in the output. None for token arrays that no tokenizer goes with."""
+    """Returns the tokenizer, and puts its file into the output. None for token arrays without a tokenizer."""
     settings, target = job.settings, job.output / TOKENIZER_FILE
     if settings.train_tokenizer is not None:
         if not target.exists():
@@ -52,13 +52,16 @@ def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
     has_text = any(file.kind != "tokens" for file in job.inputs)
     tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
     if settings.tokenizer != "bytes" and not target.exists():
-        # The bytes as they are: read as text, their line ends could become others.
+        # Copied as bytes, because reading as text could change line ends.
         publish(target, storage.read(file_of_tokenizer(settings.tokenizer)).decode())
     return tokenizer
 
 
 def check_kinds(inputs: list[Input], settings: Settings) -> None:
-    """Text needs a tokenizer, token arrays one of their own, conversations records. Raises `ConfigError`."""
+    """Checks that the inputs fit the settings. Raises `ConfigError`.
+
+    Text needs a tokenizer, token arrays need a tokenizer or a vocabulary size, and conversations need records.
+    """
     arrays = [file for file in inputs if file.kind == "tokens"]
     texts = [file for file in inputs if file.kind != "tokens"]
     if texts and settings.tokenizer is None and settings.train_tokenizer is None:
@@ -73,15 +76,16 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
             f"--input: {arrays[0].shown} is a token array; give --vocab-size (and --end-id, if an id separates "
             "documents), or the --tokenizer that made it"
         )
-    odd = [file for file in inputs if file.kind in ("text", "tokens")]
-    if settings.reading.chat and odd:
+    without_records = [file for file in inputs if file.kind in ("text", "tokens")]
+    if settings.reading.chat and without_records:
         raise ConfigError(
-            f"--chat: {odd[0].shown} holds no records; give JSON lines or Parquet, or leave others out by --suffix"
+            f"--chat: {without_records[0].shown} holds no records; give JSON lines or Parquet, or leave others out by "
+            "--suffix"
         )
 
 
 def _train(job: Job, vocab_size: int, progress: Progress) -> str:
-    """Trains a BPE on documents for training, up to the same number of characters of each part."""
+    """Trains a BPE on the training documents, with at most the same number of characters from each part."""
     if vocab_size < 300:
         raise ConfigError(f"--train-tokenizer: {vocab_size} leaves no room beside 256 bytes; give 300 or more")
     if not any(file.size for file in job.inputs if file.kind != "tokens"):
@@ -114,15 +118,15 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
 _POLL_SECONDS = 0.2
 
 Work = Callable[[Any, Callable[[int], None]], object]
-"""Does one item; calls its second argument with the bytes that it has read."""
+"""Function that processes one item and calls its second argument with the bytes it has read."""
 
 
 class StoppedError(Exception):
-    """Raised in a worker that nobody waits for any more."""
+    """Raised in a worker whose result is no longer needed."""
 
 
 _shared: tuple[Any, Any, Any, Work] | None = None
-"""In a worker: bytes done, whether to stop, whether each item is being worked on, and the work."""
+"""State of a worker process: bytes done, stop flag, busy flag of each item, and the work."""
 
 
 def run(
@@ -131,26 +135,26 @@ def run(
     workers: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Does the work on each item; `progress` is called with the bytes done so far.
+    """Processes all items; `progress` is called with the bytes done so far.
 
-    `make_work` is called once in every worker and must be picklable, like items. With one worker everything happens in
-    this process. The first error ends all; when a worker dies, it names the items that were being worked on.
+    `make_work` is called once in every worker and must be picklable, like the items. With one worker all work happens
+    in this process. The first error stops all workers. If a worker dies, the `UserError` names the items in progress.
     """
     if workers == 1 or len(items) < 2:
         _run_here(items, make_work(), progress)
         return
     context = multiprocessing.get_context("spawn")
-    done, stop, at_work = context.Value("q", 0), context.Value("b", 0), context.Array("b", len(items))
-    pool = ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (done, stop, at_work, make_work))
+    done, stop, busy = context.Value("q", 0), context.Value("b", 0), context.Array("b", len(items))
+    pool = ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (done, stop, busy, make_work))
     try:
-        pending = {pool.submit(_do, item, number) for number, item in enumerate(items)}
+        pending = {pool.submit(_process, item, number) for number, item in enumerate(items)}
         while pending:
             finished, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
             progress(done.value)
             for future in finished:
                 future.result()
     except BrokenProcessPool as error:
-        names = ", ".join(str(item) for item, is_begun in zip(items, at_work[:], strict=True) if is_begun)
+        names = ", ".join(str(item) for item, is_begun in zip(items, busy[:], strict=True) if is_begun)
         raise UserError(
             f"a worker was killed while these were read: {names or 'none yet'}; perhaps memory ran out, or a file is "
             "damaged; run the same command again with fewer --workers, or leave the file out with --exclude: it goes "
@@ -173,23 +177,23 @@ def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None])
         work(item, advance)
 
 
-def _start_worker(done: Any, stop: Any, at_work: Any, make_work: Callable[[], Work]) -> None:
+def _start_worker(done: Any, stop: Any, busy: Any, make_work: Callable[[], Work]) -> None:
     global _shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and stops us
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_leave_with_parent, args=(parent.sentinel,), daemon=True).start()
-    _shared = done, stop, at_work, make_work()
+    threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
+    _shared = done, stop, busy, make_work()
 
 
-def _leave_with_parent(sentinel: int) -> None:
+def _exit_with_parent(sentinel: int) -> None:
     connection.wait([sentinel])
     os._exit(1)
 
 
-def _do(item: Any, number: int) -> None:
+def _process(item: Any, number: int) -> None:
     assert _shared is not None
-    done, stop, at_work, work = _shared
+    done, stop, busy, work = _shared
 
     def advance(count: int) -> None:
         if stop.value:
@@ -197,16 +201,16 @@ def _do(item: Any, number: int) -> None:
         with done.get_lock():
             done.value += count
 
-    at_work[number] = True
+    busy[number] = True
     work(item, advance)
-    at_work[number] = False
+    busy[number] = False
 
 
 def build(selection: Selection, output: Path, settings: Settings, progress: Progress) -> Summary:
-    """Writes prepared data to `output`: anew, or going on where the same preparation was stopped.
+    """Writes prepared data to `output`, or resumes the same preparation if it was stopped.
 
-    The same input gives the same bytes whatever the number of workers. Raises `ConfigError` for input or arguments that
-    cannot work, `UserError` when the output cannot be written.
+    The same input gives the same bytes for any number of workers. Raises `ConfigError` for invalid input or arguments,
+    and `UserError` if the output cannot be written.
     """
     try:
         check_output(output)
@@ -214,16 +218,16 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
     except OSError as error:
         name = printable(str(error.filename))
         raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its rights") from error
-    inputs, settings = decide(inputs, settings)
+    inputs, settings = decide_held_out(inputs, settings)
     check_kinds(inputs, settings)
     job = Job(inputs, cut_into_parts(inputs, settings), output, settings)
     try:
-        with claimed(output):
+        with locked_output(output):
             check_plan(job)
             remove_leftovers(job.work)
             tokenizer = prepare_tokenizer(job, progress)
             job = _with_vocabulary(job, tokenizer)
-            _do_parts(job, tokenizer, progress)
+            _prepare_parts(job, tokenizer, progress)
             check_unchanged(inputs)
             summary = commit(job, tokenizer, not_read)
             summary.named = [file.shown for file in inputs if file.split == "eval" and not selection.eval_inputs]
@@ -238,14 +242,12 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
 
 
 def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
-    """The job with the vocabulary and the end of documents of its tokenizer, or of its token arrays."""
+    """Returns the job with the vocabulary size and end id of its tokenizer or token arrays. Raises `ConfigError`."""
     settings, end = job.settings, job.settings.reading.end_id
     if tokenizer is not None:
         if end not in (None, tokenizer.end_of_document):
-            end_id_of_tokenizer = (
-                "is not named" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
-            )
-            raise ConfigError(f"--end-id: the tokenizer's own {end_id_of_tokenizer}; name another by --end-token")
+            own_end = "is not known" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
+            raise ConfigError(f"--end-id: the tokenizer's own end id {own_end}; name another by --end-token")
         end = tokenizer.end_of_document
         vocab = max(tokenizer.vocab_size, settings.vocab_size or 0)
     else:
@@ -261,7 +263,7 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
     return replace(job, settings=replace(settings, reading=reading))
 
 
-def _do_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:
+def _prepare_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:
     total = sum(file.size for file in job.inputs)
     remaining = [part for part in job.parts if not job.record_path(part.number).exists()]
     done_before = sum(map(_bytes, job.parts)) - sum(map(_bytes, remaining))
@@ -273,14 +275,14 @@ def _do_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None
 
 
 def _make_work(job: Job, description: dict[str, Any] | None) -> Work:
-    """In a worker: what does one part."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    """Returns the function with which a worker prepares one part."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already run in parallel
     tokenizer = None if description is None else make_tokenizer(description, job.output)
-    return lambda part, advance: do_part(job, part, tokenizer, advance)
+    return lambda part, advance: prepare_part(job, part, tokenizer, advance)
 
 
 def _bytes(part: Part) -> int:
-    """Bytes of input, about."""
+    """Returns the approximate bytes of input of a part."""
     return sum(
         piece.stop - piece.start if piece.file.kind in ("text", "jsonl") else piece.file.size for piece in part.pieces
     )

@@ -1,4 +1,4 @@
-"""What a document is in text files and in arrays of tokens."""
+"""Reads documents from text files and token arrays."""
 
 import codecs
 import hashlib
@@ -13,14 +13,15 @@ from jaxmnt.data.preparation.inputs import Input, Piece, open_tokens
 from jaxmnt.errors import ConfigError
 
 TEXT_PIECE = 2**20
-"""Text files are read and encoded in stretches of about so many bytes, cut after a line.
+"""Approximate bytes of the stretches in which text files are read and encoded. They are cut after a line.
 
-The tokens of the stretches together decode to the text (`data/text_pieces.py`). They need not be those of the whole:
-with a tokenizer that joins a newline to what follows, the tokens beside a cut may be others.
+The tokens of the stretches together decode to the text (`data/text_pieces.py`). They may differ from those of the whole
+text beside a cut, if the tokenizer joins a newline to the text after it.
 """
 
 
 def read_text(piece: Piece, report: Report) -> Iterator[Document]:
+    """Yields the document of a text file, which is held out by its digest; none if it is empty or binary."""
     file = piece.file
     report.records[file.number] = 1
     with file.path.open("rb") as stream:
@@ -70,17 +71,17 @@ def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Se
             rest = block[consumed:]
         if rest:
             yield Segment(rest.decode("utf-8", errors="replace"))
-    except OSError as error:  # it would pass for an error of the output where the segments are written
+    except OSError as error:  # the caller would take it for an error of the output
         raise ConfigError(f"--input: {file.shown} cannot be read: {error.strerror or error}") from error
 
 
 TOKEN_BLOCK = 2**20
-"""Arrays are cut at every multiple of so many tokens, so that no document is held that is longer. A short document that
-lies across such a place is cut in two as well."""
+"""Token arrays are cut at every multiple of this many tokens, which bounds memory. A short document across such a cut
+becomes two documents."""
 
 
 def read_tokens(piece: Piece, report: Report) -> Iterator[Document]:
-    """The documents that begin in this stretch. Held out by place, so that a changed token moves no document."""
+    """Yields the documents that begin in this range. Held out by position, so that a changed token moves none."""
     file, end_id = piece.file, report.reading.end_id
     array = open_tokens(file, f"u{report.reading.token_bytes}")
     if end_id is None:
@@ -110,12 +111,12 @@ def _key(file: Input, start: int) -> bytes:
 
 
 def _segment(file: Input, array: np.ndarray, start: int, stop: int, report: Report) -> Segment:
-    """The elements from `start` to `stop`. Raises `ConfigError` for an id that the vocabulary does not have."""
+    """Returns the elements from `start` to `stop`. Raises `ConfigError` for an id outside the vocabulary."""
     tokens, vocab_size = array[start:stop], report.reading.vocab_size
-    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if len(wrong):
+    invalid = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(invalid):
         raise ConfigError(
-            f"--input: {file.shown} holds the id {tokens[wrong[0]]} at element {start + wrong[0]}, which the "
+            f"--input: {file.shown} holds the id {tokens[invalid[0]]} at element {start + invalid[0]}, which the "
             f"vocabulary of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
         )
     report.advance(tokens.nbytes)
