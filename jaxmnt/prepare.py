@@ -84,7 +84,7 @@ def _describe_split(summary: "Summary", fraction: float | None) -> Iterator[str]
         if summary.array_median < _SHORT_DOCUMENT:
             yield (
                 f"warning: documents this short suggest that {summary.end_id} is an ordinary token of the text; "
-                "leave --end-id out if no id separates documents: then each file is one document"
+                "leave --end-id out if no id separates documents; each file is then one document"
             )
     if summary.whole_arrays:
         yield f"token arrays: {summary.whole_arrays}, each one document, because no --end-id was given"
@@ -127,7 +127,7 @@ def _describe_left_out(summary: "Summary") -> Iterator[str]:
         yield f"split {counted(summary.split, 'document that is', 'documents that are')} too long"
     if summary.replaced:
         documents = counted(summary.replaced, "document is", "documents are")
-        yield f"{documents} not valid UTF-8; the odd bytes were replaced"
+        yield f"{documents} not valid UTF-8; the invalid bytes were replaced"
 
 
 def _has_chat_template(tokenizer: str | None) -> bool:
@@ -211,21 +211,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--end-token", help="the token that ends a document (default: <|endoftext|> or another usual name)")
     add("--text-field", default="text", help="field or column that holds a document (text)")
     add("--chat", action="store_true", help="records hold conversations; only answers are learnt")
-    several("--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields of records that may be lost")
-    add("--vocab-size", type=int, help="token arrays: how many ids there are, if no --tokenizer says it")
-    add("--end-id", type=int, help="token arrays: the id that ends a document (without it a file is one)")
-    add("--token-dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin token arrays (uint16)")
+    several(
+        "--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields of records that may be dropped"
+    )
+    add("--vocab-size", type=int, help="token arrays: size of the vocabulary, without a --tokenizer")
+    add("--end-id", type=int, help="token arrays: the id that ends a document (default: one document per file)")
+    add("--token-dtype", choices=("uint16", "uint32"), default="uint16", help="type of .bin token arrays (uint16)")
     add("--eval-fraction", type=float, metavar="F", help="share of documents held out (0.02, or 0 with --eval-input)")
     add("--max-document-mib", type=int, default=64, metavar="N", help="largest record, line or cell, in MiB (64)")
     add(
         "--long-documents",
         choices=("error", "split", "skip"),
         default="error",
-        help="larger ones (error); JSON is not split",
+        help="what to do with larger ones (error); JSON is not split",
     )
-    add("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
-    add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8; they are then not an error")
-    add("--workers", type=int, default=cores(), help="processes (one a core)")
+    add(
+        "--on-error", choices=("stop", "skip"), default="stop", help="what to do at a record that cannot be used (stop)"
+    )
+    add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8 instead of refusing them")
+    add("--workers", type=int, default=cores(), help="worker processes (one per core)")
     return parser.parse_args(arguments)
 
 

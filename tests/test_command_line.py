@@ -214,7 +214,7 @@ def test_text_that_older_yaml_takes_for_something_else_is_text(tmp_path):
         (["--lr=3e-4"], "settings have no dashes: write optimizer.learning_rate=3e-4"),
         (["--batch-size", "3"], "settings have no dashes: write data.global_batch_size=VALUE"),
         (["--nonsense"], "unrecognized arguments: --nonsense; python -m jaxmnt.train --help shows what it takes"),
-        (["other.yaml"], "'other.yaml' is not a setting; name a config file by --config other.yaml"),
+        (["other.yaml"], "'other.yaml' is not a setting; pass a config file with --config other.yaml"),
         (["--devices", "x"], "argument --devices: invalid int value: 'x'"),
     ],
 )
@@ -246,8 +246,8 @@ def test_arguments_of_the_training_before_the_dashes(more):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("train:\n\tsteps: 5\n", "a.yaml:2: a tab is in this line, and YAML is laid out with spaces"),
-        ("train:\n  steps: 5\n\tseed: 3\n", "a.yaml:3: a tab is in this line"),
+        ("train:\n\tsteps: 5\n", "a.yaml:2: this line contains a tab, and YAML requires spaces"),
+        ("train:\n  steps: 5\n\tseed: 3\n", "a.yaml:3: this line contains a tab"),
         ("a: " + "[" * 3000, "nested too deeply"),
         ("train: &t {steps: 5, x: *t}\n", "a.yaml:1: train.x contains itself"),
         ("run: {dir: !!timestamp x}", "not valid YAML"),

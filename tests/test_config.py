@@ -221,7 +221,7 @@ def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
 
 @pytest.mark.parametrize("value", ["&a [*a]", f"[&a [{'x, ' * 99}], &b [{'*a, ' * 99}], [{'*b, ' * 99}]]"])
 def test_aliases_that_stand_for_too_much_are_one_message(tmp_path, value):
-    with pytest.raises(ConfigError, match=r"override .* its aliases contain themselves, or stand for over 20000"):
+    with pytest.raises(ConfigError, match=r"override .* its aliases contain themselves, or expand to over 20000"):
         load(tmp_path, "", f"train.remat_save={value}")
 
 

@@ -480,7 +480,7 @@ def test_an_index_that_does_not_appear_is_named(asked, monkeypatch):
     monkeypatch.setattr(grain_source, "_LOOK_SECONDS", 0.05)
     config = asked()
     with pytest.raises(
-        PreflightError, match=r"process 0 has written .*data_index/.*-train, and .* does not see it whole"
+        PreflightError, match=r"process 0 has written .*data_index/.*-train, but .* cannot read all of it"
     ):
         open_sources(config.data, config.run.dir).parts["data"].load_index(made_elsewhere=True)
 

@@ -295,7 +295,7 @@ def test_a_part_that_two_attempts_prepare_at_once_is_whole(tmp_path, monkeypatch
 def test_what_a_killed_worker_was_reading_is_named():
     from killed_worker import make
 
-    with pytest.raises(UserError, match=r"killed while these were read: .*the bad file.*or leave the file out with"):
+    with pytest.raises(UserError, match=r"killed; inputs being read: .*the bad file.*or leave the file out with"):
         run.run(["the good file", "the bad file"], make, 2, lambda done: None)
 
 
@@ -544,7 +544,7 @@ def test_input_that_changes_meanwhile_is_noticed(texts, tmp_path):
         (texts / "0.txt").write_text("something else")
 
     settings = Settings(part_bytes=2000)
-    with pytest.raises(ConfigError, match=r"0\.txt was changed or taken away while"):
+    with pytest.raises(ConfigError, match=r"0\.txt was changed or removed while"):
         build(Selection([texts]), tmp_path / "out", settings, touch)
     assert not (tmp_path / "out" / "manifest.json").exists()
 

@@ -174,7 +174,7 @@ def test_a_large_cell_of_parquet_is_refused_before_it_is_read(tmp_path):
     assert (tmp_path / "t.parquet").stat().st_size < MIB
     before = pyarrow.default_memory_pool().max_memory()
     with pytest.raises(
-        ConfigError, match=r"between rows 1 and 3 is a page of 140 MiB, to be read at once; raise --max"
+        ConfigError, match=r"a page between rows 1 and 3 has 140 MiB and must be read at once; raise --max"
     ):
         prepare(tmp_path / "t.parquet", tmp_path / "out")
     assert pyarrow.default_memory_pool().max_memory() <= max(before, 160 * MIB)
@@ -275,7 +275,7 @@ def test_a_long_cell_that_is_not_utf8_is_left_out_whole_or_its_bytes_are_replace
     assert texts_of(tmp_path / "out") == [("last", 2)]
     assert command(*given, tmp_path / "replaced", "--replace-invalid", "--eval-fraction", 0) == 0
     said = capsys.readouterr().out
-    assert "1 document is not valid UTF-8; the odd bytes were replaced" in said and "left out" not in said
+    assert "1 document is not valid UTF-8; the invalid bytes were replaced" in said and "left out" not in said
     text = "".join(piece for piece, record in texts_of(tmp_path / "replaced") if record == 1)
     assert text == "a" * 3 * MIB + "\ufffd b"
 
@@ -625,9 +625,9 @@ def test_an_input_that_is_no_file_is_told_as_what_it_is(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")
     for path, message in (
-        (tmp_path / "pipe", "pipe is a pipe, and cannot be read twice and in parts; write what it holds to a file"),
+        (tmp_path / "pipe", "pipe is a pipe, and cannot be read twice and in parts; write its contents to a file"),
         (Path("/dev/null"), "/dev/null is neither a file nor a folder, and cannot be read twice"),
-        (Path("-"), r"- \(standard input\) cannot be read twice and in parts; write what it holds to a file"),
+        (Path("-"), r"- \(standard input\) cannot be read twice and in parts; write its contents to a file"),
         (tmp_path / "link", "link is a link to nowhere, which does not exist"),
         (tmp_path / "none", "none does not exist; check the path"),
     ):
@@ -701,8 +701,8 @@ def files_below(folder: Path) -> dict[str, str]:
         (["work/part-00000.json", "train/a.py"], "holds work/part-00000.json but no work/plan.json"),
         (["work/lock", "tokenizer.json"], "holds tokenizer.json but no work/plan.json"),
         (["work/lock", "work/plan.json", "train/a.py"], "plan.json of an unfinished preparation is damaged"),
-        (["work/thesis", "manifest.json"], "manifest.json that is damaged or none of ours"),
-        (["work/plan.json", "manifest.json"], "manifest.json that is damaged or none of ours"),
+        (["work/thesis", "manifest.json"], "manifest.json that is damaged or not ours"),
+        (["work/plan.json", "manifest.json"], "manifest.json that is damaged or not ours"),
     ],
 )
 def test_a_folder_of_a_person_is_left_alone(tmp_path, files, named):

@@ -390,7 +390,7 @@ def test_further_sets_are_evaluated_beside_what_is_held_out(tiny, prepared, tmp_
     }  # fmt: skip
     assert line["sources"]["same"]["loss"] == line["sources"]["data"]["loss"] == line["loss"]
     assert line["tokens"] == own.tokens("eval"), "only what is the run's own counts into the mean"
-    with pytest.raises(ConfigError, match=r"data.eval_sets: 'a b' is taken, or is not of letters"):
+    with pytest.raises(ConfigError, match=r"data.eval_sets: 'a b' is already used, or has characters other"):
         tiny('data.eval_sets={"a b": {"path": "x"}}')
 
 

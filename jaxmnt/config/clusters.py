@@ -87,9 +87,9 @@ _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d+)?"
 
 class Launch(Section):
     nodes: int = key(1, "Hosts of the run.", ge=1)
-    spare_nodes: int = key(0, "Hosts beyond those, for going on without one that failed.", ge=0)
+    spare_nodes: int = key(0, "Extra hosts, so that the run can continue without a failed one.", ge=0)
     gpus_per_node: int = key(8, "GPUs of a host; 0 trains on its CPU.", ge=0)
-    hours: float | None = key(None, "How long a job may take; default what the cluster allows.", gt=0)
+    hours: float | None = key(None, "Time limit of a job, in hours; default: the cluster's own limit.", gt=0)
     warning_seconds: int = key(300, "How long before the end of a job the run is asked to save and stop.", ge=1)
     restarts: int = key(10, "Most restarts: inside each allocation on Slurm, of the whole JobSet on Kubernetes.", ge=0)
     wait_minutes: float | None = key(
@@ -97,7 +97,7 @@ class Launch(Section):
         "cluster.start_timeout_seconds, on Kubernetes 30 unless that is given.", gt=0, le=1440,
     )  # fmt: skip
     environment: dict[str, str] = key({}, "Variables for every process; no secrets.")
-    setup: list[str] = key([], "Shell lines that come first on each host, such as: source /shared/env/bin/activate.")
+    setup: list[str] = key([], "Shell lines to run first on each host, such as: source /shared/env/bin/activate.")
     python: str = key("python", "The interpreter.", path=True)
     image: str | None = key(None, "Container image that has jaxmnt in it.")
     mounts: list[str] = key(
@@ -107,7 +107,7 @@ class Launch(Section):
         "auto",
         "What a process on GPUs sets for XLA and NCCL where it is unset (docs/cluster.md): our values, or nothing.",
     )
-    cost_per_gpu_hour: float | None = key(None, "What an hour of a GPU costs, for the estimate.", ge=0)
+    cost_per_gpu_hour: float | None = key(None, "Cost of one GPU for an hour, for estimates.", ge=0)
 
     @model_validator(mode="after")
     def _check_launch(self) -> Self:
@@ -159,7 +159,7 @@ class Gke(Section):
     node_selector: dict[str, str] = key({}, "Other labels that nodes must have.")
     spot: bool = key(False, "Use spot nodes.")
     topology: str | None = key(
-        None, "Label whose value all nodes shall share, such as cloud.google.com/gke-nodepool; default none."
+        None, "Label whose value all nodes must share, such as cloud.google.com/gke-nodepool; default none."
     )
     service_account: str | None = key(None, "Kubernetes service account, for access to buckets.")
     priority: str | None = key(None, "Priority class.")
@@ -169,7 +169,7 @@ class Gke(Section):
     cpu: str | int | float | None = key(None, "CPU that a pod asks for, such as 100 or 500m; default none.")
     memory: str | int | float | None = key(None, "Memory that a pod asks for, such as 900Gi, or bytes; default none.")
     annotations: dict[str, str] = key({}, "Annotations of every pod, such as those that attach networks.")
-    pod: dict[str, Any] = key({}, "Other fields of a pod's spec; what is a list is added to ours.")
+    pod: dict[str, Any] = key({}, "Other fields of a pod's spec; lists are added to ours.")
 
     @model_validator(mode="after")
     def _check_quantities(self) -> Self:

@@ -11,11 +11,9 @@ class Grain(Section):
     train: str | None = key(
         None, "Instead of path: dotted path of a grain.MapDataset, or of a function without arguments that makes it."
     )
-    eval: str | None = key(None, "The same, of what is held out.")
-    elements: Literal["documents", "rows"] = key("documents", "What an element is.")
-    vocab_size: int | None = key(
-        None, "How many token ids there are; default as in the prepared data of other sources.", ge=2
-    )
+    eval: str | None = key(None, "The same, for held-out data.")
+    elements: Literal["documents", "rows"] = key("documents", "What each element of the dataset is.")
+    vocab_size: int | None = key(None, "Number of token ids; default as in the prepared data of other sources.", ge=2)
     end_of_document: int | None = key(
         None, "Id that ends each document, added where it is missing; default as in the prepared data, else none.",
         ge=0,
@@ -43,11 +41,11 @@ class WeightChange(Section):
 class Skip(Section):
     from_row: int = key(
         ...,
-        "First row to skip, by its number: steps before it times global_batch_size; a branch counts on.",
+        "First row to skip, by its number: steps before it times global_batch_size; a branch continues the count.",
         ge=0,
         lt=2**53,
     )
-    rows: int = key(..., "How many rows.", ge=1, lt=2**53)
+    rows: int = key(..., "Number of rows.", ge=1, lt=2**53)
 
 
 class Data(Section):
@@ -55,11 +53,11 @@ class Data(Section):
     grain: Grain = Grain()
     sources: dict[str, Source] = key({}, "Instead of path: sources by name, each with path or grain, and weight.")
     eval_sets: dict[str, EvalSet] = key({}, "What to evaluate besides the sources' own held-out text, by name.")
-    weight_changes: list[WeightChange] = maths_key([], "Other weights from given steps on.")
+    weight_changes: list[WeightChange] = maths_key([], "Changes of the weights at given steps.")
     synthetic: int | None = breaking_key(
         None, "Instead of path: random tokens of a vocabulary of this size, for benchmarks.", ge=2
     )
-    skip: list[Skip] = maths_key([], "Rows of the run to skip; those after them move up.")
+    skip: list[Skip] = maths_key([], "Rows of the run to skip; later rows move up.")
     global_batch_size: int = breaking_key(64, "Rows per step, over all hosts.", ge=1)
     sequence_length: int = breaking_key(1024, "Tokens per row.", ge=2)
     rows: Literal["windows", "packed"] = breaking_key(
@@ -72,7 +70,7 @@ class Data(Section):
     )  # fmt: skip
     shuffle: bool = breaking_key(True, "Read the rows of an epoch in a random order, another each epoch.")
     on_end: Literal["repeat", "stop"] = maths_key(
-        "repeat", "After an epoch begin the next, or refuse a run that would need more."
+        "repeat", "After an epoch, begin the next one, or refuse a run that would need more."
     )
     verify: bool = key(
         False,
@@ -82,7 +80,7 @@ class Data(Section):
         None, "Copy prepared data to this local folder once per host, and read it there.", path=True
     )
     prefetch: int = key(4, "Batches read ahead of the step.", ge=1)
-    read_threads: int = key(2, "Threads that read ahead; 0 reads when a batch is wanted.", ge=0)
+    read_threads: int = key(2, "Threads that read ahead; 0 reads each batch when it is needed.", ge=0)
     log_digest: bool = key(False, "Add batch_digest, a digest of the global batch's tokens, to train lines.")
 
     @property
@@ -111,9 +109,12 @@ def check_data(data: Data) -> None:
         raise ValueError("data.eval_sets: data.synthetic has no tokenizer that they could share; remove one of them")
     for name in data.eval_sets:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in {"data", *data.sources}:
-            raise ValueError(f"data.eval_sets: {name!r} is taken, or is not of letters, digits, - and _; rename it")
+            raise ValueError(
+                f"data.eval_sets: {name!r} is already used, or has characters other than letters, digits, - and _; "
+                "rename it"
+            )
     if data.weight_changes and not data.sources:
-        raise ValueError("data.weight_changes: there are no data.sources whose weights could change; name them")
+        raise ValueError("data.weight_changes: this requires data.sources, and none are set; add them")
     weights = {name: source.weight for name, source in data.sources.items()}
     _check_weights(weights, 0)
     before = 0

@@ -326,7 +326,7 @@ def _without_aliases(value: Any, where: str, number: Iterator[int], above: tuple
     """Returns a copy in which each alias has its own value, so that setting one place does not change another."""
     if next(number) > _MOST_KEYS or any(value is container for container in above):
         raise ConfigError(
-            f"{where}: its aliases contain themselves, or stand for over {_MOST_KEYS} values; write out what is meant"
+            f"{where}: its aliases contain themselves, or expand to over {_MOST_KEYS} values; write the values out"
         )
     if isinstance(value, dict):
         return {name: _without_aliases(item, where, number, (*above, value)) for name, item in value.items()}
@@ -345,7 +345,7 @@ def _yaml_problem(error: Exception, text: str) -> str:
         return f": not valid YAML: {problem}"
     lines = text.splitlines()
     if mark.line < len(lines) and "\t" in lines[mark.line]:
-        return f":{mark.line + 1}: a tab is in this line, and YAML is laid out with spaces; replace it"
+        return f":{mark.line + 1}: this line contains a tab, and YAML requires spaces; replace it"
     return f":{mark.line + 1}: not valid YAML: {problem}"
 
 
@@ -371,7 +371,7 @@ def _collect_lines(
             raise ConfigError(f"{path}:{line}: {dotted} is given twice (first on line {lines[dotted]}); keep one")
         lines[dotted] = line
         if len(lines) > _MOST_KEYS:
-            raise ConfigError(f"{path}:{line}: its aliases stand for over {_MOST_KEYS} values; write out what is meant")
+            raise ConfigError(f"{path}:{line}: its aliases expand to over {_MOST_KEYS} values; write the values out")
         _collect_lines(path, value, f"{dotted}.", lines, (*above, node))
 
 
@@ -420,7 +420,7 @@ def _invalid_setting(overrides: list[str], number: int) -> str:
     before = overrides[number - 1] if number else ""
     shown = shortened(repr(argument))
     if argument.endswith((".yaml", ".yml")):
-        return f"argument {shown} is not a setting; name a config file by --config {argument}"
+        return f"argument {shown} is not a setting; pass a config file with --config {argument}"
     if colon := re.fullmatch(r"([a-z]\w*(?:\.\w+)+):(.*)", argument, re.DOTALL):
         return f"argument {shown} is not a setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
     # Spaces around the = split a setting into up to three arguments: join them again.

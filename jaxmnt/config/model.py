@@ -22,18 +22,18 @@ class RopeScaling(Section):
     """Scaling of rotary positions beyond the training length (`models/rotary.py`)."""
 
     type: Literal["none", "linear", "llama3", "yarn"] = maths_key(
-        "none", "How rotary positions are stretched: all alike (linear), or the slow ones (llama3, yarn).",
+        "none", "Scaling of rotary positions: of all frequencies (linear), or only of low ones (llama3, yarn).",
     )  # fmt: skip
-    factor: float = maths_key(1.0, "How many times as long.", ge=1)
+    factor: float = maths_key(1.0, "Factor by which positions are stretched.", ge=1)
     original_max_positions: int = maths_key(
         8192, "For llama3 and yarn: the length of training before it was stretched.", ge=1
     )
     low_frequency_factor: float = maths_key(
-        1.0, "For llama3: what turns fewer times than this in that length is stretched.", gt=0
+        1.0, "For llama3: frequencies with fewer turns than this in that length are stretched.", gt=0
     )
-    high_frequency_factor: float = maths_key(4.0, "For llama3: what turns more times than this is not.", gt=0)
-    beta_fast: float = maths_key(32.0, "For yarn: what turns more times than this is not stretched.", gt=0)
-    beta_slow: float = maths_key(1.0, "For yarn: what turns fewer times than this is stretched.", gt=0)
+    high_frequency_factor: float = maths_key(4.0, "For llama3: frequencies with more turns than this are not.", gt=0)
+    beta_fast: float = maths_key(32.0, "For yarn: frequencies with more turns than this are not stretched.", gt=0)
+    beta_slow: float = maths_key(1.0, "For yarn: frequencies with fewer turns than this are stretched.", gt=0)
     truncate: bool = maths_key(True, "For yarn: round the transition's ends to whole frequencies.")
     attention_factor: float | None = maths_key(
         None, "For yarn: multiplies queries and keys; default 0.1 · ln(factor) + 1.", gt=0
@@ -58,9 +58,7 @@ class Model(Section):
     family: str = breaking_key(
         "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class."
     )
-    preset: str | None = key(
-        None, "Published model, whose settings count where none is given; docs/models.md lists them."
-    )
+    preset: str | None = key(None, "Published model, whose settings are the defaults; docs/models.md lists the models.")
     vocab_size: int | None = breaking_key(
         None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", ge=2
     )
@@ -99,7 +97,7 @@ class Model(Section):
     )
     overlap: Literal["auto", "off", "ring", "rows"] = key(
         "auto",
-        "With mesh.model, what is multiplied while activations travel: rows, the other half of a microbatch; ring, "
+        "With mesh.model, what is computed while activations are sent: rows, the other half of a microbatch; ring, "
         "other pieces of the same rows; auto, on GPUs, rows where there are two, else ring for large products.",
     )
 

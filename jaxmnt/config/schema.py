@@ -30,20 +30,20 @@ class Run(Section):
         path=True,
     )
     fork_from: str | None = key(
-        None, "Start as a branch of RUN, RUN@STEP or RUN@best: its whole state, its step.", path=True
+        None, "Start as a branch of RUN, RUN@STEP or RUN@best, with its whole state and step.", path=True
     )
     init_from_changes: list[str] = key(
         [], "Settings of the model, and tokenizer, that differ on purpose from what init_from or fork_from names."
     )
     max_minutes: float | None = key(
-        None, "Stop, with a checkpoint and exit code 75, before so many minutes of this start are over.", gt=0
+        None, "Stop, with a checkpoint and exit code 75, before this start has run for this many minutes.", gt=0
     )
     stop_margin_seconds: float = key(
         120.0, "How long before max_minutes, or the end of a Slurm allocation, to stop.", ge=0
     )
     budget: float | None = key(
         None,
-        "What all starts of the run may cost, by launch.cost_per_gpu_hour; then it stops, with a checkpoint.",
+        "Most that all starts of the run may cost, by launch.cost_per_gpu_hour; it then stops with a checkpoint.",
         gt=0,
     )
     notify: list[str] = key(
@@ -90,23 +90,23 @@ class Train(Section):
         "float32", "Dtype in which gradients are reduced over devices."
     )
     remat: Literal["none", "attention", "dots", "names", "full"] = key(
-        "none", "What backward computes again: nothing but attention's scores (none, attention), all but matrix "
+        "none", "What the backward pass recomputes: nothing but attention's scores (none, attention), all but matrix "
         "products and attention (dots), all but remat_save (names), or whole layers (full).",
     )  # fmt: skip
-    remat_save: list[str] = key([], "What remat names keeps, such as attention, mlp_gate, mlp_up.")
+    remat_save: list[str] = key([], "Activations that remat names keeps, such as attention, mlp_gate, mlp_up.")
     remat_offload: list[str] = key(
-        [], "What remat dots, names and full keep in host memory until backward, such as layer_input."
+        [], "Activations that remat dots, names and full keep in host memory until backward, such as layer_input."
     )
     log_every: int | None = key(
-        None, "Steps between two lines where the output is no terminal; default: a line each 10 seconds.", ge=1
+        None, "Steps between two lines if the output is not a terminal; default: a line every 10 seconds.", ge=1
     )
-    layer_unroll: int = key(1, "Layers an iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
+    layer_unroll: int = key(1, "Layers per iteration of the layer scan; faster on CPU, longer to compile.", ge=1)
     loss_chunk_mib: int = key(256, "Largest float32 logits of one loss chunk on a device, in MiB.", ge=1)
     loss: str | None = maths_key(None, "Dotted path of a function to minimise (docs/models.md); default cross-entropy.")
     z_loss: float = maths_key(0.0, "Weight of the squared log-partition penalty on the logits.", ge=0)
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", ge=0)
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = key(
-        "auto", "Held-out tokens of an evaluation, in rows evenly spaced over each source; auto: 5 % of the tokens "
+        "auto", "Held-out tokens per evaluation, in rows evenly spaced over each source; auto: 5 % of the tokens "
         "trained between two evaluations, or all if eval_every is 0; null: all.",
     )  # fmt: skip
     max_bad_steps: int = key(
@@ -123,7 +123,7 @@ class Train(Section):
 
 class OptimizerRule(Section):
     pattern: str = breaking_key(..., "Names of parameters, such as layers.mlp.*; * matches any text.")
-    kind: Literal["adamw", "muon"] | None = breaking_key(None, "Optimizer of these; default adamw.")
+    kind: Literal["adamw", "muon"] | None = breaking_key(None, "Optimizer of these parameters; default adamw.")
     weight_decay: float | None = breaking_key(None, "Their decay; default that of the section.", ge=0)
     learning_rate_factor: float | None = breaking_key(None, "Multiplies their learning rate.", ge=0)
 
@@ -141,7 +141,9 @@ class Optimizer(Section):
     beta2: float = maths_key(0.95, "AdamW's decay of the second moment.", ge=0, lt=1)
     epsilon: float = maths_key(1e-8, "AdamW's term in the denominator.", gt=0)
     state_dtype: Literal["float32", "bfloat16"] = breaking_key("float32", "Dtype in which AdamW's moments are stored.")
-    rules: list[OptimizerRule] = breaking_key([], "Other settings for some parameters; the first that matches counts.")
+    rules: list[OptimizerRule] = breaking_key(
+        [], "Other settings for some parameters; the first rule that matches applies."
+    )
     frozen: list[str] = breaking_key(
         [], "Names of parameters that do not train, such as embedding.*; * matches any text."
     )
@@ -151,19 +153,23 @@ class Optimizer(Section):
 
 class Checkpoint(Section):
     dir: str | None = key(
-        None, "Where checkpoints are, the run's id and its lock: a folder or gs://BUCKET/PATH; default run.dir.",
+        None, "Where checkpoints, the run's id and its lock are stored: a folder or gs://BUCKET/PATH; default run.dir.",
         path=True,
     )  # fmt: skip
     every_steps: int = key(500, "Steps between saves, besides the one at the end; 0: only at the end.", ge=0)
     every_minutes: Minutes | Literal["auto"] | None = key(
-        None, "Save also when so many minutes have passed; auto weighs a save's cost against failures (Young–Daly)."
+        None, "Also save when this many minutes have passed; auto weighs a save's cost against failures (Young–Daly)."
     )
     hours_between_failures: float | None = key(
-        None, "For auto: the whole run's mean; default what the run has seen, else published failures of GPUs.", gt=0
+        None,
+        "For auto: mean of the whole run; default as observed in the run, else from published failures of GPUs.",
+        gt=0,
     )
     keep: int = key(3, "Newest checkpoints to keep.", ge=2)
     keep_every_steps: int = key(0, "Also keep checkpoints whose step is a multiple of this; 0: none.", ge=0)
-    keep_best: int = key(0, "Keep also so many with the lowest held-out loss, of those that were evaluated.", ge=0)
+    keep_best: int = key(
+        0, "Also keep this many of the evaluated checkpoints, those with the lowest held-out loss.", ge=0
+    )
     verify: bool = key(True, "Compare what is restored with the digests taken when it was saved.")
     read: Literal["auto", "each", "spread"] = key(
         "auto", "How replicas of the model read: each all of it, or spread, a share of it and the rest from the "
@@ -174,15 +180,19 @@ class Checkpoint(Section):
 
 class Watchdog(Section):
     step_seconds: float | None = key(
-        45.0, "A step may take so long before the run counts as hanging; null turns that off.", gt=0
+        45.0, "Longest time of a step before the run counts as hanging; null disables the check.", gt=0
     )
-    factor: float = key(10.0, "Or so many times the median step, whichever is longer.", ge=1)
-    first_step_seconds: float | None = key(900.0, "The first step, which opens connections; null is no limit.", gt=0)
-    compile_seconds: float | None = key(7200.0, "Compiling.", gt=0)
-    restore_seconds: float | None = key(3600.0, "Restoring a checkpoint, and waiting for data at the start.", gt=0)
-    evaluate_seconds: float | None = key(900.0, "A batch of an evaluation.", gt=0)
+    factor: float = key(10.0, "Or this many times the median step, whichever is longer.", ge=1)
+    first_step_seconds: float | None = key(
+        900.0, "Limit for the first step, which opens connections; null: no limit.", gt=0
+    )
+    compile_seconds: float | None = key(7200.0, "Limit for compiling.", gt=0)
+    restore_seconds: float | None = key(
+        3600.0, "Limit for restoring a checkpoint, and for waiting for data at the start.", gt=0
+    )
+    evaluate_seconds: float | None = key(900.0, "Limit for a batch of an evaluation.", gt=0)
     save_seconds: float | None = key(
-        3600.0, "The part of a save that blocks training, and the whole of the last save.", gt=0
+        3600.0, "Limit for the part of a save that blocks training, and for the whole last save.", gt=0
     )
 
 
@@ -191,25 +201,23 @@ class Telemetry(Section):
         "causal", "What MFU counts: weights that multiply and attention over the keys that a token sees, or over the "
                   "square of the length, or that and every parameter, or as Levanter.",
     )  # fmt: skip
-    phases: bool = key(
-        True, "Whether processes tell where their steps go (phases.jsonl), by which stragglers are found."
-    )
+    phases: bool = key(True, "Report the time of each phase of a step (phases.jsonl), which identifies stragglers.")
     resources_every_seconds: float | None = key(
         30.0, "Seconds between two readings of memory, GPUs and network (resources.jsonl); null: none.", ge=0.1
     )
     probe_every: int = key(
-        1000, "Steps between two products that each device computes by itself, to find a slow one; 0: never.", ge=0
+        1000,
+        "Steps between two matrix products that each device times by itself, to find slow devices; 0: never.",
+        ge=0,
     )
-    noise_scale: bool = key(
-        False, "Whether steps also measure the gradient noise scale, which says how large a batch is of use."
-    )
+    noise_scale: bool = key(False, "Also measure the gradient noise scale, which indicates the largest useful batch.")
     profile_at: int | None = key(
         None, "Step from which one step is profiled, after a checkpoint, on one device of process 0.", ge=1
     )
     samples: list[str] = key([], "Prompts that are continued after each evaluation, for the events and the report.")
-    sample_tokens: int = key(64, "How many tokens each of them is continued by.", ge=1)
+    sample_tokens: int = key(64, "Tokens that are generated for each sample.", ge=1)
     sinks: list[str] | None = key(
-        None, "Where metrics go besides: tensorboard, wandb, trackio, mlflow, dotted paths of classes of your own; "
+        None, "Additional sinks for metrics: tensorboard, wandb, trackio, mlflow, dotted paths of classes of your own; "
               "default tensorboard if it is installed.",
     )  # fmt: skip
     project: str = key("jaxmnt", "Project or experiment in which wandb, trackio and mlflow keep the run.", min_length=1)
@@ -225,14 +233,14 @@ class Cluster(Section):
     processes: int | None = key(None, "Processes in all; default JAX_NUM_PROCESSES, then the launcher's, else 1.", ge=1)
     process_id: int | None = key(None, "This process, from 0; default JAX_PROCESS_ID, then the launcher's.", ge=0)
     launcher: Literal["auto", "explicit", "slurm", "kubernetes", "mpi", "torchrun"] = key(
-        "auto", "Whose variables say which process this is; explicit is none but JAX's own."
+        "auto", "Launcher whose variables identify this process; explicit uses only JAX's own."
     )
     local_devices: list[Annotated[int, Field(ge=0)]] | None = key(
-        None, "GPUs of this process, by their places among those that it sees; default its share of them."
+        None, "GPUs of this process, by index among those that it sees; default its share of them."
     )
     start_timeout_seconds: float = key(300.0, "How long to wait for all processes at the start.", gt=0)
     silence_timeout_seconds: float = key(
-        30.0, "A process that says nothing for so long is given up, once it has finished a step.", ge=5
+        30.0, "A process that is silent for this long is given up, once it has finished a step.", ge=5
     )
     heartbeat_timeout_seconds: int = key(
         100, ("JAX's own limit for a silent process, at which JAX aborts the others. Before the first step, ours "

@@ -101,6 +101,7 @@ class TrainingData:
         return share_of_rows**settings.global_batch_size
 
     def _merge(self, located: Located) -> Rows:
+        """Reads the rows of each source at once, and puts them in the order of the batch."""
         merged = {}
         for number, name in enumerate(self.names):
             places = np.flatnonzero(located.source == number)

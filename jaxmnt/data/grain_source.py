@@ -140,7 +140,7 @@ class GrainData:
             while made_elsewhere and file is not None and _read_index(file, len(self.elements[split])) is None:
                 if time.monotonic() > deadline:
                     raise PreflightError(
-                        f"run.dir: process 0 has written {file}, and {socket.gethostname()} does not see it whole; put "
+                        f"run.dir: process 0 has written {file}, but {socket.gethostname()} cannot read all of it; put "
                         "the run directory on a file system that all hosts share"
                     )
                 time.sleep(_LOOK_SECONDS)

@@ -85,6 +85,7 @@ class Order:
         self._first_rows = np.array([self.rows_taken(phase.from_step) for phase in phases], np.int64)
         self._shares = [block_shares(phase.weights) for phase in phases]
         self._layouts = [_spread(shares) for shares in self._shares]
+        # Rows of each source before each phase.
         self._before = [np.zeros(len(rows), np.int64)]
         for number, (first, after) in enumerate(pairwise(self._first_rows.tolist())):
             self._before.append(self._before[-1] + self._used_in_phase(number, after - first))
@@ -103,8 +104,8 @@ class Order:
         blocks, places = np.divmod(numbers - self._first_rows[phases], BLOCK)
         out = np.empty((3, len(numbers)), np.int64)
         for phase, block in set(zip(phases.tolist(), blocks.tolist(), strict=True)):
-            here = (phases == phase) & (blocks == block)
-            out[:, here] = self._block(phase, block)[:, places[here]]
+            in_block = (phases == phase) & (blocks == block)
+            out[:, in_block] = self._block(phase, block)[:, places[in_block]]
         return Located(*out)
 
     def numbers(self, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -118,6 +119,7 @@ class Order:
 
     def rows_taken(self, step: int) -> int:
         """Returns the number of rows that the steps before `step` take, without skipped rows."""
+        # Interpolate between the two branch points around the step.
         after, before = next(pair for pair in pairwise(self._points) if step >= pair[1].step)
         return before.row + (step - before.step) * (after.row - before.row) // (after.step - before.step)
 
@@ -138,6 +140,7 @@ class Order:
     def last_step(self, name: str, limit: int) -> int:
         """Returns the number of steps, at most `limit`, that fit into one epoch of the source."""
         rows = int(self._rows[self.names.index(name)])
+        # The rows used grow with the step, so bisect for the last step that stays within the epoch.
         after = min(self.first_step, limit) + 1
         return bisect_right(range(limit + 1), rows, after, key=lambda step: self.used(step)[name]) - 1
 
@@ -193,6 +196,7 @@ def block_shares(weights: Sequence[float]) -> np.ndarray:
     total = math.fsum(weights)
     exact = np.array([weight / total * BLOCK for weight in weights])
     shares = np.floor(exact).astype(np.int64)
+    # The sources with the largest remainders get the rows that rounding down left over.
     by_remainder = np.argsort(shares - exact, kind="stable")
     shares[by_remainder[: BLOCK - int(shares.sum())]] += 1
     return shares
@@ -227,6 +231,7 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
         return high * base + low
 
     value = once(index.astype(np.uint64), keys)
+    # base² may exceed size: values outside are mapped again until they are inside (cycle walking).
     while (outside := value >= np.uint64(size)).any():
         value[outside] = once(value[outside], [round_key[outside] for round_key in keys])
     return value.astype(np.int64)
@@ -248,6 +253,7 @@ def _spread(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the source of each place of a block, and its rank within that source. Sources are spread evenly."""
     source = np.repeat(np.arange(len(shares)), shares)
     rank = np.concatenate([np.arange(share) for share in shares.tolist()])
+    # Row k of n rows of a source belongs in the middle of the k-th of n equal intervals.
     position = (2 * rank + 1) / (2 * shares[source])
     order = np.argsort(position, kind="stable")
     return source[order], rank[order]

@@ -47,7 +47,9 @@ class Plan:
 def plan_rows(document_starts: np.ndarray, tokens: int, row_length: int, window: int = WINDOW_DOCUMENTS) -> Plan:
     """Packs all documents of a split, with their end-of-document tokens, into rows of `row_length` tokens."""
     ends = np.append(document_starts[1:], tokens)
-    planned, rows = [], 0
+    planned = []
+    rows = 0
+    # Each window of documents is packed into rows of its own, which bounds time and memory.
     for first in range(0, max(1, len(document_starts)), window):
         begin = document_starts[first : first + window]
         start, length, opens = _cut(begin, ends[first : first + window] - begin, row_length)
@@ -55,6 +57,7 @@ def plan_rows(document_starts: np.ndarray, tokens: int, row_length: int, window:
         planned.append((row, start, length, opens))
         rows = int(row.max(initial=rows - 1)) + 1
     row, start, length, opens = (np.concatenate(column) for column in zip(*planned, strict=True))
+    # Store the pieces by row, so that the pieces of a row are a slice.
     order = np.argsort(row, kind="stable")
     first_piece = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))]).astype(np.int64)
     return Plan(first_piece, start[order].astype(np.int64), length[order].astype(np.int32), opens[order])
@@ -73,6 +76,7 @@ def _cut(begin: np.ndarray, size: np.ndarray, row_length: int) -> tuple[np.ndarr
 def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Assigns each length to a bin, from 0, by best-fit decreasing: longest first, into the fullest bin with room."""
     bins = np.empty(len(lengths), np.int64)
+    # All lengths of the same size are placed together, in whole groups of bins with the same room.
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(-lengths[by_length], return_counts=True)
     bins_with_room: dict[int, list[np.ndarray]] = defaultdict(list)

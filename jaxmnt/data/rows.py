@@ -56,7 +56,9 @@ class Windows:
             for out, start in zip(tokens, starts.tolist(), strict=True):
                 self._read_at_edge(start, out)
         if not self.stream.are_valid_ids(tokens):
+            # Locate the invalid id only now, because that is slow.
             self.stream.raise_invalid_id(starts[:, None] + np.arange(-1, self.length))
+        # Without a document mask a row is one document, in which every token is a target.
         ones = np.broadcast_to(self._ones, (len(starts), self.length))
         result = {
             "tokens": tokens[:, :-1],
@@ -72,6 +74,7 @@ class Windows:
                 result["tokens"] = result["tokens"].copy()
                 result["tokens"][opens] = self.stream.filler
         if last > self.stream.tokens:
+            # Places past the end of the stream are padding.
             result["segments"] = np.where(starts[:, None] + self._positions < self.stream.tokens, result["segments"], 0)
             result["weights"] = (result["segments"] > 0).astype(np.float32)
         if self.stream.has_learn_mask:
@@ -152,7 +155,9 @@ class Packed:
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         row_numbers = np.asarray(rows, np.int64)
         pieces, row = self.plan.pieces(row_numbers)
-        starts, lengths, opens = self.plan.start[pieces], self.plan.length[pieces], self.plan.opens[pieces]
+        starts = self.plan.start[pieces]
+        lengths = self.plan.length[pieces]
+        opens = self.plan.opens[pieces]
         filled = np.bincount(row, weights=lengths, minlength=len(row_numbers)).astype(np.int64)
         # Pieces of a row are consecutive: the tokens before a piece, less the tokens of earlier rows, give its column.
         column = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[row]
@@ -160,6 +165,7 @@ class Packed:
             (index, slice(first, stop))
             for index, first, stop in zip(row.tolist(), column.tolist(), (column + lengths).tolist(), strict=True)
         ]
+        # Read all pieces straight into their places; padding keeps the filler, with weight 0.
         is_padding = self._places >= filled[:, None]
         targets = np.empty(is_padding.shape, np.int32)
         targets[is_padding] = self.stream.filler
@@ -169,8 +175,10 @@ class Packed:
             self.stream.read_all(starts, [weights[stretch] for stretch in stretches], "weights")
             self.stream.check_target_mask(weights)
         if self.stream.end_of_document is None:
+            # As in Windows: nothing precedes the first token of a document.
             weights[row[opens], column[opens]] = 0
         tokens = self._inputs(targets, row, column, starts, opens)
+        # Inputs are shifted targets, except at the beginning of later pieces of a document.
         if not (self.stream.are_valid_ids(targets) and self.stream.are_valid_ids(tokens[row[~opens], column[~opens]])):
             offsets = np.concatenate([self.offsets(number) for number in row_numbers.tolist() if number < self.rows])
             self.stream.raise_invalid_id(np.concatenate([offsets - 1, offsets]))

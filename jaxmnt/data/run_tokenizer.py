@@ -137,8 +137,8 @@ def read_from_run(home: StoragePath) -> RunTokenizer | None:
     """Returns the tokenizer in a run's directory, or None. Raises `ConfigError` if it is damaged."""
     path = home / FOLDER / MANIFEST
     damaged = ConfigError(
-        f"{path.parent} is damaged: it is not what the run has written there; remove it: the next start of the run "
-        "writes it again, and until then the tokenizer of its data is used"
+        f"{path.parent} is damaged: its contents have changed since the run wrote it; remove it: the next start of "
+        "the run writes it again, and until then the tokenizer of its data is used"
     )
     try:
         record = unsealed(json.loads(read(path).decode()))

@@ -234,10 +234,10 @@ def _describe_invalid(path: Path) -> str:
     """Describes why a path that is neither a file nor a folder cannot be read, and what to pass instead."""
     shown = printable(str(path))
     if str(path) == "-":
-        return "- (standard input) cannot be read twice and in parts; write what it holds to a file and give that"
+        return "- (standard input) cannot be read twice and in parts; write its contents to a file and give that"
     if path.exists():
         kind = "a pipe" if path.is_fifo() else "neither a file nor a folder"
-        return f"{shown} is {kind}, and cannot be read twice and in parts; write what it holds to a file and give that"
+        return f"{shown} is {kind}, and cannot be read twice and in parts; write its contents to a file and give that"
     if path.is_symlink():
         return f"{shown} is a link to {printable(str(path.readlink()))}, which does not exist; check the path"
     return f"{shown} does not exist; check the path"
@@ -257,7 +257,7 @@ def check_unchanged(inputs: Sequence[Input]) -> None:
             is_same = False
         if not is_same:
             raise ConfigError(
-                f"--input: {file.shown} was changed or taken away while it was being prepared; "
+                f"--input: {file.shown} was changed or removed while it was being prepared; "
                 "remove the output and prepare the data again"
             )
 

@@ -217,9 +217,9 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: li
                     first = 1 + sum(metadata.row_group(before).num_rows for before in range(group))
                     last = first + metadata.row_group(group).num_rows - 1
                     raise ConfigError(
-                        f"--input: {file.shown}: between rows {first} and {last} is a page of {size / 2**20:.0f} MiB, "
-                        "to be read at once; raise --max-document-mib if there is the memory for it, or say what "
-                        "becomes of long documents by --long-documents split or skip"
+                        f"--input: {file.shown}: a page between rows {first} and {last} has {size / 2**20:.0f} MiB and "
+                        "must be read at once; raise --max-document-mib if memory allows, or set "
+                        "--long-documents split or skip"
                     )
     except ValueError as error:
         raise damaged_parquet(file, error) from error

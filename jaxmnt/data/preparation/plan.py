@@ -81,7 +81,7 @@ def check_output(output: Path) -> None:
         if _is_prepared(output):
             remove_work(output)  # an earlier process may have been killed before it did so
             raise ConfigError(f"--output: {output} is prepared already; choose another folder, or remove it")
-        raise ConfigError(f"--output: {output} has a {MANIFEST} that is damaged or none of ours; use another folder")
+        raise ConfigError(f"--output: {output} has a {MANIFEST} that is damaged or not ours; use another folder")
     if not output.exists():
         return
     work = output / WORK
@@ -180,7 +180,7 @@ def check_plan(job: Job) -> None:
             changed = sorted(name for name in plan if before.get(name) != plan[name])
             raise ConfigError(
                 f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; undo that "
-                "change and run the command again to go on with it, or remove the folder"
+                "change and run the command again to continue it, or remove the folder"
             )
         (output / TOKENIZER_FILE).unlink(missing_ok=True)
         _remove(work, _PARTS_CONTENTS)

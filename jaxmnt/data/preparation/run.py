@@ -156,9 +156,9 @@ def run(
     except BrokenProcessPool as error:
         names = ", ".join(str(item) for item, is_begun in zip(items, busy[:], strict=True) if is_begun)
         raise UserError(
-            f"a worker was killed while these were read: {names or 'none yet'}; perhaps memory ran out, or a file is "
-            "damaged; run the same command again with fewer --workers, or leave the file out with --exclude: it goes "
-            "on with the parts that are not done"
+            f"a worker was killed; inputs being read: {names or 'none yet'}; perhaps memory ran out, or a file is "
+            "damaged; run the same command again with fewer --workers, or leave the file out with --exclude: it "
+            "continues with the parts that are not done"
         ) from error
     finally:
         stop.value = 1
@@ -217,7 +217,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
         inputs, not_read = find_inputs(selection, output)
     except OSError as error:
         name = printable(str(error.filename))
-        raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its rights") from error
+        raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its permissions") from error
     inputs, settings = decide_held_out(inputs, settings)
     check_kinds(inputs, settings)
     job = Job(inputs, cut_into_parts(inputs, settings), output, settings)
@@ -235,7 +235,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
     except OSError as error:
         raise UserError(
             f"--output: {output} cannot be written: {error.strerror or error}; fix that and run the same command "
-            "again: it goes on with the parts that are not done"
+            "again: it continues with the parts that are not done"
         ) from error
     finally:
         remove_work(output)
