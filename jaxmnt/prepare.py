@@ -172,7 +172,8 @@ class _Rate:
 def _settings(options: argparse.Namespace) -> "Settings":
     from jaxmnt.data.preparation.inputs import Reading, Settings
 
-    trained, has_vocabulary = options.train_tokenizer, options.vocab_size is not None
+    trained = options.train_tokenizer
+    has_vocabulary = options.vocab_size is not None
     if trained is not None and options.tokenizer is not None:
         raise ConfigError("--train-tokenizer: --tokenizer is also given; remove one of them")
     reading = Reading(

@@ -166,7 +166,8 @@ def source_of(dotted: str, sources: Mapping[str, str]) -> str | None:
 
 def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
     """Returns the key that a problem concerns, and the description of the problem."""
-    kind, path, value = problem["type"], list(problem["loc"]), problem["input"]
+    kind, value = problem["type"], problem["input"]
+    path = list(problem["loc"])
     if kind == "value_error":  # raised by our own validators, whose text begins with the key
         key, _, text = str(problem["ctx"]["error"]).partition(": ")
         return key, text

@@ -89,10 +89,12 @@ def rows_of(
 ) -> Iterator[Row]:
     """Yields the first `limit` rows of the batch of optimizer step `step` (1 is the first)."""
     row_numbers = range(min(limit, config.data.global_batch_size))
-    located, batch = training.order.locate(step - 1, row_numbers), training.batch(step - 1, row_numbers)
+    located = training.order.locate(step - 1, row_numbers)
+    batch = training.batch(step - 1, row_numbers)
     lines = {name: Lines(reader, tokenizer) if tokenizer else None for name, reader in training.readers.items()}
     for row in row_numbers:
-        name, number = training.names[located.source[row]], int(located.row[row])
+        name = training.names[located.source[row]]
+        number = int(located.row[row])
         reader, part = training.readers[name], sources.parts[name]
         learned_L = batch["weights"][row] > 0
         if isinstance(reader, DatasetRows):
@@ -114,7 +116,8 @@ def _extracts(
     documents = reader.stream.documents(offsets[places])
     edges = (np.flatnonzero(np.diff(documents)) + 1).tolist()
     for begin, end in pairwise([0, *edges, len(places)]):
-        document, start = int(documents[begin]), int(offsets[places[begin]])
+        document = int(documents[begin])
+        start = int(offsets[places[begin]])
         first = start - int(reader.stream.document_starts[document])
         context = _read(reader.stream, start - min(first, LONGEST_CONTEXT), start)
         ids = _read(reader.stream, start, start + end - begin)

@@ -236,7 +236,8 @@ class _DocumentCache:
     """A least-recently-used cache of documents, bounded by their number of tokens."""
 
     def __init__(self, read: Callable[[int], Element]):
-        self._read, self._lock = read, threading.Lock()
+        self._read = read
+        self._lock = threading.Lock()
         self._documents: OrderedDict[int, Element] = OrderedDict()
         self._tokens = 0
 
@@ -263,7 +264,8 @@ def document_of(elements: Elements, number: int, end: int | None) -> Element | N
     element = elements.read(number)
     if element is None:
         return None
-    tokens, weights = element["tokens"], element.get("weights", np.ones(len(element["tokens"]), np.float32))
+    tokens = element["tokens"]
+    weights = element.get("weights", np.ones(len(tokens), np.float32))
     if end is not None and tokens[-1] != end:
         tokens, weights = np.append(tokens, np.int32(end)), np.append(weights, weights[-1])
     return {"tokens": tokens, "weights": weights}

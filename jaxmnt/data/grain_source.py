@@ -149,7 +149,8 @@ class GrainData:
     def _index(self, split: str, progress: Progress = lambda name: None) -> "_Index":
         """Returns the index from memory or the folder, or builds it by reading all documents."""
         if split not in self._indices:
-            elements, file = self.elements[split], self._index_file(split)
+            elements = self.elements[split]
+            file = self._index_file(split)
             index = None if file is None else _read_index(file, len(elements))
             if index is None:
                 table = measure_elements(elements, self.tokenizer["end_of_document"], progress)
@@ -196,6 +197,7 @@ def open_grain(
             Elements(_dataset(path, name), name, path, settings.elements, vocab_size, fields) for _ in range(2)
         )
         elements[split] = first
+        # The digest covers the length and a sample, so that processes and later starts can compare their data.
         digest.update(f"{split} {len(first)}".encode())
         for element in _sample_twice(first, again):
             for name, array in sorted((element or {}).items()):

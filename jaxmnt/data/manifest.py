@@ -163,7 +163,8 @@ def _check_split(split: Any, name: str, learn_mask: bool) -> None:
     _whole(tokens, f"tokens of {name}")
     if not isinstance(shards, list):
         raise _ManifestError(f"shards of {name} is not a list")
-    sums, kinds = [0, 0], ("tokens", "documents", "origins", *(("learn",) if learn_mask else ()))
+    kinds = ("tokens", "documents", "origins", *(("learn",) if learn_mask else ()))
+    sums = [0, 0]  # documents and tokens
     for number, shard in enumerate(shards):
         where = f"shard {number} of {name}"
         fields = _fields(shard, where, ("name", "documents", "tokens", "sha256"))

@@ -56,7 +56,8 @@ def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path
 
     Raises `ConfigError` if the file cannot be read.
     """
-    path, text = folder / TOKENIZER_FILE, None
+    path = folder / TOKENIZER_FILE
+    text = None
     if description["name"] == "huggingface":
         try:
             text = read(path).decode()
@@ -82,6 +83,7 @@ def write_to_run(home: StoragePath, tokenizer: RunTokenizer) -> None:
         raise ConfigError(f"{folder} is a link to something other than this run's tokenizer; remove the link")
     try:
         folder.mkdir(exist_ok=True)
+        # The manifest is removed first and written last, so that it never describes another file.
         (folder / MANIFEST).unlink(missing_ok=True)
         if tokenizer.text is not None:
             publish(folder / TOKENIZER_FILE, tokenizer.text)

@@ -220,10 +220,12 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     if settings.synthetic is not None:
         return Sources(dict.fromkeys(named, SyntheticData(settings.synthetic)))
     keys = {name: f"data.sources.{name}" if settings.sources else "data" for name in named}
+    # Prepared data first, because Grain datasets take their vocabulary from it.
     prepared = {
         name: _open(source.path, f"{keys[name]}.path") for name, source in named.items() if source.grain.train is None
     }
-    like, fields = next(iter(prepared.values()), None), batch_fields(settings)
+    like = next(iter(prepared.values()), None)
+    fields = batch_fields(settings)
     parts: dict[str, Part] = {
         name: prepared.get(name) or open_grain(source.grain, f"{keys[name]}.grain", like, run_dir, fields)
         for name, source in named.items()
@@ -232,6 +234,7 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
         name: _open(entry.path, f"data.eval_sets.{name}.path") for name, entry in sorted(settings.eval_sets.items())
     }
     sources = Sources(parts, sets)
+    # All sources must share one tokenizer.
     expected = sources.vocab_size, sources.tokenizer
     for name, held_out in sets.items():
         if (held_out.vocab_size, held_out.tokenizer) != expected:
@@ -255,6 +258,7 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
 
 
 def _check(part: Part) -> None:
+    """Checks the files of a source. Raises `UnreadableError` if one is missing or damaged."""
     with _reading(part.path):
         part.check()
 

@@ -132,7 +132,8 @@ class StoredTokens(TokenStream):
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
         """Copies each range with one slice, unless it crosses the end of a shard."""
         # A copy of a thousand tokens takes as long as the Python code around it, so this loop does little.
-        shards, shard = self._shards[field], np.searchsorted(self._bounds, starts, side="right") - 1
+        shards = self._shards[field]
+        shard = np.searchsorted(self._bounds, starts, side="right") - 1
         local = (starts - self._bounds[shard]).tolist()
         for out, number, first, start in zip(outs, shard.tolist(), local, starts.tolist(), strict=True):
             piece = shards[number][first : first + len(out)]
@@ -289,7 +290,8 @@ class PreparedData:
         return names
 
     def _document_starts(self, split: str) -> np.ndarray:
-        first, starts = 0, [np.zeros(0, np.int64)]
+        first = 0  # offset of the shard in the stream
+        starts = [np.zeros(0, np.int64)]
         for shard in self._shards(split):
             shard_starts = self._load(split, "documents", shard)
             are_valid = not len(shard_starts) or (

@@ -242,7 +242,8 @@ COUNTED = [field.name for field in fields(Counts)]
 
 def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Prepares one part. Raises `ConfigError` for bad input, and `OSError` if the output cannot be written."""
-    reading, attempt = job.settings.reading, Attempt(job.work)
+    reading = job.settings.reading
+    attempt = Attempt(job.work)
     report = Report(reading=reading, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
     try:
@@ -259,6 +260,7 @@ def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Cal
             if not document.closed:
                 assert reading.end_id is not None
                 writer.add(np.array([reading.end_id]), document.end_is_target)
+        # The record is published last, since it marks the part as done.
         splits = {split: writer.close() for split, writer in writers.items()}
         save_array(job.counts_path(part.number), np.stack([writer.counts for writer in writers.values()]), attempt)
         record = {"splits": splits, "records": report.records, "lengths": report.lengths}

@@ -305,20 +305,36 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
             f"--eval-input: nothing was found in it; {first}give files that hold text, or leave --eval-input out"
         )
     _note_arrays(summary, job, records)
+    # The manifest is last: its presence marks the output as complete.
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
         stream.writelines((json_text(file.name) + "\n").encode() for file in job.inputs)
+    manifest = _manifest(job, tokenizer, summary, splits, records)
+    with attempt.writing(job.output / MANIFEST) as stream:
+        stream.write(sealed_text(manifest).encode())
+    return summary
+
+
+def _manifest(
+    job: Job,
+    tokenizer: Tokenizer | None,
+    summary: Summary,
+    splits: dict[str, Any],
+    records: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the manifest, without its seal. The other files of the output must be complete."""
     names = [name for name in (SOURCES, TOKENIZER_FILE) if (job.output / name).exists()]
     reading = job.settings.reading
     counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
     for part in job.parts:  # one at a time, because each array is as large as the vocabulary
         counts += read_array(job.counts_path(part.number), *counts.shape)
     rare_counts = {name: getattr(summary, name) for name in ("long", "without_targets") if getattr(summary, name)}
-    manifest = {
+    description = {"name": NAMELESS, "end_of_document": reading.end_id}
+    if tokenizer is not None:
+        description = tokenizer.description
+    return {
         "format": FORMAT,
         "version": VERSION,
-        "tokenizer": {"name": NAMELESS, "end_of_document": reading.end_id}
-        if tokenizer is None
-        else tokenizer.description,
+        "tokenizer": description,
         "vocab_size": reading.vocab_size,
         "largest_id": int(np.flatnonzero(counts.any(axis=0))[-1]),
         "dtype": str(job.dtype),
@@ -331,9 +347,6 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
     }
-    with attempt.writing(job.output / MANIFEST) as stream:
-        stream.write(sealed_text(manifest).encode())
-    return summary
 
 
 def _splits_of(job: Job, records: list[dict[str, Any]], attempt: Attempt) -> dict[str, Any]:

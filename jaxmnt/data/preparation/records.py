@@ -195,7 +195,8 @@ def _lacks_fields(fields: Mapping[str, Any]) -> BadRecordError:
 
 
 def _turns(record: Mapping[str, Any], field: str, reading: Reading) -> list[Turn]:
-    messages, shape = record[field], _LISTS.get(field, _MESSAGES)
+    messages = record[field]
+    shape = _LISTS.get(field, _MESSAGES)
     if not isinstance(messages, list):
         raise BadRecordError(f"{field} is {kind_of(messages)}; it must be a list")
     if not messages:
@@ -254,7 +255,9 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def _instruction_turns(fields: Mapping[str, Any]) -> list[Turn]:
-    instruction, extra, output = fields["instruction"], fields.get("input") or "", fields.get("output")
+    instruction = fields["instruction"]
+    extra = fields.get("input") or ""
+    output = fields.get("output")
     if not all(isinstance(text, str) for text in (instruction, extra, output)):
         raise BadRecordError("needs instruction, output and, if there is any, input as text")
     turns = []

@@ -42,7 +42,8 @@ Progress = Callable[[str, int, int], None]
 
 def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
     """Returns the tokenizer, and puts its file into the output. None for token arrays without a tokenizer."""
-    settings, target = job.settings, job.output / TOKENIZER_FILE
+    settings = job.settings
+    target = job.output / TOKENIZER_FILE
     if settings.train_tokenizer is not None:
         if not target.exists():
             publish(target, _train(job, settings.train_tokenizer, progress))
@@ -66,12 +67,8 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
     texts = [file for file in inputs if file.kind != "tokens"]
     if texts and settings.tokenizer is None and settings.train_tokenizer is None:
         raise ConfigError(f"--tokenizer: {texts[0].shown} is text and needs one; give it, or leave --vocab-size out")
-    if (
-        arrays
-        and settings.tokenizer in (None, "bytes")
-        and settings.train_tokenizer is None
-        and not settings.vocab_size
-    ):
+    has_tokenizer = settings.tokenizer not in (None, "bytes") or settings.train_tokenizer is not None
+    if arrays and not has_tokenizer and not settings.vocab_size:
         raise ConfigError(
             f"--input: {arrays[0].shown} is a token array; give --vocab-size (and --end-id, if an id separates "
             "documents), or the --tokenizer that made it"
@@ -243,7 +240,8 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
 
 def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
     """Returns the job with the vocabulary size and end id of its tokenizer or token arrays. Raises `ConfigError`."""
-    settings, end = job.settings, job.settings.reading.end_id
+    settings = job.settings
+    end = settings.reading.end_id
     if tokenizer is not None:
         if end not in (None, tokenizer.end_of_document):
             own_end = "is not known" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
