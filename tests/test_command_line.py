@@ -153,9 +153,9 @@ def test_a_setting_by_another_name_gets_the_right_one(tmp_path, typed, meant):
 
 
 def test_the_table_of_names_is_sound():
-    from jaxmnt.config.explain import field_of, section_fields, table
+    from jaxmnt.config.explain import field_of, section_fields, synonyms
 
-    settings, sections = table()["settings"], table()["sections"]
+    settings, sections = synonyms()["settings"], synonyms()["sections"]
     for entries in (settings, [{"names": text} for text in sections.values()]):
         names = [name for entry in entries for name in entry["names"].split()]
         assert len(names) == len(set(names))
@@ -261,7 +261,7 @@ def test_what_is_wrong_with_a_file_is_told_with_its_line(tmp_path, text, told):
 
 
 def test_a_type_with_several_forms_is_told_in_words_and_from_where(tmp_path):
-    words = "checkpoint.every_minutes: must be a number above 0, auto or null, not -1 (Save also"
+    words = "checkpoint.every_minutes: must be a number above 0, auto or null, not -1 (Also save"
     assert refused(tmp_path, "", "checkpoint.every_minutes=-1").startswith(f"command line: {words}")
     assert refused(tmp_path, "checkpoint:\n  every_minutes: -1\n").startswith(f"a.yaml:2: {words}")
     assert refused(tmp_path, "model:\n  num_layer: 3\n", "model={num_layer: 3}").startswith("command line: model.num_")

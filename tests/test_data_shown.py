@@ -10,7 +10,7 @@ import pytest
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.__main__ import main as show
-from jaxmnt.data.batch_contents import Lines
+from jaxmnt.data.batch_contents import LineCounter
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.tokenizer import make_tokenizer
@@ -127,11 +127,11 @@ def test_lines_are_those_of_the_text_that_stands_before(lines):
     stream, tokenizer = part.stream("train"), make_tokenizer(part.tokenizer, lines)
     [text] = [number for number in range(part.documents("train")) if part.origin("train", number).file == "in/a.txt"]
     begin = int(stream.document_starts[text])
-    counted = Lines(SimpleNamespace(stream=stream), tokenizer)
+    counted = LineCounter(SimpleNamespace(stream=stream), tokenizer)
     for offset in (4000, 5, 0, 2999, 3000, 4000):
         before = np.empty(offset, np.int64)
         stream.read(begin, before)
-        assert counted.of(text, begin + offset) == 1 + tokenizer.decode(before).count("\n")
+        assert counted.line_of(text, begin + offset) == 1 + tokenizer.decode(before).count("\n")
 
 
 def test_a_verification_is_told_with_what_was_compared(lines, capsys):

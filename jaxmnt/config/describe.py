@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxmnt.config.explain import Schema, entries_of, field_of, plain, section_fields, takes
+from jaxmnt.config.explain import Schema, describe_values, entries_of, field_of, resolve_reference, section_fields
 from jaxmnt.config.load import EXTENDS, as_yaml, flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
@@ -46,7 +46,7 @@ def help_text(topic: str = "") -> str:
     if not keys:
         topics = sorted({".".join(name.split(".")[:depth]) for name in fields for depth in (1, 2)})
         raise ConfigError(f"--help: no setting begins with {printable(topic)}; {nearest(topic, topics)}")
-    line = lambda name, field: f"  {name}  {takes(field)}; {_default(field)}\n      {field['description']}"
+    line = lambda name, field: f"  {name}  {describe_values(field)}; {_default(field)}\n      {field['description']}"
     return "\n".join(line(name, fields[name]) for name in keys)
 
 
@@ -68,14 +68,14 @@ def fields_by_key(*, of_lists: bool = False) -> dict[str, Schema]:
 
     def add(prefix: str, keys: dict[str, Schema]) -> None:
         for name, field in keys.items():
-            key, inner = f"{prefix}{name}", plain(field)
+            key, inner = f"{prefix}{name}", resolve_reference(field)
             if "properties" in inner:
                 add(f"{key}.", inner["properties"])
                 continue
             fields[key] = field
             placeholders = {"object": "NAME"} | ({"array": "N"} if of_lists else {})
             if (kind := inner.get("type")) in placeholders and (entries := entries_of(inner)):
-                add(f"{key}.{placeholders[kind]}.", plain(entries).get("properties", {}))
+                add(f"{key}.{placeholders[kind]}.", resolve_reference(entries).get("properties", {}))
 
     add("", section_fields([]))
     return fields

@@ -57,15 +57,15 @@ def resolve(path: Sequence[str | int]) -> SchemaPath:
             names.append(str(part))
         else:
             break
-        here = plain(below)
+        here = resolve_reference(below)
     return SchemaPath(".".join(names), here, text)
 
 
-def plain(schema: Schema) -> Schema:
+def resolve_reference(schema: Schema) -> Schema:
     """Returns the section, list or mapping that a schema refers to or allows besides null; else the schema itself."""
     if "$ref" in schema:
         return _config_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
-    real = [plain(member) for member in schema.get("anyOf", ()) if member != {"type": "null"}]
+    real = [resolve_reference(member) for member in schema.get("anyOf", ()) if member != {"type": "null"}]
     return real[0] if len(real) == 1 and real[0].get("type") in ("object", "array") else schema
 
 
@@ -75,7 +75,7 @@ def entries_of(schema: Schema) -> Schema | None:
     return entries if isinstance(entries, dict) else None
 
 
-def takes(schema: Schema) -> str:
+def describe_values(schema: Schema) -> str:
     """Describes the values that a key accepts: integer from 1 up, or null."""
     *others, last = _alternatives(schema)
     if not others:
@@ -96,7 +96,7 @@ def _alternatives(schema: Schema) -> list[str]:
         return [words for member in schema["anyOf"] for words in _alternatives(member)]
     if "enum" in schema or "const" in schema:
         return [str(choice) for choice in schema.get("enum") or [schema["const"]]]
-    if "properties" in plain(schema):
+    if "properties" in resolve_reference(schema):
         return ["section with keys"]
     kind, entries = schema["type"], entries_of(schema)
     if kind == "boolean":
@@ -108,7 +108,7 @@ def _alternatives(schema: Schema) -> list[str]:
 
 
 def _plural(schema: Schema) -> str:
-    words = takes(schema)
+    words = describe_values(schema)
     for noun in ("integer", "number", "list", "section"):
         if words.startswith(noun):
             return words.replace(noun, f"{noun}s", 1)
@@ -180,7 +180,7 @@ def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
     if "properties" in schema:
         example = f", such as {key}.{next(iter(schema['properties']))}" if key else ""
         return key, f"must be a section with keys{example}, not {_shown(value)}"
-    words = with_article(takes(schema))
+    words = with_article(describe_values(schema))
     actual = "and is missing" if kind == "missing" else f"not {_shown(value)}"
     quotes = ""
     if words.startswith("text") and isinstance(value, bool | int | float):

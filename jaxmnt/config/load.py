@@ -115,8 +115,8 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
     """Sets each `key.sub=value` in the tree, in order, and returns the dotted keys."""
     for number, override in enumerate(overrides):
         if not re.match(r"[^\s=-][^\s=]*=", override):
-            raise ConfigError(_invalid_setting(overrides, number))
-    return [_apply(tree, override) for override in overrides]
+            raise ConfigError(_invalid_setting_message(overrides, number))
+    return [_apply_override(tree, override) for override in overrides]
 
 
 def drop_overridden(settings: Iterable[str]) -> list[str]:
@@ -147,18 +147,18 @@ def as_yaml(value: Any) -> str:
 
 
 def _one_line(value: Any, **style: Any) -> str:
-    return _dumped(value, width=math.inf, allow_unicode=True, **style).removesuffix("\n").removesuffix("\n...")
+    return _dump_yaml(value, width=math.inf, allow_unicode=True, **style).removesuffix("\n").removesuffix("\n...")
 
 
 def _is_plain(text: str) -> bool:
     """Returns True if YAML reads a text without quotes as the same text."""
     try:
-        return text.isprintable() and not _comment(text) and _value(text, "") == text
+        return text.isprintable() and not _trailing_comment(text) and _parse_value(text, "") == text
     except (ConfigError, *_YAML_ERRORS):
         return False
 
 
-def _comment(text: str) -> str:
+def _trailing_comment(text: str) -> str:
     """Returns the end of a value that YAML drops as a comment; empty if there is none."""
     end = 0
     for token in yaml.scan(text, Loader=_Loader):
@@ -177,14 +177,14 @@ def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
 
 def dump_config(config: Config) -> str:
     """Returns the resolved config as YAML, without the sections that describe where it runs."""
-    return _dumped(config.model_dump(exclude=CLUSTER_SECTIONS))
+    return _dump_yaml(config.model_dump(exclude=CLUSTER_SECTIONS))
 
 
 def dump_for_hosts(config: Config) -> str:
     """Returns the resolved config as YAML for the processes of a run, including the cluster settings that are set."""
     tree = config.model_dump(exclude=CLUSTER_SECTIONS - {"cluster"})
     tree["cluster"] = {name: value for name, value in tree["cluster"].items() if value is not None}
-    return _dumped(tree)
+    return _dump_yaml(tree)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -199,7 +199,7 @@ _Dumper.add_representer(
 )
 
 
-def _dumped(value: Any, **style: Any) -> str:
+def _dump_yaml(value: Any, **style: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
 
@@ -223,8 +223,8 @@ def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any])
     """Returns the text of a config file with the keys of `path`, the overrides, and settings by dotted key."""
     tree, _ = _read(path)
     for override in (*overrides, *starmap(as_override, settings.items())):
-        _apply(tree, override)
-    return _dumped(tree)
+        _apply_override(tree, override)
+    return _dump_yaml(tree)
 
 
 def config_bytes(path: Path) -> bytes:
@@ -259,7 +259,7 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
         raise ConfigError(f"{error} ({where} extends it)") from error
     overridden = [key for key in sources if _is_leaf(tree, key)]
     replaced = lambda key: any(key == leaf or key.startswith(f"{leaf}.") for leaf in overridden)
-    return _merged(base_tree, tree), {key: line for key, line in base_sources.items() if not replaced(key)} | sources
+    return _merge(base_tree, tree), {key: line for key, line in base_sources.items() if not replaced(key)} | sources
 
 
 def _is_leaf(tree: dict[str, Any], dotted: str) -> bool:
@@ -270,11 +270,11 @@ def _is_leaf(tree: dict[str, Any], dotted: str) -> bool:
     return not isinstance(value, dict)
 
 
-def _merged(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of both trees. Common sections are merged; other values of `tree` replace those of `base`."""
     both_have_section = lambda name: isinstance(base.get(name), dict) and isinstance(tree[name], dict | None)
     return base | {
-        name: _merged(base[name], tree[name] or {}) if both_have_section(name) else tree[name] for name in tree
+        name: _merge(base[name], tree[name] or {}) if both_have_section(name) else tree[name] for name in tree
     }
 
 
@@ -297,7 +297,7 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         lines: dict[str, int] = {}
         if node is not None:
             _collect_lines(path, node, "", lines)  # before the values: it names the line of a recursive alias
-        tree = _value(text, str(path)) or {}
+        tree = _parse_value(text, str(path)) or {}
     except _YAML_ERRORS as error:
         raise ConfigError(f"{path}{_yaml_problem(error, text)}") from error
     if not isinstance(tree, dict):
@@ -317,7 +317,7 @@ def _configs_near(path: Path) -> str:
     return "".join(listings)
 
 
-def _value(text: str, where: str) -> Any:
+def _parse_value(text: str, where: str) -> Any:
     """Parses a YAML text. Raises `ConfigError`, naming `where`, for endless aliases, and any of `_YAML_ERRORS`."""
     return _without_aliases(yaml.load(text, Loader=_Loader), where, count())  # noqa: S506 (a SafeLoader)
 
@@ -375,7 +375,7 @@ def _collect_lines(
         _collect_lines(path, value, f"{dotted}.", lines, (*above, node))
 
 
-def _invalid_value(value: str) -> str:
+def _invalid_value_message(value: str) -> str:
     """Describes why the value of an override is invalid."""
     # Python decodes each byte of an argument that is not UTF-8 as a lone surrogate.
     surrogate = next((character for character in value if "\udc80" <= character <= "\udcff"), None)
@@ -384,15 +384,15 @@ def _invalid_value(value: str) -> str:
     return "the value is not valid YAML; correct it, or put it in quotes"
 
 
-def _apply(tree: dict[str, Any], override: str) -> str:
+def _apply_override(tree: dict[str, Any], override: str) -> str:
     """Sets one `key.sub=value` in the tree and returns the dotted key."""
     dotted, _, text = override.partition("=")
     try:
-        value, comment = _value(text, f"override {shortened(repr(override))}"), _comment(text)
+        value, comment = _parse_value(text, f"override {shortened(repr(override))}"), _trailing_comment(text)
     except _DuplicateKeyError as error:
         raise ConfigError(f"override {shortened(repr(override))}: {error}") from error
     except _YAML_ERRORS as error:
-        raise ConfigError(f"override {shortened(repr(override))}: {_invalid_value(text)}") from error
+        raise ConfigError(f"override {shortened(repr(override))}: {_invalid_value_message(text)}") from error
     if comment:
         raise ConfigError(
             f"override {shortened(repr(override))}: {shortened(repr(comment))} is a comment in YAML; "
@@ -414,7 +414,7 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     return dotted
 
 
-def _invalid_setting(overrides: list[str], number: int) -> str:
+def _invalid_setting_message(overrides: list[str], number: int) -> str:
     """Returns the message for an argument that is not `key.sub=value`, with a correction where one can be guessed."""
     argument = overrides[number]
     before = overrides[number - 1] if number else ""

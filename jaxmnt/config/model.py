@@ -103,7 +103,7 @@ class Model(Section):
 
     @field_validator("overlap", mode="before")
     @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
+    def _restore_off(cls, value: Any) -> Any:
         """Restores the word off, which YAML reads as false."""
         return "off" if value is False else value
 

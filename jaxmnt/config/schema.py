@@ -287,14 +287,14 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _empty_sections(cls, raw: Any) -> Any:
+    def _fill_empty_sections(cls, raw: Any) -> Any:
         """Replaces empty sections (null in YAML) by their defaults."""
         if not isinstance(raw, dict):
             return raw
         return {name: ({} if value is None and name != "seed" else value) for name, value in raw.items()}
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _check_and_complete(self) -> Self:
         if self.run.dir and "://" in self.run.dir:
             raise ValueError(
                 f"run.dir: {self.run.dir} must be a folder, since files in it grow; set checkpoint.dir to the address"

@@ -37,7 +37,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _integers(cls, raw: Any) -> Any:
+    def _convert_integers(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
         annotations = {name: field.annotation for name, field in cls.model_fields.items()}

@@ -91,7 +91,7 @@ def rows_of(
     row_numbers = range(min(limit, config.data.global_batch_size))
     located = training.order.locate(step - 1, row_numbers)
     batch = training.batch(step - 1, row_numbers)
-    lines = {name: Lines(reader, tokenizer) if tokenizer else None for name, reader in training.readers.items()}
+    lines = {name: LineCounter(reader, tokenizer) if tokenizer else None for name, reader in training.readers.items()}
     for row in row_numbers:
         name = training.names[located.source[row]]
         number = int(located.row[row])
@@ -100,7 +100,7 @@ def rows_of(
         if isinstance(reader, DatasetRows):
             kind, origin = "row", part.origin("train", number)
             spans = _spans(tokenizer, batch["targets"][row], learned_L, np.empty(0, np.int64))
-            extracts = [Extract(0, None, 0, origin.file, origin.record, _unit(part, origin.file), None, spans)]
+            extracts = [Extract(0, None, 0, origin.file, origin.record, _record_unit(part, origin.file), None, spans)]
         else:
             kind = "packed row" if isinstance(reader, Packed) else "window"
             extracts = list(_extracts(part, reader, number, learned_L, tokenizer, lines[name]))
@@ -108,7 +108,7 @@ def rows_of(
 
 
 def _extracts(
-    part: Part, reader: Any, row: int, learned_L: np.ndarray, tokenizer: Tokenizer | None, lines: "Lines | None"
+    part: Part, reader: Any, row: int, learned_L: np.ndarray, tokenizer: Tokenizer | None, lines: "LineCounter | None"
 ) -> Iterator[Extract]:
     """Yields the part of each document that the row holds, in order."""
     offsets = reader.offsets(row)
@@ -122,9 +122,9 @@ def _extracts(
         context = _read(reader.stream, start - min(first, LONGEST_CONTEXT), start)
         ids = _read(reader.stream, start, start + end - begin)
         origin = part.origin("train", document)
-        line = lines.of(document, start) if lines else None
+        line = lines.line_of(document, start) if lines else None
         spans = _spans(tokenizer, ids, learned_L[places[begin:end]], context)
-        unit = _unit(part, origin.file)
+        unit = _record_unit(part, origin.file)
         yield Extract(int(places[begin]), document, first, origin.file, origin.record, unit, line, spans)
 
 
@@ -134,13 +134,13 @@ def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, learned: np.ndarray, co
     spans, before = [], context
     for begin, end in pairwise([0, *edges, len(ids)]):
         piece = ids[begin:end]
-        text = None if tokenizer is None else _text(tokenizer, before[-LONGEST_CONTEXT:], piece)
+        text = None if tokenizer is None else _decode(tokenizer, before[-LONGEST_CONTEXT:], piece)
         spans.append(Span(bool(learned[begin]), piece.tolist(), text))
         before = np.concatenate([before, piece])
     return spans
 
 
-def _text(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
+def _decode(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
     """Decodes ids, with the names of special tokens."""
     names = tokenizer.names_of_special
     text, begin = "", 0
@@ -151,14 +151,14 @@ def _text(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
     return text
 
 
-def _unit(part: Part, file: str) -> str:
+def _record_unit(part: Part, file: str) -> str:
     """Returns the unit that counts the records of a file."""
     if isinstance(part, PreparedData):
         return _UNITS[kind_of_file(Path(file))]
     return "element" if isinstance(part, GrainData) else "document"
 
 
-class Lines:
+class LineCounter:
     """Finds the line of its document in which a token of a stream begins.
 
     It caches the lines counted so far in each document, since many rows of a batch may come from one long text.
@@ -170,7 +170,7 @@ class Lines:
         self._positions: dict[int, list[tuple[int, int]]] = {}
         """For each document, sorted pairs of an offset in the stream and its line."""
 
-    def of(self, document: int, offset: int) -> int:
+    def line_of(self, document: int, offset: int) -> int:
         """Returns the line, from 1, of the token at this offset of the stream, which must be in this document."""
         begin = int(self._reader.stream.document_starts[document])
         positions = self._positions.setdefault(document, [(begin, 1)])

@@ -21,8 +21,8 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config
 """Files of a model that may hold its chat template; the first that has one is used."""
 
 _SECONDS = 10
-_MEMORY = 1 << 30
-_LONGEST = 16 << 20
+_MEMORY_BYTES = 1 << 30
+_LONGEST_TEXT = 16 << 20
 _REFUSED = 3
 
 
@@ -115,8 +115,8 @@ def render(template: str, messages: Sequence[Message], variables: Mapping[str, A
     raise ConfigError(f"--chat: the chat template cannot render this conversation: {printable(why[:300])}")
 
 
-def _child() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+def _render_from_stdin() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     try:
         from jinja2.exceptions import TemplateError
@@ -148,7 +148,7 @@ def _child() -> None:
         content = environment.from_string(template).render(variables).encode()
     except Exception as error:  # a template may raise anything
         _refuse(f"{type(error).__name__}: {error}")
-    if len(content) > _LONGEST:
+    if len(content) > _LONGEST_TEXT:
         _refuse(f"it made {len(content)} bytes")
     sys.stdout.buffer.write(content)
 
@@ -159,4 +159,4 @@ def _refuse(why: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _child()
+    _render_from_stdin()

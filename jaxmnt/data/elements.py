@@ -32,13 +32,13 @@ _CACHED_TOKENS = 2**22
 INDEX_COLUMNS = 3
 """Columns of the index that `measure_elements` returns."""
 
-CHANGED = (
+CHANGED_MESSAGE = (
     "is not what it was when the run indexed its documents; a dataset must give the same each time it is read: make it "
     "deterministic, or choose another run.dir for another dataset"
 )
 
-_OF_DOCUMENTS = ("tokens", "weights")
-_OPTIONAL = ("weights", "segments", "positions")
+_DOCUMENT_FIELDS = ("tokens", "weights")
+_OPTIONAL_FIELDS = ("weights", "segments", "positions")
 
 Element = dict[str, np.ndarray]
 """Fields of an element: integers as int32, weights as float32, all of the same length."""
@@ -72,16 +72,16 @@ class Elements:
             raw = self.dataset[number]
         except Exception as error:  # the user's own code may raise anything
             raise UnreadableError(
-                f"{self._name(number)} cannot be read: {printable(summary(error))}; correct the dataset, or make what "
-                "it reads available"
+                f"{self._describe(number)} cannot be read: {printable(summary(error))}; correct the dataset, or make "
+                "the files that it reads available"
             ) from error
         rows = self.kind == "rows"
         if raw is None and not rows:
             return None
         if raw is None:
             raise self.error_at(number, "is None, as where a filter removes an element; give a dataset without holes")
-        fields = [field for field in self.fields if rows or field.name in _OF_DOCUMENTS]
-        needed = [field.name for field in fields if field.name not in _OPTIONAL]
+        fields = [field for field in self.fields if rows or field.name in _DOCUMENT_FIELDS]
+        needed = [field.name for field in fields if field.name not in _OPTIONAL_FIELDS]
         if not isinstance(raw, Mapping) or any(name not in raw for name in needed):
             shown = f"a value of type {type(raw).__name__}"
             if isinstance(raw, Mapping):
@@ -102,9 +102,9 @@ class Elements:
 
     def error_at(self, number: int, problem: str) -> ConfigError:
         """Returns the error for an element of the dataset that cannot be used."""
-        return ConfigError(f"{self._name(number)} {problem}")
+        return ConfigError(f"{self._describe(number)} {problem}")
 
-    def _name(self, number: int) -> str:
+    def _describe(self, number: int) -> str:
         return f"{self.key}: element {number} of {self.path}"
 
     def _array(self, number: int, field: Field, value: Any) -> np.ndarray:
@@ -168,7 +168,7 @@ class DocumentStream(TokenStream):
         number = int(self._numbers[document])
         element = document_of(self._elements, number, self.end_of_document)
         if element is None or fingerprint(element) != tuple(self._index[number].tolist()):
-            raise self._elements.error_at(number, CHANGED)
+            raise self._elements.error_at(number, CHANGED_MESSAGE)
         return element
 
     @property

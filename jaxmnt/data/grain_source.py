@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmnt.config.data import Grain
-from jaxmnt.data.elements import CHANGED, INDEX_COLUMNS, DocumentStream, Element, Elements, measure_elements
+from jaxmnt.data.elements import CHANGED_MESSAGE, INDEX_COLUMNS, DocumentStream, Element, Elements, measure_elements
 from jaxmnt.data.fields import Field
 from jaxmnt.data.manifest import NAMELESS, SPLITS
 from jaxmnt.data.store import Origin, TokenStream
@@ -116,7 +116,7 @@ class GrainData:
                 continue  # building the index has just read every element
             table = measure_elements(elements, self.tokenizer["end_of_document"], progress)
             if index is not None and (changed := np.flatnonzero((table != index.table).any(axis=1))).size:
-                raise elements.error_at(int(changed[0]), CHANGED)
+                raise elements.error_at(int(changed[0]), CHANGED_MESSAGE)
 
     def make_index(self, progress: Progress) -> None:
         """Writes the index of each split into the folder unless it exists. Raises `UnreadableError` if that fails."""

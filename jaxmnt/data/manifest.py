@@ -27,7 +27,7 @@ SPLITS = ("train", "eval")
 HOW_TO_PREPARE = "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
 LARGEST_VOCABULARY = 2**31
 
-_OPTIONAL = ("largest_id", "bytes_per_target")
+_OPTIONAL_FIELDS = ("largest_id", "bytes_per_target")
 """Fields that older manifests lack."""
 _UNKNOWN: dict[str, None] = dict.fromkeys(SPLITS)
 _LARGEST_COUNT = 2**62
@@ -66,7 +66,7 @@ def content_digest(manifest: dict[str, Any]) -> str:
 
     It is computed as in version 2, so that data prepared again from the same input matches that of earlier runs.
     """
-    content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL)}
+    content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL_FIELDS)}
     return json_digest(content | {"version": UNSEALED})
 
 
@@ -115,71 +115,71 @@ def _check_structure(manifest: dict[str, Any]) -> None:
         "format", "version", "tokenizer", "vocab_size", "dtype", "learn_mask", "eval_fraction", "unigram_nats",
         "input", "left_out", "files", "splits", *seal,
     )  # fmt: skip
-    _fields(manifest, "it", names, _OPTIONAL)
+    _check_fields(manifest, "it", names, _OPTIONAL_FIELDS)
     for name in seal:
-        _text(manifest[name], name, _DIGEST)
-    vocab = _whole(manifest["vocab_size"], "vocab_size", 1, LARGEST_VOCABULARY)
+        _check_text(manifest[name], name, _DIGEST)
+    vocab = _check_whole(manifest["vocab_size"], "vocab_size", 1, LARGEST_VOCABULARY)
     if "largest_id" in manifest:
-        _whole(manifest["largest_id"], "largest_id", 0, vocab - 1)
+        _check_whole(manifest["largest_id"], "largest_id", 0, vocab - 1)
     if manifest["dtype"] != str(np.min_scalar_type(vocab - 1)):
         raise _ManifestError(f"dtype {_shown(manifest['dtype'])} is not that of {vocab} ids")
     _require(isinstance(manifest["learn_mask"], bool), "learn_mask", manifest["learn_mask"])
-    _number(manifest["eval_fraction"], "eval_fraction", 1.0)
+    _check_number(manifest["eval_fraction"], "eval_fraction", 1.0)
     for name in ("unigram_nats", "bytes_per_target"):
-        for split, value in zip(SPLITS, _fields(manifest.get(name, _UNKNOWN), name, SPLITS), strict=True):
+        for split, value in zip(SPLITS, _check_fields(manifest.get(name, _UNKNOWN), name, SPLITS), strict=True):
             if value is not None:
-                _number(value, f"{name} of {split}", 1e6)
+                _check_number(value, f"{name} of {split}", 1e6)
     for name, keys, optional in (
         ("input", ("files", "bytes"), ()),
         ("left_out", ("bad", "empty", "binary"), ("long", "without_targets")),
     ):
-        _fields(manifest[name], name, keys, optional)
+        _check_fields(manifest[name], name, keys, optional)
         for key, value in manifest[name].items():
-            _whole(value, f"{name}.{key}")
+            _check_whole(value, f"{name}.{key}")
     _check_tokenizer(manifest["tokenizer"], vocab, manifest["version"])
     needed = (SOURCES, TOKENIZER_FILE) if manifest["tokenizer"]["name"] == "huggingface" else (SOURCES,)
-    _fields(manifest["files"], "files", needed, (TOKENIZER_FILE,))
+    _check_fields(manifest["files"], "files", needed, (TOKENIZER_FILE,))
     for name, digest in manifest["files"].items():
-        _text(digest, f"the digest of {name}", _DIGEST)
-    for split, entry in zip(SPLITS, _fields(manifest["splits"], "splits", SPLITS), strict=True):
+        _check_text(digest, f"the digest of {name}", _DIGEST)
+    for split, entry in zip(SPLITS, _check_fields(manifest["splits"], "splits", SPLITS), strict=True):
         _check_split(entry, split, manifest["learn_mask"])
 
 
 def _check_tokenizer(tokenizer: Any, vocab: int, version: int) -> None:
-    name, end = _fields(tokenizer, "tokenizer", ("name", "end_of_document"), ("sha256", "end_token"))
+    name, end = _check_fields(tokenizer, "tokenizer", ("name", "end_of_document"), ("sha256", "end_token"))
     _require(name in _TOKENIZERS, "the tokenizer's name", name)
     if end is not None or version == UNSEALED or name == "bytes":
-        _whole(end, "the tokenizer's end_of_document", 0, vocab - 1)
+        _check_whole(end, "the tokenizer's end_of_document", 0, vocab - 1)
     if name == "huggingface":
-        digest, token = _fields(tokenizer, "tokenizer", ("sha256", "end_token"), ("name", "end_of_document"))
-        _text(digest, "the tokenizer's sha256", _DIGEST)
+        digest, token = _check_fields(tokenizer, "tokenizer", ("sha256", "end_token"), ("name", "end_of_document"))
+        _check_text(digest, "the tokenizer's sha256", _DIGEST)
         agree = (token is None) == (end is None) and isinstance(token, str | None)
         _require(agree, "the tokenizer's end_token", token)
 
 
 def _check_split(split: Any, name: str, learn_mask: bool) -> None:
-    documents, tokens, shards = _fields(split, name, ("documents", "tokens", "shards"))
-    _whole(documents, f"documents of {name}")
-    _whole(tokens, f"tokens of {name}")
+    documents, tokens, shards = _check_fields(split, name, ("documents", "tokens", "shards"))
+    _check_whole(documents, f"documents of {name}")
+    _check_whole(tokens, f"tokens of {name}")
     if not isinstance(shards, list):
         raise _ManifestError(f"shards of {name} is not a list")
     kinds = ("tokens", "documents", "origins", *(("learn",) if learn_mask else ()))
     sums = [0, 0]  # documents and tokens
     for number, shard in enumerate(shards):
         where = f"shard {number} of {name}"
-        fields = _fields(shard, where, ("name", "documents", "tokens", "sha256"))
-        _text(fields[0], f"the name of {where}", _SHARD)
-        sums[0] += _whole(fields[1], f"documents of {where}")
-        sums[1] += _whole(fields[2], f"tokens of {where}", 1)
-        for digest in _fields(fields[3], f"sha256 of {where}", [f"{kind}-{fields[0]}.npy" for kind in kinds]):
-            _text(digest, f"a digest of {where}", _DIGEST)
+        fields = _check_fields(shard, where, ("name", "documents", "tokens", "sha256"))
+        _check_text(fields[0], f"the name of {where}", _SHARD)
+        sums[0] += _check_whole(fields[1], f"documents of {where}")
+        sums[1] += _check_whole(fields[2], f"tokens of {where}", 1)
+        for digest in _check_fields(fields[3], f"sha256 of {where}", [f"{kind}-{fields[0]}.npy" for kind in kinds]):
+            _check_text(digest, f"a digest of {where}", _DIGEST)
     if sums != [documents, tokens]:
         raise _ManifestError(
             f"the shards of {name} hold {sums[0]} documents and {sums[1]} tokens, which differs from the totals"
         )
 
 
-def _fields(value: Any, where: str, names: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
+def _check_fields(value: Any, where: str, names: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
     """Returns the values of these keys of an object.
 
     Raises `_ManifestError` if it lacks one of them or has keys that are neither among them nor in `optional`.
@@ -192,16 +192,16 @@ def _fields(value: Any, where: str, names: Sequence[str], optional: Sequence[str
     return [value[name] for name in names]
 
 
-def _whole(value: Any, where: str, least: int = 0, most: int = _LARGEST_COUNT) -> int:
+def _check_whole(value: Any, where: str, least: int = 0, most: int = _LARGEST_COUNT) -> int:
     _require(type(value) is int and least <= value <= most, where, value)
     return value
 
 
-def _number(value: Any, where: str, most: float) -> None:
+def _check_number(value: Any, where: str, most: float) -> None:
     _require(type(value) in (int, float) and 0 <= value <= most, where, value)
 
 
-def _text(value: Any, where: str, form: re.Pattern[str]) -> None:
+def _check_text(value: Any, where: str, form: re.Pattern[str]) -> None:
     _require(isinstance(value, str) and form.fullmatch(value) is not None, where, value)
 
 

@@ -160,14 +160,14 @@ class HuggingFace:
         """Returns the token ids of each text, without ends of documents, in an unsigned dtype."""
         if all(len(text) <= _STRETCH for text in texts) or self._plain.pre_tokenizer is None:
             return self._encode(texts, form)
-        return [np.concatenate(list(self._long(text, form))) for text in texts]
+        return [np.concatenate(list(self._encode_long(text, form))) for text in texts]
 
     def encode_joined(self, texts: Sequence[str], form: Form = WHOLE) -> list[np.ndarray]:
         """Returns the token ids of the joined text, divided among its parts.
 
         A token across a boundary belongs to the part that contains its last character.
         """
-        encoding = self._tokenizer(form).encode("".join(texts), add_special_tokens=False)
+        encoding = self._tokenizer_for(form).encode("".join(texts), add_special_tokens=False)
         ids, stops = np.array(encoding.ids, np.uint32), np.cumsum([len(text) for text in texts])
         last_characters = np.array([max(0, stop - 1) for _, stop in encoding.offsets], np.int64)
         text_of_token = np.searchsorted(stops, last_characters, side="right")
@@ -189,7 +189,7 @@ class HuggingFace:
         (first,), (rest,) = self._encode([before], Form(ends=False)), self._encode([after], Form(begins=False))
         return self.decode(np.concatenate([first, rest])) == self.decode(whole)
 
-    def _long(self, text: str, form: Form) -> Iterator[np.ndarray]:
+    def _encode_long(self, text: str, form: Form) -> Iterator[np.ndarray]:
         """Yields the ids of a long text in stretches; together they equal the ids of the whole text."""
 
         def same_tokens(before: str, after: str) -> bool:
@@ -210,7 +210,7 @@ class HuggingFace:
                 f"--tokenizer: the added token {token!r} is matched with a blank before it, so a text in pieces cannot "
                 'be encoded with it; set "normalized" of this token to false in tokenizer.json'
             )
-        encodings = self._tokenizer(form).encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer_for(form).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     @cached_property
@@ -246,7 +246,7 @@ class HuggingFace:
         names = sorted(token.content for token in self._added if token.normalized and (markup or not token.special))
         return next((name for name in names if any(name in text for text in texts)), None)
 
-    def _tokenizer(self, form: Form) -> Any:
+    def _tokenizer_for(self, form: Form) -> Any:
         """Returns the library's tokenizer for texts of this form."""
         if form.begins and form.ends:
             return self._markup if form.markup else self._plain

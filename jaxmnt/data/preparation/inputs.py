@@ -145,8 +145,8 @@ def find_inputs(selection: Selection, output: Path) -> tuple[list[Input], LeftOu
     A file that is passed explicitly is always read. Raises `ConfigError` if there is no file.
     """
     left_out: LeftOut = {"hidden": [], "companions": [], "special": []}
-    trained = _find(selection.inputs, selection, output, "--input", left_out)
-    held_out = _find(selection.eval_inputs, selection, output, "--eval-input", left_out)
+    trained = _find_files(selection.inputs, selection, output, "--input", left_out)
+    held_out = _find_files(selection.eval_inputs, selection, output, "--eval-input", left_out)
     every = sorted((trained | held_out).items(), key=lambda entry: entry[1])
     inputs = [
         _describe(number, name, path, "eval" if real in held_out else None)
@@ -155,7 +155,7 @@ def find_inputs(selection: Selection, output: Path) -> tuple[list[Input], LeftOu
     return inputs, left_out
 
 
-def _find(
+def _find_files(
     roots: Sequence[Path], selection: Selection, output: Path, option: str, left_out: LeftOut
 ) -> dict[Path, tuple[str, Path]]:
     """Returns the name and path of each file below these roots, by real path, because inputs may overlap."""
@@ -166,7 +166,7 @@ def _find(
         if root.is_file():
             files = {root: root.name}
         elif root.is_dir():
-            files = _below(root, selection, requested, left_out)
+            files = _files_below(root, selection, requested, left_out)
             _leave_out_companions(files, requested, left_out)
         else:
             raise ConfigError(f"{option}: {_describe_invalid(root)}")
@@ -185,7 +185,7 @@ def _find(
     return names_by_path
 
 
-def _below(root: Path, selection: Selection, requested: set[Path], left_out: LeftOut) -> dict[Path, str]:
+def _files_below(root: Path, selection: Selection, requested: set[Path], left_out: LeftOut) -> dict[Path, str]:
     """Returns the selected regular files below a folder, with their names, except hidden ones."""
     files = {}
     visited = set()  # symbolic links may form cycles
@@ -205,7 +205,7 @@ def _below(root: Path, selection: Selection, requested: set[Path], left_out: Lef
                 left_out["hidden"].append(name_of(path))
         return paths
 
-    for folder, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
+    for folder, folders, names in os.walk(root, onerror=raise_unreadable, followlinks=True):
         if (here := Path(folder).resolve()) in visited:
             folders.clear()
             continue
@@ -282,7 +282,7 @@ def cut_into_parts(inputs: Sequence[Input], settings: Settings) -> list[Part]:
     return parts
 
 
-def unreadable(error: OSError) -> NoReturn:
+def raise_unreadable(error: OSError) -> NoReturn:
     raise ConfigError(
         f"--input: {printable(str(error.filename))} cannot be read: {error.strerror}; check its permissions"
     ) from error
@@ -379,14 +379,14 @@ def decide_held_out(inputs: list[Input], settings: Settings) -> tuple[list[Input
     if settings.eval_fraction is not None:
         return inputs, settings
     if not any(file.split for file in inputs):
-        inputs = _by_name(inputs)
+        inputs = _split_by_name(inputs)
     whole = settings.tokenizer is None and settings.reading.end_id is None
     undivided = all(file.kind == "tokens" for file in inputs) and whole and settings.train_tokenizer is None
     named = any(file.split for file in inputs)
     return inputs, replace(settings, eval_fraction=0.0 if named or undivided else DEFAULT_FRACTION)
 
 
-def _by_name(inputs: list[Input]) -> list[Input]:
+def _split_by_name(inputs: list[Input]) -> list[Input]:
     arrays = [file for file in inputs if file.kind == "tokens"]
     held_out = {file.path for file in arrays if _EVAL_WORDS & set(re.split(r"[^a-z]+", file.path.stem.lower()))}
     if not 0 < len(held_out) < len(arrays):

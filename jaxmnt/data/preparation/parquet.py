@@ -63,20 +63,20 @@ def columns_of(path: Path, groups: Sequence[int]) -> list[list[Column]]:
     raise ValueError(f"reading the metadata of its columns {ended}{why}")
 
 
-def _sizes(column: Any) -> Column:
+def _column_of(column: Any) -> Column:
     start = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
     field = column.path_in_schema.split(".")[0]
     return Column(field, column.total_uncompressed_size, start, start + column.total_compressed_size)
 
 
-def _child(path: str, *groups: str) -> None:
+def _print_column_sizes(path: str, *groups: str) -> None:
     from pyarrow import parquet
 
     metadata = parquet.ParquetFile(path, pre_buffer=False).metadata
     sizes = []
     for number in groups:
         group = metadata.row_group(int(number))
-        sizes.append([_sizes(group.column(column)) for column in range(group.num_columns)])
+        sizes.append([_column_of(group.column(column)) for column in range(group.num_columns)])
     print(json_text(sizes))
 
 
@@ -312,4 +312,4 @@ def _as_bytes(column: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    _print_column_sizes(*sys.argv[1:])

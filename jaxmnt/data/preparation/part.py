@@ -14,7 +14,7 @@ from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed_text, unsealed
 from jaxmnt.data.preparation.attempts import Attempt
 from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
-from jaxmnt.data.preparation.inputs import Input, Part, Settings, unreadable
+from jaxmnt.data.preparation.inputs import Input, Part, Settings, raise_unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
 from jaxmnt.data.preparation.parquet import read_parquet
 from jaxmnt.data.preparation.text import read_text, read_tokens
@@ -230,7 +230,7 @@ def read_part(part: Part, report: Report) -> Iterator[Document]:
         except OSError as error:
             if error.filename is None:
                 raise ConfigError(f"--input: {file.shown} cannot be read: {printable(str(error))}") from error
-            unreadable(error)
+            raise_unreadable(error)
 
 
 _BATCH_CHARACTERS = 2**19

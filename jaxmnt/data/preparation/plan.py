@@ -262,7 +262,7 @@ class Summary(Counts):
             if number
         ]
 
-    def why_nothing_was_found(self) -> str:
+    def explain_no_training_data(self) -> str:
         """Explains why the input has nothing to train on."""
         without_binary = replace(self, binary=0)  # binary files have a sentence of their own
         reasons = [f"left out {reason}" for reason in without_binary.left_out()]
@@ -296,7 +296,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     if not splits["train"]["tokens"]:
         ways = "more text, or a lower --eval-fraction" if summary.documents["eval"] else "more text"
         raise ConfigError(
-            f"--input: nothing was found for training: {summary.why_nothing_was_found()}; "
+            f"--input: nothing was found for training: {summary.explain_no_training_data()}; "
             f"{'' if _discard(job.output) else 'remove the output, then '}give {ways}"
         )
     if any(file.split == "eval" for file in job.inputs) and not splits["eval"]["tokens"]:

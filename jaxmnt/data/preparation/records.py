@@ -103,7 +103,7 @@ _METADATA_FIELDS = re.compile(
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
 """Texts that mean an empty value, such as no tools, in columns that must hold text."""
 
-_MARKS = ("weight", "train", "loss")
+_TARGET_FIELDS = ("weight", "train", "loss")
 """Fields of a message that say whether it is a target: OpenAI's, Axolotl's and ms-swift's."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -130,7 +130,7 @@ _CONVERSATIONS = _Shape(
     },
 )  # fmt: skip
 
-_LISTS = {"messages": _MESSAGES, "conversations": _CONVERSATIONS}
+_TURN_SHAPES = {"messages": _MESSAGES, "conversations": _CONVERSATIONS}
 """Fields that hold a whole conversation, with the shape of their turns."""
 
 
@@ -160,7 +160,7 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
     shape = next((name for name in SHAPES if fields.get(name) is not None), None)
     if shape == "prompt" and isinstance(fields["prompt"], str):
         return _prompt_and_completion(fields)
-    if shape in _LISTS:
+    if shape in _TURN_SHAPES:
         rendered, turns = [shape], _turns(fields, shape, reading)
     elif shape == "instruction":
         rendered, turns = ["instruction", "input", "output", "history"], _instruction_turns(fields)
@@ -168,7 +168,7 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
         prompt, completion = (_turns(fields, field, reading) for field in ("prompt", "completion"))
         rendered, turns = ["prompt", "completion"], [*(turn._replace(learn=False) for turn in prompt), *completion]
     else:
-        raise _lacks_fields(fields)
+        raise _missing_fields(fields)
     turns = _with_system(fields.get("system"), turns)
     _refuse_other_fields(fields, [*rendered, "system"], "the record", [turn.content for turn in turns])
     return Conversation(_as_chatml(turns), turns[-1].learn)
@@ -184,19 +184,19 @@ def fields_to_read(names: Iterable[str], reading: Reading) -> list[str]:
 def _prompt_and_completion(fields: dict[str, Any]) -> Conversation:
     prompt, completion = fields["prompt"], fields.get("completion")
     if not isinstance(completion, str):
-        raise _lacks_fields(fields)
+        raise _missing_fields(fields)
     _refuse_other_fields(fields, ["prompt", "completion"], "the record", [prompt, completion])
     return Conversation([Segment(prompt, learn=False), Segment(completion)], bool(completion))
 
 
-def _lacks_fields(fields: Mapping[str, Any]) -> BadRecordError:
+def _missing_fields(fields: Mapping[str, Any]) -> BadRecordError:
     names = ", ".join(printable(str(name)[:40]) for name in sorted(fields)[:12])
     return BadRecordError(f"needs {KNOWN_SHAPES} as text; its fields: {names}")
 
 
 def _turns(record: Mapping[str, Any], field: str, reading: Reading) -> list[Turn]:
     messages = record[field]
-    shape = _LISTS.get(field, _MESSAGES)
+    shape = _TURN_SHAPES.get(field, _MESSAGES)
     if not isinstance(messages, list):
         raise BadRecordError(f"{field} is {kind_of(messages)}; it must be a list")
     if not messages:
@@ -214,14 +214,14 @@ def _turn(message: Any, where: str, shape: _Shape, reading: Reading) -> Turn:
         shown = f'"{shortened(name)}"' if isinstance(name, str) else kind_of(name)
         raise BadRecordError(f"{where}: {shape.role} is {shown}; it must be {', '.join(others)} or {last}")
     role = shape.roles[name]
-    _refuse_other_fields(fields, [shape.role, shape.content, *_MARKS], where)
+    _refuse_other_fields(fields, [shape.role, shape.content, *_TARGET_FIELDS], where)
     content = _text_of(fields.get(shape.content), f"{where}: {shape.content}")
     return Turn(role, content, _is_target(fields, where, role) and content != "")
 
 
 def _is_target(fields: Mapping[str, Any], where: str, role: str) -> bool:
     """Returns True if a turn is a target. Raises `BadRecordError` for a mark that is invalid."""
-    marks = {name: fields[name] for name in _MARKS if fields.get(name) is not None}
+    marks = {name: fields[name] for name in _TARGET_FIELDS if fields.get(name) is not None}
     for name, value in marks.items():
         if value not in (0, 1):
             raise BadRecordError(f"{where}: {name} is {shortened(repr(value))}; it must be 0 or 1, or false or true")

@@ -264,7 +264,7 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
 def _prepare_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:
     total = sum(file.size for file in job.inputs)
     remaining = [part for part in job.parts if not job.record_path(part.number).exists()]
-    done_before = sum(map(_bytes, job.parts)) - sum(map(_bytes, remaining))
+    done_before = sum(map(_input_bytes, job.parts)) - sum(map(_input_bytes, remaining))
     show = lambda done: progress("preparing", min(done_before + done, total), total)
     show(0)
     description = None if tokenizer is None else tokenizer.description
@@ -279,7 +279,7 @@ def _make_work(job: Job, description: dict[str, Any] | None) -> Work:
     return lambda part, advance: prepare_part(job, part, tokenizer, advance)
 
 
-def _bytes(part: Part) -> int:
+def _input_bytes(part: Part) -> int:
     """Returns the approximate bytes of input of a part."""
     return sum(
         piece.stop - piece.start if piece.file.kind in ("text", "jsonl") else piece.file.size for piece in part.pieces
