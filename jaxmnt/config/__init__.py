@@ -1,4 +1,4 @@
-"""The typed config tree: what can be set, how it is loaded, and what a change means for a resumed run."""
+"""The typed config: its settings, how it is loaded, and how a change affects a resumed run."""
 
 from jaxmnt.config.load import load_config
 from jaxmnt.config.schema import Config

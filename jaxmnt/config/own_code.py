@@ -19,7 +19,7 @@ def import_dotted(path: str, key: str, expected: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
-    except Exception as error:  # it may be the user's own code that runs
+    except Exception as error:  # importing runs user code, which may raise anything
         raise ConfigError(
             f"{key}: {printable(path)} cannot be imported: {printable(summary(error))}; it must be the dotted path of "
             f"{expected}, in a module that can be imported where the run is started"

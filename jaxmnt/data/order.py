@@ -70,8 +70,8 @@ class Order:
         skip: Sequence[tuple[int, int]] = (),
         branches: Sequence[BranchPoint] = (),
     ):
-        """`skip` are ranges of rows of the run that are passed over: first, and first after. `branches` says where the
-        run branched off, and before that its origin, the newest first."""
+        """`skip` lists the skipped ranges of rows as (first, first after the range). `branches` lists where the run and
+        its origins branched off, newest first."""
         assert list(rows) == sorted(rows) and phases[0].from_step == 0
         self.names = list(rows)
         self._rows = np.array(list(rows.values()), np.int64)

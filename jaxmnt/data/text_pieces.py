@@ -102,7 +102,7 @@ def _tail(tokenizer: Tokenizer, context: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def _groups(tokenizer: Tokenizer, pieces: Sequence[Piece], filled: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the indices of pieces that are encoded as one text, in order; mostly each by itself.
+    """Yields groups of indices of pieces that are encoded as one text, in order; most groups have one piece.
 
     Pieces with and without markup are always encoded apart.
     """

@@ -152,8 +152,8 @@ class Conversation(NamedTuple):
 
 
 def conversation_of(record: Any, reading: Reading) -> Conversation:
-    """Returns the conversation in a record. Raises `BadRecordError` if the record has another shape, or a field that
-    would be lost."""
+    """Returns the conversation in a record. Raises `BadRecordError` if the record has another shape, or a field
+    that cannot be rendered."""
     if not isinstance(record, dict):
         raise BadRecordError(f"a record must be an object with {KNOWN_SHAPES}")
     fields = {name: value for name, value in record.items() if name not in reading.ignored_fields}

@@ -88,9 +88,7 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
     if not any(file.size for file in job.inputs if file.kind != "tokens"):
         raise ConfigError("--train-tokenizer: the input has no text to train on; give some")
     if any(file.kind == "tokens" for file in job.inputs):
-        raise ConfigError(
-            "--train-tokenizer: token arrays have tokens of another tokenizer; prepare them by themselves"
-        )
+        raise ConfigError("--train-tokenizer: token arrays have tokens of another tokenizer; prepare them separately")
     characters_per_part = max(_TRAINING_BYTES // max(1, len(job.parts)), 1)
     total = min(sum(file.size for file in job.inputs), _TRAINING_BYTES)
     done = 0
