@@ -80,6 +80,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         # An override of a section replaces the keys of the file below it.
         sources = {name: line for name, line in sources.items() if not name.startswith(f"{key}.")}
         sources[key] = COMMAND_LINE
+    # The run directory defaults to the name of the config file.
     tree["run"] = tree.get("run") or {}
     if isinstance(tree["run"], dict) and tree["run"].setdefault("dir", f"runs/{path.stem}") in (None, ""):
         where = source_of("run.dir", sources) or path
@@ -257,6 +258,7 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
         base_tree, base_sources = _read(base, (path.resolve(), *extending))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where} extends it)") from error
+    # Keys of the base config keep the line where they were written, unless this file sets them or a parent of them.
     overridden = [key for key in sources if _is_leaf(tree, key)]
     replaced = lambda key: any(key == leaf or key.startswith(f"{leaf}.") for leaf in overridden)
     return _merge(base_tree, tree), {key: line for key, line in base_sources.items() if not replaced(key)} | sources
@@ -387,19 +389,22 @@ def _invalid_value_message(value: str) -> str:
 def _apply_override(tree: dict[str, Any], override: str) -> str:
     """Sets one `key.sub=value` in the tree and returns the dotted key."""
     dotted, _, text = override.partition("=")
+    where = f"override {shortened(repr(override))}"
     try:
-        value, comment = _parse_value(text, f"override {shortened(repr(override))}"), _trailing_comment(text)
+        value = _parse_value(text, where)
+        comment = _trailing_comment(text)
     except _DuplicateKeyError as error:
-        raise ConfigError(f"override {shortened(repr(override))}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
     except _YAML_ERRORS as error:
-        raise ConfigError(f"override {shortened(repr(override))}: {_invalid_value_message(text)}") from error
+        raise ConfigError(f"{where}: {_invalid_value_message(text)}") from error
     if comment:
         raise ConfigError(
-            f"override {shortened(repr(override))}: {shortened(repr(comment))} is a comment in YAML; "
+            f"{where}: {shortened(repr(comment))} is a comment in YAML; "
             f"for a text with # write {printable(as_typed(dotted, text))}"
         )
     if value is None and text.strip() == "~" and _is_path(dotted):
         raise ConfigError(f"command line: {dotted}: ~ is null in YAML; name a folder in the home, such as ~/runs/a")
+    # Create the sections on the way to the key if they do not exist.
     *parents, last = dotted.split(".")
     section = tree
     for parent in parents:
@@ -407,9 +412,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
             section[parent] = {}
         section = section[parent]
         if not isinstance(section, dict):
-            raise ConfigError(
-                f"override {shortened(repr(override))}: {parent} is a value, not a section; name a key of a section"
-            )
+            raise ConfigError(f"{where}: {parent} is a value, not a section; name a key of a section")
     section[last] = value
     return dotted
 

@@ -270,6 +270,7 @@ def cut_into_parts(inputs: Sequence[Input], settings: Settings) -> list[Part]:
         part_bytes = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
     groups: list[list[Piece]] = [[]]
     gathered = 0
+    # Fill each part until it reaches part_bytes; a file without bytes counts as one byte.
     for file in inputs:
         for piece, size in _pieces(file, settings.reading.token_bytes, part_bytes):
             groups[-1].append(piece)

@@ -90,7 +90,7 @@ class Lines:
             stop = 0
             while stop < len(block):
                 start = stop
-                if not size:
+                if not size:  # at the beginning of a line: count and skip blank lines
                     filled = _NOT_BLANK.search(block, start)
                     text = filled.start() if filled else len(block)
                     self._count_blank(block.count(b"\n", start, text))
@@ -100,6 +100,7 @@ class Lines:
                     self.number += 1
                     start = max(start, block.rfind(b"\n", start, text) + 1)
                 stop = block.find(b"\n", start) + 1 or len(block)
+                # Collect the line up to the limit; beyond it only its size is counted.
                 fits = size <= self._limit
                 size += stop - start
                 if size <= self._limit:

@@ -108,6 +108,7 @@ class _Header:
         """Reads a struct, and returns its integers by field id."""
         values, field = {}, 0
         while byte := self._byte():
+            # A field header has the increment of the field id in the high half, and the type in the low half.
             step, kind = byte >> 4, byte & 15
             field = field + step if step else self._number()
             if kind in _NUMBERS:
@@ -130,7 +131,7 @@ class _Header:
                 return value
 
     def _number(self) -> int:
-        value = self._unsigned()
+        value = self._unsigned()  # zigzag encoding
         return value >> 1 ^ -(value & 1)
 
     def _skip(self, kind: int) -> None:

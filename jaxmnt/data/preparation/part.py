@@ -319,6 +319,7 @@ def _encoded(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iter
 def _encode_together(
     batch: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
 ) -> Iterator[tuple[Document, Iterable[Tokens]]]:
+    """Encodes a batch of short documents at once. Token arrays pass unchanged."""
     texts = [
         [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
         for _, segments in batch
@@ -331,6 +332,7 @@ def _encode_together(
 
 
 def _encode_in_stretches(document: Document, tokenizer: Tokenizer | None) -> Iterator[Tokens]:
+    """Encodes a long document a segment at a time. All its tokens are targets."""
     contents: Iterator[Any] = (segment.content for segment in document.segments)
     if not document.closed:
         assert tokenizer is not None
