@@ -34,6 +34,11 @@ def _before_jax() -> None:
         quiet_plugin.install()
 
 
+def __dir__() -> list[str]:
+    """Returns the public names, which are imported when they are used."""
+    return ["__version__", *__all__]
+
+
 def __getattr__(name: str) -> Any:
     if name == "train" or name in _WHERE:
         _before_jax()

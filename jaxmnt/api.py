@@ -55,6 +55,9 @@ class Run:
         self._spec, self._tokenizer, self._folder = spec, tokenizer, folder
         self._logits = jax.jit(functools.partial(row_logits, spec))
 
+    def __repr__(self) -> str:
+        return f"<jaxmnt.Run {self.config.run.dir} at step {self.step}>"
+
     def __call__(self, tokens: Any) -> Array:
         """The logits of the token after each: float32 [B, L, ids] for int [B, L].
 

@@ -29,7 +29,7 @@ from jaxmnt.drill import inject
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.run import lock
 from jaxmnt.run.resume import ResumeFlags, ResumePoint, resume_point
-from jaxmnt.run.rundir import run_directories
+from jaxmnt.run.rundir import run_directories, write_config
 from jaxmnt.storage import json_digest
 from jaxmnt.train import main as train_command
 from jaxmnt.train import train
@@ -541,6 +541,7 @@ def own_data(tiny, whole_run, prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "data")
     config = tiny("train.steps=22", f"data.path={tmp_path / 'data'}")
     shutil.copytree(whole_run.run.dir, config.run.dir)
+    write_config(Path(config.run.dir), config)  # the start before has read that folder
     return config, tmp_path / "data"
 
 
@@ -569,6 +570,9 @@ def test_data_that_is_away_for_a_moment_is_no_wrong_config(own_data, tiny, away,
     with pytest.raises(ConfigError) as caught:
         train(new, devices=one_device())
     assert caught.value.exit_code == ExitCode.CONFIG, "nobody has trained there"
+    with pytest.raises(ConfigError, match="is not a directory") as caught:
+        train(tiny("train.steps=22", "data.path=data/typo"), devices=one_device())
+    assert caught.value.exit_code == ExitCode.CONFIG, "the run has never read this path"
 
 
 def throw(error: Exception):

@@ -21,7 +21,7 @@ from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, wron
 from jaxmnt.checkpoint.retention import best_first, comparable_losses
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_of_run
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, counted, printable, remark
 from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
 CHECKPOINTS = "checkpoints"
@@ -92,7 +92,12 @@ def _best(root: StoragePath, argument: str) -> StoragePath:
     ranked = best_first(comparable_losses(checkpoints))
     if not ranked:
         raise ConfigError(f"{argument}: no checkpoint in {root} has a held-out loss; name a step instead of {BEST}")
-    return next(one.path for one in checkpoints if one.step == ranked[0])
+    best = next(checkpoint for checkpoint in checkpoints if checkpoint.step == ranked[0])
+    remark(
+        f"note: {BEST} is step {best.step}, with the held-out loss {best.manifest.loss:.4f}; {len(ranked)} of "
+        f"{counted(len(checkpoints), 'checkpoint', 'checkpoints')} have a loss that can be compared"
+    )
+    return best.path
 
 
 def checkpoint_root_of(run: str) -> StoragePath:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxmnt.commands import HERE, RUN, Parser, expect_separator, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.errors import ConfigError, ExitCode, remark
 
 
 def main(arguments: list[str]) -> int:
@@ -55,6 +55,9 @@ def _on_cluster(options: argparse.Namespace) -> int:
     said = {"--accept-changes": options.accept_changes, "--fresh": options.fresh}
     flags = [flag for flag, given in said.items() if given]
     wanted = job(Path(options.config), [*options.overrides, *nodes], options.sweep, flags)
+    for name, source in wanted.config.data.named_sources.items():
+        if source.path is not None and not Path(source.path).exists():
+            remark(f"note: the data {source.path} ({name}) is not on this machine; the job's nodes must have it")
     if options.dry_run:
         print(cluster.render(wanted), end="")
         return ExitCode.FINISHED

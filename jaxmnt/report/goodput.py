@@ -24,7 +24,7 @@ PARTS = {
     "no_targets": "steps whose batch has no targets, which change nothing",
     "again": "steps that were taken again",
     "hang": "hanging until the watchdog ended it",
-    "failure": "between the last step and the end of an attempt that failed",
+    "failure": "between the last step and the end of an attempt that broke off",
     "between": "between attempts: waiting for the scheduler, or for somebody",
     "other": "everything else",
 }

@@ -109,6 +109,12 @@ def _evaluation(run: OpenedRun) -> None:
     part = f"{count(limit)} of" if limit is not None and limit < held_out else "all"
     when = f"every {every} steps and at the end" if every else "at the end"
     run.status.line(f"eval    on {part} {count(held_out)} held-out tokens, {when} (train.eval_tokens)")
+    saves = run.config.checkpoint
+    if saves.keep_best and every and saves.every_steps and every % saves.every_steps:
+        run.status.line(
+            f"note    checkpoint.keep_best compares steps that are evaluated and saved, every "
+            f"{math.lcm(every, saves.every_steps)} steps; make train.eval_every a multiple of checkpoint.every_steps"
+        )
     if limit is None or limit >= held_out:
         return
     rows = limit // run.config.data.sequence_length

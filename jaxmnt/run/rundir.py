@@ -59,10 +59,18 @@ def unreadable_is_retryable(config: Config) -> Iterator[None]:
         yield
     except ConfigError as error:
         unreadable = isinstance(error, UnreadableError) or isinstance(error.__cause__, OSError)
-        if not unreadable or not has_trained(config):
+        if not unreadable or not has_trained(config) or not _names_data_of_the_run(config):
             raise
         text = f"{error} (this run has read it before; once it is available again, start the run again)"
         raise UserError(text).blaming(hosts=error.hosts, processes=error.processes) from error
+
+
+def _names_data_of_the_run(config: Config) -> bool:
+    """Returns whether the config names the data that the run's start before has read; another path may be a typo."""
+    earlier = earlier_config(config.run_dir)
+    return earlier is None or (
+        earlier.data.named_sources == config.data.named_sources and earlier.data.eval_sets == config.data.eval_sets
+    )
 
 
 class DamagedConfigError(ConfigError):
