@@ -39,6 +39,16 @@ WRITING_JSON_ITSELF = {
 }
 
 
+MODULE_TABLE = ROOT / "scripts" / "module_table.py"
+
+
+def test_the_table_of_modules_is_current():
+    result = subprocess.run([sys.executable, str(MODULE_TABLE)], capture_output=True, text=True, check=True)
+    assert result.stdout == (ROOT / "docs" / "modules.md").read_text(), (
+        "run: python scripts/module_table.py > docs/modules.md"
+    )
+
+
 def checked(root: Path) -> tuple[int, str]:
     result = subprocess.run([sys.executable, str(CHECKER), str(root)], capture_output=True, text=True)
     assert not result.stderr
