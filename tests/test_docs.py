@@ -13,8 +13,11 @@ from conftest import ROOT
 from jaxmnt.config.describe import json_schema
 from jaxmnt.config.load import load_config
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
-BLOCK = re.compile(r"(<!-- not run: [^>]+-->\n)?```sh\n(.*?)```", re.DOTALL)
+WRITTEN_BY_THE_SITE = {ROOT / "docs" / "settings.md"}
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *(ROOT / "examples").glob("**/*.md")} - WRITTEN_BY_THE_SITE
+)
+BLOCK = re.compile(r"(<!-- not run: [^>]+-->\n)? *```sh\n(.*?)```", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
