@@ -1,0 +1,84 @@
+"""Settings of the documentation's site. Build it with scripts/docs."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+project = "jaxmnt"
+author = "the jaxmnt authors"
+project_copyright = "the jaxmnt authors"
+release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+version = release
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"jaxmnt {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+
+# Doc strings write code in single backticks.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autodoc_class_signature = "separated"
+nitpicky = False  # names of JAX and NumPy are not resolved: no page is read from the network
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+nb_execution_mode = "cache"
+nb_execution_in_temp = True
+nb_execution_timeout = 120
+nb_execution_raise_on_error = True
+nb_execution_cache_path = str(ROOT / "docs" / "_build" / "notebooks")
+
+
+def write_settings() -> None:
+    """Writes settings.md, a table of each section of the config, from the config's own types."""
+    from jaxmnt.config.describe import MEANING, fields_by_key
+    from jaxmnt.config.explain import takes
+
+    sections: dict[str, list[str]] = {}
+    for name, field in fields_by_key(of_lists=True).items():
+        section = name.partition(".")[0] if "." in name else "top level"
+        default = json.dumps(field["default"], ensure_ascii=False) if "default" in field else "required"
+        meaning = MEANING[field["resume"]] if "resume" in field else ""
+        cells = [f"`{name}`", takes(field), f"`{default}`", meaning, field["description"]]
+        sections.setdefault(section, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    head = "| Setting | Takes | Default | Changed on resume | |\n| --- | --- | --- | --- | --- |\n"
+    pages = [f"## {section}\n\n{head}" + "\n".join(rows) for section, rows in sections.items()]
+    text = "# Settings\n\nEvery key of a config, as `python -m jaxmnt.train --help` lists them.\n\n" + "\n\n".join(
+        pages
+    )
+    path = ROOT / "docs" / "settings.md"
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+OUTSIDE = {
+    "SECURITY": "security",
+    "CONTRIBUTING": "contributing",
+    "CHANGELOG": "changelog",
+    "benchmarks/README": "benchmarks",
+}
+"""Pages at the root of the repository, which pages of the site include, and their names on the site."""
+
+
+def link_to_included_pages(_: Sphinx, name: str, source: list[str]) -> None:
+    """Points links that lead out of docs/, as GitHub needs them, at the pages that include their targets."""
+    up = "../" * name.count("/")
+    for outside, page in OUTSIDE.items():
+        source[0] = source[0].replace(f"](../{up}{outside}.md", f"]({up}{page}.md")
+
+
+def setup(app: Sphinx) -> None:
+    """Writes the generated page before Sphinx reads the sources."""
+    write_settings()
+    app.connect("source-read", link_to_included_pages)
