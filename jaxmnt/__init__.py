@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxmnt.api import Run, load_rows, load_run
     from jaxmnt.config import load_config
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["Run", "load_config", "load_rows", "load_run", "train"]
 

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -273,9 +274,17 @@ def child_of(launcher: subprocess.Popen, number: int) -> int:
     raise AssertionError("no such process")
 
 
-def pytest_collection_modifyitems(items):
-    """The long tests come first, so that no worker is left with one of them when the others have ended."""
+def pytest_collection_modifyitems(config, items):
+    """The long tests come first, so that no worker is left with one of them when the others have ended.
+
+    JAXMNT_TEST_SHARD=K/N selects the K-th of N shards of the tests, by a digest of each test's name.
+    """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    if shard := os.environ.get("JAXMNT_TEST_SHARD"):
+        number, shards = map(int, shard.split("/"))
+        of = lambda item: zlib.crc32(item.nodeid.encode()) % shards == number - 1
+        config.hook.pytest_deselected(items=[item for item in items if not of(item)])
+        items[:] = [item for item in items if of(item)]
 
 
 def pytest_sessionstart(session):
