@@ -42,15 +42,15 @@ nb_execution_cache_path = str(ROOT / "docs" / "_build" / "notebooks")
 
 def write_settings() -> None:
     """Writes settings.md, a table of each section of the config, from the config's own types."""
-    from jaxmnt.config.describe import MEANING, fields_by_key
-    from jaxmnt.config.explain import takes
+    from jaxmnt.config.describe import RESUME_LABELS, fields_by_key
+    from jaxmnt.config.explain import describe_values
 
     sections: dict[str, list[str]] = {}
     for name, field in fields_by_key(of_lists=True).items():
         section = name.partition(".")[0] if "." in name else "top level"
         default = json.dumps(field["default"], ensure_ascii=False) if "default" in field else "required"
-        meaning = MEANING[field["resume"]] if "resume" in field else ""
-        cells = [f"`{name}`", takes(field), f"`{default}`", meaning, field["description"]]
+        meaning = RESUME_LABELS[field["resume"]] if "resume" in field else ""
+        cells = [f"`{name}`", describe_values(field), f"`{default}`", meaning, field["description"]]
         sections.setdefault(section, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     head = "| Setting | Takes | Default | Changed on resume | |\n| --- | --- | --- | --- | --- |\n"
     pages = [f"## {section}\n\n{head}" + "\n".join(rows) for section, rows in sections.items()]
