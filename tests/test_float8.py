@@ -16,7 +16,7 @@ from test_plan import hold_to_budget
 from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.models import float8
-from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, chosen_for, float8_products, power_of_two_scale, product
+from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, float8_products, power_of_two_scale, product, product_mode
 from jaxmnt.plan.budget import gathered_in_float8, make_report, notes
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.targets import gpu_devices
@@ -77,12 +77,12 @@ def test_a_power_of_two_goes_through_unchanged(power):
 
 
 def test_which_shapes_are_fit_for_it():
-    assert chosen_for(4096, 4096, 4096) is None, "nobody has asked for it"
+    assert product_mode(4096, 4096, 4096) is None, "nobody has asked for it"
     with float8_products(Float8(1024, native=True)) as _:
-        assert chosen_for(8192, 4096, 1024) == Float8(1024, native=True)
+        assert product_mode(8192, 4096, 1024) == Float8(1024, native=True)
         for tokens, inputs, outputs in ((8192, 4096, 1000), (8192, 512, 4096), (8191, 4096, 4096), (8192, 4096, 4104)):
-            assert chosen_for(tokens, inputs, outputs) is None
-    assert chosen_for(8192, 4096, 1024) is None
+            assert product_mode(tokens, inputs, outputs) is None
+    assert product_mode(8192, 4096, 1024) is None
 
 
 @pytest.mark.parametrize(

@@ -164,11 +164,11 @@ def test_documents_are_kept_apart_in_cudnns_packed_form(length, heads, kv_heads,
     ]
     own[2][length * 2 // 3 :] = -1  # the rest of a row, where nothing is
     segments = jnp.asarray(np.stack(own) + 1, jnp.int32)
-    calls = -(-int(sum(1 + np.count_nonzero(np.diff(row)) for row in own)) // cudnn.documents_of_a_call(4, length))
+    calls = -(-int(sum(1 + np.count_nonzero(np.diff(row)) for row in own)) // cudnn.documents_per_call(4, length))
     assert calls == 1 if length == 1 or document == 1 else calls > 1
 
     def both(q, k, v):
-        packed = lambda q, k, v: cudnn.attend_packed(blockwise.Scores(0.3, window), q, k, v, segments)
+        packed = lambda q, k, v: cudnn.attend_packed(blockwise.ScoreOptions(0.3, window), q, k, v, segments)
         whole = lambda q, k, v: plain(q, k, v, None, segments, window, None, 0.3)
         results = []
         for function in (packed, whole):
@@ -184,8 +184,8 @@ def test_documents_are_kept_apart_in_cudnns_packed_form(length, heads, kv_heads,
 
 def test_more_numbers_than_cudnn_can_count_are_refused():
     q, k = (jax.ShapeDtypeStruct((16, 65536, heads, 128), jnp.bfloat16) for heads in (32, 8))
-    attend = lambda q, k, segments: cudnn.attend_packed(blockwise.Scores(1.0), q, k, k, segments)
-    with pytest.raises(ConfigError, match="cudnn cannot count the 4,294,967,296 numbers"):
+    attend = lambda q, k, segments: cudnn.attend_packed(blockwise.ScoreOptions(1.0), q, k, k, segments)
+    with pytest.raises(ConfigError, match=r"cudnn cannot keep documents apart .* 4,294,967,296 numbers"):
         jax.eval_shape(attend, q, k, jax.ShapeDtypeStruct((16, 65536), jnp.int32))
 
 
@@ -232,5 +232,5 @@ def test_kernel_choice():
         choose("gpu", bf16, 64, 8.0, "cudnn", packed=True)
     with pytest.raises(ConfigError, match="heads of width 256, only up to 128"):
         choose("gpu", bf16, 256, 9.0, "cudnn", packed=True)
-    with pytest.raises(ConfigError, match="cudnn does not take heads of width 64 in float32"):
+    with pytest.raises(ConfigError, match="cudnn does not support heads of width 64 in float32"):
         choose("gpu", f32, 64, 9.0, "cudnn")

@@ -1,7 +1,7 @@
 """Causal grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions.
 
-Shapes: B batch, L length, S a device's piece of the length, D model, H query heads, G key/value heads, K head width; H
-and G are a device's own where the `model` axis splits them.
+Shapes: B batch, L length, S a device's piece of the length, D model, H query heads, G key/value heads, K head width. If
+the `model` axis splits the heads, H and G count those of one device.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxmnt.parallel.sharding import Placement
 
 
 class Attention(nnx.Module):
-    """Queries, keys and values from x, causal softmax attention, and the output projection."""
+    """The projections of x to queries, keys and values, causal softmax attention, and the output projection."""
 
     query_norm: Any
     key_norm: Any
@@ -46,47 +46,51 @@ class Attention(nnx.Module):
         placement = context.placement
         shared = KVHeads(self.heads, self.kv_heads, placement)
         weights = (self.query[...], self.key[...], self.value[...])
-        own = (None, None if self.all_keys else shared.taken, shared.taken)
-        q_BLHK, k_BLGK, v_BLGK = project_gathered(x_BSD, weights, placement, own)
-        q_BLHK, k_BLGK, v_BLGK = self.adjusted(q_BLHK, k_BLGK, v_BLGK, shared)
+        heads = (None, None if self.projects_all_keys else shared.indices, shared.indices)
+        q_BLHK, k_BLGK, v_BLGK = project_gathered(x_BSD, weights, placement, heads)
+        q_BLHK, k_BLGK, v_BLGK = self.adjust(q_BLHK, k_BLGK, v_BLGK, shared)
+
         angles = self.angles(context)
         if angles is not None:
             q_BLHK, k_BLGK = rotate(q_BLHK, angles), rotate(k_BLGK, angles)
+
+        # Remat policies save these before any keys and values are repeated.
         q_BLHK, k_BLGK = checkpoint_name(q_BLHK, "query"), checkpoint_name(k_BLGK, "key")
         v_BLGK = checkpoint_name(v_BLGK, "value")
-        k_BLGK, v_BLGK = shared.for_queries(k_BLGK), shared.for_queries(v_BLGK)
+        k_BLGK, v_BLGK = shared.align_to_queries(k_BLGK), shared.align_to_queries(v_BLGK)
+
         a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options())
         return checkpoint_name(project_scattered(a_BLHK, self.output[...], placement, "heads"), "attention_output")
 
-    # What families vary.
+    # Families override these.
 
     head_norm_offset: float | None = None
-    """That of an RMSNorm on each head's query and key, whose scales all heads share; None: there is none."""
+    """Offset of an RMSNorm on each head's query and key, whose scales all heads share; None: no such norm."""
     window: int | None = None
-    """How many tokens a query sees, itself among them; None: all before it."""
-    all_keys = False
-    """Whether `adjusted` is given the keys of all heads whose weights are at hand."""
+    """Number of tokens that a query sees, including its own; None: all before it."""
+    projects_all_keys = False
+    """If True, `adjust` receives the keys of all heads whose weights this device has."""
 
-    def adjusted(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: "KVHeads") -> tuple[Array, Array, Array]:
-        """Queries, keys and values of this device's heads, before they are rotated, from the projections of x."""
+    def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: "KVHeads") -> tuple[Array, Array, Array]:
+        """Returns the queries, keys and values of this device's heads, before rotation, from the projections of x."""
         if self.head_norm_offset is None:
             return q_BLHK, k_BLGK, v_BLGK
         return self.query_norm(q_BLHK), self.key_norm(k_BLGK), v_BLGK
 
     def angles(self, context: LayerContext) -> Angles | None:
-        """The rotary tables for queries and keys; None: they are not rotated."""
+        """Returns the rotary tables for queries and keys; None: they are not rotated."""
         return context.rotary[""]
 
     def options(self) -> dict[str, Any]:
-        """Returns options of `kernels.attend`."""
+        """Returns the keyword arguments of `kernels.attend`."""
         return {"window": self.window}
 
 
 class KVHeads:
-    """Which key/value heads a device computes, where they do not divide among the devices of `model`.
+    """The key/value heads that a device computes.
 
-    Then the weights of all are at hand (see `parallel.sharding.build_placement`), and each device takes those that its
-    query heads need: as few as it can.
+    If they do not divide among the devices of `model`, each device has the weights of all of them (see
+    `parallel.sharding.build_placement`) and computes only those that its query heads need.
     """
 
     def __init__(self, heads: int, kv_heads: int, placement: Placement):
@@ -95,26 +99,29 @@ class KVHeads:
         self._split = num_shards > 1 and placement.num_shards("kv_heads") == 1
         if not self._split:
             return
+        # The key/value head of each query head, by device.
         local = heads // num_shards
         needed = np.arange(heads).reshape(num_shards, local) // (heads // kv_heads)
         first, last = needed[:, :1], needed[:, -1:]
-        most = int(np.max(last - first)) + 1
-        self._own = np.minimum(first + np.arange(most), last)
-        self._of_query = needed - first
-        even = np.arange(local) // max(1, local // most)
-        self._grouped = local % most == 0 and bool((self._of_query == even).all())
+        # All devices compute equally many; a device that needs fewer repeats its last.
+        keys_per_shard = int(np.max(last - first)) + 1
+        self._indices_by_shard = np.minimum(first + np.arange(keys_per_shard), last)
+        self._key_of_query = needed - first
+        evenly_shared = np.arange(local) // max(1, local // keys_per_shard)
+        self._grouped = local % keys_per_shard == 0 and bool((self._key_of_query == evenly_shared).all())
 
     @property
-    def taken(self) -> Array | None:
-        """Which heads this device computes, of those whose weights are at hand; None: all."""
-        return jnp.asarray(self._own)[index_along("heads", self.placement)] if self._split else None
+    def indices(self) -> Array | None:
+        """Indices of the heads that this device computes, among those whose weights it has; None: all."""
+        return jnp.asarray(self._indices_by_shard)[index_along("heads", self.placement)] if self._split else None
 
-    def own(self, array: Array, axis: int) -> Array:
-        """What belongs to the heads that this device computes, from those at hand along `axis`."""
-        return array if self.taken is None else jnp.take(array, self.taken, axis=axis)
+    def select(self, array: Array, axis: int) -> Array:
+        """Returns the heads that this device computes, from an array of all heads along `axis`."""
+        return array if self.indices is None else jnp.take(array, self.indices, axis=axis)
 
-    def for_queries(self, k_BLGK: Array) -> Array:
-        """Keys or values so that the heads are shared by equal groups of queries, or else one for each query."""
+    def align_to_queries(self, k_BLGK: Array) -> Array:
+        """Returns keys or values such that equal groups of query heads share each head. If the groups are not equal, it
+        repeats heads: one for each query head."""
         if not self._split or self._grouped:
             return k_BLGK
-        return jnp.take(k_BLGK, jnp.asarray(self._of_query)[index_along("heads", self.placement)], axis=2)
+        return jnp.take(k_BLGK, jnp.asarray(self._key_of_query)[index_along("heads", self.placement)], axis=2)

@@ -1,11 +1,11 @@
 """Attention of blocks of queries to blocks of keys, forward and backward.
 
-A short row is two halves, each against all its keys at once: on a CPU that is quickest. A long row is a loop over
-blocks of queries, and over the blocks of keys that some of these may see.
+A short row is split into two halves, each of which attends to all its keys at once: the quickest way on a CPU. A long
+row is a loop over blocks of queries and, inside it, over the blocks of keys that some of these queries see.
 
 Forward keeps a running maximum and sum of each query's softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and
-Staats 2021, arXiv:2112.05682), so that the scores of one block exist at a time. Backward computes them again from the
-logarithm of the sum (Dao et al. 2022, arXiv:2205.14135).
+Staats 2021, arXiv:2112.05682), so that only the scores of one block exist at a time. Backward recomputes the softmax
+from the logarithm of the sum (Dao et al. 2022, arXiv:2205.14135).
 
 Shapes: B batch, L length, H query heads, G key/value heads, K head width, N = B · G, R = H / G queries that share a
 key, Q queries and J keys of a block.
@@ -22,34 +22,34 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmnt.parallel.collectives import with_backward
 
 ATTENTION = "attention"
-"""Checkpoint name of what attention gives: with it kept, backward does not attend a second time."""
+"""Checkpoint name of the results of attention. If they are saved, backward does not recompute attention."""
 
 BLOCK = 512
-"""Queries, and keys, of a block of a long row."""
+"""Number of queries, and of keys, in a block of a long row."""
 
 _HIDDEN = -1e30
-"""The score of a key that a query may not see. Finite: the difference of two of them must be a number."""
+"""Score of a key that a query must not see. It is finite, since the difference of two of them must be a number."""
 
 
-class Scores(NamedTuple):
-    """What is done to the scores besides the causal mask. All static. cuDNN has no soft cap."""
+class ScoreOptions(NamedTuple):
+    """Changes to the scores in addition to the causal mask. All are static. cuDNN has no soft cap."""
 
     scale: float
     window: int | None = None
-    """A query sees itself and the keys before it, so many in all."""
+    """Number of keys that a query sees: its own and those before it. None: all."""
     soft_cap: float | None = None
     """Scores s become cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118)."""
 
 
 class Queries(NamedTuple):
-    """Queries, and what backward knows of their outputs."""
+    """Queries, with what backward needs about their outputs."""
 
     q_NRLK: Array
     gradient_NRLK: Array
     log_sum_NRL: Array
-    """The logarithm of the sum of the exponentials of a query's scores, in float32."""
+    """Logarithm of the sum of the exponentials of a query's scores, in float32."""
     dot_NRL: Array
-    """The product of the output and its gradient."""
+    """Dot product of the output and its gradient."""
 
 
 class Keys(NamedTuple):
@@ -61,104 +61,112 @@ class Keys(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """Gradients of all keys and values in float32. K before L: so a CPU needs no transposed copy."""
+    """Gradients of all keys and values in float32. K comes before L, which saves a CPU a transposed copy."""
 
     k_NKL: Array
     v_NKL: Array
 
 
 class BlockRange(NamedTuple):
-    """Which scores a block has: its first query and key, and how many there are of each."""
+    """The scores of a block: its first query and key, and the number of each."""
 
     query: int | Array
     queries: int
     key: int | Array
     keys: int
 
-    def of_queries(self, array: Array, axis: int = 2) -> Array:
-        return _cut(array, self.query, self.queries, axis)
+    def slice_queries(self, array: Array, axis: int = 2) -> Array:
+        return _slice(array, self.query, self.queries, axis)
 
-    def of_keys(self, array: Array) -> Array:
-        return _cut(array, self.key, self.keys, 1)
+    def slice_keys(self, array: Array) -> Array:
+        return _slice(array, self.key, self.keys, 1)
 
 
 class Softmax(NamedTuple):
-    """Of the keys that a block of queries has seen so far, in float32."""
+    """The softmax over the keys that a block of queries has seen so far, in float32."""
 
     largest_NRQ: Array
     sum_NRQ: Array
-    """Of exponentials, relative to the largest score."""
+    """Sum of exponentials, relative to the largest score."""
     values_NRQK: Array
-    """The sum of values weighted by them."""
+    """Sum of values, weighted by these exponentials."""
 
     @staticmethod
-    def before(q_NRQK: Array, sinks_H: Array | None) -> "Softmax":
-        """Returns that before the first key; a sink has been seen, and has no value."""
+    def initial(q_NRQK: Array, sinks_H: Array | None) -> "Softmax":
+        """Returns the softmax before the first key. It includes the sink, if there is one, which has no value."""
         shape, values_NRQK = q_NRQK.shape[:-1], jnp.zeros(q_NRQK.shape, jnp.float32)
         if sinks_H is None:
             return Softmax(jnp.full(shape, _HIDDEN, jnp.float32), jnp.zeros(shape, jnp.float32), values_NRQK)
-        largest_NRQ = jnp.broadcast_to(_of_heads(sinks_H, q_NRQK), shape)
+        largest_NRQ = jnp.broadcast_to(_sinks_by_group(sinks_H, q_NRQK), shape)
         return Softmax(largest_NRQ, jnp.ones(shape, jnp.float32), values_NRQK)
 
-    def add(self, options: Scores, block: BlockRange, q_NRQK: Array, keys: Keys) -> "Softmax":
-        """With the keys of a block."""
+    def add(self, options: ScoreOptions, block: BlockRange, q_NRQK: Array, keys: Keys) -> "Softmax":
+        """Returns the softmax with the keys of a block added."""
         scores_NRQJ, _ = _scores(options, block, q_NRQK, keys)
         largest_NRQ = jnp.maximum(self.largest_NRQ, jnp.max(scores_NRQJ, axis=-1))
+        # The earlier sums are relative to the earlier largest score.
         p_NRQJ = jnp.exp(scores_NRQJ - largest_NRQ[..., None])
         factor_NRQ = jnp.exp(self.largest_NRQ - largest_NRQ)
         return Softmax(
             largest_NRQ,
             self.sum_NRQ * factor_NRQ + jnp.sum(p_NRQJ, axis=-1),
-            self.values_NRQK * factor_NRQ[..., None] + _product(p_NRQJ, block.of_keys(keys.v_NLK), 1),
+            self.values_NRQK * factor_NRQ[..., None] + _product(p_NRQJ, block.slice_keys(keys.v_NLK), 1),
         )
 
     def output(self, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Returns the outputs [N, R, Q, K] of the queries, and the logarithms of their sums."""
+        """Returns the outputs [N, R, Q, K] of the queries and the logarithms of their sums of exponentials."""
         a_NRQK = (self.values_NRQK / self.sum_NRQ[..., None]).astype(dtype)
         return a_NRQK, self.largest_NRQ + jnp.log(self.sum_NRQ)
 
 
 def _differentiate(
-    options: Scores, block: BlockRange, own: Queries, keys: Keys, q_gradient_NRQK: Array, sums: KeySums
+    options: ScoreOptions, block: BlockRange, block_queries: Queries, keys: Keys, q_gradient_NRQK: Array, sums: KeySums
 ) -> tuple[Array, KeySums]:
-    """Adds the block's share to the gradients of its queries and of all keys; `own` are its queries."""
-    dtype = own.gradient_NRLK.dtype
-    k_NJK, v_NJK = block.of_keys(keys.k_NLK), block.of_keys(keys.v_NLK)
-    scores_NRQJ, slope_NRQJ = _scores(options, block, own.q_NRLK, keys)
-    p_NRQJ = jnp.exp(scores_NRQJ - own.log_sum_NRL[..., None])
-    s_gradient_NRQJ = p_NRQJ * (_product(own.gradient_NRLK, v_NJK, 2) - own.dot_NRL[..., None]) * slope_NRQJ
+    """Adds the block's share to the gradients of its queries (`block_queries`) and of all keys."""
+    dtype = block_queries.gradient_NRLK.dtype
+    k_NJK, v_NJK = block.slice_keys(keys.k_NLK), block.slice_keys(keys.v_NLK)
+    scores_NRQJ, slope_NRQJ = _scores(options, block, block_queries.q_NRLK, keys)
+    # The gradient of softmax, as in FlashAttention (arXiv:2205.14135, appendix B.2): p · (dp - dot), times the slope.
+    p_NRQJ = jnp.exp(scores_NRQJ - block_queries.log_sum_NRL[..., None])
+    p_gradient_NRQJ = _product(block_queries.gradient_NRLK, v_NJK, 2)
+    s_gradient_NRQJ = p_NRQJ * (p_gradient_NRQJ - block_queries.dot_NRL[..., None]) * slope_NRQJ
     p_NRQJ, s_gradient_NRQJ = p_NRQJ.astype(dtype), s_gradient_NRQJ.astype(dtype)
     return q_gradient_NRQK + _product(s_gradient_NRQJ, k_NJK, 1), KeySums(
-        _added_at(sums.k_NKL, block.key, _summed_over_queries(own.q_NRLK, s_gradient_NRQJ)),
-        _added_at(sums.v_NKL, block.key, _summed_over_queries(own.gradient_NRLK, p_NRQJ)),
+        _add_at(sums.k_NKL, block.key, _sum_over_queries(block_queries.q_NRLK, s_gradient_NRQJ)),
+        _add_at(sums.v_NKL, block.key, _sum_over_queries(block_queries.gradient_NRLK, p_NRQJ)),
     )
 
 
-def _scores(options: Scores, block: BlockRange, q_NRQK: Array, keys: Keys) -> tuple[Array, Array | float]:
-    """Returns float32 scores [N, R, Q, J] and their slope: the derivative by the product of query and key."""
-    scores_NRQJ = _product(q_NRQK, block.of_keys(keys.k_NLK), 2) * options.scale
+def _scores(options: ScoreOptions, block: BlockRange, q_NRQK: Array, keys: Keys) -> tuple[Array, Array | float]:
+    """Returns float32 scores [N, R, Q, J] and their slope: the derivative with respect to the dot product of query and
+    key."""
+    scores_NRQJ = _product(q_NRQK, block.slice_keys(keys.k_NLK), 2) * options.scale
     slope: Array | float = options.scale
     if options.soft_cap is not None:
-        bent_NRQJ = jnp.tanh(scores_NRQJ / options.soft_cap)
-        scores_NRQJ, slope = options.soft_cap * bent_NRQJ, slope * (1 - jnp.square(bent_NRQJ))
-    ahead_QJ = (block.query + jnp.arange(block.queries))[:, None] - (block.key + jnp.arange(block.keys))
-    visible = ahead_QJ >= 0 if options.window is None else (ahead_QJ >= 0) & (ahead_QJ < options.window)
+        tanh_NRQJ = jnp.tanh(scores_NRQJ / options.soft_cap)
+        scores_NRQJ, slope = options.soft_cap * tanh_NRQJ, slope * (1 - jnp.square(tanh_NRQJ))
+
+    # A query sees keys at or before its own position, within the window, and in its own segment.
+    distance_QJ = (block.query + jnp.arange(block.queries))[:, None] - (block.key + jnp.arange(block.keys))
+    visible = distance_QJ >= 0 if options.window is None else (distance_QJ >= 0) & (distance_QJ < options.window)
     if keys.segments_BL is not None:
-        own_BQ, other_BJ = block.of_queries(keys.segments_BL, 1), block.of_keys(keys.segments_BL)
-        visible_BQJ = visible & (own_BQ[:, :, None] == other_BJ[:, None, :])
+        query_segments_BQ = block.slice_queries(keys.segments_BL, 1)
+        key_segments_BJ = block.slice_keys(keys.segments_BL)
+        visible_BQJ = visible & (query_segments_BQ[:, :, None] == key_segments_BJ[:, None, :])
         visible = jnp.repeat(visible_BQJ, scores_NRQJ.shape[0] // len(keys.segments_BL), axis=0)[:, None]
     return jnp.where(visible, scores_NRQJ, _HIDDEN), slope
 
 
-def _of_heads(sinks_H: Array, like_NRLK: Array) -> Array:
-    """Numbers of heads as [N, R, 1], in float32."""
+def _sinks_by_group(sinks_H: Array, like_NRLK: Array) -> Array:
+    """Returns the sink of each head as [N, R, 1], in float32."""
     rows, shared = like_NRLK.shape[:2]
     groups = sinks_H.shape[0] // shared
     return jnp.tile(sinks_H.astype(jnp.float32).reshape(groups, shared), (rows // groups, 1))[..., None]
 
 
 def _product(x_NRQA: Array, y: Array, contracted: int) -> Array:
-    """x @ y in float32 for each N: over y's first dimension after N (`contracted` 1) or over its last (2)."""
+    """Returns x @ y in float32 for each N. It contracts y's first dimension after N (`contracted` 1) or its last
+    (2)."""
     rows, shared, queries, size = x_NRQA.shape
     product = jax.lax.dot_general(
         x_NRQA.astype(y.dtype).reshape(rows, shared * queries, size), y, (((2,), (contracted,)), ((0,), (0,))),
@@ -167,15 +175,16 @@ def _product(x_NRQA: Array, y: Array, contracted: int) -> Array:
     return product.reshape(rows, shared, queries, -1)
 
 
-def _summed_over_queries(x_NRQK: Array, y_NRQJ: Array) -> Array:
-    """[N, K, J] in float32. K before J: so a CPU needs no transposed copy."""
+def _sum_over_queries(x_NRQK: Array, y_NRQJ: Array) -> Array:
+    """Returns the product [N, K, J] in float32. K comes before J, which saves a CPU a transposed copy."""
     flat = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])
     return jax.lax.dot_general(
         flat(x_NRQK), flat(y_NRQJ), (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )
 
 
-def _added_at(sums_NKL: Array, key: Any, new_NKJ: Array) -> Array:
+def _add_at(sums_NKL: Array, key: Any, new_NKJ: Array) -> Array:
+    """Returns the sums with those of a block, which begins at `key`, added."""
     size = new_NKJ.shape[-1]
     if size == sums_NKL.shape[-1]:
         return sums_NKL + new_NKJ
@@ -183,7 +192,8 @@ def _added_at(sums_NKL: Array, key: Any, new_NKJ: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(sums_NKL, old_NKJ + new_NKJ, key, axis=2)
 
 
-def _cut(array: Array, start: Any, size: int, axis: int) -> Array:
+def _slice(array: Array, start: Any, size: int, axis: int) -> Array:
+    """Returns a slice of the array: a static one if `start` is an int."""
     if isinstance(start, int):
         return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)
@@ -193,7 +203,7 @@ def _cut(array: Array, start: Any, size: int, axis: int) -> Array:
 
 
 class Inputs(NamedTuple):
-    """What is attended to, and by what. No gradient but those of queries, keys, values and sinks."""
+    """The inputs of attention. Only queries, keys, values and sinks have gradients."""
 
     q_BLHK: Array
     k_BLGK: Array
@@ -202,7 +212,7 @@ class Inputs(NamedTuple):
     sinks_H: Array | None
 
 
-def _backward(options: Scores, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
+def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
     inputs, a_BLHK, log_sum_NRL = saved
     batch, length, heads, _ = gradient_BLHK.shape
     groups, dtype = inputs.k_BLGK.shape[2], gradient_BLHK.dtype
@@ -211,25 +221,26 @@ def _backward(options: Scores, saved: tuple[Inputs, Array, Array], gradient_BLHK
     queries = Queries(_by_group(inputs.q_BLHK, groups), _by_group(gradient_BLHK, groups), log_sum_NRL, dot_NRL)
     backward = _long_backward if length > 2 * BLOCK else _short_backward
     q_gradient_NRLK, sums = backward(options, queries, _keys(inputs), length)
-    over_heads = lambda x_NKL: _by_head(x_NKL.swapaxes(1, 2)[:, None].astype(dtype), groups, length)
+    by_kv_head = lambda x_NKL: _by_head(x_NKL.swapaxes(1, 2)[:, None].astype(dtype), groups, length)
     sinks_gradient_H = None
     if inputs.sinks_H is not None:
-        p_NRL = jnp.exp(_of_heads(inputs.sinks_H, queries.q_NRLK) - log_sum_NRL)
+        # A sink is a key whose value is zero.
+        p_NRL = jnp.exp(_sinks_by_group(inputs.sinks_H, queries.q_NRLK) - log_sum_NRL)
         per_head_BH = -jnp.sum(p_NRL * dot_NRL, axis=-1).reshape(batch, heads)
         sinks_gradient_H = jnp.sum(per_head_BH, axis=0).astype(inputs.sinks_H.dtype)
-    gradients = (_by_head(q_gradient_NRLK, groups, length), over_heads(sums.k_NKL), over_heads(sums.v_NKL))
+    gradients = (_by_head(q_gradient_NRLK, groups, length), by_kv_head(sums.k_NKL), by_kv_head(sums.v_NKL))
     return (Inputs(*gradients, None, sinks_gradient_H),)
 
 
 @with_backward(_backward, static=1)
-def attend_blockwise(options: Scores, inputs: Inputs) -> tuple[Array, tuple[Inputs, Array, Array]]:
-    """Causal attention [B, L, H, K]. Output and logarithms of sums have the checkpoint name `attention`: with them
-    kept, backward does not attend a second time."""
+def attend_blockwise(options: ScoreOptions, inputs: Inputs) -> tuple[Array, tuple[Inputs, Array, Array]]:
+    """Returns causal attention [B, L, H, K]. The output and the logarithms of sums have the checkpoint name
+    `attention`: if they are saved, backward does not recompute attention."""
     length, groups = inputs.q_BLHK.shape[1], inputs.k_BLGK.shape[2]
     q_NRLK = _by_group(inputs.q_BLHK, groups)
     forward = _long_forward if length > 2 * BLOCK else _short_forward
     a_NRLK, log_sum_NRL = forward(options, q_NRLK, _keys(inputs), inputs.sinks_H, length)
-    # As the caller has it, so that what follows and backward keep the same array.
+    # Named in the caller's layout, so that later layers and this backward save the same array.
     a_BLHK = checkpoint_name(_by_head(a_NRLK, groups, length), ATTENTION)
     log_sum_NRL = checkpoint_name(log_sum_NRL, ATTENTION)
     return a_BLHK, (inputs, a_BLHK, log_sum_NRL)
@@ -237,26 +248,27 @@ def attend_blockwise(options: Scores, inputs: Inputs) -> tuple[Array, tuple[Inpu
 
 def _keys(inputs: Inputs) -> Keys:
     k_NLK, v_NLK = (_by_group(x, inputs.k_BLGK.shape[2])[:, 0] for x in (inputs.k_BLGK, inputs.v_BLGK))
-    return Keys(k_NLK, v_NLK, None if inputs.segments_BL is None else _padded(inputs.segments_BL))
+    return Keys(k_NLK, v_NLK, None if inputs.segments_BL is None else _pad(inputs.segments_BL))
 
 
 def _by_group(x_BLHK: Array, groups: int) -> Array:
-    """[N, R, L, K], with zeros after a row that is looped over."""
-    x_BLHK = _padded(x_BLHK)
+    """Returns x as [N, R, L, K], padded with zeros if the row is long."""
+    x_BLHK = _pad(x_BLHK)
     batch, length, heads, width = x_BLHK.shape
     x_BLGRK = x_BLHK.reshape(batch, length, groups, heads // groups, width)
     return x_BLGRK.transpose(0, 2, 3, 1, 4).reshape(batch * groups, heads // groups, length, width)
 
 
 def _by_head(x_NRLK: Array, groups: int, length: int) -> Array:
-    """[B, L, H, K] of a row's own length."""
+    """Returns x as [B, L, H, K], without padding."""
     rows, shared, padded, width = x_NRLK.shape
     x_BGRLK = x_NRLK.reshape(rows // groups, groups, shared, padded, width)
     return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(rows // groups, padded, -1, width)[:, :length]
 
 
-def _padded(x_BL: Array) -> Array:
-    """With zeros up to a whole number of blocks in a long row. No query sees the keys there, which come after all."""
+def _pad(x_BL: Array) -> Array:
+    """Pads a long row with zeros to a whole number of blocks. The padding is never attended to, because it follows
+    every query."""
     length = x_BL.shape[1]
     if length <= 2 * BLOCK or length % BLOCK == 0:
         return x_BL
@@ -266,29 +278,29 @@ def _padded(x_BL: Array) -> Array:
 # -- short rows
 
 
-def _short_forward(options: Scores, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
+def _short_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
     """Returns the outputs and the logarithms of the sums of their softmax."""
     outputs = []
     for block in _halves(length, options.window):
-        q_NRQK = block.of_queries(q_NRLK)
-        seen = Softmax.before(q_NRQK, sinks_H).add(options, block, q_NRQK, keys)
-        outputs.append(seen.output(q_NRQK.dtype))
+        q_NRQK = block.slice_queries(q_NRLK)
+        softmax = Softmax.initial(q_NRQK, sinks_H).add(options, block, q_NRQK, keys)
+        outputs.append(softmax.output(q_NRQK.dtype))
     return [jnp.concatenate(halves, axis=2) for halves in zip(*outputs, strict=True)]
 
 
-def _short_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
-    """Returns the gradients, that of queries in their own dtype."""
-    sums, q_gradients = _no_gradients(keys), []
+def _short_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
+    """Returns the gradients: of queries in their dtype, of keys and values in float32."""
+    sums, q_gradients = _zero_sums(keys), []
     for block in _halves(length, options.window):
-        own = Queries(*map(block.of_queries, queries))
-        zeros_NRQK = jnp.zeros(own.q_NRLK.shape, jnp.float32)
-        q_gradient_NRQK, sums = _differentiate(options, block, own, keys, zeros_NRQK, sums)
-        q_gradients.append(q_gradient_NRQK.astype(own.gradient_NRLK.dtype))
+        block_queries = Queries(*map(block.slice_queries, queries))
+        zeros_NRQK = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32)
+        q_gradient_NRQK, sums = _differentiate(options, block, block_queries, keys, zeros_NRQK, sums)
+        q_gradients.append(q_gradient_NRQK.astype(block_queries.gradient_NRLK.dtype))
     return jnp.concatenate(q_gradients, axis=2), sums
 
 
 def _halves(length: int, window: int | None) -> list[BlockRange]:
-    """Returns each half with the keys that its queries may see."""
+    """Returns the two halves of a row, each with the keys that its queries may see."""
     middle = -(-length // 2) if length >= 64 else length
     ranges = [(0, middle), (middle, length)] if middle < length else [(0, length)]
     keys = [0 if window is None else max(0, query - window + 1) for query, _ in ranges]
@@ -298,51 +310,57 @@ def _halves(length: int, window: int | None) -> list[BlockRange]:
 # -- long rows
 
 
-def _long_forward(options: Scores, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
-    """As `_short_forward`. The arrays have whole blocks; a row's own length may be less."""
+def _long_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
+    """Does the same as `_short_forward`. The arrays are padded to whole blocks; `length` is without padding."""
 
     def attend_queries(_: None, index: Array) -> tuple[None, tuple[Array, Array]]:
         block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
-        q_NRQK = block.of_queries(q_NRLK)
-        add = lambda number, seen: seen.add(options, block._replace(key=number * BLOCK), q_NRQK, keys)
-        seen = _over_keys(options.window, length, index, add, Softmax.before(q_NRQK, sinks_H))
-        return None, seen.output(q_NRQK.dtype)
+        q_NRQK = block.slice_queries(q_NRLK)
+        add = lambda number, softmax: softmax.add(options, block._replace(key=number * BLOCK), q_NRQK, keys)
+        softmax = _fold_over_keys(options.window, length, index, add, Softmax.initial(q_NRQK, sinks_H))
+        return None, softmax.output(q_NRQK.dtype)
 
     _, outputs = jax.lax.scan(attend_queries, None, jnp.arange(-(-length // BLOCK)))
-    return [_joined(x) for x in outputs]
+    return [_join(x) for x in outputs]
 
 
-def _long_backward(options: Scores, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
-    """As `_short_backward`."""
+def _long_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
+    """Does the same as `_short_backward`."""
 
     def differentiate_queries(sums: KeySums, index: Array) -> tuple[KeySums, Array]:
         block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
-        own = Queries(*map(block.of_queries, queries))
-        add = lambda number, found: _differentiate(options, block._replace(key=number * BLOCK), own, keys, *found)
-        start = jnp.zeros(own.q_NRLK.shape, jnp.float32), sums
-        q_gradient_NRQK, sums = _over_keys(options.window, length, index, add, start)
-        return sums, q_gradient_NRQK.astype(own.gradient_NRLK.dtype)
+        block_queries = Queries(*map(block.slice_queries, queries))
 
-    sums, q_gradients = jax.lax.scan(differentiate_queries, _no_gradients(keys), jnp.arange(-(-length // BLOCK)))
-    return _joined(q_gradients), sums
+        def add(number: Array, gradients: tuple[Array, KeySums]) -> tuple[Array, KeySums]:
+            return _differentiate(options, block._replace(key=number * BLOCK), block_queries, keys, *gradients)
+
+        initial = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32), sums
+        q_gradient_NRQK, sums = _fold_over_keys(options.window, length, index, add, initial)
+        return sums, q_gradient_NRQK.astype(block_queries.gradient_NRLK.dtype)
+
+    sums, q_gradients = jax.lax.scan(differentiate_queries, _zero_sums(keys), jnp.arange(-(-length // BLOCK)))
+    return _join(q_gradients), sums
 
 
-def _no_gradients(keys: Keys) -> KeySums:
-    """Returns sums of nothing."""
+def _zero_sums(keys: Keys) -> KeySums:
+    """Returns sums that are zero."""
     rows, length, width = keys.k_NLK.shape
-    nothing_NKL = jnp.zeros((rows, width, length), jnp.float32)
-    return KeySums(nothing_NKL, nothing_NKL)
+    zeros_NKL = jnp.zeros((rows, width, length), jnp.float32)
+    return KeySums(zeros_NKL, zeros_NKL)
 
 
-def _over_keys(window: int | None, length: int, index: Array, add: Callable[[Array, Any], Any], start: Any) -> Any:
-    """Folds `add` over the numbers of the blocks of keys that some of these queries see."""
+def _fold_over_keys(
+    window: int | None, length: int, index: Array, add: Callable[[Array, Any], Any], initial: Any
+) -> Any:
+    """Folds `add` over the numbers of the blocks of keys that some queries of block `index` see."""
     first = 0 if window is None else jnp.maximum(0, index * BLOCK - window + 1) // BLOCK
+    # The plan reads the mean number of iterations off the scope's name.
     reach = length if window is None else min(length, window + BLOCK)
-    mean = (reach - reach**2 / (2 * length)) / BLOCK + 0.5  # of the blocks of keys, for the plan
+    mean = (reach - reach**2 / (2 * length)) / BLOCK + 0.5
     with jax.named_scope(f"about_{mean:.1f}_rounds"):
-        return jax.lax.fori_loop(first, index + 1, add, start)
+        return jax.lax.fori_loop(first, index + 1, add, initial)
 
 
-def _joined(x: Array) -> Array:
-    """Puts the outputs of blocks together, [N, R, L, …]."""
+def _join(x: Array) -> Array:
+    """Concatenates the outputs of blocks into [N, R, L, …]."""
     return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])

@@ -1,11 +1,11 @@
-"""Attention with the keys and values of earlier tokens kept, for generating one token after another.
+"""A cache of keys and values of earlier tokens, for generating one token after another.
 
-A layer is called as in training; what it attends to goes through `LayerContext.attend`, which hands it to this cache.
-Tokens of a row stand at the place that their position says, so rows of a batch may be of different lengths: what is
-behind the newest token of a row is overwritten before it can be seen.
+A layer is called as in training; its attention goes through `LayerContext.attend`, which calls this cache. The cache
+stores each token at its position, so rows of a batch may have different lengths: entries beyond the newest token of a
+row are overwritten before any query sees them.
 
-Shapes: B rows, P tokens of the prompt, Q new tokens, T places of the cache, H query heads, G key/value heads, K head
-width, R = H / G.
+Shapes: B rows, Q new tokens, T tokens that the cache has room for, H query heads, G key/value heads, K head width,
+R = H / G.
 """
 
 from typing import NamedTuple
@@ -18,19 +18,22 @@ from jaxmnt.models.kernels import Kernel, attend
 
 
 class KeysValues(NamedTuple):
-    """Of one call of attention, by place."""
+    """The keys and values of one call of attention, by position."""
 
     k_BTGK: Array
     v_BTGK: Array
 
 
 class Cache:
-    """What one layer keeps, while it is traced: `kept` has it afterwards, a `KeysValues` for each call of attention."""
+    """The cache of one layer while the layer is traced. Afterwards `entries` has a `KeysValues` for each call of
+    attention."""
 
-    def __init__(self, places: int, positions_BQ: Array, before: list[KeysValues] | None):
-        """`before` is what the layer kept when it was called last; None: these are the prompts, from position 0."""
-        self._places, self._positions_BQ, self._before = places, positions_BQ, before
-        self.kept: list[KeysValues] = []
+    def __init__(self, capacity: int, positions_BQ: Array, previous: list[KeysValues] | None):
+        """`previous` are the `entries` of the layer's last call; None: the tokens are the prompts, from position 0."""
+        self._capacity = capacity
+        self._positions_BQ = positions_BQ
+        self._previous = previous
+        self.entries: list[KeysValues] = []
 
     def attend(
         self,
@@ -44,34 +47,39 @@ class Cache:
         scale: float | None = None,
         sinks_H: Array | None = None,
     ) -> Array:
-        """As `kernels.attend`, to the tokens before as well. A row is one document."""
-        if self._before is None:
-            behind = ((0, 0), (0, self._places - k_BQGK.shape[1]), (0, 0), (0, 0))
-            self.kept.append(KeysValues(jnp.pad(k_BQGK, behind), jnp.pad(v_BQGK, behind)))
+        """Does the same as `kernels.attend`, and attends to earlier tokens as well. A row is one document."""
+        if self._previous is None:
+            padding = ((0, 0), (0, self._capacity - k_BQGK.shape[1]), (0, 0), (0, 0))
+            self.entries.append(KeysValues(jnp.pad(k_BQGK, padding), jnp.pad(v_BQGK, padding)))
             return attend(
                 q_BQHK, k_BQGK, v_BQGK, None, kernel, window=window, soft_cap=soft_cap, scale=scale, sinks_H=sinks_H
             )
-        rows_B1 = jnp.arange(q_BQHK.shape[0])[:, None]
-        put = lambda kept, new: kept.at[rows_B1, self._positions_BQ].set(new, mode="drop")
-        kept = KeysValues(*map(put, self._before[len(self.kept)], (k_BQGK, v_BQGK)))
-        self.kept.append(kept)
-        groups = kept.k_BTGK.shape[2]
+        entry = self._write(self._previous[len(self.entries)], k_BQGK, v_BQGK)
+        self.entries.append(entry)
+        groups = entry.k_BTGK.shape[2]
         q_BQGRK = q_BQHK.reshape(*q_BQHK.shape[:2], groups, -1, q_BQHK.shape[-1])
-        scores_BGRQT = jnp.einsum("bqgrk,btgk->bgrqt", q_BQGRK, kept.k_BTGK, preferred_element_type=jnp.float32)
+        scores_BGRQT = jnp.einsum("bqgrk,btgk->bgrqt", q_BQGRK, entry.k_BTGK, preferred_element_type=jnp.float32)
         scores_BGRQT *= q_BQHK.shape[-1] ** -0.5 if scale is None else scale
         if soft_cap is not None:
             scores_BGRQT = soft_cap * jnp.tanh(scores_BGRQT / soft_cap)
-        ahead_BQT = self._positions_BQ[:, :, None] - jnp.arange(self._places)
-        seen_BQT = (ahead_BQT >= 0) & (ahead_BQT < (window or self._places))
-        scores_BGRQT = jnp.where(seen_BQT[:, None, None], scores_BGRQT, -jnp.inf)
+        # The causal mask also hides positions that no token has been written to.
+        distance_BQT = self._positions_BQ[:, :, None] - jnp.arange(self._capacity)
+        visible_BQT = (distance_BQT >= 0) & (distance_BQT < (window or self._capacity))
+        scores_BGRQT = jnp.where(visible_BQT[:, None, None], scores_BGRQT, -jnp.inf)
         sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(groups, -1, 1, 1)
-        shares_BGRQT = _softmax(scores_BGRQT, sinks).astype(q_BQHK.dtype)
-        a_BQGRK = jnp.einsum("bgrqt,btgk->bqgrk", shares_BGRQT, kept.v_BTGK, preferred_element_type=jnp.float32)
+        weights_BGRQT = _softmax(scores_BGRQT, sinks).astype(q_BQHK.dtype)
+        a_BQGRK = jnp.einsum("bgrqt,btgk->bqgrk", weights_BGRQT, entry.v_BTGK, preferred_element_type=jnp.float32)
         return a_BQGRK.reshape(q_BQHK.shape).astype(q_BQHK.dtype)
+
+    def _write(self, previous: KeysValues, k_BQGK: Array, v_BQGK: Array) -> KeysValues:
+        """Returns the previous keys and values with the new ones written at their positions."""
+        rows_B1 = jnp.arange(k_BQGK.shape[0])[:, None]
+        write = lambda old, new: old.at[rows_B1, self._positions_BQ].set(new, mode="drop")
+        return KeysValues(write(previous.k_BTGK, k_BQGK), write(previous.v_BTGK, v_BQGK))
 
 
 def _softmax(scores_BGRQT: Array, sinks_GR11: Array | None) -> Array:
-    """Over the keys, and over a sink that has no value."""
+    """Returns the softmax over the keys and, if there is one, a sink that has no value."""
     if sinks_GR11 is None:
         return jax.nn.softmax(scores_BGRQT, axis=-1)
     largest = jnp.maximum(jnp.max(scores_BGRQT, axis=-1, keepdims=True), sinks_GR11)

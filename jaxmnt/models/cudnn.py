@@ -1,12 +1,12 @@
-"""cuDNN's flash attention: of whole rows, and of rows whose documents are kept apart.
+"""cuDNN's flash attention, for whole rows and for rows whose documents are kept apart.
 
-Rows with documents are given to cuDNN in its packed form: the tokens of all rows are one line, and for each document
-there is where it begins and how long it is. So no mask of L · L exists. JAX has no public function for that form. The
-primitives under its public one are called here, because what stands between them multiplies the offsets of keys by the
-number of query heads (jax#39521: with fewer key heads, keys of other documents are read).
+Rows with documents use cuDNN's packed form: the tokens of all rows are one sequence, with the offset and length of each
+document. So no mask of L · L exists. JAX has no public function for that form. This module calls the primitives below
+the public one, because the code between them multiplies the offsets of keys by the number of query heads (jax#39521:
+with fewer key heads, it reads keys of other documents).
 
-A call takes a fixed number of documents; rows that hold more take more calls, each of which fills in its documents'
-tokens. Softmax statistics are kept by token, not as cuDNN has them, [documents, H, L].
+A call takes a fixed number of documents. Rows with more documents need more calls, each of which fills in the tokens of
+its documents. Softmax statistics are stored by token, not in cuDNN's form [documents, H, L].
 
 Shapes: B batch, L length, H query heads, G key/value heads, K head width, T = B · L tokens, C documents of a call.
 """
@@ -22,99 +22,101 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
-from jaxmnt.models.blockwise import ATTENTION, Scores
+from jaxmnt.models.blockwise import ATTENTION, ScoreOptions
 from jaxmnt.parallel.collectives import with_backward
 
 DOCUMENT = 512
-"""A call of cuDNN takes as many documents as fit in the rows if they have this many tokens on average."""
+"""Mean length of a document, in tokens, for which one call of cuDNN takes all documents of the rows."""
 
-MOST_DOCUMENTS = 64
-"""Of a row, in a call."""
+MAX_DOCUMENTS_PER_ROW = 64
+"""Most documents of a row in one call."""
 
 _LARGEST = 2**31 - 1
-"""Offsets are int32, and count numbers of queries."""
+"""Largest offset: offsets are int32 and count the numbers of queries."""
 
 
 def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A checkpoint policy that keeps what cuDNN gives for whole rows: output and statistics, which have no name."""
+    """Checkpoint policy that saves cuDNN's results for whole rows: output and statistics, which have no name."""
     return bool(primitive.name == "dot_product_attention_fwd_wrapper")
 
 
-def attend_whole(options: Scores, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array) -> Array:
-    """Causal attention [B, L, H, K], in which a query sees its whole row up to itself, or a window of it."""
-    return jax.nn.dot_product_attention(  # without the checkpoint name, which would be a second array to keep
+def attend_whole(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array) -> Array:
+    """Returns causal attention [B, L, H, K]: a query sees its whole row up to itself, or a window of it."""
+    return jax.nn.dot_product_attention(  # without the checkpoint name, which would save a second array
         q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=options.scale, implementation="cudnn",
         local_window_size=None if options.window is None else (options.window - 1, 0),
     )  # fmt: skip
 
 
-def attend_packed(options: Scores, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array) -> Array:
-    """Causal attention [B, L, H, K], in which a query sees the keys of its own document alone. Output and statistics
-    have the checkpoint name `attention`. Raises `ConfigError` for more numbers than cuDNN's offsets can count."""
+def attend_packed(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array) -> Array:
+    """Returns causal attention [B, L, H, K]: a query sees only keys of its own document. Output and statistics have the
+    checkpoint name `attention`. Raises `ConfigError` if the queries exceed cuDNN's offsets."""
     if q_BLHK.size > _LARGEST:
         raise ConfigError(
-            f"model.attention: cudnn cannot count the {q_BLHK.size:,} numbers of the queries that a device has of a "
-            "microbatch with documents kept apart; set train.microbatch_size lower, or model.attention=xla"
+            "model.attention: cudnn cannot keep documents apart if a device's queries of a microbatch have "
+            f"{q_BLHK.size:,} numbers (at most {_LARGEST:,}); set train.microbatch_size lower, or model.attention=xla"
         )
     return _packed(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
 
 
 class _Documents(NamedTuple):
-    """The documents of all rows, one after the other. What is after the last row's end counts as empty ones."""
+    """The documents of all rows in order, filled up with empty documents after the last row's end."""
 
-    begin: Array  # int32 [documents + 1], up to a whole number of calls: each one's first token, or T
-    of_token_T: Array  # int32
-    total: Array  # int32
+    begin: Array  # int32 [documents + 1], filled up to a whole number of calls: the first token of each, or T
+    of_token_T: Array  # int32: the document of each token
+    total: Array  # int32: the number of documents
 
     @staticmethod
-    def of(segments_BL: Array) -> "_Documents":
-        opens_BL = jnp.ones(segments_BL.shape, bool).at[:, 1:].set(segments_BL[:, 1:] != segments_BL[:, :-1])
-        opens_T = opens_BL.reshape(-1)
-        tokens, per_call = opens_T.size, documents_of_a_call(*segments_BL.shape)
+    def from_segments(segments_BL: Array) -> "_Documents":
+        # A document begins at each row's first token, and wherever the segment changes.
+        begins_BL = jnp.ones(segments_BL.shape, bool).at[:, 1:].set(segments_BL[:, 1:] != segments_BL[:, :-1])
+        begins_T = begins_BL.reshape(-1)
+        tokens, per_call = begins_T.size, documents_per_call(*segments_BL.shape)
+        # Each token may be a document.
         size = -(-tokens // per_call) * per_call + 1
-        begin = jnp.nonzero(opens_T, size=size, fill_value=tokens)[0].astype(jnp.int32)
-        of_token_T = jnp.cumsum(opens_T, dtype=jnp.int32) - 1
+        begin = jnp.nonzero(begins_T, size=size, fill_value=tokens)[0].astype(jnp.int32)
+        of_token_T = jnp.cumsum(begins_T, dtype=jnp.int32) - 1
         return _Documents(begin, of_token_T, of_token_T[-1] + 1)
 
 
-def documents_of_a_call(batch: int, length: int) -> int:
-    """How many documents of so many rows cuDNN is given at a time. Statistics take memory for all of them, as long as a
-    row each: so very long rows take more calls."""
-    return batch * min(max(2, length // DOCUMENT), MOST_DOCUMENTS)
+def documents_per_call(batch: int, length: int) -> int:
+    """Returns the number of documents in one call of cuDNN for `batch` rows. Each document's statistics take as much
+    memory as those of a whole row, so very long rows take more calls."""
+    return batch * min(max(2, length // DOCUMENT), MAX_DOCUMENTS_PER_ROW)
 
 
 class _Call(NamedTuple):
     """The documents of one call."""
 
     lengths_C: Array
-    first_C1: Array  # each one's first token, and where the last one ends
-    mine_T: Array  # bool: the tokens of these documents
-    document_T: Array  # which one of these a token belongs to; of the tokens of others any
-    place_T: Array  # and where in it
+    first_C1: Array  # the first token of each document, and the end of the last
+    inside_T: Array  # bool: True for tokens of these documents
+    document_T: Array  # index of a token's document among these; arbitrary for tokens of others
+    position_T: Array  # position of a token in its document
 
 
 def _call(documents: _Documents, number: Array, per_call: int) -> _Call:
     first_C1 = jax.lax.dynamic_slice_in_dim(documents.begin, number * per_call, per_call + 1)
     document_T = documents.of_token_T - number * per_call
-    mine_T = (document_T >= 0) & (document_T < per_call)
+    inside_T = (document_T >= 0) & (document_T < per_call)
     document_T = jnp.clip(document_T, 0, per_call - 1)
-    place_T = jnp.where(mine_T, jnp.arange(len(document_T)) - first_C1[document_T], 0)
-    return _Call(jnp.diff(first_C1), first_C1, mine_T, document_T, place_T)
+    position_T = jnp.where(inside_T, jnp.arange(len(document_T)) - first_C1[document_T], 0)
+    return _Call(jnp.diff(first_C1), first_C1, inside_T, document_T, position_T)
 
 
 def _for_each_call(
     segments_BL: Array, fill: Callable[[_Call, tuple[Array, ...]], tuple[Array, ...]], like: Any
 ) -> tuple[Array, ...]:
-    """`fill(call, arrays)` for one call after the other; the arrays are made like these."""
-    documents, per_call = _Documents.of(segments_BL), documents_of_a_call(*segments_BL.shape)
+    """Folds `fill(call, arrays)` over the calls, from zeros with the shapes and dtypes of `like`."""
+    documents, per_call = _Documents.from_segments(segments_BL), documents_per_call(*segments_BL.shape)
     calls = -(-documents.total // per_call)
     step = lambda number, arrays: fill(_call(documents, number, per_call), arrays)
-    empty = tuple(jnp.zeros(one.shape, one.dtype) for one in like)
-    with jax.named_scope("about_1_rounds"):  # for the plan
+    empty = tuple(jnp.zeros(array.shape, array.dtype) for array in like)
+    with jax.named_scope("about_1_rounds"):  # the plan reads the number of iterations off this name
         return jax.lax.fori_loop(0, calls, step, empty)
 
 
-def _backward(options: Scores, saved: tuple[Array, ...], gradient_BLHK: Array) -> tuple[Array | None, ...]:
+def _backward(options: ScoreOptions, saved: tuple[Array, ...], gradient_BLHK: Array) -> tuple[Array | None, ...]:
     q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH = saved
     _, length, heads, _ = q_BLHK.shape
     statistics_TH = statistics_BLH.reshape(-1, heads)
@@ -122,48 +124,54 @@ def _backward(options: Scores, saved: tuple[Array, ...], gradient_BLHK: Array) -
     def fill(call: _Call, filled: tuple[Array, ...]) -> tuple[Array, ...]:
         token_CL = call.first_C1[:-1, None] + jnp.arange(length)
         inside_CL = jnp.arange(length) < call.lengths_C[:, None]
-        # Where a document has no token any more, its exponentials are to be 0.
-        statistics_CLH = jnp.where(inside_CL[..., None], statistics_TH.at[token_CL].get(mode="clip"), _NOTHING)
-        found = cudnn_backward(
+        # Beyond the end of a document its exponentials must be 0.
+        statistics_CLH = jnp.where(inside_CL[..., None], statistics_TH.at[token_CL].get(mode="clip"), _MASKED_STATISTIC)
+        gradients = cudnn_backward(
             options, q_BLHK, k_BLGK, v_BLGK, statistics_CLH.swapaxes(1, 2), gradient_BLHK, a_BLHK,
             call.lengths_C, call.first_C1,
         )  # fmt: skip
-        return _chosen(call, found, filled)
+        return _merge_documents(call, gradients, filled)
 
     return (*_for_each_call(segments_BL, fill, (q_BLHK, k_BLGK, v_BLGK)), None)
 
 
 @with_backward(_backward, static=1)
 def _packed(
-    options: Scores, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array
+    options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The output, and what backward needs."""
+    """Returns the output, and the arrays that backward needs."""
     batch, length, heads, _ = q_BLHK.shape
 
     def fill(call: _Call, filled: tuple[Array, ...]) -> tuple[Array, ...]:
         a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.lengths_C, call.first_C1)
-        statistics_TH = statistics_CHL[call.document_T, :, call.place_T]
-        return _chosen(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
+        statistics_TH = statistics_CHL[call.document_T, :, call.position_T]
+        return _merge_documents(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
 
     like = (q_BLHK, jax.ShapeDtypeStruct((batch, length, heads), jnp.float32))
-    a_BLHK, statistics_BLH = (checkpoint_name(one, ATTENTION) for one in _for_each_call(segments_BL, fill, like))
+    filled = _for_each_call(segments_BL, fill, like)
+    a_BLHK, statistics_BLH = (checkpoint_name(array, ATTENTION) for array in filled)
     return a_BLHK, (q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH)
 
 
-_NOTHING = 1e30
+_MASKED_STATISTIC = 1e30
+"""Statistic, a logarithm of a sum, for which all exponentials are 0."""
 
 
-def _chosen(call: _Call, new: tuple[Array, ...], old: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The tokens of this call's documents from what it has given, where the rest is whatever memory held."""
-    own = lambda one: call.mine_T.reshape(*one.shape[:2], *[1] * (one.ndim - 2))
-    return tuple(jnp.where(own(one), one, other) for one, other in zip(new, old, strict=True))
+def _merge_documents(call: _Call, new: tuple[Array, ...], old: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Returns `new` at the tokens of this call's documents and `old` at all others, where cuDNN leaves `new`
+    uninitialised."""
+    inside = lambda array: call.inside_T.reshape(*array.shape[:2], *[1] * (array.ndim - 2))
+    return tuple(
+        jnp.where(inside(new_array), new_array, old_array) for new_array, old_array in zip(new, old, strict=True)
+    )
 
 
 # -- cuDNN itself
 
 
 def has_packed_form() -> bool:
-    """Whether this version of JAX has the primitives for it, as they are known here: they are not public."""
+    """Returns True if this version of JAX has the primitives of the packed form with the parameters that this module
+    knows: they are not public."""
     try:
         _jax()
     except (ImportError, AttributeError):
@@ -175,7 +183,7 @@ class _Jax(NamedTuple):
     forward: Any
     backward: Any
     settings: dict[str, Any]
-    """Those that newer versions alone have are as they are without what they are for."""
+    """Static parameters of both primitives. Those that only newer versions have are None, which disables them."""
 
 
 _OPERANDS = {
@@ -186,8 +194,9 @@ _OPERANDS = {
 
 @functools.cache
 def _jax() -> _Jax:
-    """Raises `ImportError` or `AttributeError` if there is no such form, or if it has settings unknown here."""
-    from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # looks for a GPU's libraries, so not before
+    """Returns the primitives of the packed form. Raises `ImportError` or `AttributeError` if JAX has none, or if they
+    have parameters that this module does not know."""
+    from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # imported late, as it loads a GPU's libraries
 
     settings = {
         "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
@@ -196,29 +205,30 @@ def _jax() -> _Jax:
     lowering = inspect.signature(jax_cudnn._dot_product_attention_fwd_cuda_lowering)
     newer = set(lowering.parameters) - _OPERANDS - set(settings)
     if unknown := newer - {"score_mod_name", "score_mod_jaxpr"}:
-        raise AttributeError(f"cuDNN's attention has settings that are not known here: {', '.join(sorted(unknown))}")
+        raise AttributeError(f"cuDNN's attention has unknown parameters: {', '.join(sorted(unknown))}")
     settings |= dict.fromkeys(sorted(newer))
     return _Jax(jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings)
 
 
 def cudnn_forward(
-    options: Scores,
+    options: ScoreOptions,
     q_BLHK: Array,
     k_BLGK: Array,
     v_BLGK: Array,
     lengths_C: Array,
     first_C1: Array,
 ) -> tuple[Array, Array]:
-    """The output [B, L, H, K] and the statistics, float32 [C, H, L], of these documents' tokens; elsewhere anything."""
-    nothing, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    """Returns the output [B, L, H, K] and the statistics, float32 [C, H, L], of the tokens of these documents. Other
+    tokens are left uninitialised."""
+    empty, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
     a_BLHK, statistics_CHL = _jax().forward.bind(
-        q_BLHK, k_BLGK, v_BLGK, nothing, *documents, nothing, nothing, is_training=True, **_settings(options)
+        q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, is_training=True, **_settings(options)
     )
     return a_BLHK, statistics_CHL
 
 
 def cudnn_backward(
-    options: Scores,
+    options: ScoreOptions,
     q_BLHK: Array,
     k_BLGK: Array,
     v_BLGK: Array,
@@ -228,24 +238,25 @@ def cudnn_backward(
     lengths_C: Array,
     first_C1: Array,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of queries, keys and values, for these documents' tokens; elsewhere anything."""
-    nothing, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    """Returns the gradients of queries, keys and values for the tokens of these documents. Other tokens are left
+    uninitialised."""
+    empty, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
     q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _jax().backward.bind(
-        q_BLHK, k_BLGK, v_BLGK, nothing, *documents, nothing, nothing, statistics_CHL, a_BLHK, gradient_BLHK,
+        q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, statistics_CHL, a_BLHK, gradient_BLHK,
         **_settings(options),
     )  # fmt: skip
     return q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK
 
 
-def _settings(options: Scores) -> dict[str, Any]:
+def _settings(options: ScoreOptions) -> dict[str, Any]:
     return {"scale": options.scale, "sliding_window_length": options.window, **_jax().settings}
 
 
 def _operands(q_BLHK: Array, k_BLGK: Array, lengths_C: Array, first_C1: Array) -> list[Array]:
-    """Lengths [B, C / B] and offsets [B, C / B + 1], of queries and of keys: JAX reads the number of documents off
-    their shapes, cuDNN reads them as a line. An offset counts numbers, not tokens."""
+    """Returns lengths [B, C / B] and offsets [B, C / B + 1], of queries and of keys. JAX derives the number of
+    documents from their shapes; cuDNN reads them as flat arrays. An offset counts numbers, not tokens."""
     batch, documents = q_BLHK.shape[0], len(lengths_C)
     lengths = lengths_C.reshape(batch, documents // batch)
     offsets = jnp.pad(first_C1, (0, batch - 1), mode="edge").reshape(batch, documents // batch + 1)
-    wide = lambda x: x.shape[2] * x.shape[3]
-    return [lengths, lengths, offsets * wide(q_BLHK), offsets * wide(k_BLGK)]
+    numbers_per_token = lambda x: x.shape[2] * x.shape[3]
+    return [lengths, lengths, offsets * numbers_per_token(q_BLHK), offsets * numbers_per_token(k_BLGK)]

@@ -139,8 +139,8 @@ class BiasedAttention(Attention):
         self.key_bias = zeros(config.num_kv_heads, "kv_heads")
         self.value_bias = zeros(config.num_kv_heads, "kv_heads")
 
-    def adjusted(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
-        key_bias_GK, value_bias_GK = (shared.own(one[...], axis=0) for one in (self.key_bias, self.value_bias))
+    def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
+        key_bias_GK, value_bias_GK = (shared.select(one[...], axis=0) for one in (self.key_bias, self.value_bias))
         return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
 
 

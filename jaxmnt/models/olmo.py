@@ -93,11 +93,11 @@ class OlmoAttention(Attention):
         self.query_norm = ProjectionNorm(config.num_heads, config.head_dim, "heads", config.norm_epsilon)
         self.key_norm = ProjectionNorm(config.num_kv_heads, config.head_dim, "kv_heads", config.norm_epsilon)
 
-    all_keys = True  # the norm is over all heads, which are then chosen from
+    projects_all_keys = True  # the norm is over all heads, which are then chosen from
 
-    def adjusted(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
+    def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
         q_BLHK = self.query_norm(q_BLHK, shared.placement)
-        return q_BLHK, shared.own(self.key_norm(k_BLGK, shared.placement), axis=2), v_BLGK
+        return q_BLHK, shared.select(self.key_norm(k_BLGK, shared.placement), axis=2), v_BLGK
 
 
 class OlmoBlock(Block):

@@ -1,9 +1,9 @@
-"""Products with weights: the projections into and out of attention and MLP, with what is communicated for them.
+"""The projections into and out of attention and MLP, with the communication that they need.
 
-Between layers each device of the `model` axis has a piece of the length. It is gathered on the way in and summed and
-scattered on the way out, at once, or piece by piece (`model.overlap: ring`): then a piece travels while another is
-multiplied. Every number is the same product of a row and a column either way; of what is summed over devices only the
-order differs.
+Between layers each device of the `model` axis holds a piece of the length. The pieces are gathered on the way in, and
+summed and scattered on the way out: all at once, or piece by piece (`model.overlap: ring`), so that one piece travels
+while another is multiplied. Both ways compute the same products of rows and columns; only the order of sums over
+devices differs.
 
 Shapes: B batch, L length, S a device's piece of the length, D model.
 """
@@ -33,165 +33,179 @@ from jaxmnt.parallel.collectives import (
 from jaxmnt.parallel.sharding import Placement
 
 HeadIndices = Array | None
-"""Which heads of a weight are taken; None: all."""
+"""Indices of the heads of a weight that a product uses; None: all."""
 
 ProductMode = float8.Float8 | None
-"""A product is made in float8; None: in the compute dtype."""
+"""Settings of a product in float8; None: the product is in the compute dtype."""
 
 
-def project(x: Array, weight: Array, own: HeadIndices = None) -> Array:
-    """[B, L, *out] from x [B, L, *in] and a weight [*in, *out], as one product of two matrices: in float8 where the run
-    wants that (`float8.float8_products`) and the shapes are fit for it. `own`: of the weight's next to last dimension
-    these alone.
+def project(x: Array, weight: Array, heads: HeadIndices = None) -> Array:
+    """Returns [B, L, *out], the product of x [B, L, *in] and a weight [*in, *out], in float8 if the run enables it
+    (`float8.float8_products`) and the shapes allow it. `heads` selects indices of the weight's next to last dimension.
 
-    So its transpose contracts one dimension: over two, XLA's CPU backend would first copy an operand transposed. And
-    backward keeps the weight as it was given, of which a stage knows that it need not keep it.
+    The product is one of two matrices, so that its transpose contracts one dimension: for two, XLA's CPU backend first
+    copies an operand transposed. Backward saves the weight unchanged, so the stage can recognise it and avoid storing
+    it.
     """
-    return _projection(_chosen_for(x, weight, own), x, weight, own)
+    return _projection(_choose_mode(x, weight, heads), x, weight, heads)
 
 
 def project_gathered(
-    x_BSD: Array, weights: Sequence[Array], placement: Placement, own: Sequence[HeadIndices] | None = None
+    x_BSD: Array, weights: Sequence[Array], placement: Placement, heads: Sequence[HeadIndices] | None = None
 ) -> tuple[Array, ...]:
-    """[B, L, *out] for each weight [D, *out], from the pieces of the length: the way into attention and MLP. With
-    `model.overlap: ring` pieces travel while they are multiplied."""
-    chosen = tuple(own or [None] * len(weights))
+    """Gathers the pieces of the length and returns the product [B, L, *out] with each weight [D, *out]: the way into
+    attention and MLP. `model.overlap: ring` overlaps communication and products."""
+    heads_by_weight = tuple(heads or [None] * len(weights))
+    pairs = list(zip(weights, heads_by_weight, strict=True))
     if placement.overlap == "ring":
-        how = tuple(_chosen_for(x_BSD, weight, one) for weight, one in zip(weights, chosen, strict=True))
-        return _project_ring(how, placement, x_BSD, tuple(weights), chosen)
+        modes = tuple(_choose_mode(x_BSD, weight, weight_heads) for weight, weight_heads in pairs)
+        return _project_ring(modes, placement, x_BSD, tuple(weights), heads_by_weight)
     x_BLD = gather_sequence(x_BSD, placement)
-    return tuple(project(x_BLD, weight, one) for weight, one in zip(weights, chosen, strict=True))
+    return tuple(project(x_BLD, weight, weight_heads) for weight, weight_heads in pairs)
 
 
 def project_scattered(x: Array, weight: Array, placement: Placement, split: str) -> Array:
-    """[B, S, D] from x [B, L, *in] and a weight [*in, D], where devices have pieces of `in` by the logical axis
-    `split`: the way out."""
+    """Returns [B, S, D], the product of x [B, L, *in] and a weight [*in, D], summed over devices and scattered along
+    the length: the way out. The logical axis `split` divides `in` among devices."""
     if placement.overlap != "ring" or not placement.mesh_axes(split):
         return scatter_sequence(project(x, weight), placement, split)
-    how = _chosen_for(x, weight, None, placement.num_shards("sequence"))
-    return _scatter_ring(how, placement, x, weight)
+    mode = _choose_mode(x, weight, None, placement.num_shards("sequence"))
+    return _scatter_ring(mode, placement, x, weight)
 
 
-def _chosen_for(x: Array, weight: Array, own: HeadIndices, pieces: int = 1) -> ProductMode:
-    """How x, cut into so many pieces of the length, is multiplied."""
+def _choose_mode(x: Array, weight: Array, heads: HeadIndices, pieces: int = 1) -> ProductMode:
+    """Returns the mode of the product of a weight and x, which is cut into `pieces` along the length, and records
+    it."""
     tokens, inputs = math.prod(x.shape[:2]) // pieces, math.prod(x.shape[2:])
-    outputs = weight.size // inputs if own is None else weight.size // inputs // weight.shape[-2] * len(own)
-    how = float8.chosen_for(tokens, inputs, outputs)
-    float8.note_product(weight, in_float8=how is not None)
-    return how
+    outputs = weight.size // inputs if heads is None else weight.size // inputs // weight.shape[-2] * len(heads)
+    mode = float8.product_mode(tokens, inputs, outputs)
+    float8.record_product(weight, in_float8=mode is not None)
+    return mode
 
 
-def _projection_backward(how: ProductMode, saved: tuple[Array, Array, HeadIndices], gradient: Array) -> tuple[Any, ...]:
-    x, weight, own = saved
-    taken = _select_heads(weight, own)
-    x_gradient, weight_gradient = _x_gradient(how, gradient, taken, x), _weight_gradient(how, x, gradient, taken)
-    return x_gradient, _scatter_to_heads(weight_gradient, weight, own), None
+def _projection_backward(
+    mode: ProductMode, saved: tuple[Array, Array, HeadIndices], gradient: Array
+) -> tuple[Any, ...]:
+    x, weight, heads = saved
+    selected = _select_heads(weight, heads)
+    x_gradient = _x_gradient(mode, gradient, selected, x)
+    weight_gradient = _weight_gradient(mode, x, gradient, selected)
+    return x_gradient, _scatter_to_heads(weight_gradient, weight, heads), None
 
 
 @with_backward(_projection_backward, static=1)
 def _projection(
-    how: ProductMode, x: Array, weight: Array, own: HeadIndices
+    mode: ProductMode, x: Array, weight: Array, heads: HeadIndices
 ) -> tuple[Array, tuple[Array, Array, HeadIndices]]:
-    return _project(how, x, _select_heads(weight, own)), (x, weight, own)
+    return _project(mode, x, _select_heads(weight, heads)), (x, weight, heads)
 
 
-def _select_heads(weight: Array, own: HeadIndices) -> Array:
-    return weight if own is None else jnp.take(weight, own, axis=-2)
+def _select_heads(weight: Array, heads: HeadIndices) -> Array:
+    return weight if heads is None else jnp.take(weight, heads, axis=-2)
 
 
-def _scatter_to_heads(gradient: Array, weight: Array, own: HeadIndices) -> Array:
-    """The gradient of a weight of which some was taken, perhaps several times."""
-    return gradient if own is None else jnp.zeros_like(weight).at[..., own, :].add(gradient)
+def _scatter_to_heads(gradient: Array, weight: Array, heads: HeadIndices) -> Array:
+    """Returns the gradient of the whole weight from that of its selected heads, which may repeat."""
+    return gradient if heads is None else jnp.zeros_like(weight).at[..., heads, :].add(gradient)
 
 
-def _project(how: ProductMode, x: Array, weight: Array) -> Array:
+def _project(mode: ProductMode, x: Array, weight: Array) -> Array:
     matrix, shape = _matrix(x, weight), (*x.shape[:2], *weight.shape[x.ndim - 2 :])
     flat = x.reshape(-1, matrix.shape[0])
-    return (flat @ matrix if how is None else float8.product(how, flat, matrix)).reshape(shape)
+    return (flat @ matrix if mode is None else float8.product(mode, flat, matrix)).reshape(shape)
 
 
-def _x_gradient(how: ProductMode, gradient: Array, weight: Array, like: Array) -> Array:
-    """Of x, which is like this but for its length."""
+def _x_gradient(mode: ProductMode, gradient: Array, weight: Array, like: Array) -> Array:
+    """Returns the gradient of x, whose shape is that of `like` except for its length."""
     matrix = _matrix(like, weight)
     flat = gradient.reshape(-1, matrix.shape[1])
-    x_gradient = flat @ matrix.T if how is None else float8.x_gradient(how, flat, matrix)
+    x_gradient = flat @ matrix.T if mode is None else float8.x_gradient(mode, flat, matrix)
     return x_gradient.reshape(*gradient.shape[:2], *like.shape[2:])
 
 
-def _weight_gradient(how: ProductMode, x: Array, gradient: Array, like: Array) -> Array:
-    """Of a weight like this."""
+def _weight_gradient(mode: ProductMode, x: Array, gradient: Array, like: Array) -> Array:
+    """Returns the gradient of a weight with the shape of `like`."""
     matrix = _matrix(x, like)
     flat, x_matrix = gradient.reshape(-1, matrix.shape[1]), x.reshape(-1, matrix.shape[0])
-    found = x_matrix.T @ flat if how is None else float8.weight_gradient(how, x_matrix, flat, matrix.dtype)
-    return found.reshape(like.shape)
+    weight_gradient = x_matrix.T @ flat if mode is None else float8.weight_gradient(mode, x_matrix, flat, matrix.dtype)
+    return weight_gradient.reshape(like.shape)
 
 
 def _matrix(x: Array, weight: Array) -> Array:
+    """Returns the weight as [inputs, outputs]."""
     return weight.reshape(math.prod(x.shape[2:]), -1)
 
 
-# -- the same by pieces of the length
+# -- the same products, piece by piece along the length
 
 _Ring = tuple[Array, tuple[Array, ...], tuple[HeadIndices, ...]]
+"""What backward saves: the gathered x, the weights, and the heads of each."""
 
 
 def _project_ring_backward(
-    how: tuple[ProductMode, ...], placement: Placement, saved: _Ring, gradients: tuple[Array, ...]
+    modes: tuple[ProductMode, ...], placement: Placement, saved: _Ring, gradients: tuple[Array, ...]
 ) -> tuple[Any, ...]:
-    x_BLD, weights, own = saved
-    taken = tuple(map(_select_heads, weights, own))
+    x_BLD, weights, heads = saved
+    selected = tuple(map(_select_heads, weights, heads))
 
     def part(number: Array) -> Array:
+        """Returns the gradient of piece `number` of x, summed over the products."""
         pieces = [piece_of_length(gradient, number, placement) for gradient in gradients]
-        gradient_of = lambda how, piece, weight: _x_gradient(how, piece, weight, x_BLD)
-        found = [_hide_from_remat(gradient_of, *one) for one in zip(how, pieces, taken, strict=True)]
-        return functools.reduce(jnp.add, found)
+        gradient_of = lambda mode, piece, weight: _x_gradient(mode, piece, weight, x_BLD)
+        x_gradients = [
+            _hide_from_remat(gradient_of, mode, piece, weight)
+            for mode, piece, weight in zip(modes, pieces, selected, strict=True)
+        ]
+        return functools.reduce(jnp.add, x_gradients)
 
     x_gradient_BSD = scatter_piece_by_piece(part, placement)
-    found = [
-        _scatter_to_heads(_weight_gradient(one, x_BLD, gradient, like), weight, chosen)
-        for one, gradient, like, weight, chosen in zip(how, gradients, taken, weights, own, strict=True)
+    weight_gradients = [
+        _scatter_to_heads(_weight_gradient(mode, x_BLD, gradient, like), weight, weight_heads)
+        for mode, gradient, like, weight, weight_heads in zip(modes, gradients, selected, weights, heads, strict=True)
     ]
-    return x_gradient_BSD, tuple(found), (None,) * len(own)
+    return x_gradient_BSD, tuple(weight_gradients), (None,) * len(heads)
 
 
 @with_backward(_project_ring_backward, static=2)
 def _project_ring(
-    how: tuple[ProductMode, ...],
+    modes: tuple[ProductMode, ...],
     placement: Placement,
     x_BSD: Array,
     weights: tuple[Array, ...],
-    own: tuple[HeadIndices, ...],
+    heads: tuple[HeadIndices, ...],
 ) -> tuple[tuple[Array, ...], _Ring]:
     def work(piece_BSD: Array) -> tuple[Array, ...]:
-        each = zip(how, weights, own, strict=True)
         return tuple(
-            _hide_from_remat(_project, one, piece_BSD, _select_heads(weight, chosen)) for one, weight, chosen in each
+            _hide_from_remat(_project, mode, piece_BSD, _select_heads(weight, weight_heads))
+            for mode, weight, weight_heads in zip(modes, weights, heads, strict=True)
         )
 
     products, x_BLD = gather_piece_by_piece(x_BSD, placement, work)
-    products = tuple(checkpoint_name(one, PROJECTED) for one in products)
-    return products, (checkpoint_name(x_BLD, WHOLE_SEQUENCE), weights, own)
+    products = tuple(checkpoint_name(product, PROJECTED) for product in products)
+    return products, (checkpoint_name(x_BLD, WHOLE_SEQUENCE), weights, heads)
 
 
 def _scatter_ring_backward(
-    how: ProductMode, placement: Placement, saved: tuple[Array, Array], gradient_BSD: Array
+    mode: ProductMode, placement: Placement, saved: tuple[Array, Array], gradient_BSD: Array
 ) -> tuple[Array, Array]:
     x, weight = saved
-    gradient_of = lambda how, piece_BSD, weight: _x_gradient(how, piece_BSD, weight, x)
-    work = lambda piece_BSD: _hide_from_remat(gradient_of, how, piece_BSD, weight)
+    gradient_of = lambda mode, piece_BSD, weight: _x_gradient(mode, piece_BSD, weight, x)
+    work = lambda piece_BSD: _hide_from_remat(gradient_of, mode, piece_BSD, weight)
     x_gradient, gradient_BLD = gather_piece_by_piece(gradient_BSD, placement, work)
-    return x_gradient, _weight_gradient(how, x, gradient_BLD, weight)
+    return x_gradient, _weight_gradient(mode, x, gradient_BLD, weight)
 
 
 @with_backward(_scatter_ring_backward, static=2)
-def _scatter_ring(how: ProductMode, placement: Placement, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    part = lambda number: _hide_from_remat(_project, how, piece_of_length(x, number, placement), weight)
+def _scatter_ring(
+    mode: ProductMode, placement: Placement, x: Array, weight: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    part = lambda number: _hide_from_remat(_project, mode, piece_of_length(x, number, placement), weight)
     return checkpoint_name(scatter_piece_by_piece(part, placement), SCATTERED), (x, weight)
 
 
-def _hide_from_remat(product: Callable[..., Array], how: ProductMode, *arrays: Array) -> Array:
-    """A product that the remat policy `dots` does not keep, since it has a dimension of batches, of one: what is kept
-    is the whole. Behind a barrier, or XLA would make one product of those of all pieces, and wait for the last."""
-    behind = jax.lax.optimization_barrier(tuple(one[None] for one in arrays))
-    return jax.vmap(functools.partial(product, how))(*behind)[0]
+def _hide_from_remat(product: Callable[..., Array], mode: ProductMode, *arrays: Array) -> Array:
+    """Computes a product that the remat policy `dots` does not save, because it has a batch dimension, of size 1: the
+    joined product is saved instead. The barrier keeps XLA from merging the products of all pieces into one, which would
+    wait for the last piece."""
+    barred = jax.lax.optimization_barrier(tuple(array[None] for array in arrays))
+    return jax.vmap(functools.partial(product, mode))(*barred)[0]

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and what stretches them beyond the length of training.
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and their scaling to texts longer than those of training.
 
 Shapes: B batch, L length, H heads, K head width.
 """
@@ -19,7 +19,7 @@ Angles = tuple[Array, Array]
 
 
 def rotary_angles(positions_BL: Array, head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> Angles:
-    """The tables of the rotary embedding, for wavelengths up to about 2π · `theta`, stretched as `scaling` says."""
+    """Returns the tables of the rotary embedding, for wavelengths up to about 2π · `theta` before `scaling`."""
     frequencies = rotary_frequencies(head_dim, theta, scaling)
     angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies
     factor = _attention_factor(scaling)
@@ -27,10 +27,10 @@ def rotary_angles(positions_BL: Array, head_dim: int, theta: float, scaling: Rop
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Radians a token, float32 [K/2], the quickest first; computed in float64.
+    """Returns the frequencies in radians per token, float32 [K/2], highest first; computed in float64.
 
-    `linear` divides all (Chen et al. 2023, arXiv:2306.15595). `llama3` divides the slow ones and leaves the quick
-    ones, with a transition (Llama 3.1's reference code); `yarn` is that by another ramp (Peng et al. 2023,
+    `linear` divides all frequencies (Chen et al. 2023, arXiv:2306.15595). `llama3` divides the low ones and keeps the
+    high ones, with a transition (Llama 3.1's reference code); `yarn` does so with another ramp (Peng et al. 2023,
     arXiv:2309.00071, section 3.2).
     """
     plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -48,23 +48,25 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.
 
 
 def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """How much of each frequency is stretched: nothing of those that turn `beta_fast` times in the original length,
-    all of those that turn `beta_slow` times, and linearly by their number in between."""
+    """Returns the share of each frequency that is scaled: 0 if it makes at least `beta_fast` turns in the original
+    length, 1 for at most `beta_slow` turns, and in between linear in the frequency's index."""
 
-    def number(turns: float) -> float:
+    def index_with(turns: float) -> float:
+        """Returns the index, not rounded, of the frequency that makes so many turns in the original length."""
         return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = number(scaling.beta_fast), number(scaling.beta_slow)
+    low, high = index_with(scaling.beta_fast), index_with(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # as the reference has it: a step
+        high += 0.001  # the reference code does the same: the ramp becomes a step
     return np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
 
 
 def _attention_factor(scaling: RopeScaling) -> float:
-    """What multiplies queries and keys: for yarn, which makes attention sharper (section 3.4), √t⁻¹ of the paper."""
+    """Returns the factor of queries and keys: 1 except for yarn, which sharpens attention by it (section 3.4, where it
+    is √(1/t))."""
     if scaling.type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -83,6 +85,6 @@ def _rotate(x_BLHK: Array, angles: Angles) -> Array:
 def rotate(x_BLHK: Array, angles: Angles) -> tuple[Array, Angles]:
     """Applies the rotary embedding, pairing the first half of a head with the second as Llama does.
 
-    Its transpose turns back, so that backward needs the angles alone, which are not differentiated.
+    Its transpose rotates back, so backward saves only the angles, which are not differentiated.
     """
     return _rotate(x_BLHK, angles), angles

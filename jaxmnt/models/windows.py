@@ -1,4 +1,4 @@
-"""What families share whose layers alternate between those with a window and those without."""
+"""Shared code of families whose layers alternate between those with an attention window and those without."""
 
 import functools
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ LOCAL, GLOBAL = "local", "global"
 
 
 def window(config: Model, kind: str) -> int | None:
-    """How many tokens a layer of this kind sees; None: all before it."""
+    """Returns the number of tokens that a query sees in a layer of this kind; None: all before it."""
     return config.sliding_window if kind == LOCAL else None
 
 
 class AlternatingAttention(Attention):
-    """Attention that has a window in layers of the kind `LOCAL`."""
+    """Attention with a window in layers of the kind `LOCAL`."""
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
         super().__init__(config, output_std, rngs)
@@ -29,12 +29,12 @@ class AlternatingAttention(Attention):
 
 
 class Alternating(Family):
-    """A pattern of layers with a window and at its end one without. If it does not divide the layers, the first of it
-    come once more at the end, as a group `last_layers`."""
+    """A family whose layers repeat a pattern: layers with a window, then one without. If the pattern's length does not
+    divide the number of layers, the group `last_layers` at the end has the first layers of the pattern."""
 
     settings: Sequence[str] = ("sliding_window", "sliding_window_pattern")
     pattern_length: int
-    """Where `model.sliding_window_pattern` is not set."""
+    """Length of the pattern if `model.sliding_window_pattern` is not set."""
     block: type[Block]
     attention: type[AlternatingAttention]
 
@@ -55,7 +55,7 @@ class Alternating(Family):
 
 
 def two_rotaries(config: Model, positions_BL: Array) -> dict[str, Angles]:
-    """Tables for the two kinds: that of layers with a window has its own base, and is not stretched."""
+    """Returns the rotary tables of both kinds. Layers with a window have a base of their own and no scaling."""
     assert config.head_dim
     return {
         LOCAL: rotary_angles(positions_BL, config.head_dim, config.local_rope_theta or config.rope_theta),

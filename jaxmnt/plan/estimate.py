@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jaxmnt.config.mesh import AVAILABLE_AXES
 from jaxmnt.models.contract import LayerCosts, Product
-from jaxmnt.models.float8 import is_fit
+from jaxmnt.models.float8 import is_eligible
 from jaxmnt.plan.chips import chip_of
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.workload import ModelShape, Scheme, model_shape, scheme_of
@@ -152,7 +152,7 @@ def uses_float8(model: ModelShape, scheme: Scheme) -> bool:
 
 def _is_in_float8(product: Product, scheme: Scheme, tokens: int) -> bool:
     """Whether a step that wants float8 makes this product in it: whether a device's part of it is fit for that."""
-    return is_fit(round(product.share * tokens), *_sizes(product, scheme.model), scheme.float8_least)
+    return is_eligible(round(product.share * tokens), *_sizes(product, scheme.model), scheme.float8_least)
 
 
 def _sizes(product: Product, parts: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from jaxmnt.distributed.coordination import all_gather, barrier
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names, software
 from jaxmnt.models import cudnn
-from jaxmnt.models.blockwise import Scores
+from jaxmnt.models.blockwise import ScoreOptions
 from jaxmnt.models.kernels import device_capability
 from jaxmnt.plan.calibration import Attention, Calibration, Collective, Products
 from jaxmnt.plan.chips import CHIPS, network_of
@@ -308,7 +308,7 @@ def _played(program: Any, rates: Rates) -> float:
 
 def _attention(bench: _Bench) -> Attention:
     """Of cuDNN's, in rows of two lengths: seconds are FLOPs / rate × (1 + half length / length)."""
-    attend = partial(cudnn.attend_whole, Scores(_HEAD_WIDTH**-0.5))
+    attend = partial(cudnn.attend_whole, ScoreOptions(_HEAD_WIDTH**-0.5))
 
     def both(q: Array, k: Array, v: Array) -> Any:
         out, backward = jax.vjp(attend, q, k, v)

@@ -183,7 +183,7 @@ def _next_token(
                 new = [Cache(places, positions_BQ, each) for each in before or [None] * layers.places]
                 for place, cache in enumerate(new):
                     x_BQD = layers.call(number, place, seen, x_BQD, cache).x_BSD
-                return x_BQD, [cache.kept for cache in new]
+                return x_BQD, [cache.entries for cache in new]
 
             units = (jnp.arange(group.units), None if caches is None else caches[group.name])
             x_BQD, kept[group.name] = jax.lax.scan(unit, x_BQD, units)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
-from jaxmnt.models.float8 import Noted, float8_products, noting_products
+from jaxmnt.models.float8 import RecordedProduct, float8_products, record_products
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import unstacked
@@ -101,13 +101,13 @@ class Layers:
         noted = [one.in_float8 for place in range(self.places) for one in self._noted(place, x_BSD, rows)[1]]
         return self._group.units * noted
 
-    def _noted(self, place: int, x_BSD: Array, rows: Rows) -> tuple[list[Array], list[Noted]]:
+    def _noted(self, place: int, x_BSD: Array, rows: Rows) -> tuple[list[Array], list[RecordedProduct]]:
         """The weights of a layer and its products, by trying the layer without computing anything."""
         leaves: list[Array] = []
-        products: list[Noted] = []
+        products: list[RecordedProduct] = []
 
         def look(weights: Params, x_BSD: Array) -> Array:
-            with noting_products() as noted:
+            with record_products() as noted:
                 output = self._called(place, *self._arguments(jnp.int32(0), place, rows, weights), x_BSD)
             leaves.extend(jax.tree.leaves(weights))
             products.extend(noted)

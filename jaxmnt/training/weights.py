@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxmnt.models.contract import LayerGroup, Params
-from jaxmnt.models.float8 import FORWARD, packed, power_of_two_scale, unpacked
+from jaxmnt.models.float8 import FORWARD, pack, power_of_two_scale, unpack
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import Axes, is_axes, unstacked
 from jaxmnt.training.spec import StepSpec
@@ -138,8 +138,8 @@ class LayerWeights:
 
     def _unpacked(self, weight: Array, scale: Array, names: Axes) -> Array:
         dtype = self._spec.dtype
-        piece = packed(weight.astype(dtype), scale)
-        return unpacked(collectives.unshard_as_it_is(piece, names, self._spec.placement), scale, dtype)
+        piece = pack(weight.astype(dtype), scale)
+        return unpack(collectives.unshard_as_it_is(piece, names, self._spec.placement), scale, dtype)
 
     def _scales_at(self, place: int, multiplied: list[bool]) -> list[Array | None]:
         placement, axes = self._spec.placement, self._axes[place]
