@@ -140,12 +140,12 @@ def power_of_two_scale(largest: Array, dtype: jnp.dtype) -> Array:
     return jnp.ldexp(jnp.float32(1), jnp.where(can_be_scaled, power, 0))
 
 
-def _multiply(mode: Float8, left: _Scaled, right: _Scaled, dtype: jnp.dtype) -> Array:
+def _multiply(mode: Float8, lhs: _Scaled, rhs: _Scaled, dtype: jnp.dtype) -> Array:
     """Returns the unscaled product in `dtype`, accumulated in float32."""
-    a, b = left.values, right.values
+    a, b = lhs.values, rhs.values
     if not mode.native:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     scaled = jax.lax.dot(a, b, preferred_element_type=dtype if mode.native else jnp.float32)
     # The scales are undone one after the other: the product of both can overflow.
-    unscaled = scaled * (1 / left.scale).astype(scaled.dtype) * (1 / right.scale).astype(scaled.dtype)
+    unscaled = scaled * (1 / lhs.scale).astype(scaled.dtype) * (1 / rhs.scale).astype(scaled.dtype)
     return unscaled.astype(dtype)

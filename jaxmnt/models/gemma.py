@@ -1,11 +1,11 @@
 """Gemma 2 and the text model of Gemma 3.
 
-Gemma 2 (Gemma Team 2024, arXiv:2408.00118): layers with a window and layers without alternate. Each layer has a norm
-before and after its attention and its MLP; norms multiply by 1 + w. Embeddings are multiplied by the root of the width,
-and attention's scores and the logits are bent by soft caps. It has tied embeddings (`model.tie_embeddings`).
+Gemma 2 (Gemma Team 2024, arXiv:2408.00118) alternates layers with and without a window. Each layer has a norm before
+and after its attention and its MLP; norms multiply by 1 + w. Embeddings are multiplied by the square root of the width,
+and soft caps limit attention's scores and the logits. It has tied embeddings (`model.tie_embeddings`).
 
-Gemma 3 (Gemma Team 2025, arXiv:2503.19786): the same with an RMSNorm on each head's query and key and without soft
-caps; five layers with a window to one without, whose rotary positions have a larger base.
+Gemma 3 (Gemma Team 2025, arXiv:2503.19786) adds an RMSNorm on each head's query and key and has no soft caps. Five
+layers with a window are followed by one without, whose rotary positions have a larger base.
 
 Shapes: B batch, L length, D model, V a device's part of the vocabulary, C tokens.
 """
@@ -47,7 +47,7 @@ NORMS = {
 
 
 def _written_scale(scale: float) -> float:
-    """`query_pre_attn_scalar`, an integer where it can be."""
+    """Returns `query_pre_attn_scalar` for a scale: an integer if it is one up to rounding."""
     scalar = scale**-2
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar
 
@@ -71,7 +71,7 @@ ASSUMED = {
 
 
 class GemmaAttention(AlternatingAttention):
-    """Attention with a soft cap, a scale of its own, and in local layers a window."""
+    """Attention with a soft cap, a configurable scale, and a window in local layers."""
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
         super().__init__(config, output_std, rngs, kind)
@@ -82,7 +82,7 @@ class GemmaAttention(AlternatingAttention):
 
 
 class GemmaBlock(Block):
-    """One layer with norms on both sides."""
+    """A layer with norms before and after attention and MLP."""
 
     norms = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm")
     norm = staticmethod(functools.partial(RMSNorm, offset=1.0))
@@ -90,7 +90,7 @@ class GemmaBlock(Block):
 
 
 class Gemma2(Alternating):
-    """Layers in pairs: the first of each has a window (`model.sliding_window`)."""
+    """Gemma 2: pairs of layers, the first with a window (`model.sliding_window`), the second without."""
 
     settings: Sequence[str] = (*Alternating.settings, "attention_scale", "attention_soft_cap", "logit_soft_cap")
     pattern_length = 2
@@ -103,7 +103,7 @@ class Gemma2(Alternating):
         ENDS,
         SETTINGS,
         only=ONLY,
-        meaningless=frozenset({"sliding_window_size"}),  # beside sliding_window
+        meaningless=frozenset({"sliding_window_size"}),  # some files have it in addition to sliding_window
         assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_key_value_heads": 4},
     )
 
@@ -127,7 +127,7 @@ class Gemma2(Alternating):
 
 
 class Gemma3Attention(GemmaAttention):
-    """Gemma 2's with a norm on each head's query and key, and rotary positions of its kind."""
+    """Gemma 2's attention with a norm on each head's query and key, and the rotary tables of the layer's kind."""
 
     head_norm_offset = 1.0
 
@@ -136,7 +136,7 @@ class Gemma3Attention(GemmaAttention):
 
 
 class Gemma3(Gemma2):
-    """Five layers with a window, then one without; what is left of six at the end has windows."""
+    """Gemma 3: five layers with a window, then one without. A remainder at the end has windows."""
 
     settings: Sequence[str] = (*Gemma2.settings, "local_rope_theta")
     pattern_length = 6

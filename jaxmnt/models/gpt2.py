@@ -27,7 +27,7 @@ from jaxmnt.parallel.sharding import Placement
 
 
 def _fused(kind: str, inputs: int, part: int) -> Tensor:
-    """A third of what makes queries, keys and values."""
+    """Returns one third of the fused projection to queries, keys and values."""
     return Tensor(f"transformer.h.{{}}.attn.c_attn.{kind}", inputs, False, part, 3)
 
 
@@ -59,11 +59,12 @@ ENDS = {
 UNUSED = frozenset(
     {"n_ctx", "reorder_and_upcast_attn", "n_special", "predict_special_tokens", "output_past", "_num_labels"}
 )
-"""What is no longer read, and what alters roundings alone."""
+"""Keys that transformers no longer reads, or that only change roundings."""
 
 
 def _bias(size: int, axis: str | None = None) -> nnx.Param:
-    """[1, size], the last dimension along a logical axis: what has the axis `bias` does not decay."""
+    """Returns a bias [1, size], whose last dimension has the logical axis `axis`. The axis `bias` of the first excludes
+    it from weight decay."""
     return nnx.Param(jnp.zeros((1, size), jnp.float32), axes=("bias", axis))
 
 
@@ -82,7 +83,8 @@ class GPT2Attention(BiasedAttention):
 
 
 class MLP(nnx.Module):
-    """Two products with biases and GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415, by tanh) between them."""
+    """Two products with biases, and between them GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) in its tanh
+    form."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, output_std: float, rngs: nnx.Rngs):
         self.up = weight(rngs, (hidden_size, intermediate_size), ("embed", "mlp"))
@@ -99,19 +101,19 @@ class MLP(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _gelu(up_BLF: Array) -> Array:
-    """Backward keeps the argument alone."""
+    """Returns GELU of the argument. Backward saves only the argument."""
     return jax.nn.gelu(up_BLF, approximate=True)
 
 
 class GPT2Block(Block):
-    """One of GPT-2's."""
+    """A layer of GPT-2."""
 
     norm = LayerNorm
     make_mlp = MLP
 
 
 class GPT2(Family):
-    """All layers are alike."""
+    """GPT-2, with one kind of layer."""
 
     settings = ("max_positions",)
     hugging_face = HuggingFace(
@@ -145,11 +147,11 @@ class GPT2(Family):
         super().__init__(config, vocab_size)
         if config.max_positions is None:
             raise ConfigError(
-                f"model.max_positions: the family {config.family} learns positions; set the longest sequence, such as "
-                "data.sequence_length"
+                f"model.max_positions: {config.family} uses learned positions; set model.max_positions to the longest "
+                "sequence, e.g. data.sequence_length"
             )
         if config.rope_scaling.type != "none":
-            raise ConfigError(f"model.rope_scaling: the family {config.family} has no rotary positions; leave it out")
+            raise ConfigError(f"model.rope_scaling: family {config.family} has no rotary positions; remove it")
         self.max_positions = config.max_positions
 
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:

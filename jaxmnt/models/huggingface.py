@@ -1,5 +1,5 @@
-"""How a family is written in the files of Hugging Face: names, layouts and settings. Data alone; `jaxmnt/huggingface`
-reads and writes.
+"""A family's format in files of Hugging Face: names, layouts and settings. This module is only data;
+`jaxmnt/huggingface` reads and writes the files.
 
 Shapes: D model, H query heads, G key/value heads, K head width, F MLP, V vocabulary.
 """
@@ -10,26 +10,27 @@ from typing import Any, NamedTuple
 
 
 class Tensor(NamedTuple):
-    """A tensor, and how it lies there: as a matrix of a parameter's input dimensions and its others."""
+    """A tensor and its layout in the file: a matrix of a parameter's input dimensions and its output dimensions."""
 
     name: str
-    """Of layers with {} for the layer's number."""
+    """Name in the file; for a tensor of a layer, with {} for the layer's number."""
     inputs: int = 0
-    """How many of the parameter's first dimensions are inputs; 0: it is a vector there, whatever its shape here."""
+    """Number of the parameter's first dimensions that are inputs; 0: a vector in the file, whatever its shape here."""
     transposed: bool = True
-    """Whether it has outputs before inputs, as torch.nn.Linear does."""
+    """True if outputs come before inputs, as in torch.nn.Linear."""
     part: int = 0
+    """Index of the parameter among the `parts`."""
     parts: int = 1
-    """Which of so many equal parts of its outputs the parameter is."""
+    """Number of equal parts, one for each parameter, into which the tensor's outputs are divided."""
 
 
 def linear(name: str, inputs: int = 1) -> Tensor:
-    """The weight of a torch.nn.Linear."""
+    """Returns the weight of a torch.nn.Linear."""
     return Tensor(f"{name}.weight", inputs)
 
 
 class Setting(NamedTuple):
-    """A setting of `model` that Hugging Face's config has under another name, or as another number."""
+    """A setting of `model` for a key of Hugging Face's config, and the conversions of its value in both directions."""
 
     name: str
     read: Callable[[Any], Any] = lambda value: value
@@ -38,34 +39,34 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family as Hugging Face has it."""
+    """A family's format in files of Hugging Face."""
 
     model_type: str
     architecture: str
     layer: Mapping[str, Tensor]
-    """By parameter of a layer, such as attention.query."""
+    """Tensor of each parameter of a layer, such as attention.query."""
     ends: Mapping[str, Tensor]
-    """By parameter outside of layers, such as embedding.table."""
+    """Tensor of each parameter outside of layers, such as embedding.table."""
     settings: Mapping[str, Setting]
-    """By key of config.json."""
+    """Setting for each key of config.json."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that alter the maths, with the values for which this family computes it; the first is what is written."""
+    """Keys that change the maths, with the values that this family supports; the first is the one that is written."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
-    """What keys mean that a config.json leaves out."""
+    """Values of keys that a config.json leaves out."""
     meaningless: frozenset[str] = frozenset()
-    """Keys that alter nothing here, besides those of every model."""
+    """Keys without effect in this family, in addition to those without effect in any model."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of names in some files, and what they are called here."""
+    """Prefixes of names in some files, and the prefixes used here."""
     left_out: tuple[str, ...] = ()
-    """Patterns (re) of names of tensors that hold nothing learned, or parts of a larger model that are left out."""
+    """Patterns (re) of tensors to ignore: they hold nothing learned, or belong to other parts of a larger model."""
     reads_pattern: bool = False
-    """Whether `sliding_window_pattern` counts where `layer_types` is missing."""
+    """True if `sliding_window_pattern` applies where `layer_types` is missing."""
     nested: tuple[str, str] | None = None
-    """The `model_type` of a larger model, and the key of its config.json under which this one's is."""
+    """The `model_type` of a larger model, and the key in its config.json that has this model's config."""
 
 
-def common_settings(**others: Setting) -> dict[str, Setting]:
-    """Those that all families but GPT-2 have, and `others`."""
+def common_settings(**additional: Setting) -> dict[str, Setting]:
+    """Returns the settings that all families except GPT-2 have, and the `additional` ones."""
     return {
         "vocab_size": Setting("vocab_size"),
         "hidden_size": Setting("hidden_size"),
@@ -76,7 +77,7 @@ def common_settings(**others: Setting) -> dict[str, Setting]:
         "intermediate_size": Setting("intermediate_size"),
         "rms_norm_eps": Setting("norm_epsilon"),
         "tie_word_embeddings": Setting("tie_embeddings"),
-        **others,
+        **additional,
     }
 
 

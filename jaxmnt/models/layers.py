@@ -5,10 +5,10 @@ heads, G key/value heads, K head width. A name such as x_BLD carries its shape.
 
 Between layers each device of the `model` axis has a piece of the length (sequence parallelism, Korthikanti et al. 2022,
 arXiv:2205.05198); attention and MLP gather it, compute with their share of the heads or of the width, and scatter the
-sum. F, H and G are a device's own.
+sum. F, H and G count those of one device.
 
-Weights arrive whole over the axes that are gathered and in the compute dtype (`parallel.collectives.unshard`); norm
-scales in float32. Each parameter carries its logical axes as metadata (`axes=`), see `parallel.sharding.RULES`.
+Layers receive weights gathered and in the compute dtype (`parallel.collectives.unshard`), and norm scales in float32.
+Each parameter has its logical axes as metadata (`axes=`), see `parallel.sharding.RULES`.
 """
 
 import functools
@@ -29,22 +29,22 @@ INIT_STD = 0.02
 
 
 def output_std(num_layers: int) -> float:
-    """Of initial weights of outputs: GPT-2's scaling, which keeps the variance of the residual stream independent of
-    depth."""
+    """Returns the standard deviation of initial output weights: GPT-2's scaling, which keeps the variance of the
+    residual stream independent of depth."""
     return INIT_STD / (2 * num_layers) ** 0.5
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float = INIT_STD) -> nnx.Param:
-    """A normally distributed float32 parameter."""
+    """Returns a normally distributed float32 parameter."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def zeros_after(x: Array, like: Array) -> Array:
-    """Zeros like another array, made when x is there. XLA makes all zeros of a shape at once, and of a large table's
-    gradient they would lie in memory until it is added up. So they depend on x, as far as XLA can tell: that ends what
-    it has in common with zeros made after something else."""
-    never = x.reshape(-1)[0] > jnp.inf
-    return jnp.broadcast_to(never.astype(like.dtype), like.shape)
+    """Returns zeros with the shape and dtype of `like` that XLA allocates only after computing x. XLA merges all zeros
+    of one shape into one early allocation: for the gradient of a large table, it would occupy memory until the gradient
+    is accumulated. These zeros seem to depend on x, so XLA cannot merge them with others."""
+    always_false = x.reshape(-1)[0] > jnp.inf
+    return jnp.broadcast_to(always_false.astype(like.dtype), like.shape)
 
 
 class Embedding(nnx.Module):
@@ -55,12 +55,13 @@ class Embedding(nnx.Module):
         self.axis = axis
 
     def __call__(self, tokens_BL: Array, dtype: jnp.dtype, placement: Placement) -> Array:
-        """[B, L, D] in `dtype` with the rows of this device's part of the vocabulary, and zeros for tokens of other
-        parts: partial over the axes that split the vocabulary."""
+        """Returns [B, L, D] in `dtype`: the rows of this device's part of the vocabulary, and zeros for tokens of other
+        parts, so partial over the axes that split the vocabulary."""
         table_VD = self.table[...]
-        own_BL = tokens_BL - index_along(self.axis, placement) * table_VD.shape[0]
-        inside_BL = (own_BL >= 0) & (own_BL < table_VD.shape[0])
-        return _look_up(dtype, table_VD, jnp.where(inside_BL, own_BL, table_VD.shape[0]))
+        rows_BL = tokens_BL - index_along(self.axis, placement) * table_VD.shape[0]
+        inside_BL = (rows_BL >= 0) & (rows_BL < table_VD.shape[0])
+        # A negative index would count from the table's end.
+        return _look_up(dtype, table_VD, jnp.where(inside_BL, rows_BL, table_VD.shape[0]))
 
 
 def _look_up_gradient(dtype: jnp.dtype, saved: tuple[Array, Array], gradient_BLD: Array) -> tuple[Array, None]:
@@ -71,7 +72,7 @@ def _look_up_gradient(dtype: jnp.dtype, saved: tuple[Array, Array], gradient_BLD
 
 @with_backward(_look_up_gradient, static=1)
 def _look_up(dtype: jnp.dtype, table_VD: Array, rows_BL: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Rows of a table; zeros for those beyond its end. The gradient is added up in the table's dtype."""
+    """Returns rows of a table, and zeros for rows beyond its end. The gradient is accumulated in the table's dtype."""
     return table_VD.astype(dtype).at[rows_BL].get(mode="fill", fill_value=0), (table_VD, rows_BL)
 
 
@@ -86,7 +87,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
 
     def __init__(self, size: int, epsilon: float, *, offset: float = 0.0):
-        """What multiplies is `scale` + `offset`, at first 1."""
+        """The factor is `scale` + `offset`, initially 1."""
         self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32), axes=("norm",))
         self.epsilon, self.offset = epsilon, offset
 
@@ -97,7 +98,7 @@ class RMSNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _normalise(x_BSD: Array, scale_D: Array, epsilon: float) -> Array:
-    """Backward keeps x alone, and not its float32 copies: under every remat policy."""
+    """Returns x normalised. Backward saves only x, and no float32 copies, with every remat policy."""
     x32_BSD = x_BSD.astype(jnp.float32)
     inverse_BS1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + epsilon)
     return (x32_BSD * inverse_BS1 * scale_D).astype(x_BSD.dtype)
@@ -117,7 +118,7 @@ class LayerNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 def _standardise(x_BSD: Array, scale_D: Array, bias_D: Array, epsilon: float) -> Array:
-    """Backward keeps x alone, as `_normalise`."""
+    """Returns x standardised. Backward saves only x, as in `_normalise`."""
     x32_BSD = x_BSD.astype(jnp.float32)
     centred_BSD = x32_BSD - jnp.mean(x32_BSD, axis=-1, keepdims=True)
     inverse_BS1 = jax.lax.rsqrt(jnp.mean(jnp.square(centred_BSD), axis=-1, keepdims=True) + epsilon)
@@ -152,12 +153,13 @@ class GatedMLP(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _gated(gate_BLF: Array, up_BLF: Array, activation: Activation) -> Array:
-    """Backward keeps the two factors alone."""
+    """Returns the product of the activated gate and `up`. Backward saves only these two arguments."""
     return activation(gate_BLF) * up_BLF
 
 
 def dropout(x_BSD: Array, rate: float, keys_B: Array | None, placement: Placement) -> Array:
-    """Inverted dropout with a key a row and position, so that the mask does not depend on how either is placed."""
+    """Applies inverted dropout. It derives a key for each row and position, so the mask does not depend on how these
+    are divided among devices."""
     if keys_B is None:
         return x_BSD
     size, width = x_BSD.shape[1:]

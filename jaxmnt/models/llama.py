@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971) and the families whose layers differ from its in their attention.
+"""Llama (Touvron et al. 2023, arXiv:2302.13971) and families whose layers differ from it only in attention.
 
 Mistral (Jiang et al. 2023, arXiv:2310.06825) has a window or none (`model.sliding_window`); Qwen 2 and 2.5 (Qwen Team
 2024, arXiv:2412.15115) have biases on queries, keys and values; Qwen 3 (Qwen Team 2025, arXiv:2505.09388) has an
@@ -36,12 +36,12 @@ def _unchanged(x_BSD: Array) -> Array:
 
 
 class Block(nnx.Module):
-    """A layer that adds what attention makes of its input, then what an MLP makes of that sum."""
+    """A layer with two residual branches: attention, then an MLP."""
 
     norms: Sequence[str] = ("attention_norm", "mlp_norm")
-    """Which of the four norms this layer has; the others change nothing."""
+    """The norms, of four possible ones, that this layer has; the others are identities."""
     norm: Callable[[int, float], nnx.Module] = RMSNorm
-    """Makes a norm of a size, with the epsilon of `model.norm_epsilon`."""
+    """Makes a norm from its size and the epsilon `model.norm_epsilon`."""
     make_mlp: Callable[[int, int, float, nnx.Rngs], nnx.Module] = GatedMLP
     attention_norm: Any = staticmethod(_unchanged)
     after_attention_norm: Any = staticmethod(_unchanged)
@@ -70,7 +70,7 @@ class Block(nnx.Module):
 
 
 class Llama(Family):
-    """All layers are alike."""
+    """Llama, with one kind of layer."""
 
     block: type[Block] = Block
     attention: type[Attention] = Attention
@@ -91,7 +91,7 @@ class Llama(Family):
 
 
 class WindowedAttention(Attention):
-    """Attention to the newest tokens alone."""
+    """Attention limited to the newest tokens, `model.sliding_window`."""
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
         super().__init__(config, output_std, rngs)
@@ -99,7 +99,7 @@ class WindowedAttention(Attention):
 
 
 class Mistral(Llama):
-    """All layers are alike."""
+    """Mistral, with one kind of layer."""
 
     settings = ("sliding_window",)
     attention = WindowedAttention
@@ -125,11 +125,11 @@ BIASES = {
 
 WINDOWLESS = {"use_sliding_window": (False,)}
 UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""What Qwen's configs say of windows although `use_sliding_window` is false."""
+"""Keys about windows that Qwen's configs have although `use_sliding_window` is false."""
 
 
 class BiasedAttention(Attention):
-    """Attention whose three projections add a bias."""
+    """Attention with biases on queries, keys and values."""
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
         super().__init__(config, output_std, rngs)
@@ -140,12 +140,13 @@ class BiasedAttention(Attention):
         self.value_bias = zeros(config.num_kv_heads, "kv_heads")
 
     def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
-        key_bias_GK, value_bias_GK = (shared.select(one[...], axis=0) for one in (self.key_bias, self.value_bias))
+        key_bias_GK = shared.select(self.key_bias[...], axis=0)
+        value_bias_GK = shared.select(self.value_bias[...], axis=0)
         return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
 
 
 class Qwen2(Llama):
-    """All layers are alike."""
+    """Qwen 2 and 2.5, with one kind of layer."""
 
     attention = BiasedAttention
     hugging_face = HuggingFace(
@@ -167,7 +168,7 @@ class NormedAttention(Attention):
 
 
 class Qwen3(Llama):
-    """All layers are alike."""
+    """Qwen 3, with one kind of layer."""
 
     attention = NormedAttention
     hugging_face = HuggingFace(

@@ -1,8 +1,8 @@
 """OLMo 2 and 3.
 
-OLMo 2 (OLMo Team 2024, arXiv:2501.00656): norms after attention and MLP, and an RMSNorm over all heads of the queries,
-and over all of the keys. OLMo 3 (OLMo Team 2025): the same layers, three with a window to one without, whose rotary
-positions alone are stretched.
+OLMo 2 (OLMo Team 2024, arXiv:2501.00656) has norms after attention and MLP, an RMSNorm over all heads of the queries,
+and another over all heads of the keys. OLMo 3 (OLMo Team 2025) has the same layers: of every four, three have a window,
+and only the rotary positions of the fourth are scaled.
 
 Shapes: B batch, L length, H query heads, G key/value heads, K head width.
 """
@@ -43,7 +43,7 @@ LAYER = {
 
 
 class ProjectionNorm(nnx.Module):
-    """RMSNorm over the heads of all devices and their width."""
+    """RMSNorm over the heads of all devices and the heads' width."""
 
     def __init__(self, heads: int, width: int, axis: str, epsilon: float):
         self.scale = nnx.Param(jnp.ones((heads, width), jnp.float32), axes=(axis, "norm"))
@@ -54,15 +54,15 @@ class ProjectionNorm(nnx.Module):
 
 
 _Saved = tuple[Array, Array, Array]
-"""x, one over its root mean square, and the scale: backward keeps x once, without float32 copies, under every remat
+"""x, one over its root mean square, and the scale. Backward saves x once, without float32 copies, with every remat
 policy."""
 
 
 def _normalise_backward(
     axis: str, size: int, epsilon: float, placement: Placement, saved: _Saved, gradient_BLHK: Array
 ) -> tuple[Array, Array]:
-    """Through the scale, and through the squares: of i = (s / size + epsilon)^-1/2 the derivative is -i^3 / (2 size),
-    and that of s is 2 x."""
+    """Returns the gradients of x and the scale. The gradient of x has a path through the product and one through the
+    sum of squares s: for i = (s / size + epsilon)^-1/2, di/ds = -i^3 / (2 size) and ds/dx = 2 x."""
     x_BLHK, inverse_BL11, scale_HK = saved
     x32_BLHK = x_BLHK.astype(jnp.float32)
     backward = jax.vjp(_scaled, x32_BLHK, inverse_BL11, scale_HK)[1]
@@ -85,7 +85,7 @@ def _scaled(x_BLHK: Array, inverse_BL11: Array, scale_HK: Array) -> Array:
 
 
 class OlmoAttention(Attention):
-    """Attention that normalises queries and keys before it rotates them."""
+    """Attention that normalises queries and keys before rotating them."""
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
         super().__init__(config, output_std, rngs)
@@ -93,7 +93,7 @@ class OlmoAttention(Attention):
         self.query_norm = ProjectionNorm(config.num_heads, config.head_dim, "heads", config.norm_epsilon)
         self.key_norm = ProjectionNorm(config.num_kv_heads, config.head_dim, "kv_heads", config.norm_epsilon)
 
-    projects_all_keys = True  # the norm is over all heads, which are then chosen from
+    projects_all_keys = True  # the norm is over all heads, of which a device then selects some
 
     def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
         q_BLHK = self.query_norm(q_BLHK, shared.placement)
@@ -101,13 +101,13 @@ class OlmoAttention(Attention):
 
 
 class OlmoBlock(Block):
-    """One layer, with norms after attention and MLP and none before."""
+    """A layer with norms after attention and MLP and none before."""
 
     norms = ("after_attention_norm", "after_mlp_norm")
 
 
 class Olmo2(Llama):
-    """All layers are alike."""
+    """OLMo 2, with one kind of layer."""
 
     block = OlmoBlock
     attention = OlmoAttention
@@ -123,14 +123,14 @@ class Olmo2(Llama):
 
 
 class Olmo3Attention(AlternatingAttention, OlmoAttention):
-    """OLMo 2's attention, in local layers with a window, and with rotary positions of its kind."""
+    """OLMo 2's attention, with a window in local layers and the rotary tables of the layer's kind."""
 
     def angles(self, context: LayerContext) -> Angles:
         return context.rotary[self.kind]
 
 
 class Olmo3(Alternating):
-    """Three layers with a window, then one without."""
+    """OLMo 3: three layers with a window, then one without."""
 
     settings: Sequence[str] = (*Alternating.settings, "local_rope_theta")
     pattern_length = 4

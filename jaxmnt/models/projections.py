@@ -139,7 +139,7 @@ def _matrix(x: Array, weight: Array) -> Array:
 # -- the same products, piece by piece along the length
 
 _Ring = tuple[Array, tuple[Array, ...], tuple[HeadIndices, ...]]
-"""What backward saves: the gathered x, the weights, and the heads of each."""
+"""The gathered x, the weights, and the heads of each, which backward saves."""
 
 
 def _project_ring_backward(

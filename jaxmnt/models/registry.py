@@ -1,4 +1,4 @@
-"""The families that there are, by the name that `model.family` has."""
+"""The registered families, by their name in `model.family`."""
 
 from inspect import isabstract
 
@@ -32,28 +32,28 @@ OPTIONAL = (
 
 
 def build_family(config: Model, vocab_size: int) -> Family:
-    """The family that the config names, or whose class is at the dotted path that it names.
+    """Returns the family that the config names, by its registered name or the dotted path of its class.
 
-    Raises `ConfigError` for a family that is not known, and for settings that it does not have.
+    Raises `ConfigError` for an unknown family, and for settings that the family does not support.
     """
-    kind = family_class(config.family)
+    chosen_class = family_class(config.family)
     for name in OPTIONAL:
-        if getattr(config, name) is not None and name not in kind.settings:
-            raise ConfigError(f"model.{name}: the family {config.family} has no such setting; leave it out")
-    return kind(config, vocab_size)
+        if getattr(config, name) is not None and name not in chosen_class.settings:
+            raise ConfigError(f"model.{name}: family {config.family} does not support this setting; remove it")
+    return chosen_class(config, vocab_size)
 
 
 def family_class(name: str) -> type[Family]:
-    """Raises `ConfigError` for a family that is not known."""
+    """Returns the class of a family. Raises `ConfigError` for an unknown family."""
     path = FAMILIES.get(name, name if "." in name else None)
     if path is None:
         raise ConfigError(
-            f"model.family: {printable(name)} is not known; {nearest(name, sorted(FAMILIES))} (a family of your own is "
-            "the dotted path of its class)"
+            f"model.family: {printable(name)} is not known; {nearest(name, sorted(FAMILIES))} (for a family of your "
+            "own, give the dotted path of its class)"
         )
-    found = import_dotted(path, "model.family", "a class")
-    if not (isinstance(found, type) and issubclass(found, Family)):
+    imported = import_dotted(path, "model.family", "a class")
+    if not (isinstance(imported, type) and issubclass(imported, Family)):
         raise ConfigError(f"model.family: {printable(name)} is not a subclass of jaxmnt.models.contract.Family")
-    if isabstract(found):
-        raise ConfigError(f"model.family: {printable(name)} lacks the method layer; docs/models.md says what it makes")
-    return found
+    if isabstract(imported):
+        raise ConfigError(f"model.family: {printable(name)} lacks the method layer; see docs/models.md")
+    return imported
