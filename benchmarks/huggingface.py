@@ -36,7 +36,7 @@ def make(folder: Path, preset: str, file_gb: float) -> None:
 
     from jaxmnt.config.load import parse_config
     from jaxmnt.huggingface.config import write_config
-    from jaxmnt.huggingface.export import begin_file, divided
+    from jaxmnt.huggingface.export import begin_file, divide_into_files
     from jaxmnt.huggingface.tensors import parts_of
     from jaxmnt.models.contract import define
     from jaxmnt.models.registry import build_family
@@ -48,12 +48,12 @@ def make(folder: Path, preset: str, file_gb: float) -> None:
     tree = write_config(model, {"max_position_embeddings": 2048}) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(tree))
     dtype, weights = np.dtype("bfloat16"), {}
-    for file, works in divided(parts, 2, int(file_gb * 1e9)).items():
+    for file, works in divide_into_files(parts, 2, int(file_gb * 1e9)).items():
         tensors = [part for work in works for name in work.parameters for part in parts[name][work.begin : work.end]]
         places = begin_file(folder / file, tensors, dtype)
         for part in tensors:
             weights[part.name] = file
-            bits = rng.integers(0, 2**16, int(np.prod(part.whole)), np.uint16)
+            bits = rng.integers(0, 2**16, int(np.prod(part.tensor_shape)), np.uint16)
             numbers = ((bits & 0x807F) | 0x3C00).view(dtype)  # of about a hundredth, either sign
             with (folder / file).open("rb+") as opened:
                 opened.seek(places[part.name])

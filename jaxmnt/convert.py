@@ -57,7 +57,7 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
         raise ConfigError("--file-gb takes a number above 0")
     process, processes = _place(options)
     checkpoint = find(options.checkpoint, "checkpoint")
-    files = companions.kept_files(roots_of(options.checkpoint, checkpoint))
+    files = companions.read_run_files(roots_of(options.checkpoint, checkpoint))
     try:
         tokenizer = tokenizer_of(options.checkpoint, checkpoint)
     except ConfigError as error:  # a run from before runs kept theirs, without its data here
@@ -68,15 +68,14 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
     work.does("")
     if tokenizer is not None and tokenizer.name == BYTES:
         print("note    the run's tokens are bytes, which need no tokenizer.json: config.json names them for from-hf")
-    if export.untaught_rows:
-        print(
-            f"note    {export.untaught_rows} rows of the vocabulary are left out: no id of the run's tokenizer has them"
-        )
+    if export.untrained_rows:
+        rows = export.untrained_rows
+        print(f"note    {rows} rows of the vocabulary are left out: no id of the run's tokenizer has them")
     done = write_export(export, options.output, process, processes, progress)
     progress("")
     if done:
         count = len(export.files)
-        told = f"{count} file{'s' * (count > 1)} of {export.dtype.name}, {', '.join(sorted(export.about))}"
+        told = f"{count} file{'s' * (count > 1)} of {export.dtype.name}, {', '.join(sorted(export.companions))}"
         print(f"{options.output}: {told}")
     else:
         print(f"the share of process {process} of {processes} is written; {options.output} is there when all are")

@@ -183,7 +183,7 @@ def find_model(run: str, tokenizer: str | None) -> Named:
     from jaxmnt.huggingface import companions
 
     checkpoint = find(run, "--run")
-    files = companions.kept_files(roots_of(run, checkpoint))
+    files = companions.read_run_files(roots_of(run, checkpoint))
     return Named(checkpoint, checkpoint.config, files, _vocabulary(run, tokenizer, checkpoint, files))
 
 

@@ -44,7 +44,7 @@ from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
-from jaxmnt.huggingface.fits import refuse_what_does_not_fit, run_origin
+from jaxmnt.huggingface.fits import check_compatible, run_origin
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.prepare import main as prepare
 from jaxmnt.run import compile_cache, lock
@@ -912,7 +912,7 @@ def test_a_run_of_another_model_or_tokenizer_is_refused(tiny, finished, key):
         data = open_sources(config.data)
         origin = run_origin(f"{finished}@10", find(f"{finished}@10", key), f"run.{key}")
         tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder)
-        refuse_what_does_not_fit(origin, fit_to_data(config, data).model, tokenizer, config.run.init_from_changes)
+        check_compatible(origin, fit_to_data(config, data).model, tokenizer, config.run.init_from_changes)
 
     begin("model.dropout=0.1")
     with pytest.raises(

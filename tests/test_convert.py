@@ -24,7 +24,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.huggingface import export as exports
 from jaxmnt.huggingface.config import read_config, write_config
-from jaxmnt.huggingface.fits import different_settings, folder_origin, refuse_what_does_not_fit
+from jaxmnt.huggingface.fits import check_compatible, different_settings, folder_origin
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.huggingface.tensors import Part
@@ -102,7 +102,7 @@ def test_an_export_that_was_interrupted_goes_on(tmp_path, monkeypatch):
 
 def test_a_layer_larger_than_a_file_has_a_file_of_its_own():
     parts = {name: [Part(Tensor(name), (size,))] for name, size in (("a", 100), ("b", 10), ("c", 10), ("d", 30))}
-    files = exports.divided(parts, 4, file_bytes=100)
+    files = exports.divide_into_files(parts, 4, file_bytes=100)
     assert [[work.parameters for work in file] for file in files.values()] == [[("a",)], [("b",), ("c",)], [("d",)]]
 
 
@@ -283,45 +283,53 @@ def test_a_config_that_was_released_means_its_preset(released):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("llama-a", {"rope_parameters": {"rope_type": ["yarn"], "factor": 2}}, r'rope_type is \["yarn"\]; known are'),
-        ("llama-a", {"rope_parameters": 3}, "rope_parameters is 3, and must be an object"),
-        ("llama-a", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing, which rope_type linear needs"),
+        (
+            "llama-a",
+            {"rope_parameters": {"rope_type": ["yarn"], "factor": 2}},
+            r'rope_type is \["yarn"\]; supported types are',
+        ),
+        ("llama-a", {"rope_parameters": 3}, "rope_parameters is 3, but must be an object"),
+        ("llama-a", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing, but rope_type linear needs it"),
         (
             "llama-a",
             {"rope_parameters": {"rope_type": "linear", "factor": "4"}},
-            'factor is "4", and must be a n',
+            'factor is "4", but must be a n',
         ),
         ("llama-a", {"layer_types": 5}, "layer_types must be a list of 3"),
-        ("llama-a", {"num_hidden_layers": 3.5}, "num_hidden_layers is 3.5, and must be 1 or more"),
-        ("llama-a", {"rope_interleaved": True}, "rope_interleaved is not a key that the family llama has"),
+        ("llama-a", {"num_hidden_layers": 3.5}, "num_hidden_layers is 3.5, but must be an integer of 1 or more"),
+        ("llama-a", {"rope_interleaved": True}, "rope_interleaved is not a key of the family llama"),
         (
             "gemma3-a",
             {"rope_parameters": {"full_attention": 3}},
-            "full_attention is 3, and must be an obj",
+            "full_attention is 3, but must be an obj",
         ),
         (
             "gemma3-a",
             {"layer_types": None, "sliding_window_pattern": "6"},
-            'sliding_window_pattern is "6", and must be',
+            'sliding_window_pattern is "6", but must be',
         ),
         ("llama-a", {"model_type": "lama"}, r'model_type is "lama", which is not known; did you mean llama\?$'),
         ("llama-a", {"model_type": "x"}, 'model_type is "x", which is not known; known: gemma2, [a-z0-9_, ]*$'),
         ("llama-a", {"model_type": None}, "model_type is missing"),
-        ("llama-a", {"attention_bias": True}, "attention_bias is true, and the family llama computes only false"),
-        ("llama-a", {"hidden_act": "gelu"}, 'hidden_act is "gelu", and the family llama computes only "silu"'),
-        ("llama-a", {"clever_routing": 3}, "clever_routing is not a key that the family llama has, and may alter"),
-        ("llama-a", {"quantization_config": {}}, "quantised weights are not read"),
+        ("llama-a", {"attention_bias": True}, "attention_bias is true, but the family llama supports only false"),
+        ("llama-a", {"hidden_act": "gelu"}, 'hidden_act is "gelu", but the family llama supports only "silu"'),
+        ("llama-a", {"clever_routing": 3}, "clever_routing is not a key of the family llama, and may change"),
+        ("llama-a", {"quantization_config": {}}, "quantised weights are not supported"),
         ("llama-a", {"hidden_size": None}, "hidden_size is missing"),
-        ("llama-a", {"hidden_size": "wide"}, 'hidden_size is "wide", and must be a number'),
+        ("llama-a", {"hidden_size": "wide"}, 'hidden_size is "wide", but must be a number'),
         (
             "llama-a",
             {"rope_parameters": {"rope_type": "longrope"}},
-            'rope_type is "longrope"; known are default, linear',
+            'rope_type is "longrope"; supported types are default, linear',
         ),
-        ("llama-a", {"rope_parameters": {"rope_type": "linear", "factr": 2}}, "factr is not a key that rope_type"),
-        ("llama-a", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0, and must be a number above 1"),
+        (
+            "llama-a",
+            {"rope_parameters": {"rope_type": "linear", "factr": 2}},
+            "factr is not a supported key",
+        ),
+        ("llama-a", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0, but must be a number above 1"),
         ("llama-a", {"layer_types": ["sliding_attention"] * 3}, "must be full_attention for all 3 layers"),
-        ("qwen2-a", {"use_sliding_window": True}, "use_sliding_window is true, and the family qwen2 computes only f"),
+        ("qwen2-a", {"use_sliding_window": True}, "use_sliding_window is true, but the family qwen2 supports only f"),
         ("gemma3-a", {"layer_types": ["full_attention"] + ["sliding_attention"] * 6}, "must repeat a pattern of"),
         ("gemma3-a", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         ("gpt2-a", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
@@ -390,12 +398,15 @@ def spoil(path, how):
     ("how", "words"),
     [
         ("missing", r"lacks the tensor model\.layers\.1\.input_layernorm\.weight"),
-        ("extra", r"has the tensor model\.layers\.0\.self_attn\.q_proj\.bias, which a model of config.json does not"),
-        ("misshapen", r"input_layernorm\.weight in .* is \[35\], and by config.json it must be \[36\]"),
-        ("type", r"input_layernorm\.weight in .* is of type I8; those that are read are F32, BF16, F16"),
-        ("truncated", "model.safetensors is not a whole safetensors file: .*; copy it again"),
-        ("offsets", "model.safetensors is not a whole safetensors file"),
-        ("beyond", "model.safetensors is not a whole safetensors file"),
+        (
+            "extra",
+            r"has the tensor model\.layers\.0\.self_attn\.q_proj\.bias, which the model of config.json does not have",
+        ),
+        ("misshapen", r"input_layernorm\.weight in .* has the shape \[35\], but config.json requires \[36\]"),
+        ("type", r"input_layernorm\.weight in .* is of type I8; supported types are F32, BF16, F16"),
+        ("truncated", "model.safetensors is not a complete safetensors file: .*; copy it again"),
+        ("offsets", "model.safetensors is not a complete safetensors file"),
+        ("beyond", "model.safetensors is not a complete safetensors file"),
         ("no shard", r"names model-00002\.safetensors, which is not there; copy it"),
         ("outside", r"names \.\./other/model\.safetensors, not a file of the folder"),
         ("not there", r"model\.safetensors lacks the tensor .*, which model.safetensors.index.json says is there"),
@@ -440,7 +451,7 @@ def test_another_vocabulary_is_refused(folder, tmp_path):
 
     def fits(description, where, intended=()):
         origin = folder_origin(Folder(path, "run.init_from"), "run.init_from")
-        refuse_what_does_not_fit(origin, model, tokenizer_of_data(description, 53, where), intended)
+        check_compatible(origin, model, tokenizer_of_data(description, 53, where), intended)
 
     fits({"name": "bytes"}, data)  # a model without a tokenizer.json: nobody can tell
     own = save(path, "?ab")
@@ -518,7 +529,7 @@ def test_a_family_of_ones_own_has_no_names_there():
     """Although it may be a subclass of one that has."""
     own = parse_config({"model": {"family": "pretend_family.Pretend"}}).model
     with pytest.raises(
-        ConfigError, match=r"pretend_family\.Pretend is not in the files of Hugging Face; those that are"
+        ConfigError, match=r"pretend_family\.Pretend has no format in files of Hugging Face; use one of"
     ):
         write_config(own, {})
 

@@ -62,7 +62,7 @@ def assert_near(found, wanted, tolerance=2e-5):
         (
             {"family": "lama"},
             {},
-            r"model.family: lama is not known; did you mean llama\? \(a family of your own is the dotted path",
+            r"model.family: lama is not known; did you mean llama\? \(for a family of your own, give the dotted path",
         ),
         ({"family": "json.JSONDecoder"}, {}, "json.JSONDecoder is not a subclass of jaxmnt.models.contract.Family"),
         ({"family": "jaxmnt.models.contract.Family"}, {}, "jaxmnt.models.contract.Family lacks the method layer"),
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_is_named(model, mesh, words):
     [
         ("TwoOfAName", {}, "the name layers of a group of layers is taken"),
         ("NamedLikeAnAxis", {}, "the name bias of a group of layers is taken"),
-        ("OneTooMany", {}, "groups() has 4 layers, and model.num_layers is 3"),
+        ("OneTooMany", {}, "groups() has 4 layers, but model.num_layers is 3"),
         ("Pretend", {"num_layers": 1}, "the group layers has no layers"),
         ("Wider", {"intermediate_size": 65}, "prefix.mlp.down has 130 along mlp, which is padded for this mesh"),
         ("UnknownAxis", {}, "norm.scale has the unknown axis 'odd'"),

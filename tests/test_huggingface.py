@@ -92,7 +92,7 @@ def tensors_of(definition, params):
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(params)):
         parts = parts_of(definition)[jax.tree_util.keystr(path, simple=True, separator=".")]
         for part, array in zip(parts, leaf if len(leaf.shape) > len(part_shape(parts)) else [leaf], strict=True):
-            whole = found.setdefault(part.name, np.zeros(part.whole, np.float32))
+            whole = found.setdefault(part.name, np.zeros(part.tensor_shape, np.float32))
             matrix = whole[:, None] if whole.ndim == 1 else whole
             (top, left), (rows, columns) = part.offset, part.matrix
             turned = part.tensor.transposed and part.tensor.inputs > 0

@@ -27,7 +27,7 @@ from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_of_file
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import export as exports
-from jaxmnt.huggingface.companions import fitting
+from jaxmnt.huggingface.companions import match_tokenizer
 from jaxmnt.huggingface.config import read_config, write_config
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.training.build import inference_spec
@@ -104,23 +104,25 @@ def test_a_text_is_as_likely_as_transformers_finds_it(case):
 
 def test_a_text_model_and_the_model_around_it_must_agree():
     tree = {"model_type": "gemma3", "text_config": config_of("gemma3-b"), "tie_word_embeddings": True}
-    with pytest.raises(ConfigError, match="tie_word_embeddings is false, and tie_word_embeddings beside it true"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings is false, but tie_word_embeddings outside"):
         read_config(tree, "config.json")
     assert read_config(tree | {"tie_word_embeddings": False}, "config.json")["family"] == "gemma3"
 
 
 def test_windows_that_transformers_does_not_read_are_refused():
     tree = {key: value for key, value in config_of("olmo3-a").items() if key != "layer_types"}
-    with pytest.raises(ConfigError, match=r"sliding_window_pattern is 2, which transformers does not read in .* olmo3"):
+    with pytest.raises(
+        ConfigError, match=r"sliding_window_pattern is 2, but transformers ignores this key in .* olmo3"
+    ):
         read_config(tree | {"sliding_window_pattern": 2}, "config.json")
 
 
 def test_gemma_3_has_no_soft_cap_of_attention():
     """transformers gives the same log-likelihood, −2878.0697 for gemma3-b, with and without the key."""
-    with pytest.raises(ConfigError, match=r"attn_logit_softcapping is 20.0, and the family gemma3 computes only null"):
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping is 20.0, but the family gemma3 supports only null"):
         read_config(config_of("gemma3-b") | {"attn_logit_softcapping": 20.0}, "config.json")
     settings = read_config(config_of("gemma3-b"), "config.json") | {"attention_soft_cap": 20.0}
-    with pytest.raises(ConfigError, match=r"model.attention_soft_cap: .* cannot be written for gemma3_text"):
+    with pytest.raises(ConfigError, match=r"model.attention_soft_cap: .* transformers ignores it in gemma3_text"):
         write_config(parse_config({"model": settings}).model, {})
 
 
@@ -141,7 +143,7 @@ def test_a_head_beside_a_tied_embedding_is_refused(folder):
     head = embedding.copy()
     head[-1, -1] += 1
     save_file(arrays | {"lm_head.weight": head}, path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"says tie_word_embeddings, and lm_head\.weight in .* holds something else"):
+    with pytest.raises(ConfigError, match=r"sets tie_word_embeddings, but lm_head\.weight in .* differs from"):
         convert_folder(path)
     (path / "config.json").write_text(json.dumps(config_of("llama-b") | {"tie_word_embeddings": False}))
     assert convert_folder(path) == 0
@@ -244,14 +246,22 @@ def test_files_of_another_tokenizer_are_not_exported(converted, tmp_path):
     assert not {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} & {
         path.name for path in (tmp_path / "out").iterdir()
     }
-    assert fitting(files, tokenizer_of_file(text + "\n", 1)) == files
+    assert match_tokenizer(files, tokenizer_of_file(text + "\n", 1)) == files
 
 
 @pytest.mark.parametrize(
     ("value", "dtype", "words"),
     [
-        (70000.0, "float16", "model.norm.weight holds 70000, and float16 ends at 65504; choose bfloat16"),
-        (3.4e38, "bfloat16", "model.norm.weight holds 3.4e+38, and bfloat16 ends at 3.38953e+38; choose float32"),
+        (
+            70000.0,
+            "float16",
+            "model.norm.weight holds 70000, but the largest number of float16 is 65504; choose bfloat16",
+        ),
+        (
+            3.4e38,
+            "bfloat16",
+            "model.norm.weight holds 3.4e+38, but the largest number of bfloat16 is 3.38953e+38; choose float32",
+        ),
     ],
 )
 def test_a_number_that_a_dtype_cannot_hold_is_named(folder, value, dtype, words):

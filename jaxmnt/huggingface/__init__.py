@@ -1,1 +1,1 @@
-"""Models in the files of Hugging Face: read and written directly, without torch."""
+"""Reading and writing models in files of Hugging Face, without torch."""

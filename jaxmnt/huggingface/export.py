@@ -1,9 +1,9 @@
-"""A checkpoint as a folder of Hugging Face: on any machine, or on several at a time, without JAX's devices.
+"""Exports a checkpoint as a folder of Hugging Face, on one machine or on several at a time, without JAX's devices.
 
-Files hold whole tensors, of one parameter after another, so that a checkpoint whose chunks span many layers is read
-once. Each process writes some of the files into a folder beside the one that is asked for; whoever finds that all are
-there compares what was read with the digests, and publishes the folder by renaming it. So processes need not talk, and
-what was interrupted goes on where it was.
+Files hold whole tensors, one parameter after another, so that a checkpoint whose chunks span many layers is read once.
+Each process writes some of the files into a temporary folder beside the requested one. A process that finds all files
+complete compares the digests of the data that was read with those of the checkpoint, and publishes the folder by
+renaming it. So processes need not communicate, and an interrupted export can be resumed.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.huggingface.companions import Files, ended, fitting
+from jaxmnt.huggingface.companions import Files, match_tokenizer, with_end_token
 from jaxmnt.huggingface.config import TOKENIZER_KEY, write_config
 from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE, json_bytes
-from jaxmnt.huggingface.tensors import Part, Parts, parts_of, rounded
+from jaxmnt.huggingface.tensors import Part, Parts, parts_of, round_to
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.strict_json import json_text
@@ -40,8 +40,8 @@ _PIECE_BYTES = 256 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Work(NamedTuple):
-    """Layers of the parameters that share tensors; of one that is not stacked, all of it."""
+class LayerRange(NamedTuple):
+    """A range of layers of parameters that share tensors; for parameters that are not stacked, all of them."""
 
     parameters: tuple[str, ...]
     begin: int
@@ -50,33 +50,33 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Export:
-    """What becomes of a checkpoint: the files, and what each holds. The same in all processes."""
+    """The plan of an export: its files and their contents. It is the same in all processes."""
 
     checkpoint: Committed
     parts: Parts
-    files: dict[str, list[Work]]
+    files: dict[str, list[LayerRange]]
     dtype: np.dtype
-    about: Files
+    companions: Files
     """The other files of the folder, by name."""
-    untaught_rows: int
-    """Of the checkpoint's vocabulary, which are left out."""
+    untrained_rows: int
+    """Number of rows of the checkpoint's vocabulary that are left out."""
 
     @property
     def id(self) -> str:
-        """Tells this export from others into the same folder."""
+        """A digest that distinguishes this export from others into the same folder."""
         manifest = self.checkpoint.manifest
-        shapes = {name: [part.whole for part in several] for name, several in sorted(self.parts.items())}
-        about = [manifest.run, manifest.step, self.dtype.name, self.files, shapes]
-        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:8]
+        shapes = {name: [part.tensor_shape for part in parts] for name, parts in sorted(self.parts.items())}
+        identity = [manifest.run, manifest.step, self.dtype.name, self.files, shapes]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
 
     def tensors(self, file: str) -> list[Part]:
-        """The tensors of a file, each once, in their order."""
-        found: dict[str, Part] = {}
-        for work in self.files[file]:
-            for parameter in work.parameters:
-                for part in self.parts[parameter][work.begin : work.end]:
-                    found.setdefault(part.name, part)
-        return list(found.values())
+        """Returns the tensors of a file in order, each once."""
+        tensors: dict[str, Part] = {}
+        for layer_range in self.files[file]:
+            for parameter in layer_range.parameters:
+                for part in self.parts[parameter][layer_range.begin : layer_range.end]:
+                    tensors.setdefault(part.name, part)
+        return list(tensors.values())
 
 
 def plan_export(
@@ -86,84 +86,97 @@ def plan_export(
     dtype: str | None,
     file_bytes: int,
 ) -> Export:
-    """`companions` are files that came with the model, `tokenizer` is the run's own, which counts. Without `dtype` it
-    is that of the model that the run came from, else float32.
+    """Returns the plan of an export. `companions` are the files that came with the model; the run's own `tokenizer`
+    takes precedence over theirs. Without `dtype` it is that of the model that the run came from, else float32.
 
     Raises `ConfigError` for a family that Hugging Face does not know.
     """
     manifest = checkpoint.manifest
     config = checkpoint.config
     if tokenizer is not None:
-        companions = fitting(companions, tokenizer)
+        companions = match_tokenizer(companions, tokenizer)
         if manifest.tokens > 0 and tokenizer.name != "synthetic":
-            companions = ended(companions, tokenizer)
+            companions = with_end_token(companions, tokenizer)
     source = json.loads(companions[CONFIG]) if CONFIG in companions else {}
-    model = _with_taught_rows(config.model, source, tokenizer)
+    model = _without_untrained_rows(config.model, source, tokenizer)
     assert model.vocab_size is not None and config.model.vocab_size is not None
     definition = define(build_family(model, model.vocab_size))
-    # What is left out would mean a family's usual ids.
+
+    # Token ids are always explicit, because transformers replaces missing ones by a family's defaults.
     end = None if tokenizer is None else tokenizer.end_of_document
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
-    theirs = source.get("text_config", {}) | source
-    longest = max(theirs.get("max_position_embeddings") or 0, config.data.sequence_length)
-    tree = write_config(model, ids | theirs | {"max_position_embeddings": longest})
+    source_keys = source.get("text_config", {}) | source
+    longest = max(source_keys.get("max_position_embeddings") or 0, config.data.sequence_length)
+    tree = write_config(model, ids | source_keys | {"max_position_embeddings": longest})
     parts = parts_of(definition)
-    wanted = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
-    known = [dtype.name for dtype in DTYPES.values()]
-    if wanted not in known:
-        raise ConfigError(f"--dtype: {wanted} is not one of {', '.join(known)}")
-    tree |= {"dtype": wanted, "torch_dtype": wanted}
+    dtype_name = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
+    supported = [dtype.name for dtype in DTYPES.values()]
+    if dtype_name not in supported:
+        raise ConfigError(f"--dtype: {dtype_name} is not one of {', '.join(supported)}")
+    tree |= {"dtype": dtype_name, "torch_dtype": dtype_name}
     if tokenizer is not None and tokenizer.name == BYTES:
-        tree[TOKENIZER_KEY] = BYTES  # which from-hf reads: bytes need no tokenizer.json
-    about = {name: content for name, content in companions.items() if name != CONFIG}
-    if tokenizer is not None and tokenizer.text is not None:
-        about[TOKENIZER_FILE] = tokenizer.text.encode()
-        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.description.get("end_token")}
-        about.setdefault("tokenizer_config.json", (json_text(told, indent=2) + "\n").encode())
-    about[CONFIG] = json_bytes(tree)
-    files = divided(parts, np.dtype(wanted).itemsize, file_bytes)
-    untaught_rows = config.model.vocab_size - model.vocab_size
-    export = Export(checkpoint, parts, files, np.dtype(wanted), about, untaught_rows)
+        tree[TOKENIZER_KEY] = BYTES  # from-hf reads this key: bytes need no tokenizer.json
+    companions = _export_companions(companions, tokenizer) | {CONFIG: json_bytes(tree)}
+
+    files = divide_into_files(parts, np.dtype(dtype_name).itemsize, file_bytes)
+    untrained_rows = config.model.vocab_size - model.vocab_size
+    export = Export(checkpoint, parts, files, np.dtype(dtype_name), companions, untrained_rows)
     if len(files) > 1:
         tensors = [(part, file) for file in files for part in export.tensors(file)]
-        total = sum(_bytes(part, export.dtype) for part, _ in tensors)
-        places = {part.name: file for part, file in tensors}
-        about[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": places})
+        total = sum(_size_in_bytes(part, export.dtype) for part, _ in tensors)
+        file_of_tensor = {part.name: file for part, file in tensors}
+        companions[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": file_of_tensor})
     return export
 
 
-def _with_taught_rows(model: Model, source: dict[str, Any], tokenizer: RunTokenizer | None) -> Model:
+def _export_companions(companions: Files, tokenizer: RunTokenizer | None) -> Files:
+    """Returns the model's files other than its config and weights, with the run's tokenizer."""
+    files = {name: content for name, content in companions.items() if name != CONFIG}
+    if tokenizer is not None and tokenizer.text is not None:
+        files[TOKENIZER_FILE] = tokenizer.text.encode()
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.description.get("end_token")}
+        files.setdefault("tokenizer_config.json", (json_text(settings, indent=2) + "\n").encode())
+    return files
+
+
+def _without_untrained_rows(model: Model, source: dict[str, Any], tokenizer: RunTokenizer | None) -> Model:
     """Returns the model without the rows of its vocabulary that no id of the data has.
 
-    Training masks their logits, and other programs do not. A model that came with such rows keeps them.
+    Training masks the logits of these rows, but other programs do not. A model that came with such rows keeps them.
     """
     rows = model.vocab_size
-    theirs = (source.get("text_config") or {}).get("vocab_size", source.get("vocab_size"))
-    if rows is None or tokenizer is None or tokenizer.vocab_size >= rows or theirs == rows:
+    source_rows = (source.get("text_config") or {}).get("vocab_size", source.get("vocab_size"))
+    if rows is None or tokenizer is None or tokenizer.vocab_size >= rows or source_rows == rows:
         return model
     return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
 
 
 def write_export(
-    export: Export, folder: Path, process: int = 0, processes: int = 1, tell: Callable[[str], None] = lambda name: None
+    export: Export,
+    folder: Path,
+    process: int = 0,
+    processes: int = 1,
+    report_progress: Callable[[str], None] = lambda name: None,
 ) -> bool:
-    """Writes this process's share of the files. Whether the folder is there now: else others are still writing.
+    """Writes this process's share of the files. Returns True if the folder is complete, False if other processes are
+    still writing.
 
-    Raises `ConfigError` if it was there before, and `DamagedError` if an array is not what was saved.
+    Raises `ConfigError` if the folder existed before, and `DamagedError` if an array differs from what was saved.
     """
     if folder.exists():
-        if processes > 1 and _is_whole(export, folder):
+        if processes > 1 and _is_complete(export, folder):
             return True  # the others were quicker
         raise ConfigError(f"{folder} exists already; name a new folder")
     building = folder.with_name(f".{folder.name}.{export.id}.building")
-    own = sorted(export.files)[process::processes]
-    names = {_stored(name) for file in own for work in export.files[file] for name in work.parameters}
+    files = sorted(export.files)[process::processes]
+    layer_ranges = [layer_range for file in files for layer_range in export.files[file]]
+    names = {_checkpoint_name(name) for layer_range in layer_ranges for name in layer_range.parameters}
     try:
         building.mkdir(parents=True, exist_ok=True)
         reader = Reader(export.checkpoint, sorted(names))
-        for file in own:
+        for file in files:
             if not (building / f"{file}.digests").exists():
-                _write_file(export, reader, file, building, tell)
+                _write_file(export, reader, file, building, report_progress)
         return _publish(export, building, folder)
     except ConfigError:
         shutil.rmtree(building, ignore_errors=True)  # the same command would fail again
@@ -173,32 +186,33 @@ def write_export(
     except OSError as error:
         raise UserError(
             f"{error.filename or building} cannot be written: {error.strerror or error}; fix that and run the same "
-            "command again, which goes on"
+            "command again, which resumes the export"
         ) from error
 
 
-def _is_whole(export: Export, folder: Path) -> bool:
-    """Whether the folder is what this export writes."""
-    there = [path.is_file() for path in (folder / name for name in (*export.files, *export.about))]
-    return all(there) and (folder / CONFIG).read_bytes() == export.about[CONFIG]
+def _is_complete(export: Export, folder: Path) -> bool:
+    """Returns True if the folder has all files of this export and its config."""
+    exist = [(folder / name).is_file() for name in (*export.files, *export.companions)]
+    return all(exist) and (folder / CONFIG).read_bytes() == export.companions[CONFIG]
 
 
 def _publish(export: Export, building: Path, folder: Path) -> bool:
-    """Renames the folder if all files are there, whoever wrote them."""
+    """Checks and renames the folder if the files of all processes are complete."""
     try:
-        told = [json.loads((building / f"{file}.digests").read_text()) for file in sorted(export.files)]
+        file_digests = [json.loads((building / f"{file}.digests").read_text()) for file in sorted(export.files)]
     except FileNotFoundError:
         return folder.exists()
-    shares: dict[str, digest.Lanes] = {}
-    for one in told:
-        for name, lanes in one.items():
-            shares[name] = digest.add(shares.get(name, digest.ZERO), (lanes[0], lanes[1]))
+    # The digest of an array is the sum of those of its pieces, which may be in several files.
+    totals: dict[str, digest.Lanes] = {}
+    for digests in file_digests:
+        for name, lanes in digests.items():
+            totals[name] = digest.add(totals.get(name, digest.ZERO), (lanes[0], lanes[1]))
     arrays = export.checkpoint.manifest.arrays
-    if wrong := sorted(name for name in shares if digest.to_text(shares[name]) != arrays[name].content):
+    if damaged := sorted(name for name in totals if digest.to_text(totals[name]) != arrays[name].content):
         shutil.rmtree(building, ignore_errors=True)
-        raise DamagedError(f"checkpoint {export.checkpoint.path}: array {wrong[0]} is not what was saved")
+        raise DamagedError(f"checkpoint {export.checkpoint.path}: array {damaged[0]} is not what was saved")
     with contextlib.suppress(FileNotFoundError):  # another process that saw all files is publishing, too
-        for name, content in sorted(export.about.items()):
+        for name, content in sorted(export.companions.items()):
             (building / name).write_bytes(content)
         for path in sorted(building.glob("*.digests")):
             path.unlink()
@@ -206,132 +220,146 @@ def _publish(export: Export, building: Path, folder: Path) -> bool:
     return True
 
 
-# -- which file holds what
+# -- the division into files
 
 
-def divided(parts: Parts, item: int, file_bytes: int) -> dict[str, list[Work]]:
-    """Files of about so many bytes."""
-    files: list[list[Work]] = [[]]
-    room = file_bytes
-    for parameters in _bundles(parts):
+def divide_into_files(parts: Parts, itemsize: int, file_bytes: int) -> dict[str, list[LayerRange]]:
+    """Returns the contents of files of about `file_bytes` each, by file name."""
+    files: list[list[LayerRange]] = [[]]
+    space_left = file_bytes
+    for parameters in _group_by_tensor(parts):
         layers = len(parts[parameters[0]])
-        layer_bytes = sum(math.prod(parts[name][0].shape) for name in parameters) * item
+        layer_bytes = sum(math.prod(parts[name][0].shape) for name in parameters) * itemsize
         begin = 0
         while begin < layers:
-            fits = min(layers - begin, room // layer_bytes)
-            if fits < 1 and files[-1]:
+            count = min(layers - begin, space_left // layer_bytes)
+            if count < 1 and files[-1]:
                 files.append([])
-                room = file_bytes
+                space_left = file_bytes
                 continue
-            fits = max(1, fits)
-            files[-1].append(Work(parameters, begin, begin + fits))
-            begin, room = begin + fits, room - fits * layer_bytes
+            count = max(1, count)  # a layer larger than a file has a file of its own
+            files[-1].append(LayerRange(parameters, begin, begin + count))
+            begin += count
+            space_left -= count * layer_bytes
     if len(files) == 1:
         return {SINGLE: files[0]}
     return {f"model-{n + 1:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files)}
 
 
-def _bundles(parts: Parts) -> list[tuple[str, ...]]:
-    """The parameters, those together that are parts of the same tensors."""
+def _group_by_tensor(parts: Parts) -> list[tuple[str, ...]]:
+    """Returns the parameters, grouped by the tensors that they share."""
     by_tensor: dict[str, list[str]] = {}
-    for name, several in sorted(parts.items()):
-        by_tensor.setdefault(several[0].name, []).append(name)
+    for name, layer_parts in sorted(parts.items()):
+        by_tensor.setdefault(layer_parts[0].name, []).append(name)
     return [tuple(names) for names in by_tensor.values()]
 
 
-def _stored(parameter: str) -> str:
-    """Its name in the checkpoint."""
+def _checkpoint_name(parameter: str) -> str:
+    """Returns the parameter's name in the checkpoint."""
     return f"params/{parameter.replace('.', '/')}"
 
 
 # -- one file
 
 
-def _write_file(export: Export, reader: Reader, file: str, building: Path, tell: Callable[[str], None]) -> None:
-    """Writes a file beside its place, renames it, and says what was read for it."""
-    for left in building.glob(f".{file}.*"):  # by a process that was killed
-        left.unlink()
+def _write_file(
+    export: Export, reader: Reader, file: str, building: Path, report_progress: Callable[[str], None]
+) -> None:
+    """Writes a file under a temporary name, renames it, and writes the digests of the data that was read for it."""
+    for leftover in building.glob(f".{file}.*"):  # of a process that was killed
+        leftover.unlink()
     path = building / f".{file}.{os.getpid()}"
-    places = begin_file(path, export.tensors(file), export.dtype)
-    shares: dict[str, digest.Lanes] = {}
-    for work in export.files[file]:
-        for parameter in work.parameters:
-            tell(parameter)
-            name = _stored(parameter)
-            shares[name] = digest.add(
-                shares.get(name, digest.ZERO), _copy(export, reader, parameter, work, path, places)
-            )
-    with path.open("rb+") as written:
-        os.fsync(written.fileno())
+    offsets = begin_file(path, export.tensors(file), export.dtype)
+    totals: dict[str, digest.Lanes] = {}
+    for layer_range in export.files[file]:
+        for parameter in layer_range.parameters:
+            report_progress(parameter)
+            name = _checkpoint_name(parameter)
+            lanes = _copy(export, reader, parameter, layer_range, path, offsets)
+            totals[name] = digest.add(totals.get(name, digest.ZERO), lanes)
+    with path.open("rb+") as opened:
+        os.fsync(opened.fileno())
     path.rename(building / file)
-    (building / f"{file}.digests").write_text(json_text(shares))
+    (building / f"{file}.digests").write_text(json_text(totals))
 
 
 def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, int]:
-    """Makes a file of the right size with its header; the place of each tensor in it."""
+    """Creates a file of the right size with its header, and returns the offset of each tensor in it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in tensors:
-        size = _bytes(part, dtype)
-        header[part.name] = {"dtype": _NAMES[dtype], "shape": list(part.whole), "data_offsets": [end, end + size]}
+        size = _size_in_bytes(part, dtype)
+        header[part.name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(part.tensor_shape),
+            "data_offsets": [end, end + size],
+        }
         end += size
     text = json_text(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        # So a full disk is an error here, and not a signal when memory that is mapped to the file is written.
+        # A full disk raises an error here, instead of a signal on writing to the mapped file.
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
     return {part.name: 8 + len(text) + header[part.name]["data_offsets"][0] for part in tensors}
 
 
 def _copy(
-    export: Export, reader: Reader, parameter: str, work: Work, path: Path, places: dict[str, int]
+    export: Export, reader: Reader, parameter: str, layer_range: LayerRange, path: Path, offsets: dict[str, int]
 ) -> digest.Lanes:
-    """Copies layers of a parameter into their tensors, piece by piece; the share of the array's digest."""
-    name, parts = _stored(parameter), export.parts[parameter]
+    """Copies layers of a parameter into their tensors, piece by piece, and returns their part of the array's digest."""
+    name, parts = _checkpoint_name(parameter), export.parts[parameter]
     shape, total = export.checkpoint.manifest.arrays[name].shape, digest.ZERO
     stacked = len(shape) > len(parts[0].shape)
-    for start, index in _pieces(reader.chunk(name), shape, (work.begin, work.end) if stacked else None):
+    layer_bounds = (layer_range.begin, layer_range.end) if stacked else None
+    for start, index in _pieces(reader.chunk(name), shape, layer_bounds):
         piece = reader.read(name, index)
         total = digest.add(total, digest.block_digest(piece, start, shape))
         layers, inner = (piece, start[1:]) if stacked else (piece[None], start)
         for number, layer in enumerate(layers):
             part = parts[start[0] + number if stacked else 0]
-            _put(path, places[part.name], part, inner, layer, export.dtype)
+            _write_piece(path, offsets[part.name], part, inner, layer, export.dtype)
     return total
 
 
 def _pieces(
     chunk: Sequence[int], shape: Shape, layers: tuple[int, int] | None
 ) -> Iterator[tuple[Shape, tuple[slice, ...]]]:
-    """Pieces of about `_PIECE_BYTES`, where possible of whole chunks: of some of these layers, or of a part of each."""
+    """Yields the start and index of pieces of about `_PIECE_BYTES`, of whole chunks where possible: several of these
+    layers, or a part of each."""
     bounds = [(0, size) for size in shape]
     if layers is not None:
         bounds[0] = layers
     steps = [end - begin for begin, end in bounds]
-    item = np.dtype(np.float32).itemsize
-    for dimension, size in enumerate(chunk):
-        if math.prod(steps) * item <= _PIECE_BYTES:
+    itemsize = np.dtype(np.float32).itemsize
+    # Divide the first dimensions until a piece is small enough.
+    for dimension, chunk_size in enumerate(chunk):
+        if math.prod(steps) * itemsize <= _PIECE_BYTES:
             break
-        others = math.prod(steps) // steps[dimension] * item
-        steps[dimension] = min(steps[dimension], max(1, _PIECE_BYTES // others // size) * size)
+        bytes_per_index = math.prod(steps) // steps[dimension] * itemsize
+        chunks = max(1, _PIECE_BYTES // bytes_per_index // chunk_size)
+        steps[dimension] = min(steps[dimension], chunks * chunk_size)
     cuts = [range(begin, end, max(1, step)) for (begin, end), step in zip(bounds, steps, strict=True)]
     for start in itertools.product(*cuts):
         yield start, tuple(slice(s, min(s + cut.step, cut.stop)) for s, cut in zip(start, cuts, strict=True))
 
 
-def _put(path: Path, place: int, part: Part, inner: Sequence[int], layer: np.ndarray, dtype: np.dtype) -> None:
-    """Writes a piece of a layer, which begins at the index `inner` of it, into its rows and columns of the tensor."""
+def _write_piece(
+    path: Path, file_offset: int, part: Part, inner: Sequence[int], layer: np.ndarray, dtype: np.dtype
+) -> None:
+    """Writes a piece of a layer, which begins at the layer's index `inner`, into its rows and columns of the tensor."""
     # A vocabulary may have more rows in the checkpoint than in the files.
     layer = layer[tuple(slice(max(0, size - begin)) for size, begin in zip(part.shape, inner, strict=True))]
     if not layer.size:
         return
-    (top, left), (rows, columns) = part.offset, part.matrix
-    matrix = np.memmap(path, dtype, "r+", place, part.whole).reshape(part.whole[0], -1)
-    target = part.to_parameter(matrix[top : top + rows, left : left + columns])  # a view
+    (first_row, first_column), (rows, columns) = part.offset, part.matrix
+    matrix = np.memmap(path, dtype, "r+", file_offset, part.tensor_shape).reshape(part.tensor_shape[0], -1)
+    block = matrix[first_row : first_row + rows, first_column : first_column + columns]
+    target = part.to_parameter(block)  # a view
     index = tuple(slice(begin, begin + size) for begin, size in zip(inner, layer.shape, strict=True))
-    target[index] = rounded(layer, dtype, part.name)
+    target[index] = round_to(layer, dtype, part.name)
 
 
-def _bytes(part: Part, dtype: np.dtype) -> int:
-    return math.prod(part.whole) * dtype.itemsize
+def _size_in_bytes(part: Part, dtype: np.dtype) -> int:
+    """Returns the size of the whole tensor."""
+    return math.prod(part.tensor_shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""A folder with a model of Hugging Face: its config.json and its safetensors files, checked before anything is used."""
+"""A folder with a model of Hugging Face: its config.json and its safetensors files, which are checked before use."""
 
 import hashlib
 import json
@@ -23,16 +23,16 @@ COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""What belongs to a model besides its weights, and is passed on as it is."""
+"""Files of a model other than its config and weights, which are copied unchanged."""
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _LARGEST_JSON = 64 << 20
-_SAMPLED = 1 << 16
-_COMPARED = 1 << 24
-"""Numbers of two tensors that are compared at a time."""
+_SAMPLE_BYTES = 1 << 16
+_COMPARED_NUMBERS = 1 << 24
+"""Number of elements of two tensors that are compared at a time."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     file: str
@@ -44,13 +44,13 @@ class Stored(NamedTuple):
 
 
 class Folder:
-    """The model in a folder. Opening reads the headers of all files; nothing is executed.
+    """The model in a folder. Only headers and numbers are read; nothing is executed.
 
-    Raises `ConfigError` for a folder that has none, and for files that are damaged or contradict each other.
+    Raises `ConfigError` for a folder without a model, and for files that are damaged or contradict each other.
     """
 
     def __init__(self, path: Path, key: str):
-        """`key` names in errors what asked for the folder."""
+        """`key` is the setting or command that names the folder, for error messages."""
         self.path, self._key = path, key
         if not path.is_dir():
             raise ConfigError(f"{key}: {path} is not a folder; name one with a config.json and safetensors files")
@@ -58,117 +58,127 @@ class Folder:
         self._headers: dict[str, dict[str, Any]] = {}
         self._descriptors: dict[str, int] = {}
 
-    def tensors(self, written: HuggingFace) -> dict[str, Stored]:
-        """What the files hold, by the names that the family has; without what it leaves out."""
-        found: dict[str, Stored] = {}
-        left_out = [re.compile(pattern) for pattern in written.left_out]
+    def tensors(self, hf_format: HuggingFace) -> dict[str, StoredTensor]:
+        """Returns the tensors in the files, by the family's names for them, without those that the family ignores."""
+        tensors: dict[str, StoredTensor] = {}
+        left_out = [re.compile(pattern) for pattern in hf_format.left_out]
         for file in self._files():
-            opened = self._opened(file)
-            for name in sorted(opened):
-                here = _renamed(name, written.renamed)
-                if any(pattern.fullmatch(one) for pattern in left_out for one in (name, here)):
+            header = self._header(file)
+            for name in sorted(header):
+                our_name = _rename(name, hf_format.renamed)
+                if any(pattern.fullmatch(either) for pattern in left_out for either in (name, our_name)):
                     continue
-                if here in found:
-                    raise ConfigError(f"{self._key}: {here} is in {found[here].file} and in {file}; remove one of them")
-                kind = opened[name]["dtype"]
-                if kind not in DTYPES:
+                if our_name in tensors:
                     raise ConfigError(
-                        f"{self._key}: {printable(name)} in {self.path / file} is of type {kind}; those that are read "
-                        f"are {', '.join(DTYPES)}"
+                        f"{self._key}: {our_name} is in {tensors[our_name].file} and in {file}; remove one of them"
                     )
-                shape, (begin, _) = tuple(opened[name]["shape"]), opened[name]["data_offsets"]
-                found[here] = Stored(file, shape, DTYPES[kind], begin)
-        return found
+                dtype_code = header[name]["dtype"]
+                if dtype_code not in DTYPES:
+                    raise ConfigError(
+                        f"{self._key}: {printable(name)} in {self.path / file} is of type {dtype_code}; supported "
+                        f"types are {', '.join(DTYPES)}"
+                    )
+                shape, (begin, _) = tuple(header[name]["shape"]), header[name]["data_offsets"]
+                tensors[our_name] = StoredTensor(file, shape, DTYPES[dtype_code], begin)
+        return tensors
 
-    def check(self, definition: Definition) -> tuple[Parts, dict[str, Stored]]:
-        """Returns the model's parameters, by their names in a checkpoint, and the tensors, if they are those of this
-        model. Names what is missing, too much or of another shape."""
-        parts, written = parts_of(definition), definition.family.hugging_face
-        assert written is not None
-        found = self.tensors(written)
-        wanted = {part.name: part for several in parts.values() for part in several}
-        for name, part in wanted.items():
-            if name not in found:
-                close = nearest(name, sorted(found)) if len(found) < 5000 else ""
-                raise ConfigError(f"{self._key}: {self.path} lacks the tensor {name}; {close}".rstrip("; "))
-            if found[name].shape != part.whole:
+    def check(self, definition: Definition) -> tuple[Parts, dict[str, StoredTensor]]:
+        """Returns the model's parameters, by their names in a checkpoint, and its tensors. Raises `ConfigError` for a
+        tensor that is missing, unexpected or of another shape."""
+        parts, hf_format = parts_of(definition), definition.family.hugging_face
+        assert hf_format is not None
+        tensors = self.tensors(hf_format)
+        expected = {part.name: part for tensor_parts in parts.values() for part in tensor_parts}
+        for name, part in expected.items():
+            if name not in tensors:
+                suggestion = nearest(name, sorted(tensors)) if len(tensors) < 5000 else ""
+                raise ConfigError(f"{self._key}: {self.path} lacks the tensor {name}; {suggestion}".rstrip("; "))
+            tensor = tensors[name]
+            if tensor.shape != part.tensor_shape:
                 raise ConfigError(
-                    f"{self._key}: {name} in {self.path / found[name].file} is {list(found[name].shape)}, and by "
-                    f"{CONFIG} it must be {list(part.whole)}"
+                    f"{self._key}: {name} in {self.path / tensor.file} has the shape {list(tensor.shape)}, but "
+                    f"{CONFIG} requires {list(part.tensor_shape)}"
                 )
         tied = definition.family.config.tie_embeddings
-        unused = {written.ends["head.kernel"].name} if tied else set()  # some files have the embedding twice
-        if stray := sorted(found.keys() - wanted.keys() - unused):
+        unused = {hf_format.ends["head.kernel"].name} if tied else set()  # some files have the embedding twice
+        if unexpected := sorted(tensors.keys() - expected.keys() - unused):
             raise ConfigError(
-                f"{self._key}: {self.path / found[stray[0]].file} has the tensor "
-                f"{listed([printable(name) for name in stray], 1)}, which a model of {CONFIG} does not; without it the "
-                "model would compute something else"
+                f"{self._key}: {self.path / tensors[unexpected[0]].file} has the tensor "
+                f"{listed([printable(name) for name in unexpected], 1)}, which the model of {CONFIG} does not have; "
+                "without it the model would compute something else"
             )
-        by_name = {name.replace(".", "/"): several for name, several in parts.items()}
-        return by_name, {name: found[name] for name in wanted}
+        by_name = {name.replace(".", "/"): tensor_parts for name, tensor_parts in parts.items()}
+        return by_name, {name: tensors[name] for name in expected}
 
-    def refuse_another_head(self, family: Family) -> None:
-        """Raises `ConfigError` if the files have an output head that is not the embedding, for a config that ties both.
+    def check_tied_head(self, family: Family) -> None:
+        """Raises `ConfigError` if the config ties head and embedding, but the files have a head that differs from the
+        embedding.
 
-        transformers then computes with the head, against the config.
+        In that case transformers uses the head, contrary to the config.
         """
-        written = family.hugging_face
-        if not family.config.tie_embeddings or written is None:
+        hf_format = family.hugging_face
+        if not family.config.tie_embeddings or hf_format is None:
             return
-        found = self.tensors(written)
-        names = [written.ends[name].name for name in ("head.kernel", "embedding.table")]
-        if any(name not in found or len(found[name].shape) != 2 for name in names):
+        tensors = self.tensors(hf_format)
+        names = [hf_format.ends[name].name for name in ("head.kernel", "embedding.table")]
+        if any(name not in tensors or len(tensors[name].shape) != 2 for name in names):
             return
-        head, embedding = (found[name] for name in names)
-        if head.shape == embedding.shape and self._hold_the_same(head, embedding):
+        head, embedding = (tensors[name] for name in names)
+        if head.shape == embedding.shape and self._are_equal(head, embedding):
             return
         raise ConfigError(
-            f"{self._key}: {self.path / CONFIG} says tie_word_embeddings, and {names[0]} in {self.path / head.file} "
-            f"holds something else than {names[1]}; set tie_word_embeddings to false to use both, or remove {names[0]}"
+            f"{self._key}: {self.path / CONFIG} sets tie_word_embeddings, but {names[0]} in {self.path / head.file} "
+            f"differs from {names[1]}; set tie_word_embeddings to false to use both, or remove {names[0]}"
         )
 
-    def _hold_the_same(self, one: Stored, other: Stored) -> bool:
-        """Whether two matrices have the same numbers, compared some rows at a time."""
-        rows, columns = one.shape
-        step = max(1, _COMPARED // columns)
+    def _are_equal(self, first: StoredTensor, second: StoredTensor) -> bool:
+        """Returns True if two matrices have the same numbers. It compares some rows at a time."""
+        rows, columns = first.shape
+        step = max(1, _COMPARED_NUMBERS // columns)
         for top in range(0, rows, step):
-            pieces = [np.empty((min(step, rows - top), columns), stored.dtype) for stored in (one, other)]
-            for stored, piece in zip((one, other), pieces, strict=True):
+            pieces = [np.empty((min(step, rows - top), columns), stored.dtype) for stored in (first, second)]
+            for stored, piece in zip((first, second), pieces, strict=True):
                 self.read(stored, (top, 0), piece)
             if not np.array_equal(pieces[0].astype(np.float32), pieces[1].astype(np.float32)):
                 return False
         return True
 
     def fingerprint(self) -> str:
-        """Tells copies of one model from those of another: by config, headers, and some of the numbers of each file."""
-        found = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        """Returns a digest that is equal for copies of a model. It covers the config, headers, and a sample of the
+        numbers of each file."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for file in self._files():
-            found.update(json.dumps([file, self._opened(file)], sort_keys=True).encode())
+            digest.update(json.dumps([file, self._header(file)], sort_keys=True).encode())
             descriptor = self._descriptor(file)
             middle = os.fstat(descriptor).st_size // 2
-            found.update(os.pread(descriptor, _SAMPLED, middle))
-        return found.hexdigest()[:16]
+            digest.update(os.pread(descriptor, _SAMPLE_BYTES, middle))
+        return digest.hexdigest()[:16]
 
-    def read(self, stored: Stored, offset: tuple[int, int], into: np.ndarray) -> int:
+    def read(self, stored: StoredTensor, offset: tuple[int, int], into: np.ndarray) -> int:
         """Fills a contiguous matrix with the rows and columns of a tensor from `offset` on; a vector is one column.
-        Returns how many bytes it took."""
+        Returns the number of bytes read."""
         rows, columns = into.shape
         width = stored.shape[1] if len(stored.shape) == 2 else 1
         try:
+            # Some of the columns, which are not contiguous in the file.
             if columns != width:
                 path, shape = self.path / stored.file, (stored.shape[0], width)
-                whole = np.memmap(path, stored.dtype, "r", stored.begin, shape)
-                into[...] = whole[offset[0] : offset[0] + rows, offset[1] : offset[1] + columns]
+                tensor = np.memmap(path, stored.dtype, "r", stored.begin, shape)
+                into[...] = tensor[offset[0] : offset[0] + rows, offset[1] : offset[1] + columns]
                 return into.nbytes
-            left, place = memoryview(into.view(np.uint8).reshape(-1)), stored.begin + offset[0] * width * into.itemsize
-            while left:
-                taken = os.preadv(self._descriptor(stored.file), [left], place)
-                if taken == 0:
+            # Whole rows. One call may read less than was asked for.
+            remaining = memoryview(into.view(np.uint8).reshape(-1))
+            position = stored.begin + offset[0] * width * into.itemsize
+            while remaining:
+                count = os.preadv(self._descriptor(stored.file), [remaining], position)
+                if count == 0:
                     raise OSError("the file has become shorter")
-                left, place = left[taken:], place + taken
+                remaining = remaining[count:]
+                position += count
         except OSError as error:
             raise UserError(
-                f"{self._key}: {self.path / stored.file} cannot be read: {error}; check that it is mounted and whole"
+                f"{self._key}: {self.path / stored.file} cannot be read: {error}; check that its file system is "
+                "mounted and the file complete"
             ) from error
         return into.nbytes
 
@@ -178,7 +188,7 @@ class Folder:
         self._descriptors.clear()
 
     def _files(self) -> list[str]:
-        """The files with tensors, sorted. All that they hold counts, whether the index names it or not."""
+        """Returns the files with tensors, sorted. All their tensors count, also those that are not in the index."""
         if (self.path / INDEX).is_file():
             return self._indexed()
         if (self.path / SINGLE).is_file():
@@ -188,13 +198,13 @@ class Folder:
         )
         if others:
             raise ConfigError(
-                f"{self._key}: {self.path} has {others[0]}, a pickle, which may run code and is not read; convert "
-                "it to safetensors"
+                f"{self._key}: {self.path} has {others[0]}, a pickle, which may run code and is not read; convert it "
+                "to safetensors"
             )
-        raise ConfigError(f"{self._key}: {self.path} has neither {SINGLE} nor {INDEX}")
+        raise ConfigError(f"{self._key}: {self.path} has neither {SINGLE} nor {INDEX}; name a folder with a model")
 
     def _indexed(self) -> list[str]:
-        """The files that the index names. Raises `ConfigError` if one lacks what the index says it has."""
+        """Returns the files that the index names. Raises `ConfigError` if a file lacks a tensor of the index."""
         index = read_json(self.path / INDEX, self._key).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ConfigError(f"{self._key}: {self.path / INDEX} has no weight_map of files; copy it again")
@@ -213,35 +223,36 @@ class Folder:
         others = [file for file in files if file != SINGLE]
         if others and (self.path / SINGLE).is_file():
             raise ConfigError(
-                f"{self._key}: {self.path} has {SINGLE} and {INDEX}, which names {printable(others[0])}, and programs "
-                f"differ in which they read (transformers: {SINGLE}); remove {SINGLE}, or {INDEX} and its files"
+                f"{self._key}: {self.path} has both {SINGLE} and {INDEX}, which names {printable(others[0])}, and it "
+                f"depends on the program which it reads (transformers: {SINGLE}); remove {SINGLE}, or {INDEX} and its "
+                "files"
             )
         for file in files:
             names = {name for name in index if index[name] == file}
-            if missing := sorted(names - set(self._opened(file))):
+            if missing := sorted(names - set(self._header(file))):
                 raise ConfigError(
                     f"{self._key}: {self.path / file} lacks the tensor {printable(missing[0])}, which {INDEX} says "
                     "is there; copy both again"
                 )
         return files
 
-    def _opened(self, file: str) -> dict[str, Any]:
-        """The header of a file that the library has found sound, by name; places count from the file's beginning."""
+    def _header(self, file: str) -> dict[str, Any]:
+        """Returns the header of a file that the library accepts, by tensor; offsets count from the file's beginning."""
         if file not in self._headers:
             path = self.path / file
             try:
                 with safe_open(path, "numpy"):
-                    pass
+                    pass  # raises for a damaged file
                 with path.open("rb") as opened:
                     length = int.from_bytes(opened.read(8), "little")
                     header = json.loads(opened.read(length))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(
-                    f"{self._key}: {path} is not a whole safetensors file: {printable(str(error))}; copy it again"
+                    f"{self._key}: {path} is not a complete safetensors file: {printable(str(error))}; copy it again"
                 ) from error
             header.pop("__metadata__", None)
-            for about in header.values():
-                about["data_offsets"] = [8 + length + place for place in about["data_offsets"]]
+            for entry in header.values():
+                entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
             self._headers[file] = header
         return self._headers[file]
 
@@ -252,26 +263,29 @@ class Folder:
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError` if there is none."""
+    """Returns the object in a JSON file. Raises `ConfigError` if there is none."""
     try:
         if path.stat().st_size > _LARGEST_JSON:
-            raise ConfigError(f"{key}: {path} is larger than {_LARGEST_JSON >> 20} MiB, which no such file is")
+            raise ConfigError(
+                f"{key}: {path} is larger than {_LARGEST_JSON >> 20} MiB, too large for such a file; copy it again"
+            )
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{key}: {path} is not there; name a folder that has it") from None
+        raise ConfigError(f"{key}: {path} does not exist; name a folder that has it") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {printable(str(error))}; copy it again") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{key}: {path} must be an object; copy it again")
+        raise ConfigError(f"{key}: {path} must be a JSON object; copy it again")
     return tree
 
 
 def json_bytes(tree: dict[str, Any], **options: Any) -> bytes:
-    """Returns an object as the content of a JSON file, as Hugging Face lays it out; `options` are `json_text`'s."""
+    """Returns an object as the content of a JSON file in Hugging Face's layout; `options` are `json_text`'s."""
     return (json_text(tree, indent=2, sort_keys=True, **options) + "\n").encode()
 
 
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+def _rename(name: str, renamed: Mapping[str, str]) -> str:
+    """Returns the name with a prefix of `renamed` replaced, if it has one."""
     for theirs, ours in renamed.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)

@@ -1,6 +1,7 @@
-"""A folder of Hugging Face as a run directory with one checkpoint, of step 0, made layer by layer in NumPy.
+"""Converts a folder of Hugging Face to a run directory with one checkpoint, of step 0, layer by layer in NumPy.
 
-So that it can be trained further (`run.init_from`), sampled from and compared like any other; no accelerator is needed.
+The run can then be trained further (`run.init_from`), sampled from and compared like any other. The conversion needs no
+accelerator.
 """
 
 import secrets
@@ -26,8 +27,8 @@ from jaxmnt.data.tokenizer import TOKENIZER_FILE, HuggingFace
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.config import read_config
-from jaxmnt.huggingface.folder import CONFIG, Folder, Stored, read_json
-from jaxmnt.huggingface.tensors import Part, rounded
+from jaxmnt.huggingface.folder import CONFIG, Folder, StoredTensor, read_json
+from jaxmnt.huggingface.tensors import Part, round_to
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family, family_class
 from jaxmnt.storage import publish
@@ -35,14 +36,14 @@ from jaxmnt.strict_json import json_text
 
 STEP = 0
 _LONGEST = 4096
-"""What `data.sequence_length` is said to be, where the model does not tell how long its texts may be."""
+"""`data.sequence_length` for a model whose config.json does not limit the length of texts."""
 
 
-def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None]) -> Path:
-    """Writes a new run directory, and returns where its checkpoint is.
+def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[str], None]) -> Path:
+    """Writes a new run directory, and returns the path of its checkpoint.
 
-    `dtype` is that of the parameters, float32 or bfloat16. `tell` hears the name of each. Raises `ConfigError` for a
-    folder that is not a known model, and for a directory that is there already.
+    `dtype` is that of the parameters, float32 or bfloat16. `report_progress` is called with the name of each parameter.
+    Raises `ConfigError` if the folder has no known model, or if the directory exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder")
@@ -51,7 +52,7 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None])
     assert rows is not None
     definition = define(build_family(config.model, rows))
     parts, stored = folder.check(definition)
-    folder.refuse_another_head(definition.family)
+    folder.check_tied_head(definition.family)
     tokenizer = tokenizer_in(folder, rows)
     path = out / CHECKPOINTS / str(STEP)
     path.parent.mkdir(parents=True)
@@ -59,12 +60,12 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None])
     writer = Writer(path)
     try:
         for name, leaf in named({"params": definition.abstract}).items():
-            tell(name)
+            report_progress(name)
             writer.create(name, leaf.shape, np.dtype(dtype))
             for start, array in _layers(folder, parts[name.removeprefix("params/")], stored, leaf):
-                writer.write(name, start, rounded(array, np.dtype(dtype), name))
+                writer.write(name, start, round_to(array, np.dtype(dtype), name))
     except ConfigError:
-        shutil.rmtree(out)  # which this call has made
+        shutil.rmtree(out)  # this call has created it
         raise
     folder.close()
     run = secrets.token_hex(6)
@@ -72,20 +73,20 @@ def make_run(folder: Folder, out: Path, dtype: str, tell: Callable[[str], None])
     commit(path, Manifest(run, STEP, writer.finish(), tree, tokens=0, data={}, loss=None, lineage=[]))
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     publish(out / RUN_FILE, json_text({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
-    companions.keep(out, companions.found_in(folder.path))
+    companions.write_to_run(out, companions.read_files(folder.path))
     if tokenizer is not None:
         run_tokenizer.write_to_run(out, tokenizer)
     return path
 
 
 def config_for(folder: Folder, out: Path, dtype: str) -> Config:
-    """The config of a run of this model: its section `model`, and the longest texts that it is made for."""
+    """Returns the config of a run of this model: its section `model`, and the longest text that the model supports."""
     settings = read_config(folder.config, str(folder.path / CONFIG))
-    written = family_class(settings["family"]).hugging_face
-    assert written is not None
-    own = folder.config.get(written.nested[1], folder.config) if written.nested else folder.config
-    longest = own.get("max_position_embeddings", written.assumed.get("max_position_embeddings", _LONGEST))
-    longest = settings.get("max_positions", longest)
+    hf_format = family_class(settings["family"]).hugging_face
+    assert hf_format is not None
+    text_config = folder.config.get(hf_format.nested[1], folder.config) if hf_format.nested else folder.config
+    default = hf_format.assumed.get("max_position_embeddings", _LONGEST)
+    longest = settings.get("max_positions", text_config.get("max_position_embeddings", default))
     return parse_config(
         {
             "run": {"dir": str(out)},
@@ -98,14 +99,15 @@ def config_for(folder: Folder, out: Path, dtype: str) -> Config:
 
 
 def tokenizer_in(folder: Folder, rows: int) -> RunTokenizer | None:
-    """The tokenizer of a folder, as a run keeps it; None if there is no tokenizer.json and its tokens are not bytes.
+    """Returns the tokenizer of a folder in the form that a run stores. Returns None if there is no tokenizer.json and
+    the tokens are not bytes, or if no token ends a text.
 
-    What ends a document is what its config says ends a text, `eos_token`. Raises `ConfigError` if the tokenizer has
-    more ids than the model has `rows`.
+    The end of a document is the `eos_token` of tokenizer_config.json. Raises `ConfigError` if the tokenizer has ids
+    beyond the model's `rows`.
     """
     path = folder.path / TOKENIZER_FILE
     if not path.is_file():
-        return companions.bytes_of(folder, rows)
+        return companions.bytes_tokenizer(folder, rows)
     end = None
     if (folder.path / "tokenizer_config.json").is_file():
         end = read_json(folder.path / "tokenizer_config.json", "tokenizer").get("eos_token")
@@ -113,19 +115,21 @@ def tokenizer_in(folder: Folder, rows: int) -> RunTokenizer | None:
     ids = HuggingFace(path).ids
     if isinstance(end, str) and end not in ids:
         raise ConfigError(f"{path} has no token {printable(end)}, which tokenizer_config.json names; copy both again")
-    found = HuggingFace(path, end if isinstance(end, str) else None)
-    ordinary = max((number for word, number in ids.items() if word not in found.special), default=0)
-    if ordinary >= rows:  # Gemma 3's text models have one special token more than rows
+    tokenizer = HuggingFace(path, end if isinstance(end, str) else None)
+    # Special tokens do not count: Gemma 3's text models have one more than rows.
+    largest_id = max((number for word, number in ids.items() if word not in tokenizer.special), default=0)
+    if largest_id >= rows:
         raise ConfigError(
-            f"{path} has ids up to {ordinary}, and the model {rows} rows; it is not the model's tokenizer"
+            f"{path} has ids up to {largest_id}, but the model has {rows} rows, so it is not the model's tokenizer; "
+            "copy the right one"
         )
-    if found.end_of_document is None or found.end_of_document >= rows:
-        return None  # nothing says what ends a text, so generate has to be told
-    return RunTokenizer(found.description, rows, path.read_text(encoding="utf-8"))
+    if tokenizer.end_of_document is None or tokenizer.end_of_document >= rows:
+        return None  # no token ends a text, so generate needs --tokenizer
+    return RunTokenizer(tokenizer.description, rows, path.read_text(encoding="utf-8"))
 
 
-def _layers(folder: Folder, parts: list[Part], stored: dict[str, Stored], leaf: jax.ShapeDtypeStruct) -> Any:
-    """Each layer of a parameter, or all of it, with the index where it begins."""
+def _layers(folder: Folder, parts: list[Part], stored: dict[str, StoredTensor], leaf: jax.ShapeDtypeStruct) -> Any:
+    """Yields each layer of a parameter, or all of it if it is not stacked, with the index at which it begins."""
     stacked = len(leaf.shape) > len(parts[0].shape)
     for number, part in enumerate(parts):
         matrix = np.empty(part.matrix, stored[part.name].dtype)

@@ -1,7 +1,7 @@
-"""Which tensors of Hugging Face a model's parameters are, and how one becomes the other.
+"""The mapping between a model's parameters and tensors of Hugging Face.
 
-A tensor is looked at as a matrix, rows before columns as they lie in the file; a vector has one column. Several
-parameters may share one: then each is a part of its outputs.
+A tensor is treated as a matrix with the rows and columns of the file; a vector has one column. Several parameters may
+share a tensor: then each is a part of its outputs.
 """
 
 import math
@@ -18,11 +18,11 @@ from jaxmnt.parallel.sharding import parameter_name
 
 
 class Part(NamedTuple):
-    """What one tensor has of a parameter: all of it, or one layer of a stack."""
+    """The part of a parameter that one tensor has: all of it, or one layer of a stack."""
 
     tensor: Tensor
     shape: tuple[int, ...]
-    """Of the parameter, or of one layer's."""
+    """Shape of the parameter, or of one layer of it."""
 
     @property
     def name(self) -> str:
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the parameter's part of the tensor."""
+        """The number of rows and columns of the tensor that belong to the parameter."""
         if self.tensor.inputs == 0:
             return math.prod(self.shape), 1
         inputs = math.prod(self.shape[: self.tensor.inputs])
@@ -38,7 +38,7 @@ class Part(NamedTuple):
         return (outputs, inputs) if self.tensor.transposed else (inputs, outputs)
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def tensor_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor in its file."""
         rows, columns = self.matrix
         if self.tensor.inputs == 0:
@@ -47,69 +47,73 @@ class Part(NamedTuple):
 
     @property
     def offset(self) -> tuple[int, int]:
-        """The row and column of the tensor at which the part begins; of a vector, the place and 0."""
+        """The row and column of the tensor at which the part begins; for a vector, the index and 0."""
         rows, columns = self.matrix
         part = self.tensor.part
         by_rows = self.tensor.transposed or self.tensor.inputs == 0
         return (part * rows, 0) if by_rows else (0, part * columns)
 
     def to_parameter(self, matrix: Any) -> Any:
-        """Our array from rows and columns, in NumPy or JAX."""
-        turned = self.tensor.transposed and self.tensor.inputs > 0
-        return (matrix.T if turned else matrix).reshape(self.shape)
+        """Returns the parameter's array from its matrix of rows and columns, in NumPy or JAX."""
+        is_transposed = self.tensor.transposed and self.tensor.inputs > 0
+        return (matrix.T if is_transposed else matrix).reshape(self.shape)
 
 
 Parts = dict[str, list[Part]]
-"""Of each parameter, such as layers.attention.query: one, or one for each layer of its stack."""
+"""Tensors of each parameter, such as layers.attention.query: one, or one for each layer of its stack."""
 
 
 def parts_of(definition: Definition) -> Parts:
-    """For each parameter, such as layers.attention.query, its tensors: one, or one for each layer of its stack.
+    """Returns the tensors of each parameter, such as layers.attention.query: one, or one for each layer of its stack.
 
-    Raises `ConfigError` for a family that is not in the files of Hugging Face.
+    Raises `ConfigError` for a family that Hugging Face does not have.
     """
-    written = definition.family.hugging_face
-    if written is None:
+    hf_format = definition.family.hugging_face
+    if hf_format is None:
         raise ConfigError(
-            f"model.family: {definition.family.config.family} says nothing of Hugging Face's names; add hugging_face "
-            "to the class (docs/models.md)"
+            f"model.family: {definition.family.config.family} does not define its tensors in files of Hugging Face; "
+            "add hugging_face to the class (docs/models.md)"
         )
     numbers = _layer_numbers(definition)
-    found = {}
+    parts = {}
     for path, leaf in jax.tree.leaves_with_path(definition.abstract):
         name = parameter_name(path)
-        group, _, rest = name.partition(".")
-        tensors, key, shape, layers = written.ends, name, leaf.shape, range(1)
-        if group in numbers:
-            place, _, inner = rest.partition(".")
-            tensors, shape = written.layer, leaf.shape[1:]
-            key, layers = (inner, numbers[group][int(place)]) if place.isdecimal() else (rest, numbers[group][0])
+        group, _, in_group = name.partition(".")
+        if group not in numbers:
+            tensors, key, shape, layers = hf_format.ends, name, leaf.shape, range(1)
+        else:
+            tensors, key, shape, layers = hf_format.layer, in_group, leaf.shape[1:], numbers[group][0]
+            # With several layers in its pattern, the group's tree has an index for each of them.
+            index, _, in_layer = in_group.partition(".")
+            if index.isdecimal():
+                key, layers = in_layer, numbers[group][int(index)]
         if key not in tensors:
-            raise ConfigError(f"model.family: its hugging_face says nothing of {key} (of {name}); add its tensor")
+            raise ConfigError(f"model.family: its hugging_face lacks {key} (parameter {name}); add its tensor")
         tensor = tensors[key]
-        found[name] = [Part(tensor._replace(name=tensor.name.format(layer)), shape) for layer in layers]
-    return found
+        parts[name] = [Part(tensor._replace(name=tensor.name.format(layer)), shape) for layer in layers]
+    return parts
 
 
 def _layer_numbers(definition: Definition) -> dict[str, list[range]]:
-    """For each group and each place of its pattern, which of the model's layers its units are."""
+    """Returns, for each group and each entry of its pattern, the numbers of its layers in the model."""
     numbers, first = {}, 0
     for group in definition.groups:
         length = len(group.pattern)
-        numbers[group.name] = [range(first + place, first + group.num_layers, length) for place in range(length)]
+        numbers[group.name] = [range(first + index, first + group.num_layers, length) for index in range(length)]
         first += group.num_layers
     return numbers
 
 
-def rounded(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """Returns the array in another dtype. Raises `ConfigError` if a finite number is not finite there."""
+def round_to(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Returns the array in another dtype. Raises `ConfigError` if a finite number overflows."""
     with np.errstate(over="ignore"):
         rounded = array.astype(dtype)
-    lost = np.isfinite(array) & ~np.isfinite(rounded)
-    if not lost.any():
+    overflowed = np.isfinite(array) & ~np.isfinite(rounded)
+    if not overflowed.any():
         return rounded
     wider = "bfloat16" if dtype == np.float16 else "float32"
     largest = float(ml_dtypes.finfo(dtype).max)
     raise ConfigError(
-        f"--dtype: {name} holds {float(array[lost][0]):g}, and {dtype.name} ends at {largest:g}; choose {wider}"
+        f"--dtype: {name} holds {float(array[overflowed][0]):g}, but the largest number of {dtype.name} is "
+        f"{largest:g}; choose {wider}"
     )

@@ -27,9 +27,9 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
 from jaxmnt.huggingface.fits import (
     SCHEME,
+    check_compatible,
+    check_same_parameters,
     folder_origin,
-    refuse_other_arrays,
-    refuse_what_does_not_fit,
     run_origin,
 )
 from jaxmnt.huggingface.folder import Folder
@@ -230,7 +230,7 @@ def begin(config: Config, data: Sources, run: str) -> ResumePoint:
         return ResumePoint(run)
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
     tokenizer = lambda: tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder)
-    fits = lambda origin: refuse_what_does_not_fit(origin, config.model, tokenizer(), config.run.init_from_changes)
+    fits = lambda origin: check_compatible(origin, config.model, tokenizer(), config.run.init_from_changes)
     if config.run.init_from and source.startswith(SCHEME):
         folder = Folder(Path(source.removeprefix(SCHEME)), key)
         remarks = fits(folder_origin(folder, key))
@@ -238,7 +238,7 @@ def begin(config: Config, data: Sources, run: str) -> ResumePoint:
     checkpoint = find(source, key)
     origin = run_origin(source, checkpoint, key)
     remarks = fits(origin)
-    refuse_other_arrays(origin, checkpoint, config.model)
+    check_same_parameters(origin, checkpoint, config.model)
     if config.run.init_from:
         return ResumePoint(run, checkpoint=checkpoint, kind="init", remarks=remarks)
     if checkpoint.step >= config.train.steps:

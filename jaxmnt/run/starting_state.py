@@ -145,8 +145,10 @@ def _note_what_it_is(run: CompiledRun) -> None:
         write_to_run(where, tokenizer)
     if start.kind != "own":
         source = config.run.init_from or config.run.fork_from
-        files = companions.fitting(companions.of_source(start.weights, source, start.checkpoint), tokenizer)
+        files = companions.match_tokenizer(
+            companions.read_source_files(start.weights, source, start.checkpoint), tokenizer
+        )
         for where in places if files else []:
-            companions.keep(where, files)
+            companions.write_to_run(where, files)
     for change in start.changes:
         run.events.write("config_change", **change._asdict())
