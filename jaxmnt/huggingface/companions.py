@@ -75,7 +75,8 @@ def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:
 
     Other ids that end a text, such as the end of a turn, are preserved.
     """
-    end, end_token = tokenizer.end_of_document, tokenizer.description.get("end_token")
+    end = tokenizer.end_of_document
+    end_token = tokenizer.description.get("end_token")
     changed = dict(files)
     for name in sorted({CONFIG, GENERATION} & files.keys()) if end is not None else []:
         tree = json.loads(files[name])

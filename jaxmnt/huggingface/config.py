@@ -177,7 +177,8 @@ def _check_can_be_written(model: Model, hf_format: HuggingFace) -> None:
 
 def _family_of(tree: Tree) -> tuple[str, HuggingFace, Tree]:
     """Returns the family, its format, and the part of the config.json that describes it."""
-    known_families, model_type = families(), tree.get("model_type")
+    known_families = families()
+    model_type = tree.get("model_type")
     if "quantization_config" in tree:
         raise ConfigError("quantization_config: quantised weights are not supported; use the original ones")
     for family, hf_format in known_families.values():
@@ -266,7 +267,8 @@ def _base_and_scaling(parameters: Tree, tree: Tree, hf_format: HuggingFace) -> d
 
 def _local_theta(sliding: Tree, tree: Tree, hf_format: HuggingFace) -> float:
     """Returns the base of rotary positions in layers with a window."""
-    older_key, default = "rope_local_base_freq", hf_format.assumed.get("rope_theta", 10000.0)
+    older_key = "rope_local_base_freq"
+    default = hf_format.assumed.get("rope_theta", 10000.0)
     if older_key in hf_format.assumed:
         return _above(1, older_key, sliding.get("rope_theta", tree.get(older_key, hf_format.assumed[older_key])))
     local = _above(1, f"rope_parameters.{_SLIDING}.rope_theta", sliding.get("rope_theta", default))
@@ -367,7 +369,8 @@ _REQUIRED_SCALING_KEYS = ("factor", "original_max_position_embeddings", "low_fre
 
 def _read_windows(tree: Tree, family: str, reads_pattern: bool, layers: int) -> dict[str, Any]:
     """Reads `model.sliding_window_pattern`. Raises `ConfigError` for windows that the family does not support."""
-    kind, types = family_class(family), tree.get("layer_types")
+    kind = family_class(family)
+    types = tree.get("layer_types")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise ConfigError(f"layer_types must be a list of {layers}, one for each layer; correct it")
     if "sliding_window_pattern" not in kind.settings:

@@ -308,8 +308,10 @@ def _copy(
     export: Export, reader: Reader, parameter: str, layer_range: LayerRange, path: Path, offsets: dict[str, int]
 ) -> digest.Lanes:
     """Copies layers of a parameter into their tensors, piece by piece, and returns their part of the array's digest."""
-    name, parts = _checkpoint_name(parameter), export.parts[parameter]
-    shape, total = export.checkpoint.manifest.arrays[name].shape, digest.ZERO
+    name = _checkpoint_name(parameter)
+    parts = export.parts[parameter]
+    shape = export.checkpoint.manifest.arrays[name].shape
+    total = digest.ZERO
     stacked = len(shape) > len(parts[0].shape)
     layer_bounds = (layer_range.begin, layer_range.end) if stacked else None
     for start, index in _pieces(reader.chunk(name), shape, layer_bounds):

@@ -85,7 +85,8 @@ class Folder:
     def check(self, definition: Definition) -> tuple[Parts, dict[str, StoredTensor]]:
         """Returns the model's parameters, by their names in a checkpoint, and its tensors. Raises `ConfigError` for a
         tensor that is missing, unexpected or of another shape."""
-        parts, hf_format = parts_of(definition), definition.family.hugging_face
+        parts = parts_of(definition)
+        hf_format = definition.family.hugging_face
         assert hf_format is not None
         tensors = self.tensors(hf_format)
         expected = {part.name: part for tensor_parts in parts.values() for part in tensor_parts}
@@ -162,8 +163,8 @@ class Folder:
         try:
             # Some of the columns, which are not contiguous in the file.
             if columns != width:
-                path, shape = self.path / stored.file, (stored.shape[0], width)
-                tensor = np.memmap(path, stored.dtype, "r", stored.begin, shape)
+                shape = (stored.shape[0], width)
+                tensor = np.memmap(self.path / stored.file, stored.dtype, "r", stored.begin, shape)
                 into[...] = tensor[offset[0] : offset[0] + rows, offset[1] : offset[1] + columns]
                 return into.nbytes
             # Whole rows. One call may read less than was asked for.

@@ -94,7 +94,8 @@ class Softmax(NamedTuple):
     @staticmethod
     def initial(q_NRQK: Array, sinks_H: Array | None) -> "Softmax":
         """Returns the softmax before the first key. It includes the sink, if there is one, which has no value."""
-        shape, values_NRQK = q_NRQK.shape[:-1], jnp.zeros(q_NRQK.shape, jnp.float32)
+        shape = q_NRQK.shape[:-1]
+        values_NRQK = jnp.zeros(q_NRQK.shape, jnp.float32)
         if sinks_H is None:
             return Softmax(jnp.full(shape, _HIDDEN, jnp.float32), jnp.zeros(shape, jnp.float32), values_NRQK)
         largest_NRQ = jnp.broadcast_to(_sinks_by_group(sinks_H, q_NRQK), shape)
@@ -215,12 +216,16 @@ class Inputs(NamedTuple):
 def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
     inputs, a_BLHK, log_sum_NRL = saved
     batch, length, heads, _ = gradient_BLHK.shape
-    groups, dtype = inputs.k_BLGK.shape[2], gradient_BLHK.dtype
+    groups = inputs.k_BLGK.shape[2]
+    dtype = gradient_BLHK.dtype
+
+    # The dot product of output and gradient is the same for all keys of a query, so it is computed once.
     dot_BLH1 = jnp.sum(gradient_BLHK.astype(jnp.float32) * a_BLHK, axis=-1, keepdims=True)
     dot_NRL = _by_group(dot_BLH1, groups)[..., 0]
     queries = Queries(_by_group(inputs.q_BLHK, groups), _by_group(gradient_BLHK, groups), log_sum_NRL, dot_NRL)
     backward = _long_backward if length > 2 * BLOCK else _short_backward
     q_gradient_NRLK, sums = backward(options, queries, _keys(inputs), length)
+
     by_kv_head = lambda x_NKL: _by_head(x_NKL.swapaxes(1, 2)[:, None].astype(dtype), groups, length)
     sinks_gradient_H = None
     if inputs.sinks_H is not None:
@@ -236,7 +241,8 @@ def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradien
 def attend_blockwise(options: ScoreOptions, inputs: Inputs) -> tuple[Array, tuple[Inputs, Array, Array]]:
     """Returns causal attention [B, L, H, K]. The output and the logarithms of sums have the checkpoint name
     `attention`: if they are saved, backward does not recompute attention."""
-    length, groups = inputs.q_BLHK.shape[1], inputs.k_BLGK.shape[2]
+    length = inputs.q_BLHK.shape[1]
+    groups = inputs.k_BLGK.shape[2]
     q_NRLK = _by_group(inputs.q_BLHK, groups)
     forward = _long_forward if length > 2 * BLOCK else _short_forward
     a_NRLK, log_sum_NRL = forward(options, q_NRLK, _keys(inputs), inputs.sinks_H, length)
@@ -247,7 +253,10 @@ def attend_blockwise(options: ScoreOptions, inputs: Inputs) -> tuple[Array, tupl
 
 
 def _keys(inputs: Inputs) -> Keys:
-    k_NLK, v_NLK = (_by_group(x, inputs.k_BLGK.shape[2])[:, 0] for x in (inputs.k_BLGK, inputs.v_BLGK))
+    """Returns keys, values and segments in the layout of blocks."""
+    groups = inputs.k_BLGK.shape[2]
+    k_NLK = _by_group(inputs.k_BLGK, groups)[:, 0]
+    v_NLK = _by_group(inputs.v_BLGK, groups)[:, 0]
     return Keys(k_NLK, v_NLK, None if inputs.segments_BL is None else _pad(inputs.segments_BL))
 
 
@@ -290,7 +299,8 @@ def _short_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Ar
 
 def _short_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
     """Returns the gradients: of queries in their dtype, of keys and values in float32."""
-    sums, q_gradients = _zero_sums(keys), []
+    sums = _zero_sums(keys)
+    q_gradients = []
     for block in _halves(length, options.window):
         block_queries = Queries(*map(block.slice_queries, queries))
         zeros_NRQK = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32)

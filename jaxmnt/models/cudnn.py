@@ -71,7 +71,8 @@ class _Documents(NamedTuple):
         # A document begins at each row's first token, and wherever the segment changes.
         begins_BL = jnp.ones(segments_BL.shape, bool).at[:, 1:].set(segments_BL[:, 1:] != segments_BL[:, :-1])
         begins_T = begins_BL.reshape(-1)
-        tokens, per_call = begins_T.size, documents_per_call(*segments_BL.shape)
+        tokens = begins_T.size
+        per_call = documents_per_call(*segments_BL.shape)
         # Each token may be a document.
         size = -(-tokens // per_call) * per_call + 1
         begin = jnp.nonzero(begins_T, size=size, fill_value=tokens)[0].astype(jnp.int32)
@@ -96,6 +97,7 @@ class _Call(NamedTuple):
 
 
 def _call(documents: _Documents, number: Array, per_call: int) -> _Call:
+    """Returns the documents of call `number`."""
     first_C1 = jax.lax.dynamic_slice_in_dim(documents.begin, number * per_call, per_call + 1)
     document_T = documents.of_token_T - number * per_call
     inside_T = (document_T >= 0) & (document_T < per_call)
@@ -108,7 +110,8 @@ def _for_each_call(
     segments_BL: Array, fill: Callable[[_Call, tuple[Array, ...]], tuple[Array, ...]], like: Any
 ) -> tuple[Array, ...]:
     """Folds `fill(call, arrays)` over the calls, from zeros with the shapes and dtypes of `like`."""
-    documents, per_call = _Documents.from_segments(segments_BL), documents_per_call(*segments_BL.shape)
+    documents = _Documents.from_segments(segments_BL)
+    per_call = documents_per_call(*segments_BL.shape)
     calls = -(-documents.total // per_call)
     step = lambda number, arrays: fill(_call(documents, number, per_call), arrays)
     empty = tuple(jnp.zeros(array.shape, array.dtype) for array in like)
@@ -220,7 +223,9 @@ def cudnn_forward(
 ) -> tuple[Array, Array]:
     """Returns the output [B, L, H, K] and the statistics, float32 [C, H, L], of the tokens of these documents. Other
     tokens are left uninitialised."""
-    empty, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    empty = jnp.zeros(0, q_BLHK.dtype)
+    documents = _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    # The empty operands are the bias and the page tables, which this form does not use.
     a_BLHK, statistics_CHL = _jax().forward.bind(
         q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, is_training=True, **_settings(options)
     )
@@ -240,7 +245,8 @@ def cudnn_backward(
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients of queries, keys and values for the tokens of these documents. Other tokens are left
     uninitialised."""
-    empty, documents = jnp.zeros(0, q_BLHK.dtype), _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    empty = jnp.zeros(0, q_BLHK.dtype)
+    documents = _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
     q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _jax().backward.bind(
         q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, statistics_CHL, a_BLHK, gradient_BLHK,
         **_settings(options),
@@ -249,6 +255,7 @@ def cudnn_backward(
 
 
 def _settings(options: ScoreOptions) -> dict[str, Any]:
+    """Returns the static parameters of both primitives."""
     return {"scale": options.scale, "sliding_window_length": options.window, **_jax().settings}
 
 

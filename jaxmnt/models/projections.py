@@ -110,7 +110,8 @@ def _scatter_to_heads(gradient: Array, weight: Array, heads: HeadIndices) -> Arr
 
 
 def _project(mode: ProductMode, x: Array, weight: Array) -> Array:
-    matrix, shape = _matrix(x, weight), (*x.shape[:2], *weight.shape[x.ndim - 2 :])
+    matrix = _matrix(x, weight)
+    shape = (*x.shape[:2], *weight.shape[x.ndim - 2 :])
     flat = x.reshape(-1, matrix.shape[0])
     return (flat @ matrix if mode is None else float8.product(mode, flat, matrix)).reshape(shape)
 
@@ -126,7 +127,8 @@ def _x_gradient(mode: ProductMode, gradient: Array, weight: Array, like: Array) 
 def _weight_gradient(mode: ProductMode, x: Array, gradient: Array, like: Array) -> Array:
     """Returns the gradient of a weight with the shape of `like`."""
     matrix = _matrix(x, like)
-    flat, x_matrix = gradient.reshape(-1, matrix.shape[1]), x.reshape(-1, matrix.shape[0])
+    flat = gradient.reshape(-1, matrix.shape[1])
+    x_matrix = x.reshape(-1, matrix.shape[0])
     weight_gradient = x_matrix.T @ flat if mode is None else float8.weight_gradient(mode, x_matrix, flat, matrix.dtype)
     return weight_gradient.reshape(like.shape)
 

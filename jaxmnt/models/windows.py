@@ -39,7 +39,8 @@ class Alternating(Family):
     attention: type[AlternatingAttention]
 
     def groups(self) -> list[LayerGroup]:
-        layers, length = self.config.num_layers, self.config.sliding_window_pattern or self.pattern_length
+        layers = self.config.num_layers
+        length = self.config.sliding_window_pattern or self.pattern_length
         pattern = (LOCAL,) * (length - 1) + (GLOBAL,)
         groups = [
             LayerGroup("layers", pattern, layers // length),
