@@ -156,7 +156,7 @@ def test_one_file_of_weights_beside_an_index_of_others_is_refused(folder):
     index = {"weight_map": dict.fromkeys(arrays, "model-00001-of-00001.safetensors")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(
-        ConfigError, match=r"has model\.safetensors and model\.safetensors\.index\.json, which names mod"
+        ConfigError, match=r"has both model\.safetensors and model\.safetensors\.index\.json, which names mod"
     ):
         convert_folder(path)
     (path / "model.safetensors").unlink()

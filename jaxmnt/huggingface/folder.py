@@ -224,9 +224,9 @@ class Folder:
         others = [file for file in files if file != SINGLE]
         if others and (self.path / SINGLE).is_file():
             raise ConfigError(
-                f"{self._key}: {self.path} has both {SINGLE} and {INDEX}, which names {printable(others[0])}, and it "
-                f"depends on the program which it reads (transformers: {SINGLE}); remove {SINGLE}, or {INDEX} and its "
-                "files"
+                f"{self._key}: {self.path} has both {SINGLE} and {INDEX}, which names {printable(others[0])}, and "
+                f"programs differ in which of them they read (transformers: {SINGLE}); remove {SINGLE}, or {INDEX} and "
+                "its files"
             )
         for file in files:
             names = {name for name in index if index[name] == file}
