@@ -1,1 +1,1 @@
-"""The program of a cluster that is not there: compiled, measured, and read."""
+"""Plans for a cluster that need not exist: compiles its program, predicts its time and memory, and explains both."""

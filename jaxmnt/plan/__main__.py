@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from jaxmnt.plan.search import Search
 
 COMPILED = 6
-"""Ways that are compiled by default."""
+"""Default number of candidates to compile."""
 _PRECISIONS = ("bfloat16", "float8")
 _MOST_GPUS = 16384
-"""Up to which a least number is looked for."""
+"""Largest number of GPUs per run, and the limit of the search for the least number that fits."""
 
 
 def main(arguments: list[str]) -> int:
@@ -69,7 +69,7 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
 def _estimate(
     search: "Search", counts: list[int], request: "PlanRequest", options: argparse.Namespace, work: Work
 ) -> int:
-    """Answers without compiling."""
+    """Prints estimates without compiling anything, and returns the exit code."""
     from jaxmnt.plan.estimated import best_of, fastest, show_estimates
 
     ways = [one for gpus in counts for one in fastest(search, gpus, request)]
@@ -141,7 +141,7 @@ def _answer(search: "Search", gpus: int, request: "PlanRequest", count: int, wor
 
 
 def _does_not_fit(search: "Search", answers: "list[Answer]", work: Work) -> str:
-    """With the least number of GPUs on which the run was compiled and fits."""
+    """Returns the error message, with the least number of GPUs for which the run was compiled and fits."""
     from jaxmnt.plan.candidates import numbers_of_gpus
     from jaxmnt.plan.search import describe
     from jaxmnt.units import size
@@ -170,7 +170,7 @@ def _does_not_fit(search: "Search", answers: "list[Answer]", work: Work) -> str:
 
 
 def _write(path: Path, options: argparse.Namespace, best: "Priced") -> None:
-    """The config with the winner's settings: the file's keys, the overrides, and these."""
+    """Writes the config with the winner's settings: the file's keys, then the overrides, then these."""
     from jaxmnt.config.load import with_settings
 
     write_file(path, with_settings(options.config, options.overrides, best.plan.candidate.settings))
@@ -178,7 +178,7 @@ def _write(path: Path, options: argparse.Namespace, best: "Priced") -> None:
 
 
 def _wish(options: argparse.Namespace, config: Config) -> "PlanRequest":
-    """Raises `ConfigError` for a goal that is not one, and for costs without a price."""
+    """Reads the goal from the options. Raises `ConfigError` for an unknown goal, and for `cost` without a price."""
     from jaxmnt.plan.answer import PlanRequest
 
     by, tokens = "time", None

@@ -1,4 +1,4 @@
-"""What a search has found: for each number of GPUs the plans that fit, what they cost to the goal, and why."""
+"""The result of a search: for each number of GPUs the plans that fit, what they cost to the goal, and why."""
 
 import itertools
 import math
@@ -17,25 +17,25 @@ from jaxmnt.units import size, span
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the run is for."""
+    """The goal of the run."""
 
     tokens: float
     by: str
-    """What ranks numbers of GPUs: `time` or `cost`."""
+    """How to rank plans and numbers of GPUs: `time` or `cost`."""
     price: float | None
-    """Of an hour of a GPU."""
+    """Price of one GPU-hour."""
     hours_between_failures: float | None = None
     restart_seconds: float = RESTART_SECONDS
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan, and what it takes to the goal."""
+    """A plan with the time and money that it takes to the goal."""
 
     plan: Plan
     gpus: int
     tokens_per_second: float
-    """Of a GPU."""
+    """Tokens per second of each GPU."""
     mfu: float | None
     faults: Faults
     goal: Goal
@@ -62,16 +62,16 @@ class Priced:
 
 @dataclass(frozen=True)
 class Answer:
-    """For one number of GPUs."""
+    """The candidates and plans for one number of GPUs."""
 
     gpus: int
     guesses: list[Guess]
     priced: list[Priced]
-    """Those that reach the goal first; empty if nothing fits."""
+    """Plans that fit, sorted by their time to the goal; empty if nothing fits."""
 
 
 def priced(search: Search, plan: Plan, request: PlanRequest, flops_per_token: float, peak: float | None) -> Priced:
-    """What a plan takes to the goal. `peak` are the FLOP/s of a GPU by which utilisation is told."""
+    """Computes what a plan takes to the goal. `peak` is the FLOP/s of a GPU on which the MFU is based."""
     memory, gpus = plan.report["memory"], plan.candidate.gpus
     faults, goal = to_goal(search, plan.candidate, plan.seconds, memory["params"] + memory["optimizer"], request)
     data = search.config.data
@@ -83,7 +83,8 @@ def priced(search: Search, plan: Plan, request: PlanRequest, flops_per_token: fl
 def to_goal(
     search: Search, one: Candidate, step_seconds: float, state: float, request: PlanRequest
 ) -> tuple[Faults, Goal]:
-    """What fails on the way, and what it takes, with steps of `step_seconds` and `state` bytes on each device."""
+    """Returns the failures to expect and the time and cost to the goal, with steps of `step_seconds` and `state` bytes
+    on each device."""
     data = search.config.data
     faults = faults_of(
         # Replicas hold the same: each host writes its share of one copy.
@@ -95,7 +96,7 @@ def to_goal(
 
 
 def winner(answers: Sequence[Answer], request: PlanRequest) -> Priced | None:
-    """The plan that reaches the goal first, or for the least money; at a tie with fewer GPUs."""
+    """Returns the plan that reaches the goal first or at the least cost; on a tie, the one with fewer GPUs."""
     found = [one for answer in answers for one in answer.priced]
     cost = lambda goal: math.inf if goal.cost is None else goal.cost
     value = cost if request.by == "cost" else lambda goal: goal.seconds
@@ -103,12 +104,12 @@ def winner(answers: Sequence[Answer], request: PlanRequest) -> Priced | None:
 
 
 _WORTH = 0.8
-"""Of what more GPUs promise, what they must hold for the curve to go on."""
+"""Scaling exponent below which adding GPUs stops paying off: the share of a proportional speed-up that must remain."""
 
 
 def knee(answers: Sequence[Answer]) -> int | None:
-    """The number of GPUs beyond which more of them shorten the run by less than 80 % of their share; None if all do
-    better."""
+    """Returns the number of GPUs beyond which more of them attain less than 80 % of a proportional speed-up; None if
+    all attain it."""
     found = [(answer.gpus, answer.priced[0].goal.seconds) for answer in answers if answer.priced]
     found = [(gpus, seconds) for gpus, seconds in found if math.isfinite(seconds)]
     for (fewer, before), (gpus, seconds) in itertools.pairwise(found):
@@ -118,7 +119,7 @@ def knee(answers: Sequence[Answer]) -> int | None:
 
 
 def reasons(search: Search, answer: Answer) -> list[str]:
-    """Why the winner is as it is, in numbers."""
+    """Explains in numbers why the winner wins."""
     best = answer.priced[0].plan
     if answer.gpus == 1:
         return ["there is one GPU: nothing is split"]
@@ -130,7 +131,7 @@ def reasons(search: Search, answer: Answer) -> list[str]:
 
 
 def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
-    """Whether data parallelism alone fits."""
+    """States whether data parallelism alone fits."""
     if best.candidate.data == answer.gpus:
         return "data parallelism alone fits, and nothing is faster"
     alone = [guess for guess in answer.guesses if guess.candidate.data == answer.gpus]
@@ -148,7 +149,7 @@ def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
 
 
 def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
-    """What tensor and pipeline parallelism cost or save here."""
+    """States what tensor and pipeline parallelism would cost or save."""
     found, fit = [], [guess for guess in answer.guesses if search.fits(guess)]
     for axis, name in ((axis.name, axis.parallelism) for axis in reversed(AVAILABLE_AXES) if axis.parallelism):
         size = lambda guess, axis=axis: getattr(guess.candidate, axis)
@@ -176,7 +177,7 @@ def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
 
 
 def _zero(search: Search, answer: Answer, best: Plan) -> str | None:
-    """What the other ZeRO stages of the winner's mesh would take and need."""
+    """States the time and memory of the winner's mesh with the other ZeRO stages; None if none was estimated."""
     zero = best.candidate.zero
     others = [
         f"{guess.candidate.zero} is {_estimated(guess, best)} and needs {size(search.peak(guess))}"
@@ -188,7 +189,8 @@ def _zero(search: Search, answer: Answer, best: Plan) -> str | None:
 
 
 def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
-    """What a faster mesh lacks: of those that are estimated to be faster and do not fit, the one that lacks least."""
+    """Names what a faster mesh lacks: of the meshes estimated to be faster that do not fit, the one that needs least
+    memory."""
     faster = [guess for guess in answer.guesses if guess.seconds < 0.99 * best.guess.seconds and not search.fits(guess)]
     if not faster:
         return None
@@ -200,7 +202,8 @@ def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
 
 
 def advice(search: Search, best: Priced) -> list[str]:
-    """What could be better than the winner, by the rules of `report --advise` as far as a plan can tell."""
+    """Lists possible improvements over the winner, by the rules of `report --advise` as far as a plan can apply
+    them."""
     plan, config = best.plan, search.config
     seconds, found = plan.seconds, []
     if plan.prediction.exposed > EXPOSED * seconds:

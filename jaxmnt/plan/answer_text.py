@@ -1,4 +1,4 @@
-"""A search's answer as text for a person."""
+"""Formats the result of a search as text."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _SHOWN = 6
 
 
 def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest, best: Priced) -> str:
-    """All of it; `best` is the winner among all numbers of GPUs."""
+    """Returns the whole answer; `best` is the winner among all numbers of GPUs."""
     data = search.config.data
     network, chip = search.network, search.chip
     batch = data.global_batch_size * data.sequence_length
@@ -40,7 +40,7 @@ def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest
 
 
 def _answer(best: Priced, request: PlanRequest) -> str:
-    """What a person wants to know, in a line: time and money, each with the range that a step's time has."""
+    """Returns the headline: time and money, each with the range of the predicted step time."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     return (
         f"answer  {count(request.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
@@ -93,7 +93,8 @@ def _ranked(answer: Answer) -> list[str]:
 
 
 def _of_the_best(best: Priced, known: str) -> list[str]:
-    """`known` is how it is known that the run fails so often."""
+    """Returns the winner's step breakdown, failures and settings. `failure_source` says where the failure rate comes
+    from."""
     faults, found = best.faults, best.plan.prediction
     parts = ", ".join(
         f"{name} {seconds_text(value)}"

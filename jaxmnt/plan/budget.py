@@ -1,7 +1,7 @@
-"""A compiled program against its budget: the bytes that it sends, and the least that its scheme needs.
+"""Compares a compiled program with its budget: the bytes that it sends, and the minimum that its scheme needs.
 
-Bytes that one device sends, with the algorithms that send least: (n - 1) / n of the whole to gather or to scatter it
-among n devices, twice that to reduce it everywhere. Written out in docs/parallelism.md.
+All bytes are per device, for bandwidth-optimal algorithms: (n - 1) / n of the whole array to gather or to scatter it
+among n devices, and twice that to all-reduce it. docs/parallelism.md derives the formulas.
 """
 
 import math
@@ -34,12 +34,12 @@ from jaxmnt.training.trained import names_of
 from jaxmnt.units import size
 
 Least = dict[tuple[str, str], float]
-"""(kind, axis) → bytes."""
+"""Bytes by (kind, axis)."""
 
 
 def least(spec: StepSpec) -> Least:
-    """What the scheme needs, by kind of collective and mesh axis. Left out is what is small: single numbers, scales,
-    biases, and the loss's sums over the vocabulary, which `small` bounds."""
+    """Returns the bytes that the scheme needs, by kind of collective and mesh axis. It leaves out small arrays:
+    scalars, scales, biases, and the loss's sums over the vocabulary, which `small_traffic_bound` bounds."""
     config, placement = spec.config, spec.placement
     microbatches, stages, shares = spec.num_microbatches, placement.stages, placement.sizes
     work = microbatches * spec.schedule.chunks
@@ -82,7 +82,7 @@ def least(spec: StepSpec) -> Least:
 
 
 def gathered_in_float8(spec: StepSpec) -> set[str]:
-    """Names of parameters."""
+    """Returns the names of the parameters that are gathered in float8."""
     if not spec.float8:
         return set()
     axes, seen = spec.definition.axes, engine.trace_step(spec).gathered_in_float8
@@ -96,8 +96,8 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
 
 
 def small(spec: StepSpec) -> float:
-    """A bound of what `least` leaves out, in bytes a step: scales and biases, and five numbers a token of the loss, in
-    every tick of a pipeline."""
+    """Returns an upper bound, in bytes per step, of what `minimum_traffic` leaves out: scales and biases, and five
+    numbers per token of the loss in every tick of a pipeline."""
     vectors = [leaf for _, leaf, names in parameters_of(spec) if SCALES_AND_BIASES & {*names}]
     elements = sum(map(numbers_a_device, vectors))
     tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
@@ -105,8 +105,8 @@ def small(spec: StepSpec) -> float:
 
 
 def ideal_state_bytes(spec: StepSpec) -> float:
-    """Bytes of parameters and optimizer state on a device if all were split over every axis; over replicas if the rules
-    say so."""
+    """Returns the bytes of parameters and optimizer state per device if all were split over every axis, except over
+    replicas unless the rules split over them."""
     state, placement = abstract_state(spec), spec.placement
     replicas = math.prod(placement.sizes[axis] for axis in REPLICA_AXES if axis not in placement.mesh_axes("embed"))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state["params"], state["optimizer"])))
@@ -114,12 +114,13 @@ def ideal_state_bytes(spec: StepSpec) -> float:
 
 
 def _weights(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
-    """All parameters but scales and biases, with their names and logical axes."""
+    """Returns all parameters except scales and biases, with their names and logical axes."""
     return [(name, leaf, names) for name, leaf, names in parameters_of(spec) if not SCALES_AND_BIASES & {*names}]
 
 
 def notes(spec: StepSpec) -> list[str]:
-    """What lies otherwise than a plain reading of the config would have it."""
+    """Lists what differs from a plain reading of the config: padding, uneven splits, layouts, settings without
+    effect."""
     model, placement, found = spec.config.model, spec.placement, []
     for axis, key, extent in (
         ("vocab", "model.vocab_size", model.vocab_size),
@@ -163,7 +164,7 @@ def notes(spec: StepSpec) -> list[str]:
 
 
 def _without_effect(spec: StepSpec) -> list[str]:
-    """Names settings that the config asks for and that change nothing on this mesh, each with the reason."""
+    """Names settings of the config that change nothing on this mesh, each with the reason."""
     config, placement = spec.config, spec.placement
     on_cpus = placement.mesh.size > 1 and placement.on_cpu
     alone = placement.stages == 1
@@ -187,7 +188,8 @@ def counted(microbatches: int) -> str:
 
 
 def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
-    """The pipeline's schedule in numbers; None without a pipeline. Idle is a share of a stage's time."""
+    """Returns the pipeline's schedule in numbers; None without a pipeline. `idle_percent` is a share of a stage's
+    time."""
     schedule = spec.schedule
     if schedule.stages == 1:
         return None
@@ -209,8 +211,8 @@ Report = dict[str, Any]
 def make_report(
     spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip | None, rates: Rates | None = None
 ) -> Report:
-    """Compiles the step for the spec's devices and says all about it. What `chip` they are says what memory they have,
-    and how long a step takes, if no other rates are given."""
+    """Compiles the step for the spec's devices and reports everything about it. `chip` sets their memory, and also
+    their rates unless `rates` is given."""
     rates = rates_of(chip) if rates is None and chip is not None else rates
     state = abstract_state(spec)
     started = time.perf_counter()
@@ -249,7 +251,7 @@ def make_report(
 
 
 def parameters(spec: StepSpec) -> list[dict[str, Any]]:
-    """One entry a parameter, as it is placed."""
+    """Returns one entry per parameter with its placement."""
     placement = spec.placement
     return [
         {
@@ -265,14 +267,14 @@ def parameters(spec: StepSpec) -> list[dict[str, Any]]:
 
 
 def replayed(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], rates: Rates | None) -> Timeline:
-    """A step of the compiled program, by the rates of its devices if they are known."""
+    """Replays a step of the compiled program at the rates of its devices, if known."""
     devices = list(spec.placement.mesh.devices.flat)
     host_of = [hosts(device) for device in devices].__getitem__
     return play(Program(text), len(devices), rates, host_of, _share(spec))
 
 
 def step_times(timeline: Timeline) -> dict[str, float]:
-    """What a step takes by the replay, and what of that is communication that nothing hides."""
+    """Returns the time of the replayed step, and its share of communication that no work hides."""
     communication = sum(played.seconds for played in timeline.collectives)
     return {
         "step_seconds": round(timeline.seconds, 4),
@@ -288,12 +290,12 @@ _DIGITS = {
     "times": 3, "bytes_sent": None, "seconds": 6, "exposed_seconds": 6, "flops_meanwhile": None,
     "work_seconds_meanwhile": 6,
 }  # fmt: skip
-"""The numbers of a collective in a report, and to how many digits they are rounded."""
+"""Numbers of a collective in a report, and the digits that each is rounded to (None: to an integer)."""
 
 
 def traffic(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
-    """The collectives of a step by kind, axis and dtype: executions, bytes that a device sends, seconds that they take
-    and for which the device waits, and the FLOPs of products and attention behind which they are."""
+    """Sums up the collectives of a step by kind, axis and dtype: executions, bytes sent per device, seconds they take,
+    seconds the device waits for them, and the FLOPs of matrix products and attention that run meanwhile."""
     axis_of = _axis_names(spec)
     host = np.array([hosts(device) for device in spec.placement.mesh.devices.flat])
     sums: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(len(_DIGITS)))
@@ -313,7 +315,7 @@ def traffic(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], in
 
 
 def rounds(spec: StepSpec, timeline: Timeline) -> list[dict[str, Any]]:
-    """The collectives of each round of a loop, and when in it they begin, are over, and are waited for, in seconds."""
+    """Returns, for each loop body, its collectives with the seconds at which they begin, end, and are waited for."""
     axis_of = _axis_names(spec)
     return [
         {
@@ -340,7 +342,7 @@ _LEAST_SHARE = 0.002
 
 
 def other_work(timeline: Timeline) -> list[dict[str, Any]]:
-    """What takes longest of a step besides products, attention and communication: arrays that are read and written."""
+    """Lists the slowest work besides matrix products, attention and communication: arrays that are read and written."""
     return [
         {
             "what": one.instruction.where.rsplit("/", 1)[-1] or one.instruction.opcode,
@@ -359,7 +361,7 @@ _SCOPES = (engine.ENTER, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.LE
 
 
 def _round_name(one: Round) -> str:
-    """What a round computes, by the engine's scopes in it: a layer, the loss, or more than one of these."""
+    """Names what a round computes by the engine's scopes in it: a layer, the loss, or several of these."""
     names = {
         engine.BACKWARD: "a layer backward", engine.FORWARD: "a layer forward", engine.LOSS: "the loss",
         engine.ENTER: "the embedding", engine.LEAVE: "the embedding backward",
@@ -371,7 +373,7 @@ def _round_name(one: Round) -> str:
 
 
 def _share(spec: StepSpec) -> Callable[[str], float | None]:
-    """How often a condition in the loop over ticks is true, by the scope that is under it."""
+    """Returns a function that maps an operation's scope to how often its condition in the loop over ticks is true."""
     schedule = spec.schedule
     work = schedule.microbatches * schedule.chunks / schedule.ticks
     passing = schedule.microbatches / schedule.ticks
@@ -388,7 +390,7 @@ def _share(spec: StepSpec) -> Callable[[str], float | None]:
 
 
 def _axis_names(spec: StepSpec) -> Callable[[Collective], str]:
-    """Returns what names the mesh axes along which a collective's groups go."""
+    """Returns a function that names the mesh axes along which a collective's groups run."""
     sizes = {axis: size for axis, size in spec.placement.sizes.items() if size > 1}
     count = spec.placement.mesh.size
     places = np.stack(np.unravel_index(np.arange(count), list(sizes.values()) or [1]), axis=1)

@@ -1,4 +1,4 @@
-"""What was measured on hosts at hand, in a file: it counts instead of what tables say of their devices. No JAX."""
+"""Rates measured on the user's own hosts, stored in a file. They replace the table values of those devices. No JAX."""
 
 import math
 from dataclasses import replace
@@ -20,17 +20,18 @@ class _Part(BaseModel):
 
 
 class Products(_Part):
-    """FLOP/s at all combinations of sizes of m, n and k, the last one fastest."""
+    """FLOP/s of matrix products at all combinations of sizes of m, n and k, k fastest."""
 
     dtype: str
     gradient: bool
-    """Whether rows are added up, as in a weight's gradient."""
+    """True if the product contracts over rows, as a weight's gradient does."""
     sizes: tuple[PositiveFloat, ...]
     rates: tuple[PositiveFloat, ...]
 
 
 class Attention(_Part):
-    """FLOP/s of the pairs that a causal mask leaves, in long rows, and the length at which half of that is attained."""
+    """FLOP/s of attention on long rows, over the pairs that a causal mask leaves, and the row length that attains
+    half."""
 
     forward: PositiveFloat
     backward: PositiveFloat
@@ -38,7 +39,8 @@ class Attention(_Part):
 
 
 class Collective(_Part):
-    """Seconds of one: `start`, `step` for each step of a ring, and its bytes at `rate` a second."""
+    """Duration of one collective in seconds: `start`, `step` for each step of a ring, and its bytes at `rate` per
+    second."""
 
     kind: str
     place: str
@@ -48,31 +50,31 @@ class Collective(_Part):
 
 
 class Calibration(_Part):
-    """Of devices of one kind. Rates are a second's, of one device while all compute."""
+    """Measured rates of devices of one kind. They are per second and per device, while all devices compute."""
 
     format: PositiveInt = FORMAT
     kind: str
-    """As JAX names the device."""
+    """JAX's name of the device."""
     devices: PositiveInt
     hosts: PositiveInt
     date: str
     software: dict[str, str]
     products: tuple[Products, ...]
     memory: PositiveFloat
-    """Bytes, by what is neither a product nor attention."""
+    """Bytes per second of work that is neither a matrix product nor attention."""
     instruction: float
-    """Seconds that each instruction takes at least."""
+    """Minimum seconds of each instruction."""
     page_faults: float
-    """Seconds of the kernel for each byte of temporary memory that it maps anew for each step."""
+    """Seconds that the kernel takes per byte of temporary memory that it maps anew in each step."""
     attention: Attention | None = None
-    """None where attention is made of products."""
+    """None where attention consists of matrix products."""
     to_host: PositiveFloat | None = None
-    """Bytes to the host's memory, where a device has its own."""
+    """Bytes per second to the host's memory, if a device has memory of its own."""
     collectives: tuple[Collective, ...] = ()
 
     def rates(self, table: Rates | None) -> Rates:
-        """Those that were measured, and of the others what the table says. Without a table attention is products, and
-        collectives that were not measured take no time: see `check_fits`."""
+        """Returns the measured rates, and the table's rates for what was not measured. Without a table, attention runs
+        at the rate of matrix products, and collectives that were not measured take no time: see `check_fits`."""
         curves = {(one.dtype, GRADIENT if one.gradient else ""): Curve(one.sizes, one.rates) for one in self.products}
         largest = {dtype: max(curve.rates) for (dtype, gradient), curve in curves.items() if not gradient}
         collectives = {(one.kind, one.place): CollectiveRate(one.start, one.step, one.rate) for one in self.collectives}
@@ -104,7 +106,7 @@ class Calibration(_Part):
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises `ConfigError` for a file that is none."""
+    """Reads a calibration file. Raises `ConfigError` if it is not one."""
     try:
         found = Calibration.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -121,8 +123,8 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def check_fits(calibration: Calibration, path: Path, chip: Chip | None, hosts: int, devices: int) -> None:
-    """Raises `ConfigError` for a calibration of other devices than the plan's (virtual CPU devices without a chip), and
-    for one that has not measured where the plan sends, if there is no table that says it."""
+    """Raises `ConfigError` if a calibration is of other devices than the plan's (virtual CPU devices without a chip),
+    or if it lacks a link that the plan uses and no table has."""
     kind = CPU if chip is None else chip.kind
     if calibration.kind != kind:
         raise ConfigError(f"--calibration: {path} was measured on {calibration.kind}, and the plan is for {kind}")
@@ -136,7 +138,7 @@ def check_fits(calibration: Calibration, path: Path, chip: Chip | None, hosts: i
 
 
 def summary(calibration: Calibration) -> str:
-    """In one line."""
+    """Summarises a calibration in one line."""
     best = ", ".join(
         f"{max(one.rates) / 1e12:.3g} TFLOP/s in {one.dtype}" for one in calibration.products if not one.gradient
     )

@@ -1,4 +1,4 @@
-"""The ways in which a run can be spread over a number of GPUs, and the rule by which some are left out unseen."""
+"""Enumerates the ways to spread a run over a number of GPUs, and the rule that prunes some without an estimate."""
 
 import itertools
 import math
@@ -18,22 +18,22 @@ _MOST_STAGES = 64
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh and what goes with it; everything else is the config's."""
+    """A mesh and the settings that depend on it; everything else comes from the config."""
 
     data: int
     pipeline: int
     fsdp: int
     model: int
     rows: int
-    """Of a microbatch on a batch shard."""
+    """Rows of a microbatch on one batch shard."""
     microbatches: int
     chunks: int
     remat: str
     zero: int
     splits_hosts: bool = False
-    """Whether `model` is split over several hosts of a rack whose GPUs all reach each other by NVLink."""
+    """True if `model` spans several hosts of a rack whose GPUs are all connected by NVLink."""
     precision: str | None = None
-    """None: the config's."""
+    """Precision to set; None keeps the config's."""
 
     @property
     def gpus(self) -> int:
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By dotted keys of the config. What the mesh does not have is set back to its default."""
+        """Settings by dotted config key. Settings that the mesh does not use are reset to their defaults."""
         several = self.pipeline > 1
         return {
             **{f"mesh.{axis}": size for axis, size in self.mesh.items()},
@@ -63,19 +63,20 @@ class Candidate:
         }
 
     def applied_to(self, config: Config) -> Config:
-        """The config with these settings. What does not divide is found when it is built."""
+        """Returns the config with these settings. Sizes that do not divide are reported when the spec is built."""
         return config.changed(self.settings)
 
 
 def precision_setting(precision: str | None) -> dict[str, Any]:
-    """Returns the setting by its key; none for the config's own precision."""
+    """Returns the precision setting by its key; empty for the config's own precision."""
     return {} if precision is None else {"train.precision": precision}
 
 
 def candidates(
     config: Config, gpus: int, network: Network, *, precisions: Sequence[str | None] = (None,), pruned: bool = True
 ) -> Iterator[Candidate]:
-    """All that divide, in a fixed order. `pruned` leaves out what the rule below says cannot be best."""
+    """Yields all candidates whose sizes divide, in a fixed order. `pruned` drops those that `_is_hopeless` rules
+    out."""
     for mesh in _meshes(config, gpus, network):
         rows_of_shard, uneven = divmod(config.data.global_batch_size, math.prod(mesh[axis] for axis in BATCH_AXES))
         if uneven:
@@ -98,7 +99,7 @@ def candidates(
 
 
 def _meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, int]]:
-    """Sizes by axis. The axes inside a host come first, and replicas are what is left."""
+    """Yields meshes as sizes by axis. Axes inside a host are split first; replicas take the remaining GPUs."""
     by_kind = lambda axis: (not axis.inside_host, axis.gathers_weights)
     searched = sorted((axis for axis in AVAILABLE_AXES if axis.name not in REPLICA_AXES), key=by_kind)
     yield from _splits(config, network, searched, gpus, {})
@@ -107,7 +108,7 @@ def _meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, i
 def _splits(
     config: Config, network: Network, axes: Sequence[Axis], left: int, sizes: dict[str, int]
 ) -> Iterator[dict[str, int]]:
-    """`sizes` with every size of each of `axes` that divides `left` and fits."""
+    """Yields `sizes` extended by every allowed size of each of `axes` that divides the `remaining` GPUs."""
     if not axes:
         yield {REPLICA_AXES[0]: left} | sizes
         return
@@ -117,7 +118,7 @@ def _splits(
 
 
 def _may_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
-    """Whether what an axis splits divides into so many parts."""
+    """Returns True if the dimensions that an axis splits divide into `size` parts."""
     model = config.model
     if axis.inside_host and size > network.domain:
         return False
@@ -129,18 +130,18 @@ def _may_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
 
 
 def _is_hopeless(one: Candidate) -> bool:
-    """The rule of the search: a pipeline with fewer microbatches than half of its stages is idle for most of the time,
-    and another schedule of the same stages, or fewer stages, is better."""
+    """Returns True for a pipeline with fewer microbatches than half of its stages. It is idle most of the time, so
+    another schedule of the same stages, or fewer stages, is better."""
     return one.pipeline > 1 and 2 * one.microbatches < one.pipeline
 
 
 def _divisors(number: int) -> list[int]:
-    """In rising order."""
+    """Returns the divisors of a number in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def numbers_of_gpus(per_host: int, most: int) -> Iterator[int]:
-    """Whole hosts, in steps of a quarter or less, up to `most`."""
+    """Yields numbers of GPUs that fill whole hosts, in steps of a quarter or less, up to `most`."""
     hosts = 1
     while hosts * per_host <= most:
         yield hosts * per_host

@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and what lies between hosts: the networks of the large clouds' machines. No JAX."""
+"""GPU data sheets, and the networks between hosts of the large clouds' machines. No JAX."""
 
 import tomllib
 from dataclasses import dataclass
@@ -10,35 +10,36 @@ from jaxmnt.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class Chip:
-    """What XLA asks about a GPU, and what its links are made for. Bandwidth in bytes a second, clock in GHz."""
+    """The properties of a GPU that XLA asks for, and its link speeds. Bandwidths are in bytes per second, the clock in
+    GHz."""
 
     kind: str
-    """As JAX names the device."""
+    """JAX's name of the device."""
     memory: int
     capability: tuple[int, int]
     cores: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     bandwidth: int
-    """Of its memory."""
+    """Memory bandwidth."""
     l2_cache: int
     clock: float
     shared_memory: int
     nvlink: float
-    """In one direction."""
+    """NVLink bandwidth in one direction."""
     generation: str
-    """Whose rates it attains: a key of `rates.ATTAINED`."""
+    """The key of its rates in `rates.ACHIEVED_SHARES`."""
     domain: int = 8
-    """GPUs that reach each other by NVLink; of a rack of 72 the 64 that jobs of 64, 128, … take."""
+    """GPUs connected by NVLink. For a rack of 72 it is 64, since jobs take 64, 128, … of them."""
     card_gigabits: float = 400
-    """Of the network card that each GPU has in its vendor's own system, in Gbit/s."""
+    """Speed of the network card that each GPU has in its vendor's own system, in Gbit/s."""
     to_host: float = 64e9
-    """Bytes a second to its host's memory: 16 lanes of PCIe of the fifth generation, or NVLink to a Grace."""
+    """Bytes per second to its host's memory: 16 lanes of PCIe 5.0, or NVLink to a Grace CPU."""
     power: float = 1.0
-    """Its limit of power as a share of what its generation was built for."""
+    """Power limit as a share of the power that its generation was built for."""
 
     @property
     def description(self) -> str:
-        """The target's configuration in XLA's text form."""
+        """The target's configuration in XLA's text format."""
         major, minor = self.capability
         return f"""
 gpu_device_info {{
@@ -59,7 +60,7 @@ device_description_str: "{self.kind}"
 
 
 def read_table(name: str) -> dict[str, Any]:
-    """Reads a TOML file beside this module."""
+    """Reads a TOML file from this module's folder."""
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
@@ -68,29 +69,29 @@ CHIPS = {name: Chip(**row | {"capability": tuple(row["capability"])}) for name, 
 
 
 def chip_of(kind: str) -> Chip | None:
-    """Returns the data sheet of devices that JAX names so; None for those that are not known, such as CPUs."""
+    """Returns the data sheet of the devices that JAX names `kind`; None for unknown ones, such as CPUs."""
     return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
 FABRIC_SHARES = {"infiniband": 0.9, "roce": 0.9, "efa": 0.8, "tcpxo": 0.85, "tcpx": 0.7, "ethernet": 0.7}
-"""What large collectives attain of a network card's rate. 370 to 390 GB/s of the 400 of eight InfiniBand cards are
-usual; those below are assumptions."""
+"""Share of a network card's rate that large collectives attain. With eight InfiniBand cards, 370 to 390 of 400 GB/s are
+usual; the lower shares are assumptions."""
 
 
 class Network(NamedTuple):
-    """What a GPU reaches others by: NVLink within its domain, and a share of the host's cards beyond."""
+    """A GPU's links to others: NVLink within its domain, and a share of the host's network cards beyond it."""
 
     domain: int
-    """GPUs that reach each other by NVLink: those of a host, or of a rack of GB200 or GB300."""
+    """GPUs connected by NVLink: those of a host, or of a rack of GB200 or GB300."""
     gigabits: float
-    """Of the cards between domains, for each GPU, in Gbit/s."""
+    """Speed of the network cards between domains, per GPU, in Gbit/s."""
     fabric: str = "infiniband"
     devices_per_host: int = 8
-    """GPUs of one operating system."""
+    """GPUs per operating system."""
 
     @property
     def between_hosts(self) -> float:
-        """Bytes a second that a GPU attains between domains."""
+        """Bytes per second that a GPU attains between domains."""
         return self.gigabits * 1e9 / 8 * FABRIC_SHARES[self.fabric]
 
 
@@ -100,7 +101,7 @@ class Instance(NamedTuple):
     chip: str
     gpus: int
     gigabits: float
-    """Of all its network cards together that GPUs can use."""
+    """Speed of all its network cards together, as far as GPUs can use them, in Gbit/s."""
     fabric: str
 
 
@@ -108,12 +109,12 @@ INSTANCES = {name: Instance(*row) for name, row in GPUS["instances"].items()}
 
 
 def network_of(chip: Chip) -> Network:
-    """That of its vendor's own systems."""
+    """Returns the network of the vendor's own systems."""
     return Network(chip.domain, chip.card_gigabits, devices_per_host=4 if chip.domain > 8 else 8)
 
 
 def find_target(name: str) -> tuple[Chip, Network]:
-    """Of a GPU's name, or of an instance type. Raises `ConfigError` with the nearest name."""
+    """Returns the chip and network of a GPU name or an instance type. Raises `ConfigError` with the nearest name."""
     if name in INSTANCES:
         instance = INSTANCES[name]
         chip = CHIPS[instance.chip]

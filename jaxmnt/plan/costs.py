@@ -1,8 +1,8 @@
-"""How long the instructions of a compiled program take at given rates: a roofline.
+"""Estimates how long the instructions of a compiled program take at given rates: a roofline model.
 
-What multiplies takes as long as its FLOPs need at the rate that its shape attains, or its bytes if they need longer;
-everything else as long as its bytes. What starts an instruction counts where it was measured. Not counted: that work
-beside communication is slower.
+An instruction that multiplies takes the time of its FLOPs at the rate of its shape, or of its bytes if that is longer;
+any other takes the time of its bytes. The overhead of an instruction counts if it was measured. The slowdown of work
+that runs beside communication is not included.
 """
 
 import math
@@ -20,7 +20,7 @@ _NAMES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "f64": "float
 
 
 class Costs:
-    """Of the instructions of one program."""
+    """Computes and caches the costs of one program's instructions."""
 
     def __init__(self, program: Program, rates: Rates):
         self._program, self._rates = program, rates
@@ -30,7 +30,7 @@ class Costs:
         }
 
     def of(self, computation: str, instruction: Instruction) -> tuple[float, float]:
-        """(seconds, FLOPs of products and attention)."""
+        """Returns (seconds, FLOPs of matrix products and attention) of an instruction."""
         key = (computation, instruction.name)
         if key not in self._known:
             self._known[key] = self._measured(computation, instruction)
@@ -45,7 +45,7 @@ class Costs:
         return seconds + self._rates.instruction, sum(flops for flops, _ in work)
 
     def _products(self, computation: str, instruction: Instruction) -> Iterator[tuple[float, float]]:
-        """(FLOPs, seconds) of each product in an instruction."""
+        """Yields (FLOPs, seconds) of each matrix product and attention call in an instruction."""
         if instruction.opcode == "fusion":
             assert instruction.callee is not None
             for inner in self._program.computations[instruction.callee]:
@@ -61,7 +61,8 @@ class Costs:
                 yield self._attention(computation, instruction, backward="Backward" in name)
 
     def _product(self, computation: str, instruction: Instruction, dimensions: str) -> tuple[float, float]:
-        """`dimensions` is the pattern of those of the left side that are named so."""
+        """Returns (FLOPs, seconds). `dimensions` is a pattern for the left operand's `contracting` or `batch`
+        dimensions."""
         dtype, shape = self._array(computation, instruction.operands[0])
         added, batch = (_places(dimensions.format(name), instruction.line) for name in ("contracting", "batch"))
         depth, times = (math.prod(shape[place] for place in places) for places in (added, batch))
@@ -82,7 +83,7 @@ class Costs:
         return self._named[computation][name].arrays[0]
 
     def moved(self, computation: str, instruction: Instruction) -> float:
-        """Bytes that an instruction reads and writes: of what it takes a slice of, the slice alone."""
+        """Returns the bytes that an instruction reads and writes. Of a sliced operand only the slice counts."""
         named = self._named[computation]
         if instruction.opcode == "fusion" and instruction.callee is not None:
             return self._moved_by_fusion(instruction.callee)
@@ -126,14 +127,14 @@ class Costs:
 
 
 def _places(pattern: str, line: str) -> list[int]:
-    """The numbers of dimensions that a pattern finds."""
+    """Returns the dimension numbers that a pattern captures."""
     found = re.search(pattern, line)
     return [int(place) for place in re.findall(r"\d+", found.group(1))] if found else []
 
 
 def _attention_flops(line: str, width: int, *, backward: bool) -> tuple[float, int]:
-    """(FLOPs, length of the rows) of cuDNN's fused attention: two products of queries with keys or values forward,
-    five backward, over the pairs that the mask leaves."""
+    """Returns (FLOPs, row length) of cuDNN's fused attention: two products of queries with keys or values forward, five
+    backward, over the pairs that the mask leaves."""
     shape = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', line)
     assert shape is not None, "cuDNN's attention says the shape of its scores"
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", shape.group(1)))

@@ -1,4 +1,4 @@
-"""`--dry-run`: what a config would do on a cluster, without the cluster, its data, or a step of training."""
+"""`--dry-run`: reports what a config would do on a cluster, without the cluster, its data, or a training step."""
 
 import argparse
 import math
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(options: argparse.Namespace) -> None:
-    """Raises `ConfigError` for options that make no sense together."""
+    """Raises `ConfigError` for options that cannot be combined."""
     names = ("devices", "target", "hosts", "devices_per_host", "calibration", "json")
     asked = [name for name in names if getattr(options, name)]
     if asked and not options.dry_run:
@@ -77,7 +77,7 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
 
 
 def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
-    """Returns what is printed."""
+    """Returns the plan as text or JSON."""
     calibration = None if options.calibration is None else read_calibration(options.calibration)
     keep_back_warnings_of_xla(options.debug)
     devices, hosts, chip, network = _cluster(config, options)
@@ -106,7 +106,7 @@ def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
 def _cluster(
     config: Config, options: argparse.Namespace
 ) -> "tuple[list[jax.Device], Callable[[jax.Device], int], Chip | None, Network | None]":
-    """The devices, which of them reach each other by fast links, what they are, and what lies between."""
+    """Returns the devices, a function that maps a device to its group of fast links, the chip, and the network."""
     if options.target is None:
         count = options.devices or _devices_of_mesh(config, "--devices")
         per_host = options.devices_per_host or DEVICES_PER_HOST
@@ -120,9 +120,10 @@ def _cluster(
 def cluster_size(
     config: Config, network: Network, hosts: int | None = None, devices_per_host: int | None = None
 ) -> tuple[int, int]:
-    """Returns the hosts of a target and the GPUs of each, of which a person may have said one, both or neither.
+    """Returns the number of hosts and the GPUs per host of a target, of which the user may have given neither, one or
+    both.
 
-    Raises `ConfigError` where the mesh does not say how many GPUs there are.
+    Raises `ConfigError` if the mesh does not determine the number of GPUs.
     """
     if hosts is not None and _axis_of_the_rest(config) is not None:
         return hosts, devices_per_host or network.devices_per_host
@@ -134,12 +135,12 @@ def cluster_size(
 
 
 def _axis_of_the_rest(config: Config) -> str | None:
-    """Returns the axis whose size is -1: it takes the devices that the other axes leave."""
+    """Returns the axis of size -1, which takes the devices that the other axes leave; None if there is none."""
     return next((axis for axis, size in config.mesh.sizes().items() if size == -1), None)
 
 
 def _devices_of_mesh(config: Config, option: str) -> int:
-    """Returns how many devices the sizes of the mesh make. Raises `ConfigError` where only `option` could say that."""
+    """Returns the product of the mesh's sizes. Raises `ConfigError` if only `option` could determine it."""
     if (axis := _axis_of_the_rest(config)) is not None:
         raise ConfigError(
             f"{option}: mesh.{axis} takes all devices that the other axes leave (-1), and nothing says how many there "
@@ -149,7 +150,8 @@ def _devices_of_mesh(config: Config, option: str) -> int:
 
 
 def with_vocabulary(config: Config) -> tuple[Config, int]:
-    """The config with a vocabulary, and the ids that its data has, which is read only if the config leaves it open."""
+    """Returns the config with its vocabulary set, and the vocabulary size of its data, which is read only if the config
+    leaves it open."""
     if config.model.vocab_size is not None:
         return config, config.model.vocab_size
     from jaxmnt.data.sources import fit_to_data, open_sources

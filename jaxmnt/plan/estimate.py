@@ -1,12 +1,12 @@
-"""How long a step takes, from shapes alone: without compiling.
+"""Estimates how long a step takes, from shapes alone, without compiling.
 
-`Step` has a method for each term: the work of layers, head and optimizer, and what is sent along each axis of the mesh,
-at the rates that a compiled program is played at (`rates.py`). `benchmarks/published.py` compares it with published
-runs of other frameworks, by a subclass of `Step` that has their habits, and fits the rates.
+`Step` has a method for each term: the work of layers, head and optimizer, and the communication along each mesh axis,
+at the rates used for replaying compiled programs (`rates.py`). `benchmarks/published.py` compares it with published
+runs of other frameworks, through a subclass of `Step` that models them, and fits the rates.
 
-Letters in formulas, each for one device: t tokens of a microbatch, L tokens of a row; D the model's width, V
-vocabulary / model, N parameters / (model · pipeline), n those of a layer / model; F the outputs of a product that
-reads D, or the inputs of one that makes D; c bytes of a number; B bytes a second of memory.
+Symbols in formulas, each per device: t tokens of a microbatch, L tokens of a row; D the model's width, V vocabulary /
+model, N parameters / (model · pipeline), n parameters of a layer / model; F the outputs of a product that reads D, or
+the inputs of one that outputs D; c bytes per number; B memory bytes per second.
 """
 
 import math
@@ -25,42 +25,42 @@ from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
 
 CONTENTION = 0.10
-"""Seconds by which work takes longer for each second of communication beside it: both need memory and multiprocessors.
+"""Seconds by which work slows down per second of communication beside it, since both need memory and multiprocessors.
 Fitted to published runs."""
 HOST_SECONDS = 2e-3
-"""Seconds a step in which the host starts it. Set."""
+"""Seconds per step in which the host launches it. Set, not fitted."""
 OPTIMIZER_BYTES = 30
-"""Bytes a parameter: AdamW reads and writes float32 weights and moments, reads a gradient, writes bfloat16."""
+"""Bytes per parameter: AdamW reads and writes float32 weights and moments, reads a gradient, writes bfloat16."""
 _LOGIT_BYTES = 20
-"""Bytes a logit: it is written in bfloat16, and read and written in float32 for the loss and its gradient."""
+"""Bytes per logit: it is written in bfloat16, and read and written in float32 for the loss and its gradient."""
 _GRADIENT_BYTES = 4
 _STREAM_PASSES = 9
 """Reads and writes of the residual stream in a layer's forward, by a program that fuses all it can. Counted."""
 _KEPT_PASSES = 7.25
-"""Reads and writes of what is kept, in its bytes. Chosen by compiled programs, as `ProgramTraits`."""
+"""Reads and writes of residuals, as a multiple of their bytes. Fitted to compiled programs, like `ProgramTraits`."""
 
 
 @dataclass(frozen=True)
 class ProgramTraits:
-    """What the estimate assumes of a program. The values are this program's on GPUs, chosen so that the steps of some
-    fifty compiled programs take as long as they are played; `benchmarks/plan_estimates.py` prints the errors."""
+    """Assumptions about a program. The defaults are this program's on GPUs, chosen so that the estimates of some fifty
+    compiled programs match their replays; `benchmarks/plan_estimates.py` prints the errors."""
 
     passes: float = 0.83
-    """Memory traffic of element-wise work, in times of a program that fuses all it can."""
+    """Memory traffic of element-wise work, as a multiple of a program that fuses all it can."""
     weight_bytes: float = 30.0
-    """Bytes read and written for each weight of a layer in a microbatch besides products: casts, copies, sums."""
+    """Bytes read and written per weight of a layer and microbatch, besides matrix products: casts, copies, sums."""
     hides_gathers: float = 1.0
-    """The share of a layer's work behind which gathers of weights and scatters of gradients can be."""
+    """Share of a layer's work that can hide weight gathers and gradient scatters."""
     least_exposed: float = 0.01
-    """The share of gathers and scatters that no work hides, however much there is."""
+    """Share of gathers and scatters that is always exposed, however much work there is."""
     hides_ends: float = 0.02
-    """The share of the embedding's and the head's gathers and scatters that work hides."""
+    """Share of the embedding's and the head's gathers and scatters that work hides."""
     hides_sum: float = 0.23
-    """The share of the last microbatch's backward behind which gradients are summed over `data`."""
+    """Share of the last microbatch's backward that hides the gradient sum over `data`."""
     hides_model: float = 0.13
-    """The share of communication over `model` that products hide."""
+    """Share of communication over `model` that matrix products hide."""
     exposes_stages: float = 0.98
-    """The share of what stages hand to each other that no work hides."""
+    """Share of transfers between stages that no work hides."""
 
 
 HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
@@ -68,7 +68,7 @@ HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
 
 
 def traits_of(scheme: Scheme) -> ProgramTraits:
-    """Returns what this program does with a scheme."""
+    """Returns the traits of this program for a scheme."""
     hides_model = HIDES_MODEL[scheme.overlap]
     if scheme.zero == 3 and scheme.pipeline == 1 and scheme.prefetch:
         return ProgramTraits(hides_model=hides_model)
@@ -76,32 +76,32 @@ def traits_of(scheme: Scheme) -> ProgramTraits:
 
 
 class Link(NamedTuple):
-    """Communication along an axis, in seconds of a step."""
+    """Communication along an axis, in seconds per step."""
 
     seconds: float
     exposed: float
-    """The seconds of these that no work hides."""
+    """The part of `seconds` that no work hides."""
 
 
 Links = Mapping[str, Link | None]
-"""By mesh axis; None for an axis along which nothing is sent."""
+"""Links by mesh axis; None for an axis without communication."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step on a device, by what they go into. Their sum is the step."""
+    """Seconds of a step on a device, by component. The step is their sum."""
 
     products: float
     attention: float
     elementwise: float
     head: float
-    """The head's products and the loss."""
+    """Matrix products of the head, and the loss."""
     optimizer: float
     bubble: float
     contention: float
     host: float
     links: Mapping[str, Link] = field(default_factory=dict)
-    """By mesh axis. What is hidden is in none of the others."""
+    """Links by mesh axis. Hidden communication is in no other component."""
 
     @property
     def exposed(self) -> float:
@@ -114,7 +114,7 @@ class Estimate:
 
 
 class Work(NamedTuple):
-    """Seconds of work."""
+    """Seconds of work by kind."""
 
     products: float
     attention: float
@@ -125,38 +125,38 @@ class Work(NamedTuple):
         return sum(self)
 
     def plus(self, other: "Work", times: float | RecomputeShare = 1.0) -> "Work":
-        """Adds other work, as often as `times` says, for all of it or for each part."""
+        """Adds other work, multiplied by `times`, which is a number for all of it or one per part."""
         shares = times if isinstance(times, tuple) else (times, times, times)
         return Work(*(mine + share * more for mine, more, share in zip(self, other, shares, strict=True)))
 
 
 def estimate(model: ModelShape, scheme: Scheme, rates: Rates, domain: int = 8) -> Estimate:
-    """Estimates a step of the model by this program. `domain` is how many neighbouring devices reach each other by the
-    fast links."""
+    """Estimates a step of the model by this program. `domain` is the number of neighbouring devices on fast links."""
     return Step(model, scheme, rates, domain, traits_of(scheme)).estimate()
 
 
 def expected_step(spec: StepSpec) -> Estimate | None:
-    """Estimates a step of a run on its devices, by their data sheets and in their vendor's own systems. Returns None on
-    devices that are not known, such as CPUs."""
+    """Estimates a step of a run on its devices, by their data sheets and their vendor's own systems. Returns None for
+    unknown devices, such as CPUs."""
     if (chip := chip_of(spec.placement.mesh.devices.flat[0].device_kind)) is None:
         return None
     return estimate(model_shape(spec.definition), scheme_of(spec), rates_of(chip), chip.domain)
 
 
 def uses_float8(model: ModelShape, scheme: Scheme) -> bool:
-    """Whether a step that wants float8 makes any product in it."""
+    """Returns True if a step with precision float8 computes at least one product in float8."""
     tokens = scheme.rows * scheme.length
     return any(_is_in_float8(product, scheme, tokens) for _, layer in model.layers for product in layer.products)
 
 
 def _is_in_float8(product: Product, scheme: Scheme, tokens: int) -> bool:
-    """Whether a step that wants float8 makes this product in it: whether a device's part of it is fit for that."""
+    """Returns True if a step with precision float8 computes this product in float8: a device's part must be large
+    enough."""
     return is_eligible(round(product.share * tokens), *_sizes(product, scheme.model), scheme.float8_least)
 
 
 def _sizes(product: Product, parts: int) -> tuple[int, int]:
-    """Returns a device's inputs and outputs of a product that tensor parallelism splits into so many parts."""
+    """Returns a device's inputs and outputs of a product that tensor parallelism splits into `parts`."""
     inputs = product.inputs // (parts if product.split == "inputs" else 1)
     return inputs, product.outputs // (parts if product.split == "outputs" else 1)
 
@@ -175,7 +175,7 @@ class Step:
         self.gradient_bytes, self.head_stages = _GRADIENT_BYTES, scheme.pipeline
 
     def estimate(self) -> Estimate:
-        """Adds up the terms."""
+        """Adds up all terms."""
         scheme, each = self.scheme, self.scheme.microbatches
         forward, backward = Work(0, 0, 0), Work(0, 0, 0)
         links: dict[str, Link] = {}
@@ -201,11 +201,11 @@ class Step:
     # Work.
 
     def layer(self, layer: LayerCosts) -> tuple[Work, Work]:
-        """Returns a microbatch's forward and backward of a layer.
+        """Returns the forward and backward work of a layer for one microbatch.
 
-        A product takes three of its size, one forward and two backward. Element-wise work moves
-        c (9 t D / model + t Σ F) bytes forward and twice that backward. Backward copies what forward has kept, moves
-        `ProgramTraits.weight_bytes` for each weight, and does a part of forward again.
+        Each product costs three of its size, one forward and two backward. Element-wise work moves c (9 t D / model + t
+        Σ F) bytes forward and twice that backward. Backward also copies the residuals, moves
+        `ProgramTraits.weight_bytes` per weight, and recomputes a part of forward.
         """
         scheme, traits, memory = self.scheme, self.traits, self.rates.memory
         ahead, back, wide = 0.0, 0.0, 0.0
@@ -224,22 +224,23 @@ class Step:
         return forward, backward.plus(forward, self.policies[scheme.remat])
 
     def stream_tokens(self) -> int:
-        """Returns t / model, the tokens that a device has between attention and MLP."""
+        """Returns t / model, the tokens per device between attention and MLP."""
         return self.tokens // self.scheme.model
 
     def dtype_of(self, product: Product) -> str:
-        """Returns the dtype of a product of a layer."""
+        """Returns the dtype of a layer's product."""
         dtype = self.scheme.dtype
         return dtype if dtype != "float8" or _is_in_float8(product, self.scheme, self.tokens) else "bfloat16"
 
     def product(self, m: float, n: float, k: float, dtype: str) -> float:
-        """Returns the time of [m, k] by [k, n]: by its FLOPs, or by the bytes c (m k + k n + m n) if that is longer."""
+        """Returns the time of [m, k] × [k, n]: by its FLOPs, or by the bytes c (m k + k n + m n) if that is longer."""
         width = 1 if dtype == "float8" else self.scheme.item
         moved = width * (m * k + k * n) + self.scheme.item * m * n
         return max(self.rates.product(m, n, k, dtype), moved / self.rates.memory)
 
     def quantized(self, layer: LayerCosts) -> float:
-        """Returns 2 t (inputs + outputs) / B of products in float8: they are read, and written in both orders."""
+        """Returns 2 t (inputs + outputs) / B for products in float8, whose operands are read, and written in both
+        orders."""
         if self.scheme.dtype != "float8":
             return 0.0
         numbers = sum(
@@ -250,23 +251,23 @@ class Step:
         return 2 * self.tokens * numbers / self.rates.memory
 
     def attention(self, layer: LayerCosts, *, backward: bool) -> float:
-        """Returns the time of products of queries with keys or values, two forward and five backward, each of
-        2 t W heads / model · head_dim FLOPs. A token sees W = w - w² / 2L keys of a window w, which is at most L."""
+        """Returns the time of products of queries with keys or values, two forward and five backward, each of 2 t W
+        heads / model · head_dim FLOPs. A token sees W = w - w² / 2L keys of a window w, which is at most L."""
         if not layer.attention.heads:
             return 0.0
         flops = self.attention_flops(layer) * (5 if backward else 2)
         return self.rates.attend(flops, self.scheme.length, backward=backward)
 
     def attention_flops(self, layer: LayerCosts) -> float:
-        """Returns the FLOPs of one product of attention."""
+        """Returns the FLOPs of one of attention's products."""
         length, shape = self.scheme.length, layer.attention
         window = min(shape.window or length, length)
         pairs = self.tokens * (window - window * window / (2 * length))
         return 2.0 * pairs * (shape.heads / self.scheme.model) * shape.head_dim
 
     def head(self) -> float:
-        """Returns a microbatch's time of three products of t, D and V, and of 20 t V bytes, divided among the stages
-        that share the head."""
+        """Returns the time of the head and the loss for one microbatch: three products of t, D and V, and 20 t V bytes,
+        divided by the number of stages that share the head."""
         t, hidden, vocab = self.tokens, self.model.hidden, self.model.vocab // self.scheme.model
         dtype = self.scheme.dtype.replace("float8", "bfloat16")
         shapes = ((t, vocab, hidden), (t, hidden, vocab), (hidden, vocab, t))
@@ -280,24 +281,25 @@ class Step:
     # Communication. Each term returns None where nothing is sent.
 
     def ring(self, kind: str, payload: float, axis: str) -> float:
-        """Returns the time of one collective of devices along an axis."""
+        """Returns the time of one collective along an axis."""
         names = list(self.sizes)
         inner = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
         return self.rates.ring(kind, payload, self.spread(self.sizes[axis], inner))
 
     def spread(self, size: int, inner: int) -> list[int]:
-        """Returns how many of `size` devices each domain has, if each two have `inner` others between them."""
+        """Returns how many of `size` devices each domain has if neighbours among them are `inner` devices apart."""
         near = max(1, min(size, self.domain // inner))
         full, rest = divmod(size, near)
         return [near] * full + [rest] * (rest > 0)
 
     def layer_links(self, layer: LayerCosts, ahead: Work, back: Work) -> Links:
-        """Returns what a microbatch sends in a layer."""
+        """Returns the communication of one microbatch in a layer."""
         return {"fsdp": self.gathers(layer, ahead, back), "model": self.activations()}
 
     def gathers(self, layer: LayerCosts, ahead: Work, back: Work) -> Link | None:
-        """With ZeRO 3, two gathers of c n bytes and a scatter of 4 n, for a layer and microbatch; with ZeRO 2 the
-        scatter alone. A layer's work hides them but for a share, and but for the first gather and the last scatter."""
+        """Returns the gathers and scatters over `fsdp` for a layer and microbatch: with ZeRO 3 two gathers of c n bytes
+        and a scatter of 4 n, with ZeRO 2 the scatter alone. The layer's work hides them except a share, the first
+        gather and the last scatter."""
         scheme, traits = self.scheme, self.traits
         if self.shards == 1 or scheme.zero < 2:
             return None
@@ -310,7 +312,7 @@ class Step:
         return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, traits.least_exposed * seconds))
 
     def activations(self) -> Link | None:
-        """A layer's gathers and scatters of c t D bytes over the length."""
+        """Returns a layer's gathers and scatters of c t D bytes over the sequence length."""
         if self.scheme.model == 1:
             return None
         gathers, scatters = layer_collectives(self.scheme.remat)
@@ -320,7 +322,8 @@ class Step:
         return Link(seconds, seconds * (1 - self.traits.hides_model))
 
     def gathers_once(self, backward: Work) -> Link | None:
-        """With ZeRO 2, a gather of c N bytes in a step; with ZeRO 1 a scatter of 4 N as well."""
+        """Returns the communication over `fsdp` that happens once per step: with ZeRO 2 a gather of c N bytes, with
+        ZeRO 1 also a scatter of 4 N."""
         if self.shards == 1 or self.scheme.zero == 3:
             return None
         seconds = self.ring("all-gather", self.scheme.item * self.parameters, "fsdp")
@@ -329,13 +332,13 @@ class Step:
         return self.behind_backward(seconds, backward)
 
     def behind_backward(self, seconds: float, backward: Work) -> Link:
-        """Communication over `fsdp` that a microbatch's backward hides, but for a tenth or more."""
+        """Returns a link over `fsdp` that a microbatch's backward hides, except for a tenth or more."""
         least = max(0.1, self.traits.least_exposed) * seconds
         return Link(seconds, max(least, seconds - self.traits.hides_gathers * backward.seconds))
 
     def sums(self, backward: Work) -> Link | None:
-        """A sum of 4 N / fsdp bytes over `data`, array by array. The last microbatch's backward hides it but for a
-        twentieth or more."""
+        """Returns the sum of 4 N / fsdp bytes over `data`, array by array. The last microbatch's backward hides it
+        except for a twentieth or more."""
         if self.scheme.data == 1:
             return None
         arrays = sum(count * len(layer.products) for count, layer in self.model.layers) / self.scheme.pipeline
@@ -344,8 +347,8 @@ class Step:
         return Link(seconds, max(0.05 * seconds, seconds - self.traits.hides_sum * backward.seconds))
 
     def ends(self) -> Link | None:
-        """With ZeRO 3, a gather of c V D / pipeline bytes and a scatter of 4 V D / pipeline, of the embedding and of
-        the head, in every microbatch; with ZeRO 2 the scatter alone."""
+        """Returns the communication of the embedding and the head over `fsdp` in every microbatch: with ZeRO 3 a gather
+        of c V D / pipeline bytes and a scatter of 4 V D / pipeline for each, with ZeRO 2 the scatter alone."""
         scheme = self.scheme
         if self.shards == 1 or scheme.zero < 2:
             return None
@@ -356,8 +359,8 @@ class Step:
         return Link(seconds, seconds * (1 - self.traits.hides_ends))
 
     def stages(self) -> Link | None:
-        """For a microbatch, c t D / model bytes from stage to stage in each tick, forward and backward; and four sums
-        of as much over the stages, which share embedding and head."""
+        """Returns the communication of stages for one microbatch: c t D / model bytes between stages in each tick,
+        forward and backward, and four sums of as much over the stages, which share embedding and head."""
         scheme, each = self.scheme, self.scheme.microbatches
         if scheme.pipeline == 1:
             return None

@@ -1,4 +1,4 @@
-"""Ways to split a run as they are estimated, priced without compiling any: an answer in seconds."""
+"""Prices estimated candidates without compiling any: an answer in seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, money, seconds_text, size, span
 
 SHOWN = 6
-"""Ways that are shown for each number of GPUs."""
+"""Number of candidates shown for each number of GPUs."""
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """A way to split the run, and what it would take to the goal."""
+    """A candidate, with its estimated time and cost to the goal."""
 
     guess: Guess
     goal: Goal
     limit: int
-    """Bytes of a GPU."""
+    """Usable bytes of a GPU."""
 
     @property
     def fits(self) -> bool:
-        """Whether it fits by estimate, without what estimates are off by."""
+        """True if it fits by estimate, without a tolerance for the error of estimates."""
         return self.guess.memory.peak <= self.limit
 
     @property
@@ -35,7 +35,7 @@ class Estimated:
         return self.guess.candidate.gpus
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; seconds, bytes and days."""
+        """Returns plain values in seconds, bytes and days."""
         return {
             "gpus": self.gpus, "settings": self.guess.candidate.settings,
             "estimated_seconds": round(self.guess.seconds, 4), "estimated_peak": round(self.guess.memory.peak),
@@ -45,7 +45,8 @@ class Estimated:
 
 
 def fastest(search: Search, gpus: int, request: PlanRequest) -> list[Estimated]:
-    """The ways that are estimated to reach the goal first and may fit. Those that fit by estimate come first."""
+    """Returns the candidates that may fit and are estimated to reach the goal first. Those that fit by estimate come
+    first."""
     guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:SHOWN]
     goal = lambda one: to_goal(search, one.candidate, one.seconds, one.memory.state, request)[1]
     ways = (Estimated(one, goal(one), search.limit) for one in guesses)
@@ -53,13 +54,14 @@ def fastest(search: Search, gpus: int, request: PlanRequest) -> list[Estimated]:
 
 
 def best_of(ways: Sequence[Estimated], request: PlanRequest) -> Estimated:
-    """The one that is best for the goal, of those that fit by estimate if there are any; at a tie with fewer GPUs."""
+    """Returns the best candidate for the goal, preferring those that fit by estimate; on a tie, the one with fewer
+    GPUs."""
     value = lambda one: one.goal.cost if request.by == "cost" else one.goal.seconds
     return min(ways, key=lambda one: (not one.fits, value(one), one.gpus))
 
 
 def show_estimates(ways: Sequence[Estimated], best: Estimated, request: PlanRequest) -> str:
-    """A line that answers, a table, and what is to be known of both."""
+    """Returns the headline, a table of candidates, and notes on both."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     answer = (
         f"answer  {count(request.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "

@@ -1,10 +1,10 @@
-"""How long a run takes to its goal, and what it costs, with failures on the way.
+"""Computes how long a run takes to its goal and what it costs, including failures.
 
-Failures come at random, as often as published runs have them. After one the run starts again from its last committed
-checkpoint. With M between failures, saves that block for C after W of work, and R to be back, W of work take
-M · exp(R / M) · (exp((W + C) / M) − 1) on average (J. T. Daly, Future Generation Computer Systems 22, 2006, equation
-20). A save is written while training goes on: until it is committed the one before counts, so that a failure costs the
-time of writing more, which is added to R.
+Failures come at random, at the rate of published runs. After a failure the run resumes from its last committed
+checkpoint. Let M be the mean time between failures, C the time that a save blocks training, W the work between saves,
+and R the time to recover. W of work then takes M · exp(R / M) · (exp((W + C) / M) − 1) on average (J. T. Daly, Future
+Generation Computer Systems 22, 2006, equation 20). A save is written while training goes on. Until it is committed, the
+previous one counts, so a failure also costs the time of writing, which is added to R.
 """
 
 import math
@@ -13,30 +13,30 @@ from dataclasses import dataclass
 from jaxmnt.telemetry.reliability import INTERRUPTIONS_A_DEVICE_HOUR, best_interval
 
 _LARGEST = 700.0
-"""What exp takes."""
+"""Largest exponent that `math.exp` accepts, rounded down."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What failures cost."""
+    """The cost of failures."""
 
     between_seconds: float
-    """The mean time between failures of the whole run."""
+    """Mean time between failures of the whole run."""
     blocked_seconds: float
-    """For how long a save holds training up."""
+    """Time that a save blocks training."""
     written_seconds: float
-    """From a save's begin to its commit."""
+    """Time from the begin of a save to its commit."""
     restart_seconds: float
-    """From a failure to the first step after it, without the steps that are taken again."""
+    """Time from a failure to the first step after it, without the repeated steps."""
 
     @property
     def interval_seconds(self) -> float:
-        """Work between saves that loses the least time (Young–Daly). No shorter than a save takes."""
+        """Work between saves that loses the least time (Young–Daly), at least as long as a save takes."""
         return max(best_interval(self.blocked_seconds, self.between_seconds), self.written_seconds, 1.0)
 
     @property
     def goodput(self) -> float:
-        """The share of time that goes into steps that count."""
+        """Share of the time that goes into steps that count."""
         work, mean = self.interval_seconds, self.between_seconds
         again = (self.restart_seconds + self.written_seconds) / mean
         once = (work + self.blocked_seconds) / mean
@@ -46,7 +46,8 @@ class Faults:
 
 
 BLOCKED_BYTES, WRITTEN_BYTES = 10e9, 1e9
-"""A second: what a save copies to the host's memory while training waits, and what a host writes of it meanwhile."""
+"""Bytes per second at which a save copies to the host's memory while training waits, and at which a host then writes.
+"""
 RESTART_SECONDS = 300.0
 
 
@@ -58,8 +59,8 @@ def faults_of(
     hours_between: float | None = None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Faults:
-    """Of a run on so many devices with so much state on each. Without `hours_between`, those of the whole run,
-    published failures of GPUs are assumed."""
+    """Returns the failures of a run on this many devices with `state_bytes` on each. The default of `hours_between`,
+    the mean hours between failures of the whole run, comes from published failures of GPUs."""
     between = 3600 / (INTERRUPTIONS_A_DEVICE_HOUR * devices) if hours_between is None else 3600 * hours_between
     return Faults(
         between_seconds=between,
@@ -71,7 +72,7 @@ def faults_of(
 
 @dataclass(frozen=True)
 class Goal:
-    """What a run takes to so many tokens."""
+    """Time and cost of a run up to its number of tokens."""
 
     seconds: float
     cost: float | None
@@ -82,13 +83,13 @@ class Goal:
         return self.seconds / 86400
 
     def to_json(self) -> dict[str, float | None]:
-        """Days and cost; None for what is never reached, and for a cost without a price."""
+        """Returns days and cost; None for a goal that is never reached, and for a cost without a price."""
         cost = None if self.cost is None or not math.isfinite(self.cost) else round(self.cost)
         return {"days": round(self.days, 3) if math.isfinite(self.days) else None, "cost": cost}
 
 
 def reach(tokens: float, tokens_per_second: float, faults: Faults, devices: int, price: float | None) -> Goal:
-    """`price` is that of an hour of a device."""
+    """Returns the time and cost to a number of tokens. `price` is per device-hour."""
     goodput = faults.goodput
     seconds = tokens / (tokens_per_second * goodput) if goodput else math.inf
     return Goal(seconds, None if price is None else price * devices * seconds / 3600)

@@ -1,5 +1,5 @@
-"""A compiled program, read from its text: its instructions, and what they send between devices. The only module that
-knows how XLA writes it."""
+"""Parses the text of a compiled program: its instructions, and what they send between devices. Only this module knows
+XLA's text format."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import numpy as np
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 
 Array = tuple[str, tuple[int, ...]]
-"""A dtype, as XLA names it, and a shape."""
+"""A dtype by XLA's name, and a shape."""
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[suf]\d+)\[([\d,]*)\]")
@@ -20,10 +20,10 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 
 
 HOST_COPY = "host-copy"
-"""What is copied to host memory, or from it, counts as a collective of no other device."""
+"""Kind of a copy to or from host memory, treated as a collective without other devices."""
 
 _HOST_SPACE = ":S(5)}"
-"""In a layout."""
+"""The mark of host memory in a layout."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Collective:
     kind: str
     dtype: str
     payload: int
-    """Bytes of the whole that is gathered or reduced in a group; of what is sent, for a permute."""
+    """Bytes of the whole array that a group gathers or reduces; for a permute, bytes sent."""
     groups: tuple[tuple[int, ...], ...]
-    """Devices that take part together; for a permute, pairs of source and target; for a host copy, none."""
+    """Groups of devices that take part together; pairs of source and target for a permute; empty for a host copy."""
     asynchronous: bool
-    """Whether it is started, and waited for later."""
+    """True if it is started, and waited for later."""
     where: str
-    """The name that the operation has in the source."""
+    """Name of the operation in the source."""
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in one execution, by the algorithms that send least."""
+        """Bytes that a device sends in one execution, with bandwidth-optimal algorithms."""
         if self.kind in ("collective-permute", HOST_COPY):
             return self.payload
         size = max(len(group) for group in self.groups)
@@ -51,7 +51,7 @@ class Collective:
 
 
 def shapes_in(text: str) -> set[Array]:
-    """(dtype, shape) of everything that the program holds."""
+    """Returns (dtype, shape) of every array in the program."""
     return {(dtype, _dimensions(sizes)) for dtype, sizes in _SHAPE.findall(text)}
 
 
@@ -61,18 +61,18 @@ class Instruction(NamedTuple):
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    """What it makes; several for a tuple."""
+    """The results; several for a tuple."""
     operands: tuple[str, ...]
     line: str
 
     @property
     def is_root(self) -> bool:
-        """Whether it is what its computation returns."""
+        """True if this is the result of its computation."""
         return self.line.lstrip().startswith("ROOT ")
 
     @property
     def where(self) -> str:
-        """The name that the operation has in the source."""
+        """Name of the operation in the source."""
         name = re.search(r'op_name="([^"]*)"', self.line)
         return name.group(1) if name else ""
 
@@ -82,14 +82,14 @@ class Instruction(NamedTuple):
 
     @property
     def callee(self) -> str | None:
-        """The computation that it is made of, or runs once."""
+        """The computation that it consists of, or runs once."""
         name = re.search(r"(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)", self.line)
         return name.group(1) if name else None
 
     @property
     def loop(self) -> tuple[str, float]:
-        """The body of a loop, and how often it runs: by what the compiler knows, else on average by what the source
-        says (the scope `about_N_rounds`), else NaN."""
+        """The body of a loop and its trip count: as known to the compiler, else the mean from the source's scope
+        `about_N_rounds`, else NaN."""
         body = re.search(r"body=%?([\w.\-]+)", self.line)
         trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.line) or re.search(
             r"about_([\d.]+)_rounds/while", self.where
@@ -106,7 +106,7 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """A compiled program's computations, each with its instructions in the order in which they are executed."""
+    """A compiled program's computations, each with its instructions in execution order."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
@@ -136,7 +136,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis is closed that was open before the text."""
+    """Returns the position of the parenthesis that closes one opened before the text."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -146,7 +146,7 @@ def _closing(text: str) -> int:
 
 
 def _opcode(right: str) -> str | None:
-    """The operation of an instruction's right-hand side, which follows its type: a word before a parenthesis."""
+    """Returns the opcode of an instruction's right-hand side: the word after its type, before a parenthesis."""
     depth = 0
     for position, character in enumerate(right):
         if character == "(" and depth == 0 and (match := re.search(r"([a-z][\w\-]*)$", right[:position])):
@@ -156,7 +156,7 @@ def _opcode(right: str) -> str | None:
 
 
 def collective(instruction: Instruction, devices: int) -> Collective | None:
-    """What it sends; None if it sends nothing, or only waits for what another has started."""
+    """Returns the collective of an instruction; None if it sends nothing, or only waits for a started one."""
     if instruction.opcode in ("fusion-start", "copy-start") and _HOST_SPACE in instruction.line:
         # Of a place in host memory that is filled slice by slice, the slice: it is the smallest of its arrays.
         payload, dtype = min((bytes_of(array), array[0]) for array in instruction.arrays if array[1])
@@ -202,7 +202,7 @@ def _pairs(line: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """The replica groups in any of the ways in which XLA writes them."""
+    """Returns the replica groups, in any of XLA's notations."""
     text = line[line.index("replica_groups=") + len("replica_groups=") :]
     if text.startswith("{}"):
         return (tuple(range(devices)),)
@@ -218,7 +218,7 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _mesh_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}: devices that differ in the axes in braces."""
+    """Parses mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}: the devices of a group differ in the axes in braces."""
     match = re.match(r"mesh\[([^\]]*)\](?:,? ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", text)
     assert match, f"replica groups of a form that is not known: {text[:80]}"
     axes, dims, order, chosen = match.groups()
@@ -231,7 +231,7 @@ def _mesh_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _devices_in_order(devices: int, dims: str | None, order: str | None) -> np.ndarray:
-    """Returns the numbers of devices in an array of these dimensions, with its axes in another order."""
+    """Returns the device numbers as an array of dimensions `dims`, with its axes transposed to `order`."""
     ids = np.arange(devices)
     ids = ids.reshape(_dimensions(dims)) if dims else ids
     return ids.transpose(_dimensions(order)) if order else ids

@@ -1,9 +1,9 @@
-"""What a step needs of a device's memory, from shapes alone: without compiling.
+"""Estimates a step's device memory from shapes alone, without compiling.
 
-The state, what forward keeps for backward, what backward computes again, and the embedding's gradient are counted. What
-else XLA has at the peak is estimated: it is some multiples of a layer's weights and activations in backward, or of the
-head's weights in the loss, and with ZeRO 1 and 2 the weights and gradients that are whole. The multiples are fitted to
-compiled programs by `benchmarks/plan_estimates.py`.
+The state, the residuals that forward keeps for backward, recomputed activations, and the embedding's gradient are
+counted. The rest of XLA's peak is estimated: multiples of a layer's weights and activations in backward, or of the
+head's weights in the loss, and with ZeRO 1 and 2 the unsharded weights and gradients. `benchmarks/plan_estimates.py`
+fits the multiples to compiled programs.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from jaxmnt.training.trained import names_of
 
 _TABLE = read_table("multiples.toml")
 KINDS: list[str] = _TABLE["kinds"]
-"""Kinds of programs: those of a kind have the same arrays at their peak (`kind_of`)."""
+"""Kinds of programs. Programs of one kind have the same arrays at their peak (`kind_of`)."""
 MULTIPLES: dict[str, list[float]] = _TABLE["multiples"]
-"""By name and kind. A few programs have copies that none of these explains, or places that nothing else fits into."""
+"""Multiples by name and kind. They do not explain all copies and all fragmentation of every program."""
 
 Multiples = Mapping[str, float]
 
 
 def multiples_of(kind: str) -> Multiples:
-    """Returns a column of the table."""
+    """Returns the column of the table for a kind."""
     return {name: row[KINDS.index(kind)] for name, row in MULTIPLES.items()}
 
 
 def kind_of(scheme: Scheme) -> str:
-    """Returns which of `KINDS` the program of a scheme is."""
+    """Returns the kind of a scheme's program, one of `KINDS`."""
     if scheme.fsdp > 1 and scheme.zero < 3:
         return f"ZeRO {scheme.zero}"
     if scheme.pipeline > 1:
@@ -51,15 +51,15 @@ def kind_of(scheme: Scheme) -> str:
 
 
 class Memory(NamedTuple):
-    """Bytes of a device."""
+    """Bytes per device."""
 
     state: float
     """Parameters and moments."""
     kept: float
-    """From forward for backward."""
+    """Saved by forward for backward."""
     rest: float
     in_save: float
-    """Besides the state, in a save."""
+    """Extra bytes during a save, besides the state."""
 
     @property
     def peak(self) -> float:
@@ -67,20 +67,20 @@ class Memory(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Of each parameter, on average over all."""
+    """Bytes per parameter, averaged over all parameters."""
 
     parameters: float = 4.0
     moments: float = 8.0
-    """Of the optimizer, on the device."""
+    """Optimizer moments on the device."""
     gradients: float = 4.0
 
 
 _ADAMW = StateBytes()
-"""Of AdamW in float32."""
+"""Bytes of AdamW in float32."""
 
 
 def state_bytes(spec: StepSpec) -> StateBytes:
-    """Returns what a step's dtypes, its optimizer, and what does not train make of a parameter."""
+    """Returns the bytes per parameter, from a step's dtypes, its optimizer, and its frozen parameters."""
     count, training = spec.definition.parameter_count, names_of(spec.trained_axes)
     params = parameters_of(spec)
     trained = sum(leaf.size for name, leaf, _ in params if name in training)
@@ -91,16 +91,16 @@ def state_bytes(spec: StepSpec) -> StateBytes:
 
 
 class ResidualBytes:
-    """Bytes that a row leaves on a device from forward for backward, in all layers. They are counted once for each
-    policy and number of devices that share a layer."""
+    """Bytes of residuals per row and device in all layers, that forward saves for backward. Computed once for each
+    remat policy and number of devices that share a layer."""
 
     def __init__(self, config: Config, vocab: int, devices_of: Callable[[int], Sequence[jax.Device]]):
-        """`devices_of` gives so many devices of the kind that is planned for."""
+        """`devices_of` returns a number of devices of the planned kind."""
         self._config, self._vocab, self._devices_of = config, vocab, devices_of
         self._known: dict[tuple[str, int], int | None] = {}
 
     def of_row(self, remat: str, model: int) -> int | None:
-        """Returns None for sizes that so many devices cannot share."""
+        """Returns None if this number of devices cannot share the model."""
         if (remat, model) not in self._known:
             self._known[remat, model] = None
             with contextlib.suppress(ConfigError):
@@ -108,12 +108,12 @@ class ResidualBytes:
         return self._known[remat, model]
 
     def state(self) -> StateBytes:
-        """Of the config's dtypes, its optimizer, and what does not train. Raises `ConfigError` for a config that no
-        mesh could train."""
+        """Returns the bytes per parameter, from the config's dtypes, its optimizer, and its frozen parameters. Raises
+        `ConfigError` for a config that cannot train on any mesh."""
         return state_bytes(self._spec("full", 1))
 
     def _spec(self, remat: str, model: int) -> StepSpec:
-        """Of one row, on so many devices."""
+        """Builds the step for one row on `model` devices."""
         one = Candidate(1, 1, 1, model, 1, 1, 1, remat, 3, splits_hosts=True)
         config = self._config.changed(one.settings | {"data.global_batch_size": 1, "model.overlap": "off"})
         return build_spec(config, self._vocab, self._devices_of(model), lambda _: "")
@@ -128,10 +128,10 @@ def estimate_memory(
     multiples: Multiples | None = None,
     loss_chunk: float = 2**28,
 ) -> Memory:
-    """Estimates a step's peak: the greatest of what backward, the loss, the embedding's gradient and a save need.
+    """Estimates a step's peak: the maximum over backward, the loss, the embedding's gradient, and a save.
 
-    `kept_of_row` is what a row leaves in all layers (`ResidualBytes`), and `kept_at_most` what it would leave if
-    backward computed nothing again. `loss_chunk` are the bytes of logits that the loss makes at a time.
+    `row_residuals` are the bytes that a row saves in all layers (`ResidualBytes`), `row_residuals_without_remat` those
+    that it would save if backward recomputed nothing. `loss_chunk` is the size of a chunk of logits in bytes.
     """
     stages, of = scheme.pipeline, multiples or multiples_of(kind_of(scheme))
     devices, chunks = scheme.model * stages, stages * scheme.chunks
@@ -161,10 +161,10 @@ def estimate_memory(
 
 
 def _in_backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) -> float:
-    """Estimates what is in memory in backward besides state, gradients, what is kept (`kept` bytes of a layer) and what
-    is computed again: weights · c n + wide · c t F / model + narrow · c t D + kept · `kept`, where F is the largest
-    number of inputs or outputs of a product, n the weights of the largest layer on a device, t a microbatch's tokens
-    and c the bytes of a number."""
+    """Estimates the memory during backward besides state, gradients, residuals (`residuals` bytes per layer) and
+    recomputed activations: weights · c n + wide · c t F / model + narrow · c t D + kept · `residuals`, where F is the
+    largest number of inputs or outputs of a product, n the weights of the largest layer on a device, t the tokens of a
+    microbatch and c the bytes per number."""
     widest = max(product.share * max(product.inputs, product.outputs) for product in _largest(model).products)
     stream = scheme.item * scheme.rows * scheme.length
     arrays = {
@@ -175,8 +175,8 @@ def _in_backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) 
 
 
 def _in_loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> float:
-    """Estimates the same in the loss: head · 4 V D + logits · 4 t V / chunks + head_narrow · c t D +
-    head_weights · c n, where V is a device's part of the vocabulary."""
+    """Estimates the memory during the loss, besides the same: head · 4 V D + logits · 4 t V / chunks + head_narrow · c
+    t D + head_weights · c n, where V is a device's part of the vocabulary."""
     tokens = scheme.rows * scheme.length
     logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)
     chunks = math.ceil(logits / chunk)
@@ -191,10 +191,10 @@ def _largest(model: ModelShape) -> LayerCosts:
 
 
 def _weights(model: ModelShape, scheme: Scheme) -> float:
-    """Returns the bytes c n of a layer's weights on a device that multiplies them."""
+    """Returns c n, the bytes of a layer's weights on a device when it multiplies them."""
     return scheme.item * _largest(model).parameters / scheme.model
 
 
 def _head(model: ModelShape, scheme: Scheme) -> float:
-    """Returns the bytes 4 V D of the head's gradient, and of the embedding's, on a device that has all of its part."""
+    """Returns 4 V D, the bytes of a device's full gradient of the head, or of the embedding."""
     return 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)

@@ -1,4 +1,4 @@
-"""Time and cost over the number of GPUs, as an SVG."""
+"""Draws time and cost over the number of GPUs as an SVG."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ _TIME, _COST = "#1f77b4", "#d62728"
 
 
 def draw(answers: Sequence[Answer], chip: str) -> str:
-    """Days in blue by the left axis, money in red by the right one if there is a price; both axes and that of the GPUs
-    are logarithmic. A line marks the knee."""
+    """Draws days in blue on the left axis and, if there is a price, money in red on the right axis. All axes are
+    logarithmic. A vertical line marks the knee."""
     found = [answer for answer in answers if answer.priced and math.isfinite(answer.priced[0].goal.seconds)]
     gpus = [float(answer.gpus) for answer in found]
     days = [answer.priced[0].goal.days for answer in found]
@@ -64,11 +64,11 @@ def _curve(
 
 
 _LEAST_RATIO = 2.0
-"""Of the ends of a scale, or a difference of a percent would fill it."""
+"""Smallest ratio of a scale's ends, so that a difference of a percent does not fill it."""
 
 
 def _scale(values: Sequence[float], first: float, last: float) -> Callable[[float], float]:
-    """A logarithmic scale on which the values fill the span, but for a margin."""
+    """Returns a logarithmic scale on which the values fill the span except for a margin."""
     low, high = math.log(min(values)), math.log(max(values))
     missing = max(0.0, math.log(_LEAST_RATIO) - (high - low)) / 2
     low, high = low - missing, high + missing

@@ -1,4 +1,4 @@
-"""What a step takes, predicted from the compiled program, with its range and what it goes into."""
+"""Predicts the time of a step from the compiled program, with its range and its components."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from jaxmnt.plan.timeline import Timeline
 from jaxmnt.training.spec import StepSpec
 
 LOW, HIGH = 0.9, 1.2
-"""A step takes between so many times what is predicted: nine in ten of the published runs did, of whose publisher the
-rates had seen nothing (`benchmarks/published.py`)."""
+"""Range of a step's time, as multiples of the prediction. It holds nine in ten published runs of publishers whose runs
+the rates were not fitted to (`benchmarks/published.py`)."""
 
 
 def with_range(shown: Callable[[float], str], value: float) -> str:
-    """A time or cost that goes with the step's, as `shown` writes it, with the range that a step's time has."""
+    """Formats a time or cost that is proportional to the step time with `shown`, together with its range."""
     return f"{shown(value)} ({shown(LOW * value)} to {shown(HIGH * value)})"
 
 
@@ -24,15 +24,15 @@ class Prediction:
     """Seconds of a step. The parts add up to it."""
 
     work: float
-    """Products, attention and all else that the device computes."""
+    """Matrix products, attention and all other computation of the device."""
     exposed: float
     """Communication that the device waits for."""
     bubble: float
-    """A stage of a pipeline has nothing to do."""
+    """Idle time of a pipeline stage."""
     contention: float
-    """Work is slower beside communication."""
+    """Slowdown of work beside communication."""
     host: float
-    """Starting the step, and on CPUs having its temporary memory mapped."""
+    """Launching the step and, on CPUs, mapping its temporary memory."""
 
     @property
     def seconds(self) -> float:
@@ -44,8 +44,8 @@ class Prediction:
 
 
 def predicted(spec: StepSpec, timeline: Timeline, rates: Rates, temporary: int) -> Prediction:
-    """From the compiled step as it was played by the rates, in which a stage that is idle takes no time; `temporary` is
-    its temporary memory in bytes."""
+    """Predicts a step from its replay, in which idle stages take no time; `temporary` is its temporary memory in
+    bytes."""
     hidden = max(0.0, sum(played.seconds for played in timeline.collectives) - timeline.exposed)
     idle = spec.schedule.idle_share() if spec.schedule.stages > 1 else 0.0
     looped = [one.times * one.seconds for one in timeline.rounds if one.times > 1]  # the longest is that over ticks

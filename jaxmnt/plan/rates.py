@@ -1,6 +1,6 @@
-"""What a device attains: how long a product, attention, reading memory and a collective take. No JAX.
+"""The rates that a device attains: how long matrix products, attention, memory traffic and collectives take. No JAX.
 
-A product of [m, k] by [k, n] attains what its generation does with large ones, less where its tiles do not fill all
+A product [m, k] × [k, n] attains the rate of its generation's large products, less where its tiles do not fill all
 multiprocessors in whole waves, or where k is short: k / (k + `depth`).
 """
 
@@ -16,8 +16,8 @@ from jaxmnt.plan.chips import Chip, Network, network_of
 from jaxmnt.telemetry.peaks import peaks_of
 
 START, STEP_WITHIN_HOST, STEP_BETWEEN_HOSTS = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds, by which NCCL itself weighs a ring with its protocol for large messages (src/graph/tuning.cc: base latency,
-NVLink, network)."""
+"""Latencies in seconds that NCCL itself assumes for a ring with its protocol for large messages (src/graph/tuning.cc:
+base latency, NVLink, network)."""
 
 
 class AchievedShares(NamedTuple):
@@ -25,11 +25,11 @@ class AchievedShares(NamedTuple):
 
     products: float
     float8: float
-    """Of the peak in float8."""
+    """Share of the float8 peak."""
     attention: float
-    """Forward, of the peak in bfloat16, over pairs that the mask leaves."""
+    """Share of the bfloat16 peak in forward, over the pairs that the mask leaves."""
     link: float
-    """Of NVLink, by collectives."""
+    """Share of NVLink's bandwidth, by collectives."""
 
 
 ACHIEVED_SHARES = {
@@ -41,41 +41,41 @@ ACHIEVED_SHARES = {
 `benchmarks/published.py --fit`; collectives attain 350 of the 450 GB/s of an H100's NVLink."""
 
 BACKWARD = 0.85
-"""What attention's backward attains of its forward's rate (Shah et al. 2024, arXiv:2407.08608)."""
+"""Rate of attention's backward relative to its forward (Shah et al. 2024, arXiv:2407.08608)."""
 MEMORY, TO_HOST = 0.85, 0.8
-"""Of the memory's bandwidth, and of the link to the host's memory."""
+"""Attained shares of the memory's bandwidth, and of the link to host memory."""
 HALF_DEPTH, HALF_LENGTH = 400.0, 500.0
-"""The depth at which a product attains half, and the length at which attention does."""
+"""The depth k at which a product attains half its rate, and the row length at which attention does."""
 KEPT = 32 << 20
-"""Bytes of temporary memory up to which the C library keeps it for the next step (mallopt(3), M_MMAP_THRESHOLD)."""
+"""Bytes of temporary memory up to which the C library reuses it for the next step (mallopt(3), M_MMAP_THRESHOLD)."""
 POWER = 0.5
-"""A GPU with a share p of its generation's power multiplies at p to this of its rate."""
+"""Exponent of the power limit: a GPU with a share p of its generation's power multiplies at p to this of its rate."""
 
 
 class Tile(NamedTuple):
     rows: int
     columns: int
     share: float
-    """Of what the largest tile attains."""
+    """Rate relative to the largest tile."""
 
 
 TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.93), Tile(64, 128, 0.75))
-"""Those of libraries: cuBLAS and CUTLASS choose among such."""
+"""Typical tiles of libraries such as cuBLAS and CUTLASS."""
 _SPLIT = 0.85
-"""What a product attains that is also cut along k, to fill the multiprocessors."""
+"""Rate of a product that is also split along k to fill the multiprocessors (split-k), relative to a large one."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """FLOP/s of products [m, k] by [k, n], measured at all combinations of some sizes."""
+    """Measured FLOP/s of products [m, k] × [k, n], at all combinations of some sizes."""
 
     sizes: tuple[float, ...]
-    """Rising."""
+    """Sizes in ascending order."""
     rates: tuple[float, ...]
-    """Of all (m, n, k), k fastest."""
+    """Rates for all (m, n, k), k fastest."""
 
     def at(self, m: float, n: float, k: float) -> float:
-        """Between sizes by the logarithm of m, n and k; beyond them as at the edge."""
+        """Interpolates the rate linearly in the logarithms of m, n and k, and clamps beyond the measured sizes."""
         places = [self._place(size) for size in (m, n, k)]
         total = 0.0
         for corner in combinations((0, 1), repeat=3):
@@ -87,7 +87,7 @@ class Curve:
         return total
 
     def _place(self, size: float) -> tuple[int, float]:
-        """The largest size below, and how far it is from there to the next."""
+        """Returns the index of the largest size below, and the fraction of the way to the next one."""
         size = min(max(size, self.sizes[0]), self.sizes[-1])
         low = bisect_right(self.sizes, size) - 1
         if low == len(self.sizes) - 1:
@@ -96,7 +96,8 @@ class Curve:
 
 
 class CollectiveRate(NamedTuple):
-    """A collective's seconds: `start`, `step` for each step from device to device, and its bytes at `rate` a second."""
+    """Duration of a collective in seconds: `start`, `step` per step between devices, and its bytes at `rate` per
+    second."""
 
     start: float
     step: float
@@ -104,16 +105,16 @@ class CollectiveRate(NamedTuple):
 
 
 WITHIN_HOST, BETWEEN_HOSTS = "within hosts", "between hosts"
-"""Where a link is measured."""
+"""Where a link was measured."""
 GRADIENT = "gradient"
-"""Products in which rows are added up, as in a weight's gradient."""
+"""Marks products that contract over rows, as a weight's gradient does."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device attains. FLOP/s of large products by the dtype that is multiplied, and of attention; bytes a second
-    of its memory, and sent to another device of its host, by its share of the host's network, or to its host's memory.
-    """
+    """The rates that a device attains: FLOP/s of large products by the dtype of their operands, and of attention; bytes
+    per second of its memory, and sent to another device of its host, through its share of the host's network, or to its
+    host's memory."""
 
     products: Mapping[str, float]
     attention: float
@@ -122,30 +123,31 @@ class Rates:
     between_hosts: float
     to_host: float
     attention_backward: float = 0.0
-    """0: as `attention`."""
+    """0 means the same as `attention`."""
     cores: int = 0
-    """Multiprocessors that tiles are spread over; 0: tiles do not matter."""
+    """Multiprocessors that tiles are spread over; 0 ignores tiles."""
     depth: float = 0.0
     length: float = 0.0
-    """At which attention attains half."""
+    """Row length at which attention attains half its rate."""
     instruction: float = 0.0
-    """Seconds of each instruction besides, which starts it."""
+    """Seconds to start each instruction, in addition."""
     page_faults: float = 0.0
-    """Seconds of a byte of temporary memory that the kernel maps: on CPUs anew for each step."""
+    """Seconds per byte of temporary memory that the kernel maps anew in each step, on CPUs."""
     curves: Mapping[tuple[str, str], Curve] = field(default_factory=dict)
-    """Where products were measured: by dtype, and `GRADIENT` or nothing. They count instead of `products`."""
+    """Measured products by dtype, and `GRADIENT` or "". They take precedence over `products`."""
     collectives: Mapping[tuple[str, str], CollectiveRate] = field(default_factory=dict)
-    """Where collectives were measured: by kind and place. They count instead of `within_host` and `between_hosts`."""
+    """Measured collectives by kind and place. They take precedence over `within_host` and `between_hosts`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Those of large operations."""
+        """Returns the rates of large operations."""
         names = ("products", "attention", "memory", "within_host", "between_hosts", "to_host")
         found = {name: getattr(self, name) for name in names}
         finite = {name: value for name, value in found.items() if value != math.inf}
         return finite | {"products": dict(self.products), "measured": bool(self.curves)}
 
     def product(self, m: float, n: float, k: float, dtype: str, *, gradient: bool = False) -> float:
-        """Seconds of [m, k] by [k, n], without what memory needs. `gradient`: the rows of both sides are added up."""
+        """Returns the seconds of [m, k] × [k, n], without memory traffic. `gradient`: the product contracts over
+        rows."""
         curve = (gradient and self.curves.get((dtype, GRADIENT))) or self.curves.get((dtype, ""))
         if curve and k:
             return 2.0 * m * n * k / curve.at(m, n, k)
@@ -155,29 +157,30 @@ class Rates:
         return 2.0 * m * n * k / (self.products[dtype] * share)
 
     def attend(self, flops: float, length: float, *, backward: bool) -> float:
-        """Seconds of attention in rows of this length; `flops` of the pairs that the mask leaves."""
+        """Returns the seconds of attention in rows of this length; `flops` are those of the pairs that the mask
+        leaves."""
         rate = self.attention_backward if backward and self.attention_backward else self.attention
         return flops / rate * (1 + self.length / length)
 
     def collective(
         self, kind: str, payload: float, groups: Sequence[Sequence[int]], host_of: Callable[[int], int]
     ) -> float:
-        """Seconds of one execution, by rings: what starts them, each step from device to device, and the bytes of
-        `payload`, the whole that is gathered or reduced in a group. Of permutes the groups are pairs."""
+        """Returns the seconds of one execution by rings: start latency, each step between devices, and the bytes of
+        `payload`, the whole array that a group gathers or reduces. For permutes, `groups` are pairs."""
         if kind == "collective-permute":
             return self.send(payload, between_hosts=any(host_of(a) != host_of(b) for a, b in groups))
         return max(self.ring(kind, payload, Counter(map(host_of, group)).values()) for group in groups)
 
     def mapping(self, temporary: float) -> float:
-        """Seconds in which a step's temporary memory is mapped."""
+        """Returns the seconds of page faults for a step's temporary memory."""
         return self.page_faults * temporary if temporary > KEPT else 0.0
 
     def copy(self, payload: float) -> float:
-        """Seconds of bytes to the host's memory, or from it."""
+        """Returns the seconds to copy bytes to or from the host's memory."""
         return START + payload / self.to_host
 
     def send(self, payload: float, *, between_hosts: bool) -> float:
-        """Seconds of bytes to one other device."""
+        """Returns the seconds to send bytes to one other device."""
         link = self._link("collective-permute", BETWEEN_HOSTS if between_hosts else WITHIN_HOST)
         return link.start + link.step + payload / link.rate
 
@@ -189,10 +192,11 @@ class Rates:
         return CollectiveRate(START, STEP_BETWEEN_HOSTS, self.between_hosts)
 
     def ring(self, kind: str, payload: float, shares: Iterable[int]) -> float:
-        """Seconds among devices of which each host has its share.
+        """Returns the seconds of a ring in which each host has `shares` devices.
 
-        Devices of a group that share a host share what goes between hosts, as NCCL's rings do: of a whole that is
-        gathered on h hosts, (h - 1) / h enter each host, by as many network cards as it has devices in the group.
+        Devices of a group on one host share the traffic between hosts, as in NCCL's rings: when a group on h hosts
+        gathers an array, (h - 1) / h of it enters each host, through as many network cards as the host has devices in
+        the group.
         """
         of_hosts = tuple(shares)
         size, hosts, rounds = sum(of_hosts), len(of_hosts), rounds_of(kind)
@@ -206,12 +210,13 @@ class Rates:
 
 
 def rounds_of(kind: str) -> int:
-    """How often a ring passes all of what is gathered or reduced."""
+    """Returns how often a ring passes the whole array that is gathered or reduced."""
     return 2 if kind == "all-reduce" else 1
 
 
 def _filled(m: float, n: float, k: float, cores: int) -> float:
-    """What a product attains of a large one, by its tiles: those of the last wave leave multiprocessors idle."""
+    """Returns the rate of a product relative to a large one, by its tiles: the last wave leaves multiprocessors
+    idle."""
     best = 0.0
     for rows, columns, share in TILES:
         waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / cores)
@@ -224,7 +229,7 @@ def _filled(m: float, n: float, k: float, cores: int) -> float:
 
 
 def rates_of(chip: Chip, network: Network | None = None, attained: AchievedShares | None = None) -> Rates:
-    """What a chip attains, by its data sheet and what its generation attains of that, if nothing else is given."""
+    """Returns a chip's rates, from its data sheet and, unless `attained` is given, the shares of its generation."""
     network, attained = network or network_of(chip), attained or ACHIEVED_SHARES[chip.generation]
     peaks, slowed = peaks_of(chip.kind), chip.power**POWER
     share = lambda dtype: attained.float8 if dtype == "float8" else attained.products

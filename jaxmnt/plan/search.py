@@ -1,4 +1,4 @@
-"""The best mesh for a config and a number of GPUs: all are estimated, the best few are compiled."""
+"""Finds the best mesh for a config and a number of GPUs: estimates all candidates and compiles the best few."""
 
 import functools
 import time
@@ -29,13 +29,13 @@ from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.units import size
 
 ROOM = 1.06
-"""Of the memory that there is, what an estimate may be: few are further off (`benchmarks/plan_estimates.py`), and the
-compiler decides."""
+"""Accept candidates whose estimated peak is at most this multiple of device memory; few estimates are off by more
+(`benchmarks/plan_estimates.py`), and the compiler decides."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A candidate as it is estimated."""
+    """A candidate with its estimated time and memory."""
 
     candidate: Candidate
     scheme: Scheme
@@ -70,10 +70,10 @@ class Plan:
 
 
 class Search:
-    """Of one config and target. What it learns of the config serves for every number of GPUs. `precisions` are tried
-    besides meshes; none: the config's alone.
+    """The search for one config and target. Its cached results serve every number of GPUs. `precisions` are tried for
+    every mesh; if empty, only the config's own.
 
-    Raises `ConfigError` for what is no config to search for.
+    Raises `ConfigError` for a config that cannot be searched.
     """
 
     def __init__(self, config: Config, chip: Chip, network: Network, rates: Rates, precisions: Sequence[str] = ()):
@@ -87,7 +87,7 @@ class Search:
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self.precisions = precisions
         self._peaks: dict[Candidate, int] = {}
-        """Of what was compiled."""
+        """Compiled peaks in bytes."""
         self._kept: dict[str | None, ResidualBytes] = {}
         for precision in precisions or (None,):
             if (dtype := self.dtype(precision)) not in rates.products:
@@ -100,34 +100,35 @@ class Search:
         self._state = next(iter(self._kept.values())).state()
 
     def devices(self, gpus: int) -> Sequence[jax.Device]:
-        """To compile for."""
+        """Returns the devices to compile for."""
         return _devices(self.chip, gpus, min(self.network.devices_per_host, gpus))
 
     def dtype(self, precision: str | None) -> str:
-        """Of products, on GPUs."""
+        """Returns the dtype of matrix products on GPUs."""
         precision = precision or self.config.train.precision
         return "bfloat16" if precision == "auto" else precision
 
     def guesses(self, gpus: int, *, pruned: bool = True) -> list[Guess]:
-        """All candidates, the fastest first."""
+        """Returns all candidates with their estimates, fastest first."""
         ways = candidates(self.config, gpus, self.network, precisions=tuple(self._kept), pruned=pruned)
         guesses = filter(None, map(self.guess, ways))
         return sorted(guesses, key=lambda guess: (guess.seconds, str(guess.candidate)))
 
     def may_fit(self, guess: Guess) -> bool:
-        """As far as an estimate can say."""
+        """Returns True if it may fit, given the error of estimates."""
         return guess.memory.peak <= ROOM * self.limit
 
     def peak(self, guess: Guess) -> float:
-        """Returns the compiled peak, or the estimated one of what was not compiled."""
+        """Returns the compiled peak in bytes, or the estimated one if it was not compiled."""
         return self._peaks.get(guess.candidate, guess.memory.peak)
 
     def fits(self, guess: Guess) -> bool:
-        """Whether it fits by what is known best: the compiled peak, else the estimated one."""
+        """Returns True if it fits by its compiled peak or, if it was not compiled, by its estimated one."""
         return self.peak(guess) <= self.limit
 
     def guess(self, one: Candidate) -> Guess | None:
-        """None for sizes that cannot be built, and for float8 that no product would use."""
+        """Estimates a candidate. Returns None for sizes that cannot be built, and for float8 if no product would use
+        it."""
         row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
         if row is None or at_most is None:
             return None
@@ -146,7 +147,7 @@ class Search:
         return Guess(one, scheme, found, memory, row, at_most)
 
     def compiled(self, guess: Guess) -> Plan:
-        """Raises `ConfigError` for what cannot be built."""
+        """Compiles a candidate. Raises `ConfigError` if it cannot be built."""
         one = guess.candidate
         devices, domain = list(self.devices(one.gpus)), self.network.domain
         host = lambda device: device.id // domain
@@ -157,7 +158,7 @@ class Search:
         return Plan(one, guess, _prediction(report), memory["peak"], memory["limit"], report)
 
     def distinct(self, guesses: Sequence[Guess]) -> list[Guess]:
-        """Those that may fit, without those that another one is as good as."""
+        """Returns the guesses that may fit, without those that another one equals."""
         return _distinct([guess for guess in guesses if self.may_fit(guess)])
 
     def best(
@@ -167,8 +168,9 @@ class Search:
         told: Callable[[str], None] = lambda text: None,
         begun: Callable[[str], None] = lambda text: None,
     ) -> list[Plan]:
-        """Of guesses, the fastest first: the plans that were compiled and fit, the fastest first. As many as `count`
-        are compiled, and more until one fits. `begun` hears of each before, and `told` of what it is after it."""
+        """Compiles the best of `guesses`, which are sorted by time, and returns the plans that fit, fastest first. It
+        compiles `count` of them, and more until one fits. It calls `on_start` before each compilation and `on_compiled`
+        with its result."""
         compiled = list[Plan]()
         for guess in self._in_turn(self.distinct(guesses), count, compiled):
             began = time.perf_counter()
@@ -186,8 +188,8 @@ class Search:
         return sorted(fitting, key=lambda plan: (plan.seconds, str(plan.candidate)))
 
     def _in_turn(self, guesses: Sequence[Guess], count: int, compiled: Sequence[Plan]) -> Iterator[Guess]:
-        """What to compile, of guesses that may fit: the `count` fastest. While none of those that are `compiled` fits,
-        there follow at most 2 `count` that are the fastest with clear room, and as many that need least."""
+        """Yields the guesses to compile: the `count` fastest. While none of the plans in `compiled` fits, it goes on
+        with at most 2 `count` of the fastest with clear room, then with as many that need least memory."""
         fits = lambda: any(plan.fits for plan in compiled)
         yield from guesses[:count]
         left, tried = guesses[count:], set[Candidate]()
@@ -205,7 +207,7 @@ class Search:
 
 
 def _exceeded(compiled: Sequence[Plan]) -> float:
-    """Returns how many times the estimated peak the compiled one was at most; 1 if it never was more."""
+    """Returns the largest ratio of compiled to estimated peak, at least 1."""
     return max([1.0, *(plan.peak / plan.guess.memory.peak for plan in compiled)])
 
 
@@ -215,7 +217,7 @@ def _prediction(report: dict[str, Any]) -> Prediction:
 
 
 def _distinct(guesses: Sequence[Guess]) -> list[Guess]:
-    """Of those that differ in nothing that an estimate tells apart, the first."""
+    """Returns the first of all guesses with equal estimates."""
     found: dict[tuple[float, int], Guess] = {}
     for guess in guesses:
         found.setdefault((round(guess.seconds, 6), round(guess.memory.peak)), guess)
@@ -223,7 +225,7 @@ def _distinct(guesses: Sequence[Guess]) -> list[Guess]:
 
 
 def _overlap(one: Candidate) -> Overlap:
-    """As `model.overlap` auto chooses, nearly: the ring needs pieces that are large enough."""
+    """Approximates what `model.overlap` auto chooses: the ring needs large enough pieces."""
     if one.model == 1:
         return "off"
     return "rows" if one.rows > 1 else "ring" if one.pipeline == 1 else "off"
@@ -231,13 +233,13 @@ def _overlap(one: Candidate) -> Overlap:
 
 @functools.cache
 def _devices(chip: Chip, gpus: int, per_host: int) -> Sequence[jax.Device]:
-    """Enough for so many GPUs, in whole hosts."""
+    """Returns enough devices for this number of GPUs, in whole hosts."""
     return gpu_devices(chip, -(-gpus // per_host), per_host)
 
 
 @functools.cache
 def _schedule(stages: int, microbatches: int, chunks: int) -> dict[str, Any]:
-    """Returns what `Scheme` says of a pipeline's schedule."""
+    """Returns the fields of `Scheme` that depend on a pipeline's schedule."""
     if stages == 1:
         return {"ticks": microbatches}
     schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
@@ -245,7 +247,7 @@ def _schedule(stages: int, microbatches: int, chunks: int) -> dict[str, Any]:
 
 
 def describe(one: Candidate) -> str:
-    """In one line."""
+    """Describes a candidate in one line."""
     mesh = " × ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
     rows = f"{one.rows} row{'s' * (one.rows > 1)}"
     stages = f", {one.chunks} chunks a stage" if one.chunks > 1 else ""

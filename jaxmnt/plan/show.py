@@ -1,4 +1,4 @@
-"""A plan as text for a person."""
+"""Formats a plan as text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _HOSTS_SHOWN = 8
 
 
 def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int], zero: ZeroChoice | None = None) -> str:
-    """The whole plan."""
+    """Returns the whole plan."""
     blocks = [
         picture(spec, hosts),
         [*([] if zero is None else zero.lines()), *(f"note    {note}" for note in report["notes"])],
@@ -33,7 +33,7 @@ def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int], zer
 
 
 def picture(spec: StepSpec, hosts: Callable[[jax.Device], int]) -> list[str]:
-    """Which part of the mesh each host has."""
+    """Shows which part of the mesh each host has."""
     mesh = spec.placement.mesh
     used = [index for index, axis in enumerate(AXES) if mesh.devices.shape[index] > 1]
     shape = " × ".join(f"{AXES[index]} {mesh.devices.shape[index]}" for index in used) or "one device"
@@ -72,7 +72,7 @@ def _schedule(spec: StepSpec, report: Report) -> list[str]:
 
 
 def parameter_table(parameters: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each of `budget.parameters`."""
+    """Returns a line for each entry of `budget.parameter_rows`."""
     rows: Rows = [("parameter", "shape", "split over", "a device", "whole over")]
     for entry in parameters:
         names = [
@@ -174,7 +174,7 @@ def _rates(rates: dict[str, Any], dtype: str) -> str:
 
 
 def _besides(report: Report) -> list[str]:
-    """What else takes time."""
+    """Returns the table of work besides matrix products and attention."""
     if not report["besides"]:
         return []
     rows: Rows = [("besides products and attention", "in", "array", "times", "takes")]
@@ -190,7 +190,7 @@ _BAR = 40
 
 
 def _round(one: dict[str, Any]) -> list[str]:
-    """When in a round each of its collectives runs: dark where the device waits."""
+    """Draws when each collective of a round runs: dark where the device waits."""
     if not one["seconds"]:
         return []
     rows: Rows = []
@@ -217,6 +217,6 @@ def _round(one: dict[str, Any]) -> list[str]:
 
 
 def _exposed(entry: dict[str, Any]) -> float:
-    """Seconds for which the device waits for it."""
+    """Returns the seconds for which the device waits for a collective."""
     waited: float = entry["ends"] - entry["waited_for"]
     return max(0.0, waited)

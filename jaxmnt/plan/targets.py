@@ -1,6 +1,6 @@
-"""Devices to compile for: chips that XLA can compile for without having one, and virtual CPU devices.
+"""Devices to compile for: GPUs that XLA can target without their presence, and virtual CPU devices.
 
-Both must be chosen before JAX starts its backends.
+Choose either before JAX starts its backends.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def keep_back_warnings_of_xla(debug: bool) -> None:
-    """Keeps back what XLA warns of while it compiles for devices of which there are none, unless it is asked for."""
+    """Suppresses XLA's warnings while it compiles for absent devices, unless `debug` is set."""
     if not debug:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors; JAX's own default is 1, warnings
 
@@ -26,7 +26,7 @@ def keep_back_warnings_of_xla(debug: bool) -> None:
 def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.Device]":
     """Returns devices to compile for, in hosts of `devices_per_host`. Nothing can run on them.
 
-    Raises `ConfigError` where a part of the compiler is missing.
+    Raises `ConfigError` if a part of the compiler is missing.
     """
     if not has_cuda_plugin():
         raise _incomplete("JAX's CUDA plugin")
@@ -43,9 +43,10 @@ def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.
 
 
 def _cuda_folder() -> Path:
-    """Returns the folder with `bin/ptxas` that NVIDIA's packages have installed.
+    """Returns the folder of NVIDIA's packages that contains `bin/ptxas`.
 
-    Raises `ConfigError` without one. A toolkit of the machine is not used, so that a plan is the same on any machine.
+    Raises `ConfigError` if there is none. A CUDA toolkit of the machine is not used, so that a plan is the same on any
+    machine.
     """
     nvidia = importlib.util.find_spec("nvidia")
     for parent in sorted(nvidia.submodule_search_locations or ()) if nvidia else ():
@@ -60,7 +61,7 @@ def _incomplete(part: str) -> ConfigError:
 
 
 def virtual_devices(count: int) -> "Sequence[jax.Device]":
-    """CPU devices of this process."""
+    """Returns CPU devices of this process."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 

@@ -1,9 +1,9 @@
-"""A compiled program played on timelines, one of work and three of communication, within hosts, between them, and to
-host memory: what each collective hides behind.
+"""Replays a compiled program on four timelines: work, and communication within hosts, between hosts, and to host
+memory. It shows which work hides each collective.
 
-A collective that is started runs while the device works on, one after the other, until the instruction that waits for
-it; one that is not holds the device up. Between start and wait there is only work that does not need the collective, so
-what the replay hides can be hidden.
+An asynchronous collective runs, one after another, while the device works on, until the instruction that waits for it;
+a synchronous one blocks the device. Between start and wait there is only work that does not need the collective, so
+whatever the replay hides can be hidden.
 """
 
 import math
@@ -17,20 +17,20 @@ from jaxmnt.plan.rates import Rates
 
 @dataclass
 class CollectiveTime:
-    """A collective of the program, in all of its executions in a step, in seconds."""
+    """A collective of the program, over all of its executions in a step, in seconds."""
 
     one: Collective
     times: float = 0.0
     seconds: float = 0.0
-    """What it takes."""
+    """Total duration."""
     exposed: float = 0.0
-    """For how long of that the device waits."""
+    """Time that the device waits for it."""
     flops: float = 0.0
-    """Of products and attention between its start and the wait for it."""
+    """FLOPs of matrix products and attention between its start and the wait for it."""
     covered: float = 0.0
-    """How long the device works between its start and the wait for it."""
+    """Time that the device works between its start and the wait for it."""
     span: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """In one round of its computation: when it begins, when it is over, and from when on the device waits."""
+    """Within one round of its computation: when it begins, when it ends, and when the device starts to wait."""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Round:
     seconds: float = 0.0
     collectives: list[CollectiveTime] = field(default_factory=list)
     scopes: tuple[str, ...] = ()
-    """Names in the source of what it computes itself."""
+    """Scopes in the source of the instructions in the computation itself."""
 
 
 @dataclass
 class Work:
-    """An instruction that multiplies nothing, in all of its executions in a step."""
+    """An instruction that multiplies nothing, over all of its executions in a step."""
 
     instruction: Instruction
     times: float = 0.0
@@ -56,15 +56,15 @@ class Work:
 
 @dataclass
 class Timeline:
-    """A step, as it is played."""
+    """A replayed step."""
 
     seconds: float
     flops: float
     collectives: list[CollectiveTime]
-    """In the order of the program."""
+    """Collectives in program order."""
     rounds: list[Round]
     other_work: list[Work]
-    """Of a step's work what are no products and no attention, those first that take longest."""
+    """Work of a step besides matrix products and attention, slowest first."""
 
     @property
     def exposed(self) -> float:
@@ -72,7 +72,7 @@ class Timeline:
 
 
 Share = Callable[[str], float | None]
-"""How often a condition is true, by the source's name of something under it; None where that is not known."""
+"""Returns how often a condition is true, given the source name of an operation under it; None if unknown."""
 
 
 def play(
@@ -82,8 +82,8 @@ def play(
     host_of: Callable[[int], int] = lambda device: 0,
     share: Share = lambda where: None,
 ) -> Timeline:
-    """A step of the program on each of so many devices. Without `rates` nothing takes time, and only what is sent is
-    counted."""
+    """Replays a step of the program on each of `devices` devices. Without `rates` nothing takes time, and only traffic
+    is counted."""
     player = _Player(program, devices, rates, host_of, share)
     end = player.computation(program.entry, _Clocks(), 1.0, False)
     other_work = sorted(player.other_work.values(), key=lambda work: -work.seconds)
@@ -92,16 +92,16 @@ def play(
 
 @dataclass(frozen=True)
 class _Clocks:
-    """How far the device and its links are, in seconds, and how much it has multiplied."""
+    """The current times of the device and its links in seconds, and the FLOPs done so far."""
 
     work: float = 0.0
     links: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """Within its host, between hosts, and to its host's memory: when what is sent there is over."""
+    """When the links become free: within the host, between hosts, and to host memory."""
     flops: float = 0.0
 
 
 Started = dict[str, tuple[CollectiveTime, _Clocks, float]]
-"""What runs: the collective, when it was started, and when it will be over."""
+"""Running collectives by name: the collective, the clocks at its start, and its end in seconds."""
 
 
 class _Player:
@@ -116,7 +116,7 @@ class _Player:
         self.other_work: dict[tuple[str, str], Work] = {}
 
     def computation(self, name: str, now: _Clocks, times: float, conditional: bool) -> _Clocks:
-        """`times` is how often what is played here happens."""
+        """Replays a computation that runs `times` times per step, and returns the clocks after it."""
         began, started, sent = now, Started(), []
         for instruction in self._program.computations[name]:
             if instruction.opcode == "while":
@@ -167,8 +167,8 @@ class _Player:
         return self._rates.collective(one.kind, one.payload, one.groups, self._host_of)
 
     def _loop(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
-        """The first round, and a second that stands for the rest: the first may wait for what came before. Of a loop
-        whose length nobody knows there is the first alone."""
+        """Replays the first iteration, which may wait for earlier work, and a second that stands for all others. A loop
+        of unknown length is replayed once."""
         body, rounds = instruction.loop
         unknown = math.isnan(rounds)
         after = self.computation(body, now, math.nan if unknown else times, conditional)
@@ -186,8 +186,8 @@ class _Player:
         return _Clocks(work, links, on(after.flops, again.flops))
 
     def _condition(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
-        """The mean of its branches. Which is taken how often the outermost condition says, by what is under it; one
-        inside is taken where there is most to do."""
+        """Returns the weighted mean over the branches. For the outermost condition the weights come from `share`; an
+        inner one always takes its longest branch."""
         branches = instruction.branches
         shares = [None if conditional else self._share_of(branch) for branch in branches]
         if all(one is None for one in shares):
@@ -204,7 +204,7 @@ class _Player:
         return _Clocks(mean(lambda end: end.work), links, mean(lambda end: end.flops))
 
     def _share_of(self, name: str) -> float | None:
-        """How often a branch is taken, by what the schedule says of a scope in it."""
+        """Returns how often a branch is taken, according to `share` of a scope in it."""
         for instruction in self._program.computations[name]:
             if (part := self._share(instruction.where)) is not None:
                 return part
@@ -213,7 +213,7 @@ class _Player:
         return None
 
     def _note(self, name: str, sent: list[CollectiveTime], seconds: float, times: float) -> None:
-        """That a computation was gone through: what is said of it is how it was the last time."""
+        """Records a pass through a computation. The last pass determines its reported times."""
         found = self.rounds.setdefault(name, Round(name))
         found.times, found.seconds, found.collectives = found.times + times, seconds, sent
         where = (instruction.where for instruction in self._program.computations[name])

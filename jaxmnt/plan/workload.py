@@ -1,4 +1,4 @@
-"""What a step is estimated from, as numbers: what a model multiplies, and how that is spread over devices."""
+"""The numbers that estimates start from: what a model multiplies, and how a step is spread over devices."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,10 @@ from jaxmnt.training.spec import StepSpec
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model computes."""
+    """The computation of a model."""
 
     layers: tuple[tuple[int, LayerCosts], ...]
-    """How many there are of each kind."""
+    """The number of layers of each kind."""
     hidden: int
     vocab: int
     tied: bool = False
@@ -29,12 +29,12 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Numbers in the weights of all layers."""
+        """Number of weights in all layers."""
         return sum(count * layer.parameters for count, layer in self.layers)
 
     @property
     def end_parameters(self) -> int:
-        """Numbers in the embedding and the head."""
+        """Number of weights in the embedding and the head."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -43,7 +43,7 @@ class ModelShape:
 
 
 def model_shape(definition: Definition) -> ModelShape:
-    """Reads the shape of a model from `Family.costs` and from its config."""
+    """Reads the shape of a model from `Family.costs` and its config."""
     layers, model = tuple(definition.layer_costs()), definition.family.config
     ends = (model.hidden_size, definition.vocab_size, model.tie_embeddings)
     others = definition.parameter_count - ModelShape(layers, *ends).parameters
@@ -52,12 +52,12 @@ def model_shape(definition: Definition) -> ModelShape:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a step is spread over devices."""
+    """The layout of a step over devices."""
 
     length: int
-    """Tokens of a row."""
+    """Tokens per row."""
     rows: int
-    """Rows of a microbatch on a batch shard."""
+    """Rows of a microbatch on one batch shard."""
     microbatches: int
     data: int = 1
     pipeline: int = 1
@@ -66,33 +66,33 @@ class Scheme:
     zero: int = 3
     """ZeRO stage over `fsdp`."""
     chunks: int = 1
-    """Pieces of the model that a stage has."""
+    """Chunks of the model per stage."""
     idle: float = 0.0
     """A stage's idle time as a share of its work."""
     ticks: int = 0
-    """Rounds in which the stages of a pipeline hand on, all at once."""
+    """Ticks of the pipeline: steps after each of which all stages pass their results on."""
     slots: int = 1
-    """Microbatches of a chunk that a stage keeps at most."""
+    """The most microbatches of a chunk that a stage keeps at a time."""
     remat: str = "none"
-    """What backward computes again: a key of `flops.AGAIN`."""
+    """What backward recomputes: a key of `flops.RECOMPUTE_SHARES`."""
     dtype: str = "bfloat16"
-    """The dtype of products: also `float8`, with everything else in bfloat16, and `float32`."""
+    """Dtype of matrix products: also `float8`, with everything else in bfloat16, and `float32`."""
     float8_least: int = 0
-    """The least inputs and outputs of a product in float8: `train.float8_least`."""
+    """Minimum inputs and outputs of a product in float8: `train.float8_least`."""
     overlap: Overlap = "off"
     prefetch: bool = True
-    """Whether a layer's weights are gathered while another layer computes, where that is possible."""
+    """True if a layer's weights are gathered while another layer computes, where possible."""
     kept: float = 0.0
-    """Bytes that a microbatch leaves on a device from forward for backward."""
+    """Bytes per device that a microbatch saves in forward for backward."""
 
     @property
     def item(self) -> int:
-        """Bytes of a number that is not in float8."""
+        """Bytes per number that is not in float8."""
         return 4 if self.dtype == "float32" else 2
 
 
 def scheme_of(spec: StepSpec) -> Scheme:
-    """Returns how a step is spread over its mesh, and what a microbatch leaves on a device."""
+    """Returns the layout of a step on its mesh, with the residuals of a microbatch."""
     config, sizes, schedule = spec.config, spec.placement.sizes, spec.schedule
     facts = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE_AXES}
     return Scheme(
@@ -111,6 +111,6 @@ def scheme_of(spec: StepSpec) -> Scheme:
 
 
 def schedule_of(schedule: PipelineSchedule) -> dict[str, Any]:
-    """Returns what `Scheme` says of a schedule. Without a pipeline a stage keeps one microbatch."""
+    """Returns the fields of `Scheme` that come from a schedule. Without a pipeline a stage keeps one microbatch."""
     slots = max(map(schedule.in_flight, range(schedule.stages))) if schedule.stages > 1 else 1
     return {"idle": schedule.idle_share(), "ticks": schedule.ticks, "slots": slots}

@@ -1,18 +1,18 @@
-"""Which ZeRO stage a mesh has with `mesh.zero: auto`, and what another stage would take.
+"""Chooses the ZeRO stage for `mesh.zero: auto`, and compares it with the other stages.
 
-For each stage the time of a step and the memory of a device are estimated from shapes (`estimate.py`, `memory.py`).
-With A microbatches, W the weights of a device's layers and E those of its part of embedding and head, both counted
-after the gather over f devices, c and r the bytes of the compute and the reduce dtype, a device sends a share
-(f - 1) / f of
+The step time and memory of each stage are estimated from shapes (`estimate.py`, `memory.py`). Let A be the number of
+microbatches, W the weights of a device's layers and E those of its part of embedding and head, both counted after the
+gather over f devices, and c and r the bytes of the compute and the reduce dtype. In a step a device sends (f - 1) / f
+of
 
     ZeRO 3    A (2 W + E) c + A (W + E) r
     ZeRO 2      (W + E) c   + A (W + E) r
     ZeRO 1      (W + E) c   +   (W + E) r
 
-in a step. ZeRO 2 and 1 hold all gathered weights for the whole step, (W + E) c, and ZeRO 1 all gradients as well.
+ZeRO 2 and 1 hold all gathered weights for the whole step, (W + E) c, and ZeRO 1 all gradients as well.
 
-The choice depends on the config, the mesh and the kind of GPU alone: on its data sheet and its vendor's own network,
-not on free memory, measured rates or an instance's network. So a run and its dry run choose the same.
+The choice depends only on the config, the mesh and the kind of GPU: on its data sheet and its vendor's own network, not
+on free memory, measured rates or an instance's network. So a run and its dry run choose the same stage.
 """
 
 from dataclasses import dataclass, replace
@@ -32,53 +32,53 @@ from jaxmnt.training.spec import StepSpec
 from jaxmnt.units import seconds_text, size
 
 STAGES = (3, 2, 1)
-"""Those that need less memory come first."""
+"""ZeRO stages, the ones that need less memory first."""
 GAIN = 1.03
-"""A stage that needs more memory must be faster by this factor: estimates of one mesh are further apart than that."""
+"""A stage that needs more memory must be faster by this factor; estimates of one mesh usually differ by more."""
 ROOM = 0.95
-"""The share of a device's memory that an estimate may reach: few compiled programs need 3 % more than estimated
+"""Share of a device's memory that an estimate may use: few compiled programs need 3 % more than estimated
 (`benchmarks/plan_estimates.py`)."""
 _LEAST_MEMORY = "so memory decides, of which 3 needs least"
 COSTLY = 1.1
-"""A setting that takes so many times as long as the best is named."""
+"""A configured stage is reported if it takes this many times as long as the best."""
 
 
 class Stage(NamedTuple):
-    """A ZeRO stage as it is estimated."""
+    """A ZeRO stage with its estimates."""
 
     zero: int
     sent: float
-    """Bytes that a device sends in a step for weights and gradients."""
+    """Bytes per device and step sent for weights and gradients."""
     seconds: float | None
-    """Of a step; None where the devices' rates are not known."""
+    """Step time; None if the devices' rates are unknown."""
     peak: float | None
 
 
 @dataclass(frozen=True)
 class ZeroChoice:
-    """The ZeRO stage of a run, and what the others would take."""
+    """The ZeRO stage of a run, with the alternatives."""
 
     zero: int
     is_auto: bool
-    """Whether the config leaves the choice open."""
+    """True if the config leaves the choice open."""
     stages: tuple[Stage, ...]
     limit: float | None
-    """Bytes of a device, where they are known."""
+    """Usable bytes of a device, if known."""
     because: str = ""
-    """What leaves no choice."""
+    """Why there was no choice."""
 
     def fits(self, stage: Stage) -> bool:
         return stage.peak is not None and self.limit is not None and stage.peak <= ROOM * self.limit
 
     @property
     def best(self) -> Stage | None:
-        """The fastest that fits; None without estimates, or if none fits."""
+        """The fastest stage that fits; None without estimates, or if none fits."""
         fitting = [(stage.seconds, stage) for stage in self.stages if stage.seconds is not None and self.fits(stage)]
         return min(fitting)[1] if fitting else None
 
     def lines(self, *, kept: bool = False) -> list[str]:
-        """Returns what a start and a plan say of it: a choice always, a setting if it is costly. With `kept` an earlier
-        start of the run has chosen."""
+        """Returns the lines that a start and a plan print: any automatic choice, or a setting that is costly. `resumed`
+        means that an earlier start of the run made the choice."""
         if kept:
             return [f"zero    {self.zero}, as this run began (mesh.zero: auto)", *self._cost()]
         if self.is_auto:
@@ -114,16 +114,16 @@ class ZeroChoice:
 
 
 def resolve_zero(spec: StepSpec) -> tuple[Config, ZeroChoice | None]:
-    """Returns the spec's config with a number for `mesh.zero`, and how it was chosen: None where nothing is sharded, so
-    that all stages are the same."""
+    """Returns the spec's config with a number for `mesh.zero`, and how it was chosen: None if nothing is sharded, so
+    that all stages are equal."""
     choice = choose_zero(spec, chip_of(_kind(spec)))
     zero = spec.zero if choice is None else choice.zero
     return spec.config.changed({"mesh.zero": zero}), choice
 
 
 def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
-    """Returns the ZeRO stage of a step on such GPUs, and the alternatives; None where nothing is sharded. Without a
-    `chip`, on CPUs and other GPUs, `auto` is 3: how much memory there is differs between machines of one kind."""
+    """Returns the ZeRO stage of a step on these GPUs, with the alternatives; None if nothing is sharded. Without a
+    `chip`, on CPUs and unknown GPUs, `auto` is 3, because memory differs between machines of one kind."""
     over = spec.placement.mesh_axes("embed")
     if not over:
         return None
@@ -143,12 +143,13 @@ def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
 
 
 def _kind(spec: StepSpec) -> str:
-    """Returns the name that JAX has for the devices."""
+    """Returns JAX's name of the devices."""
     return spec.placement.mesh.devices.flat[0].device_kind
 
 
 def _fastest(choice: ZeroChoice) -> int:
-    """Of those that fit and are about as fast as the fastest, the stage that needs least memory; 3 if none fits."""
+    """Returns the stage that needs least memory among those that fit and are about as fast as the fastest; 3 if none
+    fits."""
     best = choice.best
     if best is None or best.seconds is None:
         return 3
@@ -179,7 +180,7 @@ def _estimated(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
 
 
 def _kept_without_remat(spec: StepSpec) -> int:
-    """Bytes that forwards would leave for their backwards if backward computed nothing again."""
+    """Returns the bytes that forward would save for backward if backward recomputed nothing."""
     if spec.config.train.remat == "none":
         return kept_bytes(spec)
     without = spec.config.changed({"train.remat": "none", "train.remat_save": [], "train.remat_offload": []})
@@ -187,7 +188,7 @@ def _kept_without_remat(spec: StepSpec) -> int:
 
 
 def _sent(spec: StepSpec, zero: int) -> float:
-    """Bytes of weights and gradients that a device gathers and scatters in a step, by the formula above."""
+    """Returns the bytes of weights and gradients that a device gathers and scatters in a step, by the formula above."""
     staged = replace(spec, config=spec.config.changed({"mesh.zero": zero, "mesh.prefetch": None}))
     over = "×".join(spec.placement.mesh_axes("embed"))
     return sum(bytes_ for (_, axes), bytes_ in least(staged).items() if axes == over)
