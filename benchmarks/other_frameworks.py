@@ -133,13 +133,13 @@ class OtherStep(Step):
         scores = self.tokens * self.scheme.length * heads * 2 * SCORE_PASSES
         return products + scores * (2 if backward else 1) / self.rates.memory
 
-    def layer_links(self, layer: LayerCosts, ahead: Work, back: Work) -> Links:
-        return {**super().layer_links(layer, ahead, back), "context": self.keys_and_values(layer, back)}
+    def layer_links(self, layer: LayerCosts, forward: Work, backward: Work) -> Links:
+        return {**super().layer_links(layer, forward, backward), "context": self.keys_and_values(layer, backward)}
 
     def activations(self) -> Link | None:
         if self.traits.sequence_parallel or self.scheme.model == 1:
             return super().activations()
-        whole = self.scheme.item * self.tokens * self.model.hidden
+        whole = self.scheme.itemsize * self.tokens * self.model.hidden
         seconds = (6 if self.policies[self.scheme.remat].products == 1 else 4) * self.ring("all-reduce", whole, "model")
         return Link(seconds, seconds * (1 - self.traits.hides_model))
 
@@ -148,7 +148,7 @@ class OtherStep(Step):
         scheme = self.scheme
         if scheme.context == 1:
             return None
-        own = scheme.item * self.tokens * 2 * scheme.kv_heads * layer.attention.head_dim / scheme.model
+        own = scheme.itemsize * self.tokens * 2 * scheme.kv_heads * layer.attention.head_dim / scheme.model
         hosts = self.spread(scheme.context, scheme.model)
         seconds = 3 * self.rates.ring("all-gather", own * scheme.context, hosts)
         behind = self.attention(layer, backward=False) + back.attention
@@ -159,7 +159,7 @@ class OtherStep(Step):
         if self.scheme.zero or self.sizes["fsdp"] == 1:
             return super().gathers_once(backward)
         seconds = self.ring("all-reduce", self.gradient_bytes * self.parameters, "fsdp")
-        return self.behind_backward(seconds, backward)
+        return self.hidden_by_backward(seconds, backward)
 
 
 def software(name: str, generation: str) -> Software:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.load import load_config
-from jaxmnt.plan.budget import ideal_state_bytes, least
+from jaxmnt.plan.budget import ideal_state_bytes, minimum_traffic
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.targets import gpu_devices
 
@@ -93,7 +93,7 @@ def row(recipe: str, mesh: dict[str, int], rows: int) -> tuple[str, ...]:
         sent[entry["kind"], entry["axis"]] += entry["bytes_sent"]
     total = sum(sent.values())
     across = sum(entry["bytes_sent"] for entry in report["collectives"] if entry["between"] == "hosts")
-    memory, worst = report["memory"], max(sent[key] / size for key, size in least(spec).items())
+    memory, worst = report["memory"], max(sent[key] / size for key, size in minimum_traffic(spec).items())
     idle = f"{report['schedule']['idle_percent']} %" if report["schedule"] else "-"
     return (
         recipe,

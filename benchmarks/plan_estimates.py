@@ -36,8 +36,8 @@ MODELS = (
 )  # fmt: skip
 TARGETS = ("h100", "h200")
 _LARGE = ("qwen3-32b", "llama3.1-70b")
-_MEASURES = ("kept_of_row", "kept_at_most")
-"""What `estimate_memory` is given besides shape and scheme, in its order."""
+_MEASURES = {"kept_of_row": "row_residuals", "kept_at_most": "row_residuals_without_remat"}
+"""Arguments of `estimate_memory` after shape and scheme, in its order: key of a record → field of `Guess`."""
 
 
 def drawn(seed: int) -> Iterator[tuple[str, str, int, Candidate]]:
@@ -98,7 +98,7 @@ def _compiled(name: str, target: str, length: int, one: Candidate) -> dict[str, 
     if guess is None or guess.memory.peak > 1.1 * search.limit or guess.memory.peak < 2**32:
         return None
     try:
-        plan = search.compiled(guess)
+        plan = search.compile_plan(guess)
     except ConfigError:  # what only the whole config shows
         return None
     shape, kv_heads = search.shape, config.model.num_kv_heads
@@ -108,8 +108,8 @@ def _compiled(name: str, target: str, length: int, one: Candidate) -> dict[str, 
     ]
     return {
         "model": name, "target": target, "scheme": vars(guess.scheme),
-        "shape": [layers, shape.hidden, shape.vocab, shape.tied, shape.others],
-        **{name: getattr(guess, name) for name in _MEASURES}, "peak": plan.peak,
+        "shape": [layers, shape.hidden, shape.vocab, shape.tied, shape.other_parameters],
+        **{key: getattr(guess, name) for key, name in _MEASURES.items()}, "peak": plan.peak,
         "estimated_peak": round(guess.memory.peak), "seconds": plan.seconds, "estimated_seconds": guess.seconds,
     }  # fmt: skip
 
@@ -124,8 +124,9 @@ def shape_of(record: dict[str, Any]) -> ModelShape:
 
 
 def scheme_of(record: dict[str, Any]) -> Scheme:
-    """Older records have the slots beside the scheme, and `context`, which is always 1."""
-    known = {key: value for key, value in record["scheme"].items() if key != "context"}
+    """Older records have the slots beside the scheme, `context`, which is always 1, and `kept` for the residuals."""
+    names = {"kept": "residual_bytes"}
+    known = {names.get(key, key): value for key, value in record["scheme"].items() if key != "context"}
     return Scheme(**({"slots": record["slots"]} if "slots" in record else {}) | known)
 
 

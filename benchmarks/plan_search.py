@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError
-from jaxmnt.plan.__main__ import COMPILED
+from jaxmnt.plan.__main__ import DEFAULT_COMPILATIONS
 from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.targets import gpu_devices
@@ -42,7 +42,7 @@ def compared(name: str, target: str, grid: int) -> str:
     began = time.perf_counter()
     search = Search(config, chip, network, rates_of(chip, network))
     guesses = search.guesses(gpus)
-    plans = search.best(guesses, COMPILED)
+    plans = search.best(guesses, DEFAULT_COMPILATIONS)
     took = time.perf_counter() - began
     if not plans:
         return f"| {name} | {len(guesses)} | {took:.0f} s | nothing fits | | |"
@@ -55,7 +55,7 @@ def compared(name: str, target: str, grid: int) -> str:
     found, tried = [], [*first, *drawn]
     for number, guess in enumerate(tried, 1):
         with contextlib.suppress(ConfigError):  # what only the whole config shows
-            plan = search.compiled(guess)
+            plan = search.compile_plan(guess)
             found += [plan] if plan.fits else []
             print(f"{number} of {len(tried)}: {plan.seconds:.3f} s", file=sys.stderr, flush=True)
     other = min(found, key=lambda plan: plan.seconds, default=best)

@@ -26,7 +26,7 @@ from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.plan.hlo import Program
-from jaxmnt.plan.timeline import play
+from jaxmnt.plan.timeline import replay_program
 from jaxmnt.report.contents import report_of
 from jaxmnt.run.monitoring import BadStepMonitor
 from jaxmnt.run.replay import replay
@@ -131,8 +131,8 @@ def test_deciding_costs_no_word_with_the_host_and_no_message(mesh, monkeypatch):
         careless = compile_step(program.spec, program.abstract_state).as_text()
     sent, sent_anyway = (
         sorted(
-            (played.one.kind, played.one.payload, played.times, played.one.groups)
-            for played in play(Program(each), devices).collectives
+            (played.collective.kind, played.collective.payload, played.times, played.collective.groups)
+            for played in replay_program(Program(each), devices).collectives
         )
         for each in (text, careless)
     )

@@ -26,16 +26,18 @@ sizes = st.floats(1.0, 1e6)
 
 def test_a_curve_goes_through_what_was_measured():
     places = [(m, n, k) for m in SIZES for n in SIZES for k in SIZES]
-    assert [CURVE.at(*place) for place in places] == pytest.approx(CURVE.rates)
-    assert CURVE.at(128, 64, 64) == pytest.approx((CURVE.at(64, 64, 64) + CURVE.at(256, 64, 64)) / 2)
-    assert CURVE.at(1, 1e9, 1024) == CURVE.at(64, 4096, 1024)  # beyond the ends, as there
+    assert [CURVE.interpolate(*place) for place in places] == pytest.approx(CURVE.rates)
+    assert CURVE.interpolate(128, 64, 64) == pytest.approx(
+        (CURVE.interpolate(64, 64, 64) + CURVE.interpolate(256, 64, 64)) / 2
+    )
+    assert CURVE.interpolate(1, 1e9, 1024) == CURVE.interpolate(64, 4096, 1024)  # beyond the ends, as there
 
 
 @given(sizes, sizes, sizes, st.floats(1.0, 10.0))
 def test_a_curve_lies_between_what_was_measured(m, n, k, more):
     """And rises where that does."""
-    assert 1 <= CURVE.at(m, n, k) <= 27 + 1e-9
-    assert CURVE.at(m, n, k * more) >= CURVE.at(m, n, k) - 1e-9
+    assert 1 <= CURVE.interpolate(m, n, k) <= 27 + 1e-9
+    assert CURVE.interpolate(m, n, k * more) >= CURVE.interpolate(m, n, k) - 1e-9
 
 
 def sent(start, step, rate, groups=(2, 8)):
@@ -165,7 +167,7 @@ def test_devices_are_measured(tmp_path):
     }
     rates = found.rates(None)
     assert rates.ring("all-gather", 1e6, [8]) > rates.ring("all-gather", 1e3, [8]) > 0
-    assert rates.mapping(1 << 26) > rates.mapping(1 << 25) == 0  # the C library keeps half of it
+    assert rates.page_fault_seconds(1 << 26) > rates.page_fault_seconds(1 << 25) == 0  # the C library keeps half of it
     assert "memory" in summary(found) and "within hosts" in summary(found)
 
 

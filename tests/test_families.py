@@ -20,7 +20,7 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.layout import map_with_axes
-from jaxmnt.plan.budget import parameters
+from jaxmnt.plan.budget import parameter_rows
 from jaxmnt.plan.show import parameter_table
 from jaxmnt.train import train
 from jaxmnt.training.build import build_spec
@@ -110,7 +110,7 @@ def test_names_of_groups_are_free():
 
 def test_a_plan_lists_axes_without_a_name():
     model = {"family": "pretend_family.Pretend", "num_layers": 3, "vocab_size": 1024}
-    listed = parameters(build_spec(config(model=model, mesh={"fsdp": 2}), VOCAB, jax.devices()[:2]))
+    listed = parameter_rows(build_spec(config(model=model, mesh={"fsdp": 2}), VOCAB, jax.devices()[:2]))
     (router,) = [line for line in parameter_table(listed) if line.startswith("layers.router")]
     assert "layers embed:fsdp -" in router
 

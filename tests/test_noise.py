@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.feed import to_devices
-from jaxmnt.plan.hlo import Program, collective
+from jaxmnt.plan.hlo import Program, collective_of
 from jaxmnt.report.noise import noise_scale
 from jaxmnt.training.compile import compile_program
 from jaxmnt.training.noise import small_batches, squares
@@ -94,7 +94,7 @@ def test_nothing_more_is_sent():
     def sent(noise):
         program = compiled({"data": 2, "fsdp": 2}, 3, 2, noise)
         text = Program(program.step.as_text())
-        found = [collective(one, 4) for instructions in text.computations.values() for one in instructions]
+        found = [collective_of(one, 4) for instructions in text.computations.values() for one in instructions]
         return Counter(one.kind for one in found if one is not None)
 
     assert sent(True) == sent(False)

@@ -16,15 +16,15 @@ from conftest import ROOT, command, mostly_slow
 from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import budget
-from jaxmnt.plan.budget import ideal_state_bytes, least, make_report, small
+from jaxmnt.plan.budget import ideal_state_bytes, make_report, minimum_traffic, small_traffic_bound
 from jaxmnt.plan.chips import CHIPS, find_target
 from jaxmnt.plan.costs import Costs
 from jaxmnt.plan.dry_run import cluster_size, dry_run
-from jaxmnt.plan.hlo import Program, collective, shapes_in
+from jaxmnt.plan.hlo import Program, collective_of, shapes_in
 from jaxmnt.plan.rates import Rates, rates_of
-from jaxmnt.plan.show import _round
+from jaxmnt.plan.show import _round_lines
 from jaxmnt.plan.targets import gpu_devices
-from jaxmnt.plan.timeline import play
+from jaxmnt.plan.timeline import replay_program
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step
@@ -65,8 +65,8 @@ ENTRY %main (x: bf16[2,8]) -> f32[] {
 
 def test_collectives_are_read_from_the_text():
     share = lambda where: 0.25 if "loss" in where else None
-    found = play(Program(PROGRAM), 8, share=share).collectives
-    gather, scatter, pair, hop, everyone = (played.one for played in found)
+    found = replay_program(Program(PROGRAM), 8, share=share).collectives
+    gather, scatter, pair, hop, everyone = (played.collective for played in found)
     assert [played.times for played in found] == [5, 0.25, 1, 1, 1]
     assert (gather.kind, gather.payload, gather.asynchronous) == ("all-gather", 128, True)
     assert gather.groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and gather.sent == 96
@@ -83,7 +83,7 @@ def test_collectives_are_read_from_the_text():
 def test_a_sum_that_is_started_is_read_in_every_form(result):
     line = f"  %s = {result} all-reduce-start(%a), channel_id=1, replica_groups={{{{0,1}}}}, to_apply=%add"
     text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n{line}\n}}\n"
-    [one] = [collective(instruction, 2) for instruction in Program(text).computations["main"]]
+    [one] = [collective_of(instruction, 2) for instruction in Program(text).computations["main"]]
     assert (one.payload, one.asynchronous) == (32, True)
 
 
@@ -97,8 +97,8 @@ def test_a_loop_and_its_groups_are_read_from_a_real_program():
     x = jax.ShapeDtypeStruct((8, 4), "float32")
     spec = jax.sharding.PartitionSpec("a", None)
     function = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    [played] = play(Program(jax.jit(function).lower(x).compile().as_text()), 8).collectives
-    one = played.one
+    [played] = replay_program(Program(jax.jit(function).lower(x).compile().as_text()), 8).collectives
+    one = played.collective
     assert (one.kind, one.dtype, one.payload, played.times) == ("all-reduce", "f32", 4 * 4 * 4, 7)
     assert one.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -153,7 +153,7 @@ class Clockwork(Rates):
 def test_a_step_is_played_on_timelines():
     product = 2 * 100 * 10 * 50
     rates = Clockwork({"bfloat16": product, "float32": 1.0}, 1.0, 1e6, 1.0, 1.0, 1.0)
-    step = play(Program(OVERLAPPING), 4, rates)
+    step = replay_program(Program(OVERLAPPING), 4, rates)
     gather, scatter = step.collectives
     # A round: product 1 s, 2 s of the gather's 3 s are waited for, product 1 s, scatter 0.5 s.
     assert (gather.times, gather.seconds, gather.exposed) == (5, 15, pytest.approx(10))
@@ -175,7 +175,7 @@ def test_a_round_is_drawn():
     begin = {"kind": "all-gather", "axis": "fsdp", "dtype": "bf16", "bytes_sent": 2**20}
     spans = ((0.0, 0.5, 0.25), (0.5, 0.75, 0.9), (0.9, 0.905, 0.9), (0.91, 0.912, 1.0))
     entries = [begin | dict(zip(("begins", "ends", "waited_for"), span, strict=True)) for span in spans]
-    told = _round({"of": "a layer forward", "times": 4, "seconds": 1.0, "collectives": entries})
+    told = _round_lines({"of": "a layer forward", "times": 4, "seconds": 1.0, "collectives": entries})
     assert told == [
         "a layer forward: 4 × 1 s",
         f"        all-gather  fsdp  bf16  1 MiB  ▕{'░' * 10}{'█' * 10}{' ' * 20}▏  500 ms  250 ms exposed",
@@ -191,7 +191,7 @@ def played_with_another_gather(groups, whole, host_of=lambda device: 0):
         f"  %other = (bf16[10]{{0}}, bf16[{whole}]{{0}}) all-gather-start(%w), replica_groups={groups}\n  %first =",
     ).replace("  %second =", f"  %done.2 = bf16[{whole}]{{0}} all-gather-done(%other)\n  %second =")
     rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e9, 1.0, 1.0, 1.0)
-    return play(Program(text), 4, rates, host_of).collectives[:2]
+    return replay_program(Program(text), 4, rates, host_of).collectives[:2]
 
 
 def test_what_goes_between_hosts_runs_beside_what_does_not():
@@ -235,7 +235,7 @@ def test_links_do_not_fall_behind_in_a_loop_of_conditions():
     last = "%sum = f32[10]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add"
     text = before + TICKS + after.replace("  ROOT", f"  {last}\n  ROOT")
     rates = Clockwork({"bfloat16": 2 * 100 * 10 * 50, "float32": 1.0}, 1.0, 1e6, 1.0, 1.0, 1.0)
-    step = play(Program(text), 4, rates, share=lambda where: 2 / 3 if "busy" in where else None)
+    step = replay_program(Program(text), 4, rates, share=lambda where: 2 / 3 if "busy" in where else None)
     gather, scatter, last = step.collectives
     assert last.exposed == pytest.approx(0.5) and gather.times == pytest.approx(12 * 5 * 2 / 3)
     assert (gather.exposed, scatter.exposed) == (pytest.approx(2 * gather.times), pytest.approx(0.5 * gather.times))
@@ -273,8 +273,8 @@ def test_what_attention_multiplies():
         program = Program(text + line.replace("<backward>", backward).replace("<window>", str(window)) + "\n}\n")
         costs = Costs(program, Rates({}, 1e3, 1e30, 1.0, 1.0, 1.0))
         [_, attention] = program.computations["e"]
-        assert costs.of("e", attention)[1] == 2 * 4 * (64 * 64 / 2) * 8 * flops
-        assert costs.of("e", attention)[0] == costs.of("e", attention)[1] / 1e3
+        assert costs.cost("e", attention)[1] == 2 * 4 * (64 * 64 / 2) * 8 * flops
+        assert costs.cost("e", attention)[0] == costs.cost("e", attention)[1] / 1e3
 
 
 def test_the_rates_of_every_chip_are_known():
@@ -288,11 +288,11 @@ def hold_to_budget(spec, report):
     sent = Counter()
     for entry in report["collectives"]:
         sent[entry["kind"], entry["axis"]] += entry["bytes_sent"]
-    needed = least(spec)
+    needed = minimum_traffic(spec)
     for key, size in needed.items():
         assert 0.95 * size < sent[key] <= 1.05 * size, (key, sent[key] / size)
     rest = {key: size for key, size in sent.items() if key not in needed}
-    assert sum(rest.values()) <= small(spec), rest
+    assert sum(rest.values()) <= small_traffic_bound(spec), rest
 
 
 MESHES = [

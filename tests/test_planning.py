@@ -21,12 +21,12 @@ from other_frameworks import decoder
 from jaxmnt.config.load import load_config, with_settings
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
-from jaxmnt.plan.answer import Answer, PlanRequest, Priced, advice, knee, reasons, winner
-from jaxmnt.plan.candidates import Candidate, candidates, numbers_of_gpus
+from jaxmnt.plan.answer import Answer, PlanRequest, PricedPlan, advice, knee, reasons, winner
+from jaxmnt.plan.candidates import Candidate, candidates, gpu_counts
 from jaxmnt.plan.chips import CHIPS, INSTANCES, find_target, network_of
 from jaxmnt.plan.estimate import estimate, uses_float8
 from jaxmnt.plan.estimated import Estimated, best_of, show_estimates
-from jaxmnt.plan.goal import Faults, Goal, faults_of, reach
+from jaxmnt.plan.goal import Faults, Goal, faults_of, time_and_cost
 from jaxmnt.plan.memory import Memory
 from jaxmnt.plan.picture import draw
 from jaxmnt.plan.predict import Prediction
@@ -188,7 +188,7 @@ def test_what_is_written_is_what_was_planned(tmp_path, one):
 
 
 def test_numbers_of_gpus_rise_by_a_quarter_at_most():
-    found = list(numbers_of_gpus(8, 1024))
+    found = list(gpu_counts(8, 1024))
     assert found[:5] == [8, 16, 24, 32, 40] and found[-1] == 1024
     assert all(b / a <= 1.25 for a, b in itertools.pairwise(found[3:]))
 
@@ -228,13 +228,13 @@ def test_goodput_is_what_a_simulation_of_failures_has(gpus, state):
 
 def test_what_a_goal_costs():
     never = Faults(1e12, 0.0, 0.0, 0.0)
-    goal = reach(1e12, 1e6, never, 128, 2.0)
+    goal = time_and_cost(1e12, 1e6, never, 128, 2.0)
     assert goal.days == pytest.approx(1e6 / 86400, rel=1e-3) and goal.cost == pytest.approx(
         128 * 2 * 1e6 / 3600, rel=1e-3
     )
-    assert reach(1e12, 1e6, never, 128, None).cost is None
+    assert time_and_cost(1e12, 1e6, never, 128, None).cost is None
     always = faults_of(10**9, 1e12, 8)
-    assert always.goodput == 0 and reach(1e12, 1e6, always, 10**9, 2.0).days == float("inf")
+    assert always.goodput == 0 and time_and_cost(1e12, 1e6, always, 10**9, 2.0).days == float("inf")
 
 
 def answered(**days_of_gpus):
@@ -243,7 +243,7 @@ def answered(**days_of_gpus):
     for name, days in days_of_gpus.items():
         gpus = int(name[1:])
         goal = Goal(86400 * days, gpus * days * 48.0)
-        plans = [] if days is None else [Priced(None, gpus, 1.0, None, None, goal)]
+        plans = [] if days is None else [PricedPlan(None, gpus, 1.0, None, None, goal)]
         found.append(Answer(gpus, [], plans))
     return found
 
@@ -300,7 +300,7 @@ def planned(exposed=0.0, bubble=0.0, peak=70, every_steps=500, every_minutes=Non
         config=SimpleNamespace(checkpoint=checkpoint), rates=H100, precisions=precisions, dtype=lambda _: "bfloat16"
     )
     faults = faults_of(1024, 1e9, 8)  # a save every half hour or so
-    return advice(search, Priced(plan, 8, 1.0, None, faults, None))
+    return advice(search, PricedPlan(plan, 8, 1.0, None, faults, None))
 
 
 def test_a_plan_ends_with_advice():
@@ -331,7 +331,7 @@ def search_of(peaks, compiled):
         def __init__(self):
             self.limit, self._peaks = LIMIT, {}
 
-        def compiled(self, guess):
+        def compile_plan(self, guess):
             peak = self._peaks[guess.candidate] = compiled[guess.candidate.rows - 1]
             return Plan(guess.candidate, guess, Prediction(guess.seconds, 0.0, 0.0, 0.0, 0.0), peak, LIMIT, {})
 
@@ -357,7 +357,7 @@ def search_of(peaks, compiled):
 def test_what_is_compiled_until_something_fits(peaks, compiled, tried, why):
     search, ways = search_of(peaks, compiled)
     begun = []
-    plans = search.best(ways, 2, begun=begun.append)
+    plans = search.best(ways, 2, on_start=begun.append)
     assert begun == [describe(ways[number - 1].candidate) for number in tried], why
     assert [plan.candidate.rows for plan in plans] == [one for one in tried if compiled[one - 1] <= LIMIT]
 
@@ -367,8 +367,8 @@ def test_reasons_leave_out_what_did_not_fit():
     search, ways = search_of([79, 70, 60, 79], [90, 70])
     stages = lambda guess: replace(guess, candidate=replace(guess.candidate, pipeline=2, fsdp=4))
     ways = [stages(ways[0]), ways[1], stages(ways[2]), replace(ways[3], candidate=replace(ways[1].candidate, zero=2))]
-    search.compiled(ways[0])
-    best = Priced(search.compiled(ways[1]), 8, 1.0, None, None, None)
+    search.compile_plan(ways[0])
+    best = PricedPlan(search.compile_plan(ways[1]), 8, 1.0, None, None, None)
     search._peaks[ways[3].candidate] = 90
     found = "\n".join(reasons(search, Answer(8, ways, [best])))
     assert f"with a pipeline the best is {describe(ways[2].candidate)}: estimated at 1.50 ×" in found

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxmnt.errors import counted
-from jaxmnt.plan.answer import Answer, PlanRequest, Priced, advice, knee, reasons
+from jaxmnt.plan.answer import Answer, PlanRequest, PricedPlan, advice, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW, with_range
 from jaxmnt.plan.search import Search, describe
 from jaxmnt.telemetry.progress import table
@@ -12,34 +12,31 @@ from jaxmnt.units import count, money, seconds_text, size, span
 _SHOWN = 6
 
 
-def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest, best: Priced) -> str:
+def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest, best: PricedPlan) -> str:
     """Returns the whole answer; `best` is the winner among all numbers of GPUs."""
     data = search.config.data
     network, chip = search.network, search.chip
     batch = data.global_batch_size * data.sequence_length
     lines = [
-        f"target  {chip.kind}, {network.domain} that reach each other by NVLink, {network.gigabits:g} Gbit/s of "
-        f"{network.fabric} a GPU beyond",
+        f"target  {chip.kind}, {network.domain} of them connected by NVLink, {network.gigabits:g} Gbit/s of "
+        f"{network.fabric} per GPU beyond",
         f"goal    {count(request.tokens)} tokens, in steps of {count(batch)}",
     ]
     blocks = [_answer(best, request), "\n".join(lines)]
     if len(answers) > 1:
         blocks.append("\n".join(_by_gpus(answers)))
-    own = next(answer for answer in answers if answer.gpus == best.gpus)
-    blocks.append("\n".join(_ranked(own)))
-    blocks.append(
-        "\n".join(
-            f"why     {line}" if place == 0 else f"        {line}" for place, line in enumerate(reasons(search, own))
-        )
-    )
-    known = "by published failures of GPUs" if request.hours_between_failures is None else "as given"
-    blocks.append("\n".join(_of_the_best(best, known)))
-    if told := advice(search, best):
-        blocks.append("\n".join(f"advice  {line}" for line in told))
+    best_answer = next(answer for answer in answers if answer.gpus == best.gpus)
+    blocks.append("\n".join(_ranked(best_answer)))
+    why = reasons(search, best_answer)
+    blocks.append("\n".join(f"why     {line}" if index == 0 else f"        {line}" for index, line in enumerate(why)))
+    failure_source = "by published failures of GPUs" if request.hours_between_failures is None else "as given"
+    blocks.append("\n".join(_winner_details(best, failure_source)))
+    if suggestions := advice(search, best):
+        blocks.append("\n".join(f"advice  {line}" for line in suggestions))
     return "\n\n".join(blocks)
 
 
-def _answer(best: Priced, request: PlanRequest) -> str:
+def _answer(best: PricedPlan, request: PlanRequest) -> str:
     """Returns the headline: time and money, each with the range of the predicted step time."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     return (
@@ -50,17 +47,18 @@ def _answer(best: Priced, request: PlanRequest) -> str:
 
 def _by_gpus(answers: Sequence[Answer]) -> list[str]:
     rows: list[tuple[str, ...]] = [("GPUs", "step", "tokens/s/GPU", "goodput", "takes", "cost", "mesh")]
-    turn = knee(answers)
+    knee_gpus = knee(answers)
     for answer in answers:
         if not answer.priced:
             rows.append((str(answer.gpus), "does not fit", "", "", "", "", ""))
             continue
-        one = answer.priced[0]
-        mark = "  <- the knee: more GPUs hold less than 80 % of what they promise" if answer.gpus == turn else ""
+        fastest = answer.priced[0]
+        is_knee = answer.gpus == knee_gpus
+        mark = "  <- the knee: more GPUs attain less than 80 % of a proportional speed-up" if is_knee else ""
         rows.append((
-            str(answer.gpus), seconds_text(one.plan.seconds), f"{one.tokens_per_second:,.0f}",
-            f"{one.faults.goodput:.1%}", span(one.goal.seconds), money(one.goal.cost),
-            describe(one.plan.candidate) + mark,
+            str(answer.gpus), seconds_text(fastest.plan.seconds), f"{fastest.tokens_per_second:,.0f}",
+            f"{fastest.faults.goodput:.1%}", span(fastest.goal.seconds), money(fastest.goal.cost),
+            describe(fastest.plan.candidate) + mark,
         ))  # fmt: skip
     return table(rows, right={0, 1, 2, 3, 4, 5})
 
@@ -80,38 +78,40 @@ def _ranked(answer: Answer) -> list[str]:
             "cost",
         )
     ]
-    for one in answer.priced[:_SHOWN]:
-        plan, seconds = one.plan, one.plan.seconds
+    for priced in answer.priced[:_SHOWN]:
+        plan, seconds = priced.plan, priced.plan.seconds
         rows.append((
             describe(plan.candidate), seconds_text(seconds),
             f"{seconds_text(LOW * seconds)} to {seconds_text(HIGH * seconds)}",
-            "-" if one.mfu is None else f"{one.mfu:.1%}", f"{size(plan.peak)} ({plan.peak / plan.limit:.0%})",
+            "-" if priced.mfu is None else f"{priced.mfu:.1%}", f"{size(plan.peak)} ({plan.peak / plan.limit:.0%})",
             f"{plan.prediction.exposed / seconds:.1%}", f"{plan.prediction.bubble / seconds:.1%}",
-            f"{one.tokens_per_second:,.0f}", span(one.goal.seconds), money(one.goal.cost),
+            f"{priced.tokens_per_second:,.0f}", span(priced.goal.seconds), money(priced.goal.cost),
         ))  # fmt: skip
     return table(rows, right=set(range(1, 10)))
 
 
-def _of_the_best(best: Priced, known: str) -> list[str]:
+def _winner_details(best: PricedPlan, failure_source: str) -> list[str]:
     """Returns the winner's step breakdown, failures and settings. `failure_source` says where the failure rate comes
     from."""
-    faults, found = best.faults, best.plan.prediction
+    faults, prediction = best.faults, best.plan.prediction
     parts = ", ".join(
         f"{name} {seconds_text(value)}"
         for name, value in (
-            ("work", found.work), ("waiting for communication", found.exposed), ("pipeline idle", found.bubble),
-            ("slowed beside communication", found.contention), ("host", found.host),
+            ("work", prediction.work), ("waiting for communication", prediction.exposed),
+            ("pipeline idle", prediction.bubble), ("slowdown by communication", prediction.contention),
+            ("host", prediction.host),
         )
         if value
     )  # fmt: skip
-    one = best.plan.candidate
-    keys = {key: value for key, value in one.settings.items() if value not in (None, [], False)}
+    candidate = best.plan.candidate
+    set_keys = {key: value for key, value in candidate.settings.items() if value not in (None, [], False)}
+    has_pipeline = candidate.pipeline > 1
     settings = " ".join(
-        f"{key}={value}" for key, value in keys.items() if one.pipeline > 1 or not key.startswith("pipeline.")
+        f"{key}={value}" for key, value in set_keys.items() if has_pipeline or not key.startswith("pipeline.")
     )
     return [
         f"step    {parts}",
-        f"fails   every {span(faults.between_seconds)} ({known}); save every {span(faults.interval_seconds)} "
-        f"(Young–Daly); {faults.goodput:.1%} of the time goes into steps",
+        f"fails   every {span(faults.between_seconds)} ({failure_source}); save every {span(faults.interval_seconds)} "
+        f"(Young–Daly); {faults.goodput:.1%} of the time is spent on steps that count",
         f"set     {settings}",
     ]

@@ -18,9 +18,9 @@ from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.parallel.sharding import RULES, SCALES_AND_BIASES, Axes
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
-from jaxmnt.plan.predict import predicted
+from jaxmnt.plan.predict import predict_step
 from jaxmnt.plan.rates import Rates, rates_of
-from jaxmnt.plan.timeline import Round, Timeline, play
+from jaxmnt.plan.timeline import Round, Timeline, replay_program
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure
@@ -33,69 +33,76 @@ from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes, 
 from jaxmnt.training.trained import names_of
 from jaxmnt.units import size
 
-Least = dict[tuple[str, str], float]
+Traffic = dict[tuple[str, str], float]
 """Bytes by (kind, axis)."""
 
 
-def least(spec: StepSpec) -> Least:
+def minimum_traffic(spec: StepSpec) -> Traffic:
     """Returns the bytes that the scheme needs, by kind of collective and mesh axis. It leaves out small arrays:
     scalars, scales, biases, and the loss's sums over the vocabulary, which `small_traffic_bound` bounds."""
     config, placement = spec.config, spec.placement
     microbatches, stages, shares = spec.num_microbatches, placement.stages, placement.sizes
     work = microbatches * spec.schedule.chunks
-    found: Least = defaultdict(float)
+    traffic: Traffic = defaultdict(float)
 
+    # Weights are gathered and their gradients scattered, or summed over replicas (docs/parallelism.md).
     compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, spec.zero
-    training, in_float8 = set(names_of(spec.trained_axes)), gathered_in_float8(spec)
+    trained, in_float8 = set(names_of(spec.trained_axes)), gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
         stored = numbers_a_device(leaf)
         gathered = placement.gathered_axes(names)
         if gathered is not None:
-            over, num_shards = "×".join(gathered[1]), math.prod(shares[axis] for axis in gathered[1])
+            over = "×".join(gathered[1])
+            num_shards = math.prod(shares[axis] for axis in gathered[1])
             uses = 2 if names[0] in spec.slots else 1
-            gathers, scatters = microbatches * uses if zero == 3 else 1, 1 if zero == 1 else microbatches
-            found["all-gather", over] += gathers * stored * (num_shards - 1) * (1 if name in in_float8 else compute)
-            found["reduce-scatter", over] += (name in training) * scatters * stored * (num_shards - 1) * reduce
-        for axis in {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in training else ():
-            found["all-reduce", axis] += 2 * stored * reduce * (1 - 1 / shares[axis])
+            gathers = microbatches * uses if zero == 3 else 1
+            scatters = 1 if zero == 1 else microbatches
+            gathered_bytes = 1 if name in in_float8 else compute
+            traffic["all-gather", over] += gathers * stored * (num_shards - 1) * gathered_bytes
+            traffic["reduce-scatter", over] += (name in trained) * scatters * stored * (num_shards - 1) * reduce
+        for axis in {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in trained else ():
+            traffic["all-reduce", axis] += 2 * stored * reduce * (1 - 1 / shares[axis])
 
-    rows, length, width = spec.microbatch_rows, config.data.sequence_length, config.model.hidden_size
-    whole = rows * length * width * compute
+    # Tensor parallelism gathers and scatters activations over the sequence length.
+    whole = spec.microbatch_rows * config.data.sequence_length * config.model.hidden_size * compute
     over, pieces = "×".join(placement.mesh_axes("sequence")), placement.num_shards("sequence")
     if pieces > 1:
         part = 1 - 1 / pieces
         gathers, scatters = layer_collectives(config.train.remat)
         widths = {group.name: len(group.pattern) for group in spec.definition.groups}
         depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
-        if placement.overlap == "ring":  # the same, from device to device
-            found["collective-permute", over] += work * depth * (gathers + scatters) * whole * part
+        if placement.overlap == "ring":  # the same bytes, from device to device
+            traffic["collective-permute", over] += work * depth * (gathers + scatters) * whole * part
             gathers = scatters = 0
-        # Of the ends: the embedding's sum and its gradient, the head's input and its gradient.
-        found["all-gather", over] += (work * depth * gathers + 2 * microbatches) * whole * part
-        found["reduce-scatter", over] += (work * depth * scatters + 2 * microbatches) * whole * part
+        # The 2 are those of the ends: the embedding's sum and its gradient, the head's input and its gradient.
+        traffic["all-gather", over] += (work * depth * gathers + 2 * microbatches) * whole * part
+        traffic["reduce-scatter", over] += (work * depth * scatters + 2 * microbatches) * whole * part
+
+    # Pipeline stages pass activations on, and share the embedding and the head.
     if stages > 1:
         boundary = whole / pieces
-        found["collective-permute", STAGE_AXIS] += 2 * spec.schedule.ticks * boundary
-        # The ends are split over all stages: embedding, its gradient, the head's input, its gradient.
-        found["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
-    return dict(found)
+        traffic["collective-permute", STAGE_AXIS] += 2 * spec.schedule.ticks * boundary
+        # The 4: the embedding, its gradient, the head's input and its gradient.
+        traffic["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
+    return dict(traffic)
 
 
 def gathered_in_float8(spec: StepSpec) -> set[str]:
     """Returns the names of the parameters that are gathered in float8."""
     if not spec.float8:
         return set()
-    axes, seen = spec.definition.axes, engine.trace_step(spec).gathered_in_float8
-    found: set[str] = set()
+    all_names = names_of(spec.definition.axes)
+    flags_by_group = engine.trace_step(spec).gathered_in_float8
+    in_float8: set[str] = set()
     for group in spec.definition.groups:
-        for place, chosen in enumerate(seen[group.name]):
-            inside = f"{group.name}." if len(group.pattern) == 1 else f"{group.name}.{place}."
-            names = [name for name in names_of(axes) if name.startswith(inside)]
-            found.update(name for name, yes in zip(names, chosen, strict=True) if yes)
-    return found
+        for position, flags in enumerate(flags_by_group[group.name]):
+            prefix = f"{group.name}." if len(group.pattern) == 1 else f"{group.name}.{position}."
+            names = [name for name in all_names if name.startswith(prefix)]
+            in_float8.update(name for name, is_float8 in zip(names, flags, strict=True) if is_float8)
+    return in_float8
 
 
-def small(spec: StepSpec) -> float:
+def small_traffic_bound(spec: StepSpec) -> float:
     """Returns an upper bound, in bytes per step, of what `minimum_traffic` leaves out: scales and biases, and five
     numbers per token of the loss in every tick of a pipeline."""
     vectors = [leaf for _, leaf, names in parameters_of(spec) if SCALES_AND_BIASES & {*names}]
@@ -121,46 +128,47 @@ def _weights(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
 def notes(spec: StepSpec) -> list[str]:
     """Lists what differs from a plain reading of the config: padding, uneven splits, layouts, settings without
     effect."""
-    model, placement, found = spec.config.model, spec.placement, []
+    model, placement = spec.config.model, spec.placement
+    lines = []
     for axis, key, extent in (
         ("vocab", "model.vocab_size", model.vocab_size),
         ("mlp", "model.intermediate_size", model.intermediate_size),
     ):
         if axis in spec.layout.dimensions:
-            placed = len(spec.layout.dimensions[axis].slots)
+            padded = len(spec.layout.dimensions[axis].slots)
             num_shards = placement.num_shards(axis)
-            found.append(f"{key}: {extent} is padded with zeros to {placed}, which divides among {num_shards} devices")
+            lines.append(f"{key}: {extent} is padded with zeros to {padded}, which divides among {num_shards} devices")
     assert model.num_kv_heads
     [axis] = RULES["kv_heads"]
     if model.num_kv_heads % placement.sizes[axis]:
-        found.append(
+        lines.append(
             f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.{axis} {placement.sizes[axis]}: "
             "their weights are stored once, and each device computes the heads that its queries need"
         )
     if spec.float8:
         in_float8, products = engine.trace_step(spec).products
-        found.append(
+        lines.append(
             f"train.precision: {in_float8} of the {products} products of the layers' projections are in float8, all "
             f"else in {spec.dtype.name}"
         )
-    places = [unit for rows in spec.slots.values() for row in rows for unit in row]
-    if empty := places.count(None):
-        found.append(f"pipeline: {empty} of {len(places)} places for layers are empty: stages are uneven")
+    slots = [unit for rows in spec.slots.values() for row in rows for unit in row]
+    if empty := slots.count(None):
+        lines.append(f"pipeline: {empty} of {len(slots)} slots for layers are empty: stages are uneven")
     facts = schedule_facts(spec)
     if facts and facts["chunks"] > 1 and facts["microbatches"] % facts["stages"]:
-        found.append(
+        lines.append(
             f"pipeline: {facts['microbatches']} microbatches do not fill rounds of {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; use a multiple of {facts['stages']}"
         )
     moving = moving_bytes(spec, abstract_state(spec))
     if moving:
-        found.append(f"checkpoint: it is stored in another layout; saving takes {size(moving)} more of a device")
+        lines.append(f"checkpoint: it is stored in another layout; saving takes {size(moving)} more of a device")
     if facts and facts["microbatches"] < facts["stages"]:
-        found.append(
-            f"pipeline: {counted(facts['microbatches'])} for {facts['stages']} stages; "
+        lines.append(
+            f"pipeline: {microbatches_text(facts['microbatches'])} for {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; lower train.microbatch_size"
         )
-    return found + _without_effect(spec)
+    return lines + _without_effect(spec)
 
 
 def _without_effect(spec: StepSpec) -> list[str]:
@@ -183,7 +191,7 @@ def _without_effect(spec: StepSpec) -> list[str]:
     return [f"{key} has no effect: {reason}" for key, reason in reasons.items() if reason]
 
 
-def counted(microbatches: int) -> str:
+def microbatches_text(microbatches: int) -> str:
     return f"{microbatches} microbatch{'es' * (microbatches > 1)}"
 
 
@@ -213,15 +221,16 @@ def make_report(
 ) -> Report:
     """Compiles the step for the spec's devices and reports everything about it. `chip` sets their memory, and also
     their rates unless `rates` is given."""
-    rates = rates_of(chip) if rates is None and chip is not None else rates
+    if rates is None and chip is not None:
+        rates = rates_of(chip)
     state = abstract_state(spec)
-    started = time.perf_counter()
     memory = None if chip is None else GpuMemory(chip.memory, OUR_MEMORY_FRACTION * chip.memory)
+    started = time.perf_counter()
     step = compile_step(spec, state, memory)
     seconds = time.perf_counter() - started
     text = step.as_text()
     needed = measure(spec, state, step, None if memory is None else round(memory.usable))
-    timeline = replayed(spec, text, hosts, rates)
+    timeline = replay_step(spec, text, hosts, rates)
     fits = needed.limit is None or needed.peak <= needed.limit
     rebuild = lambda config: build_spec(
         config, spec.data_vocab_size, list(spec.placement.mesh.devices.flat), lambda device: str(hosts(device))
@@ -235,22 +244,22 @@ def make_report(
         "mesh": {axis: size for axis, size in spec.placement.sizes.items() if size > 1},
         "notes": notes(spec),
         "schedule": schedule_facts(spec),
-        "parameters": parameters(spec),
+        "parameters": parameter_rows(spec),
         "memory": vars(needed)
         | {
             "optimizer_in_host_memory": spec.config.optimizer.offload,
-            "levers": [] if fits else [one._asdict() for one in find_memory_suggestions(spec, rebuild)],
+            "levers": [] if fits else [suggestion._asdict() for suggestion in find_memory_suggestions(spec, rebuild)],
         },
-        "collectives": traffic(spec, timeline, hosts),
+        "collectives": collective_rows(spec, timeline, hosts),
         "timeline": None if rates is None else step_times(timeline) | {"rates": rates.to_json()},
-        "prediction": None if rates is None else predicted(spec, timeline, rates, needed.temporary).to_json(),
-        "rounds": [] if rates is None else rounds(spec, timeline),
-        "besides": [] if rates is None else other_work(timeline),
+        "prediction": None if rates is None else predict_step(spec, timeline, rates, needed.temporary).to_json(),
+        "rounds": [] if rates is None else round_rows(spec, timeline),
+        "besides": [] if rates is None else other_work_rows(timeline),
         "compile_seconds": round(seconds, 1),
     }
 
 
-def parameters(spec: StepSpec) -> list[dict[str, Any]]:
+def parameter_rows(spec: StepSpec) -> list[dict[str, Any]]:
     """Returns one entry per parameter with its placement."""
     placement = spec.placement
     return [
@@ -266,11 +275,11 @@ def parameters(spec: StepSpec) -> list[dict[str, Any]]:
     ]
 
 
-def replayed(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], rates: Rates | None) -> Timeline:
+def replay_step(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], rates: Rates | None) -> Timeline:
     """Replays a step of the compiled program at the rates of its devices, if known."""
     devices = list(spec.placement.mesh.devices.flat)
     host_of = [hosts(device) for device in devices].__getitem__
-    return play(Program(text), len(devices), rates, host_of, _share(spec))
+    return replay_program(Program(text), len(devices), rates, host_of, _branch_share(spec))
 
 
 def step_times(timeline: Timeline) -> dict[str, float]:
@@ -293,86 +302,91 @@ _DIGITS = {
 """Numbers of a collective in a report, and the digits that each is rounded to (None: to an integer)."""
 
 
-def traffic(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
+def collective_rows(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
     """Sums up the collectives of a step by kind, axis and dtype: executions, bytes sent per device, seconds they take,
     seconds the device waits for them, and the FLOPs of matrix products and attention that run meanwhile."""
-    axis_of = _axis_names(spec)
+    axis_of = _axis_namer(spec)
     host = np.array([hosts(device) for device in spec.placement.mesh.devices.flat])
     sums: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(len(_DIGITS)))
-    across: set[tuple[str, str, str]] = set()
+    across_hosts: set[tuple[str, str, str]] = set()
     for played in timeline.collectives:
-        one, times = played.one, played.times
-        key = (one.kind, axis_of(one), one.dtype)
-        sums[key] += times, one.sent * times, played.seconds, played.exposed, played.flops, played.covered
-        if any(len(set(host[list(group)])) > 1 for group in one.groups):
-            across.add(key)
-    return [
-        dict(zip(("kind", "axis", "dtype"), key, strict=True))
-        | {name: round(value, _DIGITS[name]) for name, value in zip(_DIGITS, values.tolist(), strict=True)}
-        | {"between": "device and host" if key[0] == HOST_COPY else "hosts" if key in across else "devices of a host"}
-        for key, values in sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
-    ]
+        collective, times = played.collective, played.times
+        key = (collective.kind, axis_of(collective), collective.dtype)
+        sums[key] += times, collective.sent * times, played.seconds, played.exposed, played.flops, played.covered
+        if any(len(set(host[list(group)])) > 1 for group in collective.groups):
+            across_hosts.add(key)
+    rows = []
+    # Collectives that send the most come first.
+    for key, values in sorted(sums.items(), key=lambda entry: (-entry[1][1], entry[0])):
+        kind, axis, dtype = key
+        ends = "hosts" if key in across_hosts else "devices of a host"
+        between = "device and host" if kind == HOST_COPY else ends
+        numbers = {name: round(value, _DIGITS[name]) for name, value in zip(_DIGITS, values.tolist(), strict=True)}
+        rows.append({"kind": kind, "axis": axis, "dtype": dtype, **numbers, "between": between})
+    return rows
 
 
-def rounds(spec: StepSpec, timeline: Timeline) -> list[dict[str, Any]]:
+def round_rows(spec: StepSpec, timeline: Timeline) -> list[dict[str, Any]]:
     """Returns, for each loop body, its collectives with the seconds at which they begin, end, and are waited for."""
-    axis_of = _axis_names(spec)
+    axis_of = _axis_namer(spec)
     return [
         {
-            "of": _round_name(one),
-            "times": round(one.times, 3),
-            "seconds": round(one.seconds, 6),
+            "of": _round_name(iteration),
+            "times": round(iteration.times, 3),
+            "seconds": round(iteration.seconds, 6),
             "collectives": [
                 {
-                    "kind": played.one.kind,
-                    "axis": axis_of(played.one),
-                    "dtype": played.one.dtype,
-                    "bytes_sent": round(played.one.sent),
-                    **dict(zip(("begins", "ends", "waited_for"), (round(at, 6) for at in played.span), strict=True)),
+                    "kind": played.collective.kind,
+                    "axis": axis_of(played.collective),
+                    "dtype": played.collective.dtype,
+                    "bytes_sent": round(played.collective.sent),
+                    **dict(
+                        zip(("begins", "ends", "waited_for"), (round(second, 6) for second in played.span), strict=True)
+                    ),
                     "flops_meanwhile": round(played.flops / played.times) if played.times else 0,
                 }
-                for played in one.collectives
+                for played in iteration.collectives
             ],
         }
-        for one in sorted(timeline.rounds, key=lambda one: -one.times * one.seconds)
+        for iteration in sorted(timeline.rounds, key=lambda entry: -entry.times * entry.seconds)
     ]
 
 
 _LEAST_SHARE = 0.002
 
 
-def other_work(timeline: Timeline) -> list[dict[str, Any]]:
+def other_work_rows(timeline: Timeline) -> list[dict[str, Any]]:
     """Lists the slowest work besides matrix products, attention and communication: arrays that are read and written."""
     return [
         {
-            "what": one.instruction.where.rsplit("/", 1)[-1] or one.instruction.opcode,
-            "in": [scope for scope in _SCOPES if scope in one.instruction.where.split("/")][-1:],
-            "dtype": one.instruction.arrays[0][0],
-            "shape": list(one.instruction.arrays[0][1]),
-            "times": round(one.times, 3),
-            "seconds": round(one.seconds, 6),
+            "what": work.instruction.op_name.rsplit("/", 1)[-1] or work.instruction.opcode,
+            "in": [scope for scope in _SCOPES if scope in work.instruction.op_name.split("/")][-1:],
+            "dtype": work.instruction.arrays[0][0],
+            "shape": list(work.instruction.arrays[0][1]),
+            "times": round(work.times, 3),
+            "seconds": round(work.seconds, 6),
         }
-        for one in timeline.other_work[:8]
-        if one.seconds > _LEAST_SHARE * timeline.seconds
+        for work in timeline.other_work[:8]
+        if work.seconds > _LEAST_SHARE * timeline.seconds
     ]
 
 
 _SCOPES = (engine.ENTER, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.LEAVE)
 
 
-def _round_name(one: Round) -> str:
+def _round_name(iteration: Round) -> str:
     """Names what a round computes by the engine's scopes in it: a layer, the loss, or several of these."""
     names = {
         engine.BACKWARD: "a layer backward", engine.FORWARD: "a layer forward", engine.LOSS: "the loss",
         engine.ENTER: "the embedding", engine.LEAVE: "the embedding backward",
     }  # fmt: skip
-    found = [name for scope, name in names.items() if scope in one.scopes]
-    if len(found) == 1 and one.times > 1:
-        return found[0]
-    return "a microbatch" if found and one.times > 1 else "the step"
+    computed = [name for scope, name in names.items() if scope in iteration.scopes]
+    if len(computed) == 1 and iteration.times > 1:
+        return computed[0]
+    return "a microbatch" if computed and iteration.times > 1 else "the step"
 
 
-def _share(spec: StepSpec) -> Callable[[str], float | None]:
+def _branch_share(spec: StepSpec) -> Callable[[str], float | None]:
     """Returns a function that maps an operation's scope to how often its condition in the loop over ticks is true."""
     schedule = spec.schedule
     work = schedule.microbatches * schedule.chunks / schedule.ticks
@@ -382,26 +396,29 @@ def _share(spec: StepSpec) -> Callable[[str], float | None]:
         engine.LOSS: passing, engine.ENTER: passing, engine.LEAVE: passing,
     }  # fmt: skip
 
-    def share(where: str) -> float | None:
-        scopes = where.split("/")
+    def share(op_name: str) -> float | None:
+        scopes = op_name.split("/")
         return next((part for scope, part in shares.items() if scope in scopes), None)
 
     return share
 
 
-def _axis_names(spec: StepSpec) -> Callable[[Collective], str]:
+def _axis_namer(spec: StepSpec) -> Callable[[Collective], str]:
     """Returns a function that names the mesh axes along which a collective's groups run."""
     sizes = {axis: size for axis, size in spec.placement.sizes.items() if size > 1}
     count = spec.placement.mesh.size
-    places = np.stack(np.unravel_index(np.arange(count), list(sizes.values()) or [1]), axis=1)
+    coordinates = np.stack(np.unravel_index(np.arange(count), list(sizes.values()) or [1]), axis=1)
 
-    def name(one: Collective) -> str:
-        if one.kind == HOST_COPY:
+    def name(collective: Collective) -> str:
+        if collective.kind == HOST_COPY:
             return "-"
-        differ = np.any([np.any(places[list(group)] != places[group[0]], axis=0) for group in one.groups], axis=0)
+        # A collective runs along the axes in which the coordinates of a group's devices differ.
+        groups = collective.groups
+        differ = np.any([np.any(coordinates[list(group)] != coordinates[group[0]], axis=0) for group in groups], axis=0)
         along = [axis for axis, differs in zip(sizes, differ, strict=False) if differs]
+        # Other groups than all devices along these axes have no name.
         together = math.prod(sizes[axis] for axis in along)
-        all_of_them = len(one.groups) * together == count and all(len(group) == together for group in one.groups)
-        return "×".join(along) if all_of_them or one.kind == "collective-permute" else "other groups"
+        is_complete = len(groups) * together == count and all(len(group) == together for group in groups)
+        return "×".join(along) if is_complete or collective.kind == "collective-permute" else "other groups"
 
     return name

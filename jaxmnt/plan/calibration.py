@@ -75,15 +75,25 @@ class Calibration(_Part):
     def rates(self, table: Rates | None) -> Rates:
         """Returns the measured rates, and the table's rates for what was not measured. Without a table, attention runs
         at the rate of matrix products, and collectives that were not measured take no time: see `check_fits`."""
-        curves = {(one.dtype, GRADIENT if one.gradient else ""): Curve(one.sizes, one.rates) for one in self.products}
+        curves = {
+            (product.dtype, GRADIENT if product.gradient else ""): Curve(product.sizes, product.rates)
+            for product in self.products
+        }
         largest = {dtype: max(curve.rates) for (dtype, gradient), curve in curves.items() if not gradient}
-        collectives = {(one.kind, one.place): CollectiveRate(one.start, one.step, one.rate) for one in self.collectives}
+        collectives = {
+            (measured.kind, measured.place): CollectiveRate(measured.start, measured.step, measured.rate)
+            for measured in self.collectives
+        }
         table = table or Rates(
             products={}, attention=max(largest.values()), memory=self.memory,
             within_host=math.inf, between_hosts=math.inf, to_host=math.inf,
         )  # fmt: skip
-        gathered = lambda place, known: found.rate if (found := collectives.get(("all-gather", place))) else known
-        found = replace(
+
+        def link_rate(place: str, default: float) -> float:
+            gather = collectives.get(("all-gather", place))
+            return gather.rate if gather else default
+
+        rates = replace(
             table,
             products={**table.products, **largest},
             curves=curves,
@@ -91,14 +101,14 @@ class Calibration(_Part):
             instruction=self.instruction,
             page_faults=self.page_faults,
             to_host=self.to_host or table.to_host,
-            within_host=gathered(WITHIN_HOST, table.within_host),
-            between_hosts=gathered(BETWEEN_HOSTS, table.between_hosts),
+            within_host=link_rate(WITHIN_HOST, table.within_host),
+            between_hosts=link_rate(BETWEEN_HOSTS, table.between_hosts),
             collectives=collectives,
         )
         if self.attention is None:
-            return found
+            return rates
         return replace(
-            found,
+            rates,
             attention=self.attention.forward,
             attention_backward=self.attention.backward,
             length=self.attention.half_length,
@@ -108,7 +118,7 @@ class Calibration(_Part):
 def read_calibration(path: Path) -> Calibration:
     """Reads a calibration file. Raises `ConfigError` if it is not one."""
     try:
-        found = Calibration.model_validate_json(path.read_bytes())
+        calibration = Calibration.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"--calibration: {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -117,9 +127,10 @@ def read_calibration(path: Path) -> Calibration:
         raise ConfigError(
             f"--calibration: {path} must be a file of preflight --calibrate: {where}: {first['msg']}; measure again"
         ) from error
-    if found.format != FORMAT or any(len(one.rates) != len(one.sizes) ** 3 for one in found.products):
-        raise ConfigError(f"--calibration: {path} is of another version (format {found.format}); measure again")
-    return found
+    is_complete = all(len(product.rates) == len(product.sizes) ** 3 for product in calibration.products)
+    if calibration.format != FORMAT or not is_complete:
+        raise ConfigError(f"--calibration: {path} is of another version (format {calibration.format}); measure again")
+    return calibration
 
 
 def check_fits(calibration: Calibration, path: Path, chip: Chip | None, hosts: int, devices: int) -> None:
@@ -130,24 +141,26 @@ def check_fits(calibration: Calibration, path: Path, chip: Chip | None, hosts: i
         raise ConfigError(f"--calibration: {path} was measured on {calibration.kind}, and the plan is for {kind}")
     needed = [place for place, is_needed in ((BETWEEN_HOSTS, hosts > 1), (WITHIN_HOST, devices > hosts)) if is_needed]
     for place in needed:
-        if chip is None and not any(one.place == place for one in calibration.collectives):
+        if chip is None and not any(collective.place == place for collective in calibration.collectives):
             raise ConfigError(
                 f"--calibration: {path} has no collectives {place}: it was measured on {calibration.devices} devices "
-                f"of {calibration.hosts} hosts; measure where the mesh will lie, or set --devices-per-host"
+                f"of {calibration.hosts} hosts; measure on hosts like those of the mesh, or set --devices-per-host"
             )
 
 
 def summary(calibration: Calibration) -> str:
     """Summarises a calibration in one line."""
     best = ", ".join(
-        f"{max(one.rates) / 1e12:.3g} TFLOP/s in {one.dtype}" for one in calibration.products if not one.gradient
+        f"{max(product.rates) / 1e12:.3g} TFLOP/s in {product.dtype}"
+        for product in calibration.products
+        if not product.gradient
     )
-    sent = [
-        f"all-gather {one.rate / 1e9:.3g} GB/s {one.place}"
-        for one in calibration.collectives
-        if one.kind == "all-gather"
+    links = [
+        f"all-gather {collective.rate / 1e9:.3g} GB/s {collective.place}"
+        for collective in calibration.collectives
+        if collective.kind == "all-gather"
     ]
-    return ", ".join([f"products up to {best}", f"memory {calibration.memory / 1e9:.3g} GB/s", *sent])
+    return ", ".join([f"products up to {best}", f"memory {calibration.memory / 1e9:.3g} GB/s", *links])
 
 
 def to_text(calibration: Calibration) -> str:

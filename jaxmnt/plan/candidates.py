@@ -46,14 +46,14 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings by dotted config key. Settings that the mesh does not use are reset to their defaults."""
-        several = self.pipeline > 1
+        has_stages = self.pipeline > 1
         return {
             **{f"mesh.{axis}": size for axis, size in self.mesh.items()},
             "mesh.zero": self.zero,
             "mesh.prefetch": None,
             "mesh.allow_split_hosts": self.splits_hosts,
             "pipeline.schedule": "interleaved" if self.chunks > 1 else "1f1b",
-            "pipeline.chunks": self.chunks if several else 1,
+            "pipeline.chunks": self.chunks if has_stages else 1,
             "pipeline.layers": None,
             "train.microbatch_size": self.rows,
             "train.remat": self.remat,
@@ -83,41 +83,41 @@ def candidates(
             continue
         zeros = (3, 2, 1) if any(mesh[axis] > 1 for axis in GATHERING_AXES) else (3,)
         stages = mesh[STAGE_AXIS]
-        several = CHUNKS if stages > 1 else (1,)
-        for rows, zero, chunks, remat, precision in itertools.product(ROWS, zeros, several, REMATS, precisions):
+        chunk_counts = CHUNKS if stages > 1 else (1,)
+        for rows, zero, chunks, remat, precision in itertools.product(ROWS, zeros, chunk_counts, REMATS, precisions):
             if not rows_of_shard or rows_of_shard % rows or stages * chunks > config.model.num_layers:
                 continue
             splits_hosts = any(
                 axis.inside_host and mesh[axis.name] > network.devices_per_host for axis in AVAILABLE_AXES
             )
-            found = Candidate(
+            candidate = Candidate(
                 **mesh, rows=rows, microbatches=rows_of_shard // rows, chunks=chunks, remat=remat, zero=zero,
                 splits_hosts=splits_hosts, precision=precision,
             )  # fmt: skip
-            if not (pruned and _is_hopeless(found)):
-                yield found
+            if not (pruned and _is_hopeless(candidate)):
+                yield candidate
 
 
 def _meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, int]]:
     """Yields meshes as sizes by axis. Axes inside a host are split first; replicas take the remaining GPUs."""
-    by_kind = lambda axis: (not axis.inside_host, axis.gathers_weights)
-    searched = sorted((axis for axis in AVAILABLE_AXES if axis.name not in REPLICA_AXES), key=by_kind)
+    inner_first = lambda axis: (not axis.inside_host, axis.gathers_weights)
+    searched = sorted((axis for axis in AVAILABLE_AXES if axis.name not in REPLICA_AXES), key=inner_first)
     yield from _splits(config, network, searched, gpus, {})
 
 
 def _splits(
-    config: Config, network: Network, axes: Sequence[Axis], left: int, sizes: dict[str, int]
+    config: Config, network: Network, axes: Sequence[Axis], remaining: int, sizes: dict[str, int]
 ) -> Iterator[dict[str, int]]:
     """Yields `sizes` extended by every allowed size of each of `axes` that divides the `remaining` GPUs."""
     if not axes:
-        yield {REPLICA_AXES[0]: left} | sizes
+        yield {REPLICA_AXES[0]: remaining} | sizes
         return
-    for size in _divisors(left):
-        if _may_split(config, network, axes[0], size):
-            yield from _splits(config, network, axes[1:], left // size, sizes | {axes[0].name: size})
+    for size in _divisors(remaining):
+        if _can_split(config, network, axes[0], size):
+            yield from _splits(config, network, axes[1:], remaining // size, sizes | {axes[0].name: size})
 
 
-def _may_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
+def _can_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
     """Returns True if the dimensions that an axis splits divide into `size` parts."""
     model = config.model
     if axis.inside_host and size > network.domain:
@@ -129,10 +129,10 @@ def _may_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
     return "layers" not in axis.splits or size <= min(model.num_layers, _MOST_STAGES)
 
 
-def _is_hopeless(one: Candidate) -> bool:
+def _is_hopeless(candidate: Candidate) -> bool:
     """Returns True for a pipeline with fewer microbatches than half of its stages. It is idle most of the time, so
     another schedule of the same stages, or fewer stages, is better."""
-    return one.pipeline > 1 and 2 * one.microbatches < one.pipeline
+    return candidate.pipeline > 1 and 2 * candidate.microbatches < candidate.pipeline
 
 
 def _divisors(number: int) -> list[int]:
@@ -140,7 +140,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def numbers_of_gpus(per_host: int, most: int) -> Iterator[int]:
+def gpu_counts(per_host: int, most: int) -> Iterator[int]:
     """Yields numbers of GPUs that fill whole hosts, in steps of a quarter or less, up to `most`."""
     hosts = 1
     while hosts * per_host <= most:

@@ -16,32 +16,34 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "optimization-barrier", "copy-start", "copy-done", "async-update", "async-done",
 }  # fmt: skip
-_NAMES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "f64": "float32"}
+_DTYPE_NAMES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "f64": "float32"}
 
 
 class Costs:
     """Computes and caches the costs of one program's instructions."""
 
     def __init__(self, program: Program, rates: Rates):
-        self._program, self._rates = program, rates
-        self._known: dict[tuple[str, str], tuple[float, float]] = {}
-        self._named = {
-            name: {one.name: one for one in instructions} for name, instructions in program.computations.items()
+        self._program = program
+        self._rates = rates
+        self._cache: dict[tuple[str, str], tuple[float, float]] = {}
+        self._by_name = {
+            name: {instruction.name: instruction for instruction in instructions}
+            for name, instructions in program.computations.items()
         }
 
-    def of(self, computation: str, instruction: Instruction) -> tuple[float, float]:
+    def cost(self, computation: str, instruction: Instruction) -> tuple[float, float]:
         """Returns (seconds, FLOPs of matrix products and attention) of an instruction."""
         key = (computation, instruction.name)
-        if key not in self._known:
-            self._known[key] = self._measured(computation, instruction)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._compute_cost(computation, instruction)
+        return self._cache[key]
 
-    def _measured(self, computation: str, instruction: Instruction) -> tuple[float, float]:
+    def _compute_cost(self, computation: str, instruction: Instruction) -> tuple[float, float]:
         if instruction.opcode in _FREE:
             return 0.0, 0.0
         work = list(self._products(computation, instruction))
         busy = sum(seconds for _, seconds in work)
-        seconds = max(busy, self.moved(computation, instruction) / self._rates.memory)
+        seconds = max(busy, self.bytes_moved(computation, instruction) / self._rates.memory)
         return seconds + self._rates.instruction, sum(flops for flops, _ in work)
 
     def _products(self, computation: str, instruction: Instruction) -> Iterator[tuple[float, float]]:
@@ -64,29 +66,33 @@ class Costs:
         """Returns (FLOPs, seconds). `dimensions` is a pattern for the left operand's `contracting` or `batch`
         dimensions."""
         dtype, shape = self._array(computation, instruction.operands[0])
-        added, batch = (_places(dimensions.format(name), instruction.line) for name in ("contracting", "batch"))
-        depth, times = (math.prod(shape[place] for place in places) for places in (added, batch))
-        rows, outputs = math.prod(shape) / (depth * times), math.prod(instruction.arrays[0][1])
-        name = "float8" if dtype.startswith("f8") else _NAMES.get(dtype, "float32")
+        contracting = _dimension_numbers(dimensions.format("contracting"), instruction.line)
+        batch = _dimension_numbers(dimensions.format("batch"), instruction.line)
+        depth = math.prod(shape[dimension] for dimension in contracting)
+        times = math.prod(shape[dimension] for dimension in batch)
+        rows = math.prod(shape) / (depth * times)
+        outputs = math.prod(instruction.arrays[0][1])
         if not outputs:
             return 0.0, 0.0
-        by_rows = min(added, default=0) == len(batch) < len(shape) - 1
-        seconds = self._rates.product(rows, outputs / (rows * times), depth, name, gradient=by_rows)
+        # A weight's gradient contracts over the rows, the first dimension after those of the batch.
+        over_rows = min(contracting, default=0) == len(batch) < len(shape) - 1
+        name = "float8" if dtype.startswith("f8") else _DTYPE_NAMES.get(dtype, "float32")
+        seconds = self._rates.product(rows, outputs / (rows * times), depth, name, gradient=over_rows)
         return 2.0 * outputs * depth, times * seconds
 
     def _attention(self, computation: str, instruction: Instruction, *, backward: bool) -> tuple[float, float]:
         width = self._array(computation, instruction.operands[0])[1][-1]
         flops, length = _attention_flops(instruction.line, width, backward=backward)
-        return flops, self._rates.attend(flops, length, backward=backward)
+        return flops, self._rates.attention_seconds(flops, length, backward=backward)
 
     def _array(self, computation: str, name: str) -> Array:
-        return self._named[computation][name].arrays[0]
+        return self._by_name[computation][name].arrays[0]
 
-    def moved(self, computation: str, instruction: Instruction) -> float:
+    def bytes_moved(self, computation: str, instruction: Instruction) -> float:
         """Returns the bytes that an instruction reads and writes. Of a sliced operand only the slice counts."""
-        named = self._named[computation]
+        named = self._by_name[computation]
         if instruction.opcode == "fusion" and instruction.callee is not None:
-            return self._moved_by_fusion(instruction.callee)
+            return self._bytes_moved_by_fusion(instruction.callee)
         if instruction.opcode in ("dynamic-slice", "gather"):
             return 2.0 * instruction.bytes
         if instruction.opcode == "dynamic-update-slice":
@@ -94,25 +100,28 @@ class Costs:
         read = sum(named[name].bytes for name in instruction.operands if name in named)
         return float(read + instruction.bytes)
 
-    def _moved_by_fusion(self, computation: str) -> float:
-        instructions, named = self._program.computations[computation], self._named[computation]
+    def _bytes_moved_by_fusion(self, computation: str) -> float:
+        """Returns the bytes that a fusion reads and writes, given its computation."""
+        instructions, named = self._program.computations[computation], self._by_name[computation]
         users: dict[str, list[tuple[Instruction, int]]] = {}
         for instruction in instructions:
-            for place, name in enumerate(instruction.operands):
-                users.setdefault(name, []).append((instruction, place))
+            for position, name in enumerate(instruction.operands):
+                users.setdefault(name, []).append((instruction, position))
 
         def read(value: Instruction) -> int:
+            """Follows a parameter to its users: slices read a part, in-place updates nothing, all others the whole."""
             total = 0
-            for user, place in users.get(value.name, []):
+            for user, position in users.get(value.name, []):
                 if user.opcode == "bitcast":
                     total += read(user)
-                elif place == 0 and user.opcode in ("dynamic-slice", "gather"):
+                elif position == 0 and user.opcode in ("dynamic-slice", "gather"):
                     total += user.bytes
-                elif place != 0 or user.opcode != "dynamic-update-slice":
+                elif position != 0 or user.opcode != "dynamic-update-slice":
                     return value.bytes
             return min(total, value.bytes)
 
         def written(value: Instruction) -> int:
+            """An in-place update writes only its slice."""
             if value.opcode == "tuple":
                 return sum(written(named[name]) for name in value.operands)
             if value.opcode == "bitcast":
@@ -122,14 +131,14 @@ class Costs:
             return value.bytes
 
         parameters = (instruction for instruction in instructions if instruction.opcode == "parameter")
-        root = next(one for one in reversed(instructions) if one.is_root)
+        root = next(instruction for instruction in reversed(instructions) if instruction.is_root)
         return float(sum(map(read, parameters)) + written(root))
 
 
-def _places(pattern: str, line: str) -> list[int]:
+def _dimension_numbers(pattern: str, line: str) -> list[int]:
     """Returns the dimension numbers that a pattern captures."""
-    found = re.search(pattern, line)
-    return [int(place) for place in re.findall(r"\d+", found.group(1))] if found else []
+    match = re.search(pattern, line)
+    return [int(number) for number in re.findall(r"\d+", match.group(1))] if match else []
 
 
 def _attention_flops(line: str, width: int, *, backward: bool) -> tuple[float, int]:

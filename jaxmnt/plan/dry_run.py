@@ -12,7 +12,7 @@ from jaxmnt.config.own_code import attributing_user_errors
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.calibration import check_fits, read_calibration
 from jaxmnt.plan.chips import CHIPS, Chip, Network, find_target
-from jaxmnt.plan.targets import gpu_devices, keep_back_warnings_of_xla, virtual_devices
+from jaxmnt.plan.targets import gpu_devices, silence_xla_warnings, virtual_devices
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
 
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices-per-host",
         type=int,
         metavar="N",
-        help=f"devices per host (default: the target's; {DEVICES_PER_HOST} of CPU devices)",
+        help=f"devices per host (default: the target's, or {DEVICES_PER_HOST} CPU devices)",
     )
     group.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="rates that preflight --calibrate has measured, for the plan"
+        "--calibration", type=Path, metavar="FILE", help="rates that preflight --calibrate measured, for the plan"
     )
     group.add_argument("--json", action="store_true", help="print the plan as JSON")
 
@@ -55,17 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_arguments(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for options that cannot be combined."""
     names = ("devices", "target", "hosts", "devices_per_host", "calibration", "json")
-    asked = [name for name in names if getattr(options, name)]
-    if asked and not options.dry_run:
-        raise ConfigError(f"--{asked[0].replace('_', '-')}: only a plan has it; add --dry-run")
+    plan_options = [name for name in names if getattr(options, name)]
+    if plan_options and not options.dry_run:
+        raise ConfigError(f"--{plan_options[0].replace('_', '-')}: it applies only to plans; add --dry-run")
     if options.devices is not None and options.target is not None:
         raise ConfigError("--devices: virtual CPU devices and a --target exclude each other; give one of them")
     for name in ("devices", "hosts", "devices_per_host"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not a number from 1 up; correct it")
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} must be 1 or more; correct it")
     if options.hosts is not None and options.target is None:
-        raise ConfigError("--hosts: hosts are those of a --target; name one")
+        raise ConfigError("--hosts: it applies only to a --target; give one")
 
 
 def dry_run(config: Config, options: argparse.Namespace) -> int:
@@ -79,13 +79,13 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
 def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
     """Returns the plan as text or JSON."""
     calibration = None if options.calibration is None else read_calibration(options.calibration)
-    keep_back_warnings_of_xla(options.debug)
-    devices, hosts, chip, network = _cluster(config, options)
+    silence_xla_warnings(options.debug)
+    devices, hosts, chip, network = _target_devices(config, options)
     config, vocab = with_vocabulary(config)
 
     from jaxmnt.plan.budget import make_report
     from jaxmnt.plan.rates import rates_of
-    from jaxmnt.plan.show import show
+    from jaxmnt.plan.show import plan_text
     from jaxmnt.plan.zero import resolve_zero
     from jaxmnt.training.build import build_spec
 
@@ -100,10 +100,10 @@ def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
         spec = replace(spec, config=config)
         work.does("compiling")
         report = make_report(spec, hosts, chip, rates) | {"zero": None if zero is None else zero.to_json()}
-    return json_text(report, indent=2) if options.json else show(spec, report, hosts, zero)
+    return json_text(report, indent=2) if options.json else plan_text(spec, report, hosts, zero)
 
 
-def _cluster(
+def _target_devices(
     config: Config, options: argparse.Namespace
 ) -> "tuple[list[jax.Device], Callable[[jax.Device], int], Chip | None, Network | None]":
     """Returns the devices, a function that maps a device to its group of fast links, the chip, and the network."""
@@ -113,8 +113,8 @@ def _cluster(
         return list(virtual_devices(count)), lambda device: device.id // per_host, None, None
     chip, network = find_target(options.target)
     hosts, per_host = cluster_size(config, network, options.hosts, options.devices_per_host)
-    near = per_host if network.domain == network.devices_per_host else network.domain
-    return list(gpu_devices(chip, hosts, per_host)), lambda device: device.id // near, chip, network
+    fast_group = per_host if network.domain == network.devices_per_host else network.domain
+    return list(gpu_devices(chip, hosts, per_host)), lambda device: device.id // fast_group, chip, network
 
 
 def cluster_size(
@@ -125,7 +125,7 @@ def cluster_size(
 
     Raises `ConfigError` if the mesh does not determine the number of GPUs.
     """
-    if hosts is not None and _axis_of_the_rest(config) is not None:
+    if hosts is not None and _inferred_axis(config) is not None:
         return hosts, devices_per_host or network.devices_per_host
     needed = _devices_of_mesh(config, "--hosts")
     per_host = devices_per_host or min(needed, network.devices_per_host)
@@ -134,17 +134,17 @@ def cluster_size(
     return hosts or needed // per_host, per_host
 
 
-def _axis_of_the_rest(config: Config) -> str | None:
+def _inferred_axis(config: Config) -> str | None:
     """Returns the axis of size -1, which takes the devices that the other axes leave; None if there is none."""
     return next((axis for axis, size in config.mesh.sizes().items() if size == -1), None)
 
 
 def _devices_of_mesh(config: Config, option: str) -> int:
     """Returns the product of the mesh's sizes. Raises `ConfigError` if only `option` could determine it."""
-    if (axis := _axis_of_the_rest(config)) is not None:
+    if (axis := _inferred_axis(config)) is not None:
         raise ConfigError(
-            f"{option}: mesh.{axis} takes all devices that the other axes leave (-1), and nothing says how many there "
-            f"are; give {option}"
+            f"{option}: mesh.{axis} takes all devices that the other axes leave (-1), so their number is unknown; "
+            f"give {option}"
         )
     return math.prod(config.mesh.sizes().values())
 

@@ -36,7 +36,7 @@ _LOGIT_BYTES = 20
 _GRADIENT_BYTES = 4
 _STREAM_PASSES = 9
 """Reads and writes of the residual stream in a layer's forward, by a program that fuses all it can. Counted."""
-_KEPT_PASSES = 7.25
+_RESIDUAL_PASSES = 7.25
 """Reads and writes of residuals, as a multiple of their bytes. Fitted to compiled programs, like `ProgramTraits`."""
 
 
@@ -124,10 +124,10 @@ class Work(NamedTuple):
     def seconds(self) -> float:
         return sum(self)
 
-    def plus(self, other: "Work", times: float | RecomputeShare = 1.0) -> "Work":
+    def plus(self, work: "Work", times: float | RecomputeShare = 1.0) -> "Work":
         """Adds other work, multiplied by `times`, which is a number for all of it or one per part."""
         shares = times if isinstance(times, tuple) else (times, times, times)
-        return Work(*(mine + share * more for mine, more, share in zip(self, other, shares, strict=True)))
+        return Work(*(seconds + share * more for seconds, more, share in zip(self, work, shares, strict=True)))
 
 
 def estimate(model: ModelShape, scheme: Scheme, rates: Rates, domain: int = 8) -> Estimate:
@@ -176,21 +176,26 @@ class Step:
 
     def estimate(self) -> Estimate:
         """Adds up all terms."""
-        scheme, each = self.scheme, self.scheme.microbatches
+        scheme, microbatches = self.scheme, self.scheme.microbatches
+
+        # Layers, for each microbatch: a stage has its share of them.
         forward, backward = Work(0, 0, 0), Work(0, 0, 0)
         links: dict[str, Link] = {}
         share = 1 / scheme.pipeline
         for count, layer in self.model.layers:
-            ahead, back = self.layer(layer)
-            forward, backward = forward.plus(ahead, count * share), backward.plus(back, count * share)
-            _add(links, self.layer_links(layer, ahead, back), count * share * each)
+            layer_forward, layer_backward = self.layer(layer)
+            forward = forward.plus(layer_forward, count * share)
+            backward = backward.plus(layer_backward, count * share)
+            _add(links, self.layer_links(layer, layer_forward, layer_backward), count * share * microbatches)
+
+        # Communication once per step, then communication of each microbatch outside the layers.
         _add(links, {"fsdp": self.gathers_once(backward), "data": self.sums(backward)}, 1.0)
-        _add(links, {"pipeline": self.stages(), "fsdp": self.ends()}, each)
-        work = Work(0, 0, 0).plus(forward.plus(backward), each)
+        _add(links, {"pipeline": self.stages(), "fsdp": self.ends()}, microbatches)
+        work = Work(0, 0, 0).plus(forward.plus(backward), microbatches)
         waiting = links["model"].exposed if "model" in links else 0.0
         return Estimate(
             *work,
-            head=each * self.head(),
+            head=microbatches * self.head(),
             optimizer=self.optimizer(),
             bubble=scheme.idle * (work.seconds + waiting),
             contention=CONTENTION * sum(link.seconds - link.exposed for link in links.values()),
@@ -208,19 +213,23 @@ class Step:
         `ProgramTraits.weight_bytes` per weight, and recomputes a part of forward.
         """
         scheme, traits, memory = self.scheme, self.traits, self.rates.memory
-        ahead, back, wide = 0.0, 0.0, 0.0
+        forward_products, backward_products, wide = 0.0, 0.0, 0.0
         for product in layer.products:
-            tokens, (k, n), dtype = product.share * self.tokens, _sizes(product, scheme.model), self.dtype_of(product)
-            ahead += self.product(tokens, n, k, dtype)
-            back += self.product(tokens, k, n, dtype) + self.product(k, n, tokens, dtype)
-            wide += product.share * (n if product.split == "outputs" else k)
+            tokens = product.share * self.tokens
+            k, n = _sizes(product, scheme.model)
+            dtype = self.dtype_of(product)
+            forward_products += self.product(tokens, n, k, dtype)
+            backward_products += self.product(tokens, k, n, dtype) + self.product(k, n, tokens, dtype)
+            wide += product.share * (n if product.split == "outputs" else k)  # Σ F of the formula
         stream = _STREAM_PASSES * self.stream_tokens() * self.model.hidden
-        elementwise = scheme.item * (stream + self.tokens * wide) * traits.passes / memory
-        copied = _KEPT_PASSES * scheme.kept / self.model.depth * scheme.pipeline / memory
+        elementwise = scheme.itemsize * (stream + self.tokens * wide) * traits.passes / memory
+        copied = _RESIDUAL_PASSES * scheme.residual_bytes / self.model.depth * scheme.pipeline / memory
         copied += traits.weight_bytes * layer.parameters / scheme.model / memory
-        quantized = self.quantized(layer)
-        forward = Work(ahead, self.attention(layer, backward=False), elementwise + quantized)
-        backward = Work(back, self.attention(layer, backward=True), 2 * elementwise + 2 * quantized + copied)
+        quantized = self.quantization(layer)
+        forward = Work(forward_products, self.attention(layer, backward=False), elementwise + quantized)
+        backward = Work(
+            backward_products, self.attention(layer, backward=True), 2 * elementwise + 2 * quantized + copied
+        )
         return forward, backward.plus(forward, self.policies[scheme.remat])
 
     def stream_tokens(self) -> int:
@@ -234,11 +243,11 @@ class Step:
 
     def product(self, m: float, n: float, k: float, dtype: str) -> float:
         """Returns the time of [m, k] × [k, n]: by its FLOPs, or by the bytes c (m k + k n + m n) if that is longer."""
-        width = 1 if dtype == "float8" else self.scheme.item
-        moved = width * (m * k + k * n) + self.scheme.item * m * n
+        width = 1 if dtype == "float8" else self.scheme.itemsize
+        moved = width * (m * k + k * n) + self.scheme.itemsize * m * n
         return max(self.rates.product(m, n, k, dtype), moved / self.rates.memory)
 
-    def quantized(self, layer: LayerCosts) -> float:
+    def quantization(self, layer: LayerCosts) -> float:
         """Returns 2 t (inputs + outputs) / B for products in float8, whose operands are read, and written in both
         orders."""
         if self.scheme.dtype != "float8":
@@ -256,7 +265,7 @@ class Step:
         if not layer.attention.heads:
             return 0.0
         flops = self.attention_flops(layer) * (5 if backward else 2)
-        return self.rates.attend(flops, self.scheme.length, backward=backward)
+        return self.rates.attention_seconds(flops, self.scheme.length, backward=backward)
 
     def attention_flops(self, layer: LayerCosts) -> float:
         """Returns the FLOPs of one of attention's products."""
@@ -292,11 +301,11 @@ class Step:
         full, rest = divmod(size, near)
         return [near] * full + [rest] * (rest > 0)
 
-    def layer_links(self, layer: LayerCosts, ahead: Work, back: Work) -> Links:
+    def layer_links(self, layer: LayerCosts, forward: Work, backward: Work) -> Links:
         """Returns the communication of one microbatch in a layer."""
-        return {"fsdp": self.gathers(layer, ahead, back), "model": self.activations()}
+        return {"fsdp": self.gathers(layer, forward, backward), "model": self.activations()}
 
-    def gathers(self, layer: LayerCosts, ahead: Work, back: Work) -> Link | None:
+    def gathers(self, layer: LayerCosts, forward: Work, backward: Work) -> Link | None:
         """Returns the gathers and scatters over `fsdp` for a layer and microbatch: with ZeRO 3 two gathers of c n bytes
         and a scatter of 4 n, with ZeRO 2 the scatter alone. The layer's work hides them except a share, the first
         gather and the last scatter."""
@@ -304,10 +313,10 @@ class Step:
         if self.shards == 1 or scheme.zero < 2:
             return None
         weights = layer.parameters / scheme.model
-        gather = self.ring("all-gather", scheme.item * weights, "fsdp") if scheme.zero == 3 else 0.0
+        gather = self.ring("all-gather", scheme.itemsize * weights, "fsdp") if scheme.zero == 3 else 0.0
         scatter = self.ring("reduce-scatter", self.gradient_bytes * weights, "fsdp")
-        exposed = max(0.0, gather - traits.hides_gathers * ahead.seconds)
-        exposed += max(0.0, gather + scatter - traits.hides_gathers * back.seconds)
+        exposed = max(0.0, gather - traits.hides_gathers * forward.seconds)
+        exposed += max(0.0, gather + scatter - traits.hides_gathers * backward.seconds)
         seconds = 2 * gather + scatter
         return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, traits.least_exposed * seconds))
 
@@ -316,7 +325,7 @@ class Step:
         if self.scheme.model == 1:
             return None
         gathers, scatters = layer_collectives(self.scheme.remat)
-        whole = self.scheme.item * self.tokens * self.model.hidden
+        whole = self.scheme.itemsize * self.tokens * self.model.hidden
         seconds = gathers * self.ring("all-gather", whole, "model")
         seconds += scatters * self.ring("reduce-scatter", whole, "model")
         return Link(seconds, seconds * (1 - self.traits.hides_model))
@@ -326,12 +335,12 @@ class Step:
         ZeRO 1 also a scatter of 4 N."""
         if self.shards == 1 or self.scheme.zero == 3:
             return None
-        seconds = self.ring("all-gather", self.scheme.item * self.parameters, "fsdp")
+        seconds = self.ring("all-gather", self.scheme.itemsize * self.parameters, "fsdp")
         if self.scheme.zero == 1:
             seconds += self.ring("reduce-scatter", self.gradient_bytes * self.parameters, "fsdp")
-        return self.behind_backward(seconds, backward)
+        return self.hidden_by_backward(seconds, backward)
 
-    def behind_backward(self, seconds: float, backward: Work) -> Link:
+    def hidden_by_backward(self, seconds: float, backward: Work) -> Link:
         """Returns a link over `fsdp` that a microbatch's backward hides, except for a tenth or more."""
         least = max(0.1, self.traits.least_exposed) * seconds
         return Link(seconds, max(least, seconds - self.traits.hides_gathers * backward.seconds))
@@ -354,25 +363,26 @@ class Step:
             return None
         table = self.model.vocab * self.model.hidden / (scheme.model * scheme.pipeline)
         seconds = self.ring("reduce-scatter", self.gradient_bytes * table, "fsdp")
-        seconds += self.ring("all-gather", scheme.item * table, "fsdp") if scheme.zero == 3 else 0.0
+        seconds += self.ring("all-gather", scheme.itemsize * table, "fsdp") if scheme.zero == 3 else 0.0
         seconds *= 1 if self.model.tied else 2
         return Link(seconds, seconds * (1 - self.traits.hides_ends))
 
     def stages(self) -> Link | None:
         """Returns the communication of stages for one microbatch: c t D / model bytes between stages in each tick,
         forward and backward, and four sums of as much over the stages, which share embedding and head."""
-        scheme, each = self.scheme, self.scheme.microbatches
+        scheme = self.scheme
         if scheme.pipeline == 1:
             return None
-        payload = scheme.item * self.tokens * self.model.hidden / scheme.model
+        payload = scheme.itemsize * self.tokens * self.model.hidden / scheme.model
         replica = math.prod(self.sizes.values()) // scheme.data
-        seconds = 2 * scheme.ticks / each * self.rates.send(payload, between_hosts=replica > self.domain)
+        seconds = 2 * scheme.ticks / scheme.microbatches * self.rates.send(payload, between_hosts=replica > self.domain)
         sums = 4 * self.ring("all-reduce", payload, "pipeline") if self.head_stages > 1 else 0.0
         return Link(seconds + sums, seconds * self.traits.exposes_stages + sums)
 
 
 def _add(links: dict[str, Link], more: Links, times: float) -> None:
+    """Adds communication to `links`, multiplied by `times`."""
     for axis, link in more.items():
         if link is not None:
-            old = links.get(axis, Link(0.0, 0.0))
-            links[axis] = Link(old.seconds + times * link.seconds, old.exposed + times * link.exposed)
+            total = links.get(axis, Link(0.0, 0.0))
+            links[axis] = Link(total.seconds + times * link.seconds, total.exposed + times * link.exposed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.errors import counted
-from jaxmnt.plan.answer import PlanRequest, to_goal
+from jaxmnt.plan.answer import PlanRequest, faults_and_goal
 from jaxmnt.plan.goal import Goal
 from jaxmnt.plan.predict import with_range
 from jaxmnt.plan.search import Guess, Search, describe
@@ -44,23 +44,23 @@ class Estimated:
         }  # fmt: skip
 
 
-def fastest(search: Search, gpus: int, request: PlanRequest) -> list[Estimated]:
+def fastest_estimates(search: Search, gpus: int, request: PlanRequest) -> list[Estimated]:
     """Returns the candidates that may fit and are estimated to reach the goal first. Those that fit by estimate come
     first."""
     guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:SHOWN]
-    goal = lambda one: to_goal(search, one.candidate, one.seconds, one.memory.state, request)[1]
-    ways = (Estimated(one, goal(one), search.limit) for one in guesses)
-    return sorted(ways, key=lambda one: (not one.fits, one.goal.seconds))
+    goal = lambda guess: faults_and_goal(search, guess.candidate, guess.seconds, guess.memory.state, request)[1]
+    estimates = (Estimated(guess, goal(guess), search.limit) for guess in guesses)
+    return sorted(estimates, key=lambda estimate: (not estimate.fits, estimate.goal.seconds))
 
 
-def best_of(ways: Sequence[Estimated], request: PlanRequest) -> Estimated:
+def best_of(estimates: Sequence[Estimated], request: PlanRequest) -> Estimated:
     """Returns the best candidate for the goal, preferring those that fit by estimate; on a tie, the one with fewer
     GPUs."""
-    value = lambda one: one.goal.cost if request.by == "cost" else one.goal.seconds
-    return min(ways, key=lambda one: (not one.fits, value(one), one.gpus))
+    rank = lambda estimate: estimate.goal.cost if request.rank_by == "cost" else estimate.goal.seconds
+    return min(estimates, key=lambda estimate: (not estimate.fits, rank(estimate), estimate.gpus))
 
 
-def show_estimates(ways: Sequence[Estimated], best: Estimated, request: PlanRequest) -> str:
+def show_estimates(estimates: Sequence[Estimated], best: Estimated, request: PlanRequest) -> str:
     """Returns the headline, a table of candidates, and notes on both."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     answer = (
@@ -69,12 +69,14 @@ def show_estimates(ways: Sequence[Estimated], best: Estimated, request: PlanRequ
         + ("" if best.fits else f"; by estimate none surely fits in the {size(best.limit)} that a GPU has")
     )
     rows: list[tuple[str, ...]] = [("GPUs", "mesh", "step", "memory", "takes", "cost")]
-    for one in ways:
-        step, needed = seconds_text(one.guess.seconds), one.guess.memory.peak
-        peak = f"{size(needed)} ({needed / one.limit:.0%})"
-        takes, cost = span(one.goal.seconds), money(one.goal.cost)
-        rows.append((str(one.gpus), describe(one.guess.candidate), step, peak, takes, cost))
-    notes = ["note    all of this is estimated; --compile 6 compiles the fastest ways, and says whether they fit"]
+    for estimate in estimates:
+        guess, goal = estimate.guess, estimate.goal
+        peak = f"{size(guess.memory.peak)} ({guess.memory.peak / estimate.limit:.0%})"
+        rows.append((
+            str(estimate.gpus), describe(guess.candidate), seconds_text(guess.seconds), peak,
+            span(goal.seconds), money(goal.cost),
+        ))  # fmt: skip
+    notes = ["note    these are estimates; --compile 6 compiles the fastest candidates and checks whether they fit"]
     if request.price is not None:
         notes.append(f"        cost is by the given price, {request.price:g} per GPU-hour")
     return "\n\n".join([answer, "\n".join(table(rows, right={0, 2, 3, 4, 5})), "\n".join(notes)])

@@ -88,7 +88,7 @@ class Goal:
         return {"days": round(self.days, 3) if math.isfinite(self.days) else None, "cost": cost}
 
 
-def reach(tokens: float, tokens_per_second: float, faults: Faults, devices: int, price: float | None) -> Goal:
+def time_and_cost(tokens: float, tokens_per_second: float, faults: Faults, devices: int, price: float | None) -> Goal:
     """Returns the time and cost to a number of tokens. `price` is per device-hour."""
     goodput = faults.goodput
     seconds = tokens / (tokens_per_second * goodput) if goodput else math.inf

@@ -38,7 +38,7 @@ class Collective:
     """Groups of devices that take part together; pairs of source and target for a permute; empty for a host copy."""
     asynchronous: bool
     """True if it is started, and waited for later."""
-    where: str
+    op_name: str
     """Name of the operation in the source."""
 
     @property
@@ -71,7 +71,7 @@ class Instruction(NamedTuple):
         return self.line.lstrip().startswith("ROOT ")
 
     @property
-    def where(self) -> str:
+    def op_name(self) -> str:
         """Name of the operation in the source."""
         name = re.search(r'op_name="([^"]*)"', self.line)
         return name.group(1) if name else ""
@@ -92,7 +92,7 @@ class Instruction(NamedTuple):
         `about_N_rounds`, else NaN."""
         body = re.search(r"body=%?([\w.\-]+)", self.line)
         trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.line) or re.search(
-            r"about_([\d.]+)_rounds/while", self.where
+            r"about_([\d.]+)_rounds/while", self.op_name
         )
         assert body is not None
         return body.group(1), float(trip.group(1)) if trip else math.nan
@@ -131,17 +131,17 @@ def _instruction(line: str) -> Instruction | None:
     begin = right.index(f"{opcode}(")
     arrays = tuple((dtype, _dimensions(sizes)) for dtype, sizes in _SHAPE.findall(right[:begin]))
     inside = right[begin + len(opcode) + 1 :]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside[: _closing(inside)]))
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside[: _closing_parenthesis(inside)]))
     return Instruction(match.group(1), opcode, arrays, operands, line)
 
 
-def _closing(text: str) -> int:
+def _closing_parenthesis(text: str) -> int:
     """Returns the position of the parenthesis that closes one opened before the text."""
     depth = 1
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth == 0:
-            return place
+            return position
     return len(text)
 
 
@@ -155,12 +155,12 @@ def _opcode(right: str) -> str | None:
     return None
 
 
-def collective(instruction: Instruction, devices: int) -> Collective | None:
+def collective_of(instruction: Instruction, devices: int) -> Collective | None:
     """Returns the collective of an instruction; None if it sends nothing, or only waits for a started one."""
     if instruction.opcode in ("fusion-start", "copy-start") and _HOST_SPACE in instruction.line:
         # Of a place in host memory that is filled slice by slice, the slice: it is the smallest of its arrays.
         payload, dtype = min((bytes_of(array), array[0]) for array in instruction.arrays if array[1])
-        return Collective(HOST_COPY, dtype, payload, (), True, instruction.where)
+        return Collective(HOST_COPY, dtype, payload, (), True, instruction.op_name)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -168,10 +168,10 @@ def collective(instruction: Instruction, devices: int) -> Collective | None:
     sizes = [bytes_of(array) for array in instruction.arrays if array != ("u32", ())]  # a permute's context
     total = sum(sizes)
     if kind == "collective-permute":
-        groups = _pairs(line)
+        groups = _source_target_pairs(line)
         payload = total // 2 if started else total
     else:
-        groups = _groups(line, devices)
+        groups = _replica_groups(line, devices)
         size = max(len(group) for group in groups)
         payload = {
             # A started gather or scatter has the type (piece, whole), however many arrays are combined in it.
@@ -191,17 +191,17 @@ def collective(instruction: Instruction, devices: int) -> Collective | None:
         payload=payload,
         groups=groups,
         asynchronous=started and (configuration is None or configuration.group(1) == "false"),
-        where=instruction.where,
+        op_name=instruction.op_name,
     )
 
 
-def _pairs(line: str) -> tuple[tuple[int, ...], ...]:
+def _source_target_pairs(line: str) -> tuple[tuple[int, ...], ...]:
     match = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
     assert match, line
     return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", match.group(1)))
 
 
-def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+def _replica_groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Returns the replica groups, in any of XLA's notations."""
     text = line[line.index("replica_groups=") + len("replica_groups=") :]
     if text.startswith("{}"):
@@ -221,10 +221,10 @@ def _mesh_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Parses mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}: the devices of a group differ in the axes in braces."""
     match = re.match(r"mesh\[([^\]]*)\](?:,? ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", text)
     assert match, f"replica groups of a form that is not known: {text[:80]}"
-    axes, dims, order, chosen = match.groups()
+    axes, dims, order, group_axes = match.groups()
     names = re.findall(r"'([^']+)'=(\d+)", axes)
     ids = _devices_in_order(devices, dims, order).reshape([int(size) for _, size in names])
-    together = [index for index, (name, _) in enumerate(names) if name in re.findall(r"'([^']+)'", chosen)]
+    together = [index for index, (name, _) in enumerate(names) if name in re.findall(r"'([^']+)'", group_axes)]
     apart = [index for index in range(len(names)) if index not in together]
     size = math.prod(ids.shape[index] for index in together)
     return _rows(ids.transpose(apart + together).reshape(-1, size))

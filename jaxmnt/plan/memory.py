@@ -55,7 +55,7 @@ class Memory(NamedTuple):
 
     state: float
     """Parameters and moments."""
-    kept: float
+    residuals: float
     """Saved by forward for backward."""
     rest: float
     in_save: float
@@ -63,7 +63,7 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> float:
-        return self.state + max(self.kept + self.rest, self.in_save)
+        return self.state + max(self.residuals + self.rest, self.in_save)
 
 
 class StateBytes(NamedTuple):
@@ -81,13 +81,17 @@ _ADAMW = StateBytes()
 
 def state_bytes(spec: StepSpec) -> StateBytes:
     """Returns the bytes per parameter, from a step's dtypes, its optimizer, and its frozen parameters."""
-    count, training = spec.definition.parameter_count, names_of(spec.trained_axes)
+    count, trained_names = spec.definition.parameter_count, names_of(spec.trained_axes)
     params = parameters_of(spec)
-    trained = sum(leaf.size for name, leaf, _ in params if name in training)
-    whole = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    trained = sum(leaf.size for name, leaf, _ in params if name in trained_names)
+    bytes_of = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     moments = [] if spec.config.optimizer.offload else jax.tree.leaves(abstract_state(spec)["optimizer"])
-    on_device = whole(leaf for leaf in moments if leaf.ndim)
-    return StateBytes(whole(leaf for _, leaf, _ in params) / count, on_device / count, 4 * trained / count)
+    on_device = bytes_of(leaf for leaf in moments if leaf.ndim)
+    return StateBytes(
+        parameters=bytes_of(leaf for _, leaf, _ in params) / count,
+        moments=on_device / count,
+        gradients=4 * trained / count,
+    )
 
 
 class ResidualBytes:
@@ -97,15 +101,15 @@ class ResidualBytes:
     def __init__(self, config: Config, vocab: int, devices_of: Callable[[int], Sequence[jax.Device]]):
         """`devices_of` returns a number of devices of the planned kind."""
         self._config, self._vocab, self._devices_of = config, vocab, devices_of
-        self._known: dict[tuple[str, int], int | None] = {}
+        self._cache: dict[tuple[str, int], int | None] = {}
 
     def of_row(self, remat: str, model: int) -> int | None:
         """Returns None if this number of devices cannot share the model."""
-        if (remat, model) not in self._known:
-            self._known[remat, model] = None
+        if (remat, model) not in self._cache:
+            self._cache[remat, model] = None
             with contextlib.suppress(ConfigError):
-                self._known[remat, model] = kept_bytes(self._spec(remat, model))
-        return self._known[remat, model]
+                self._cache[remat, model] = kept_bytes(self._spec(remat, model))
+        return self._cache[remat, model]
 
     def state(self) -> StateBytes:
         """Returns the bytes per parameter, from the config's dtypes, its optimizer, and its frozen parameters. Raises
@@ -114,16 +118,16 @@ class ResidualBytes:
 
     def _spec(self, remat: str, model: int) -> StepSpec:
         """Builds the step for one row on `model` devices."""
-        one = Candidate(1, 1, 1, model, 1, 1, 1, remat, 3, splits_hosts=True)
-        config = self._config.changed(one.settings | {"data.global_batch_size": 1, "model.overlap": "off"})
+        candidate = Candidate(1, 1, 1, model, 1, 1, 1, remat, 3, splits_hosts=True)
+        config = self._config.changed(candidate.settings | {"data.global_batch_size": 1, "model.overlap": "off"})
         return build_spec(config, self._vocab, self._devices_of(model), lambda _: "")
 
 
 def estimate_memory(
     model: ModelShape,
     scheme: Scheme,
-    kept_of_row: float,
-    kept_at_most: float,
+    row_residuals: float,
+    row_residuals_without_remat: float,
     state: StateBytes = _ADAMW,
     multiples: Multiples | None = None,
     loss_chunk: float = 2**28,
@@ -133,57 +137,71 @@ def estimate_memory(
     `row_residuals` are the bytes that a row saves in all layers (`ResidualBytes`), `row_residuals_without_remat` those
     that it would save if backward recomputed nothing. `loss_chunk` is the size of a chunk of logits in bytes.
     """
-    stages, of = scheme.pipeline, multiples or multiples_of(kind_of(scheme))
+    stages, multiples = scheme.pipeline, multiples or multiples_of(kind_of(scheme))
     devices, chunks = scheme.model * stages, stages * scheme.chunks
     depth = math.ceil(model.depth / chunks)
     padding = depth * chunks / model.depth
+
+    # Parameters per device: of the layers and the ends before sharding over `fsdp`, and all as they are stored.
     layers, ends = padding * model.layer_parameters / devices, model.end_parameters / devices
-    own = (layers + ends) / scheme.fsdp + model.others / stages
-    kept = kept_of_row * scheme.rows * scheme.slots * depth / model.depth
+    stored_parameters = (layers + ends) / scheme.fsdp + model.other_parameters / stages
+    residuals = row_residuals * scheme.rows * scheme.slots * depth / model.depth
+
     has_all_gradients = scheme.fsdp > 1 and scheme.zero == 1
-    gradients = state.gradients * (layers + ends if has_all_gradients else own)
-    last = state.gradients * (0 if model.tied else ends / 2) / (1 if has_all_gradients else scheme.fsdp)
-    in_layer = lambda bytes_of_row: bytes_of_row * scheme.rows / model.depth
-    again = in_layer(kept_at_most - kept_of_row)  # of a layer, while its backward goes on
-    backward = _in_backward(model, scheme, in_layer(kept_of_row), of) + again
-    in_loss = gradients
-    if scheme.microbatches == 1:  # Those of layers are made when backward begins, and the embedding's comes last.
-        gradients, in_loss = gradients - last, 0.0
-    # The embedding's comes out whole. With ZeRO 1 it is counted so; with ZeRO 2 no more programs would be met by it.
-    leave = _head(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
-    rest = max(backward + gradients, _in_loss(model, scheme, of, loss_chunk) + in_loss, leave + gradients)
-    # A save has a second copy of what lies otherwise than it is stored.
-    moves = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % devices)
-    stored = state.parameters + state.moments
+    gradients = state.gradients * (layers + ends if has_all_gradients else stored_parameters)
+    embedding_gradient = state.gradients * (0 if model.tied else ends / 2) / (1 if has_all_gradients else scheme.fsdp)
+    gradients_in_loss = gradients
+    if scheme.microbatches == 1:
+        # Layer gradients are allocated when backward begins, and the embedding's comes last.
+        gradients, gradients_in_loss = gradients - embedding_gradient, 0.0
+
+    # One layer at a time is recomputed, while its backward runs.
+    per_layer = lambda row_bytes: row_bytes * scheme.rows / model.depth
+    recomputed = per_layer(row_residuals_without_remat - row_residuals)
+    in_backward = _in_backward(model, scheme, per_layer(row_residuals), multiples) + recomputed
+    in_loss = _in_loss(model, scheme, multiples, loss_chunk)
+    # The embedding's gradient is computed unsharded. With ZeRO 1 that is counted above; with ZeRO 2, counting it would
+    # bring no more programs close to their estimates.
+    in_embedding = _head(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
+    rest = max(in_backward + gradients, in_loss + gradients_in_loss, in_embedding + gradients)
     if scheme.fsdp > 1 and scheme.zero < 3:
-        rest += scheme.item * (layers + ends)
-    return Memory(stored * own, kept, rest, stored * moves / scheme.fsdp)
+        rest += scheme.itemsize * (layers + ends)
+
+    # A save holds a second copy of arrays whose stored layout differs from the one in memory.
+    moved = (layers / padding if scheme.chunks > 1 or padding > 1 else 0) + ends * bool(model.vocab % devices)
+    state_per_parameter = state.parameters + state.moments
+    return Memory(
+        state=state_per_parameter * stored_parameters,
+        residuals=residuals,
+        rest=rest,
+        in_save=state_per_parameter * moved / scheme.fsdp,
+    )
 
 
-def _in_backward(model: ModelShape, scheme: Scheme, kept: float, of: Multiples) -> float:
+def _in_backward(model: ModelShape, scheme: Scheme, residuals: float, multiples: Multiples) -> float:
     """Estimates the memory during backward besides state, gradients, residuals (`residuals` bytes per layer) and
     recomputed activations: weights · c n + wide · c t F / model + narrow · c t D + kept · `residuals`, where F is the
     largest number of inputs or outputs of a product, n the weights of the largest layer on a device, t the tokens of a
     microbatch and c the bytes per number."""
     widest = max(product.share * max(product.inputs, product.outputs) for product in _largest(model).products)
-    stream = scheme.item * scheme.rows * scheme.length
+    stream = scheme.itemsize * scheme.rows * scheme.length
     arrays = {
         "weights": _weights(model, scheme), "wide": stream * widest / scheme.model, "narrow": stream * model.hidden,
-        "kept": kept,
+        "kept": residuals,
     }  # fmt: skip
-    return sum(of[name] * bytes_ for name, bytes_ in arrays.items())
+    return sum(multiples[name] * bytes_ for name, bytes_ in arrays.items())
 
 
-def _in_loss(model: ModelShape, scheme: Scheme, of: Multiples, chunk: float) -> float:
+def _in_loss(model: ModelShape, scheme: Scheme, multiples: Multiples, chunk: float) -> float:
     """Estimates the memory during the loss, besides the same: head · 4 V D + logits · 4 t V / chunks + head_narrow · c
     t D + head_weights · c n, where V is a device's part of the vocabulary."""
     tokens = scheme.rows * scheme.length
     logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)
     chunks = math.ceil(logits / chunk)
-    head = of["head" if chunks > 1 else "head_at_once"] * (of["head_tied"] if model.tied else 1)
-    bytes_ = head * _head(model, scheme) + of["logits"] * logits / chunks
-    stream = of["head_narrow"] * scheme.item * tokens * model.hidden
-    return bytes_ + stream + of["head_weights"] * _weights(model, scheme)
+    head = multiples["head" if chunks > 1 else "head_at_once"] * (multiples["head_tied"] if model.tied else 1)
+    bytes_ = head * _head(model, scheme) + multiples["logits"] * logits / chunks
+    stream = multiples["head_narrow"] * scheme.itemsize * tokens * model.hidden
+    return bytes_ + stream + multiples["head_weights"] * _weights(model, scheme)
 
 
 def _largest(model: ModelShape) -> LayerCosts:
@@ -192,7 +210,7 @@ def _largest(model: ModelShape) -> LayerCosts:
 
 def _weights(model: ModelShape, scheme: Scheme) -> float:
     """Returns c n, the bytes of a layer's weights on a device when it multiplies them."""
-    return scheme.item * _largest(model).parameters / scheme.model
+    return scheme.itemsize * _largest(model).parameters / scheme.model
 
 
 def _head(model: ModelShape, scheme: Scheme) -> float:

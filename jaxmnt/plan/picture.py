@@ -14,10 +14,10 @@ _TIME, _COST = "#1f77b4", "#d62728"
 def draw(answers: Sequence[Answer], chip: str) -> str:
     """Draws days in blue on the left axis and, if there is a price, money in red on the right axis. All axes are
     logarithmic. A vertical line marks the knee."""
-    found = [answer for answer in answers if answer.priced and math.isfinite(answer.priced[0].goal.seconds)]
-    gpus = [float(answer.gpus) for answer in found]
-    days = [answer.priced[0].goal.days for answer in found]
-    costs = [answer.priced[0].goal.cost for answer in found]
+    fitting = [answer for answer in answers if answer.priced and math.isfinite(answer.priced[0].goal.seconds)]
+    gpus = [float(answer.gpus) for answer in fitting]
+    days = [answer.priced[0].goal.days for answer in fitting]
+    costs = [answer.priced[0].goal.cost for answer in fitting]
     across = _scale(gpus, _LEFT, _WIDTH - _RIGHT)
     parts = [
         f'<text x="{_LEFT}" y="24" font-size="15">Days to the goal, and what it costs, on {escape(chip)}</text>',
@@ -29,16 +29,16 @@ def draw(answers: Sequence[Answer], chip: str) -> str:
         parts.append(
             f'<text x="{across(value):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:,.0f}</text>'
         )
-    if (turn := knee(answers)) is not None:
-        x = across(turn)
+    if (knee_gpus := knee(answers)) is not None:
+        x = across(knee_gpus)
         parts.append(
             f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}" '
             'stroke="#555" stroke-dasharray="5 4"/>'
         )
-        parts.append(f'<text x="{x + 5:.1f}" y="{_TOP + 16}" fill="#555">knee: {turn:,}</text>')
-    parts += _curve(gpus, days, across, _TIME, left=True, unit="days")
+        parts.append(f'<text x="{x + 5:.1f}" y="{_TOP + 16}" fill="#555">knee: {knee_gpus:,}</text>')
+    parts += _curve(gpus, days, across, _TIME, on_left_axis=True, unit="days")
     if costs and all(costs):
-        parts += _curve(gpus, [cost or 0.0 for cost in costs], across, _COST, left=False, unit="cost")
+        parts += _curve(gpus, [cost or 0.0 for cost in costs], across, _COST, on_left_axis=False, unit="cost")
     inside = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
@@ -47,20 +47,20 @@ def draw(answers: Sequence[Answer], chip: str) -> str:
 
 
 def _curve(
-    gpus: Sequence[float], values: Sequence[float], across: Callable[[float], float], color: str, *, left: bool,
-    unit: str,
+    gpus: Sequence[float], values: Sequence[float], across: Callable[[float], float], color: str, *,
+    on_left_axis: bool, unit: str,
 ) -> list[str]:  # fmt: skip
     up = _scale(values, _HEIGHT - _BOTTOM - 14, _TOP + 30)
     points = [(across(x), up(y)) for x, y in zip(gpus, values, strict=True)]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    found = [f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>']
-    found += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points]
-    x, anchor = (_LEFT - 6, "end") if left else (_WIDTH - _RIGHT + 6, "start")
+    parts = [f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>']
+    parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points]
+    x, anchor = (_LEFT - 6, "end") if on_left_axis else (_WIDTH - _RIGHT + 6, "start")
     ends = {count(value): value for value in (min(values), max(values))}
     for text, value in ends.items():
-        found.append(f'<text x="{x}" y="{up(value) + 4:.1f}" text-anchor="{anchor}" fill="{color}">{text}</text>')
-    found.append(f'<text x="{x}" y="{_TOP + 8}" text-anchor="{anchor}" fill="{color}">{unit}</text>')
-    return found
+        parts.append(f'<text x="{x}" y="{up(value) + 4:.1f}" text-anchor="{anchor}" fill="{color}">{text}</text>')
+    parts.append(f'<text x="{x}" y="{_TOP + 8}" text-anchor="{anchor}" fill="{color}">{unit}</text>')
+    return parts
 
 
 _LEAST_RATIO = 2.0

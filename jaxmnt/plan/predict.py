@@ -43,16 +43,17 @@ class Prediction:
         return {"step_seconds": round(self.seconds, 4), "from": LOW * self.seconds, "to": HIGH * self.seconds, **parts}
 
 
-def predicted(spec: StepSpec, timeline: Timeline, rates: Rates, temporary: int) -> Prediction:
+def predict_step(spec: StepSpec, timeline: Timeline, rates: Rates, temporary: int) -> Prediction:
     """Predicts a step from its replay, in which idle stages take no time; `temporary` is its temporary memory in
     bytes."""
     hidden = max(0.0, sum(played.seconds for played in timeline.collectives) - timeline.exposed)
     idle = spec.schedule.idle_share() if spec.schedule.stages > 1 else 0.0
-    looped = [one.times * one.seconds for one in timeline.rounds if one.times > 1]  # the longest is that over ticks
+    # The longest loop is the one over ticks.
+    looped = [iteration.times * iteration.seconds for iteration in timeline.rounds if iteration.times > 1]
     return Prediction(
         work=timeline.seconds - timeline.exposed,
         exposed=timeline.exposed,
         bubble=idle * max(looped, default=timeline.seconds),
         contention=CONTENTION * hidden,
-        host=HOST_SECONDS + rates.mapping(temporary),
+        host=HOST_SECONDS + rates.page_fault_seconds(temporary),
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxmnt.plan.chips import Chip, Network, network_of
 from jaxmnt.telemetry.peaks import peaks_of
 
-START, STEP_WITHIN_HOST, STEP_BETWEEN_HOSTS = 8.4e-6, 3.4e-6, 14e-6
+START_SECONDS, STEP_WITHIN_HOST, STEP_BETWEEN_HOSTS = 8.4e-6, 3.4e-6, 14e-6
 """Latencies in seconds that NCCL itself assumes for a ring with its protocol for large messages (src/graph/tuning.cc:
 base latency, NVLink, network)."""
 
@@ -40,15 +40,15 @@ ACHIEVED_SHARES = {
 """The first three columns, `HALF_DEPTH` and `estimate.CONTENTION` are fitted to published runs by
 `benchmarks/published.py --fit`; collectives attain 350 of the 450 GB/s of an H100's NVLink."""
 
-BACKWARD = 0.85
+BACKWARD_SHARE = 0.85
 """Rate of attention's backward relative to its forward (Shah et al. 2024, arXiv:2407.08608)."""
-MEMORY, TO_HOST = 0.85, 0.8
+MEMORY_SHARE, HOST_LINK_SHARE = 0.85, 0.8
 """Attained shares of the memory's bandwidth, and of the link to host memory."""
 HALF_DEPTH, HALF_LENGTH = 400.0, 500.0
 """The depth k at which a product attains half its rate, and the row length at which attention does."""
-KEPT = 32 << 20
+MALLOC_REUSE_BYTES = 32 << 20
 """Bytes of temporary memory up to which the C library reuses it for the next step (mallopt(3), M_MMAP_THRESHOLD)."""
-POWER = 0.5
+POWER_EXPONENT = 0.5
 """Exponent of the power limit: a GPU with a share p of its generation's power multiplies at p to this of its rate."""
 
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.93), Tile(64, 128, 0.75))
 """Typical tiles of libraries such as cuBLAS and CUTLASS."""
-_SPLIT = 0.85
+_SPLIT_K_SHARE = 0.85
 """Rate of a product that is also split along k to fill the multiprocessors (split-k), relative to a large one."""
 
 
@@ -74,19 +74,20 @@ class Curve:
     rates: tuple[float, ...]
     """Rates for all (m, n, k), k fastest."""
 
-    def at(self, m: float, n: float, k: float) -> float:
+    def interpolate(self, m: float, n: float, k: float) -> float:
         """Interpolates the rate linearly in the logarithms of m, n and k, and clamps beyond the measured sizes."""
-        places = [self._place(size) for size in (m, n, k)]
+        positions = [self._position(size) for size in (m, n, k)]
         total = 0.0
+        # Trilinear: each corner of the surrounding cell counts by how near it is.
         for corner in combinations((0, 1), repeat=3):
             weight, index = 1.0, 0
-            for (low, part), upper in zip(places, corner, strict=True):
-                weight *= part if upper else 1 - part
+            for (low, fraction), upper in zip(positions, corner, strict=True):
+                weight *= fraction if upper else 1 - fraction
                 index = index * len(self.sizes) + min(low + upper, len(self.sizes) - 1)
             total += weight * self.rates[index]
         return total
 
-    def _place(self, size: float) -> tuple[int, float]:
+    def _position(self, size: float) -> tuple[int, float]:
         """Returns the index of the largest size below, and the fraction of the way to the next one."""
         size = min(max(size, self.sizes[0]), self.sizes[-1])
         low = bisect_right(self.sizes, size) - 1
@@ -141,8 +142,8 @@ class Rates:
     def to_json(self) -> dict[str, Any]:
         """Returns the rates of large operations."""
         names = ("products", "attention", "memory", "within_host", "between_hosts", "to_host")
-        found = {name: getattr(self, name) for name in names}
-        finite = {name: value for name, value in found.items() if value != math.inf}
+        rates = {name: getattr(self, name) for name in names}
+        finite = {name: rate for name, rate in rates.items() if rate != math.inf}
         return finite | {"products": dict(self.products), "measured": bool(self.curves)}
 
     def product(self, m: float, n: float, k: float, dtype: str, *, gradient: bool = False) -> float:
@@ -150,13 +151,13 @@ class Rates:
         rows."""
         curve = (gradient and self.curves.get((dtype, GRADIENT))) or self.curves.get((dtype, ""))
         if curve and k:
-            return 2.0 * m * n * k / curve.at(m, n, k)
+            return 2.0 * m * n * k / curve.interpolate(m, n, k)
         share = k / (k + self.depth) if k else 1.0
         if self.cores:
-            share *= _filled(m, n, k, self.cores)
+            share *= _wave_efficiency(m, n, k, self.cores)
         return 2.0 * m * n * k / (self.products[dtype] * share)
 
-    def attend(self, flops: float, length: float, *, backward: bool) -> float:
+    def attention_seconds(self, flops: float, length: float, *, backward: bool) -> float:
         """Returns the seconds of attention in rows of this length; `flops` are those of the pairs that the mask
         leaves."""
         rate = self.attention_backward if backward and self.attention_backward else self.attention
@@ -171,13 +172,13 @@ class Rates:
             return self.send(payload, between_hosts=any(host_of(a) != host_of(b) for a, b in groups))
         return max(self.ring(kind, payload, Counter(map(host_of, group)).values()) for group in groups)
 
-    def mapping(self, temporary: float) -> float:
+    def page_fault_seconds(self, temporary: float) -> float:
         """Returns the seconds of page faults for a step's temporary memory."""
-        return self.page_faults * temporary if temporary > KEPT else 0.0
+        return self.page_faults * temporary if temporary > MALLOC_REUSE_BYTES else 0.0
 
     def copy(self, payload: float) -> float:
         """Returns the seconds to copy bytes to or from the host's memory."""
-        return START + payload / self.to_host
+        return START_SECONDS + payload / self.to_host
 
     def send(self, payload: float, *, between_hosts: bool) -> float:
         """Returns the seconds to send bytes to one other device."""
@@ -188,8 +189,8 @@ class Rates:
         if (kind, place) in self.collectives:
             return self.collectives[kind, place]
         if place == WITHIN_HOST:
-            return CollectiveRate(START, STEP_WITHIN_HOST, self.within_host)
-        return CollectiveRate(START, STEP_BETWEEN_HOSTS, self.between_hosts)
+            return CollectiveRate(START_SECONDS, STEP_WITHIN_HOST, self.within_host)
+        return CollectiveRate(START_SECONDS, STEP_BETWEEN_HOSTS, self.between_hosts)
 
     def ring(self, kind: str, payload: float, shares: Iterable[int]) -> float:
         """Returns the seconds of a ring in which each host has `shares` devices.
@@ -199,7 +200,7 @@ class Rates:
         the group.
         """
         of_hosts = tuple(shares)
-        size, hosts, rounds = sum(of_hosts), len(of_hosts), rounds_of(kind)
+        size, hosts, rounds = sum(of_hosts), len(of_hosts), ring_passes(kind)
         within, between = self._link(kind, WITHIN_HOST), self._link(kind, BETWEEN_HOSTS)
         seconds = rounds * payload * (size - 1) / size / within.rate if size > hosts else 0.0
         if hosts > 1:
@@ -209,12 +210,12 @@ class Rates:
         return (between if hosts > 1 else within).start + steps + seconds
 
 
-def rounds_of(kind: str) -> int:
+def ring_passes(kind: str) -> int:
     """Returns how often a ring passes the whole array that is gathered or reduced."""
     return 2 if kind == "all-reduce" else 1
 
 
-def _filled(m: float, n: float, k: float, cores: int) -> float:
+def _wave_efficiency(m: float, n: float, k: float, cores: int) -> float:
     """Returns the rate of a product relative to a large one, by its tiles: the last wave leaves multiprocessors
     idle."""
     best = 0.0
@@ -224,23 +225,23 @@ def _filled(m: float, n: float, k: float, cores: int) -> float:
     if best < 0.9:
         pieces = min(8, max(1, int(k) // 1024))
         waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) * pieces / cores)
-        best = max(best, _SPLIT * m * n / 128**2 * pieces / (waves * cores))
+        best = max(best, _SPLIT_K_SHARE * m * n / 128**2 * pieces / (waves * cores))
     return min(best, 1.0)
 
 
 def rates_of(chip: Chip, network: Network | None = None, attained: AchievedShares | None = None) -> Rates:
     """Returns a chip's rates, from its data sheet and, unless `attained` is given, the shares of its generation."""
     network, attained = network or network_of(chip), attained or ACHIEVED_SHARES[chip.generation]
-    peaks, slowed = peaks_of(chip.kind), chip.power**POWER
+    peaks, slowed = peaks_of(chip.kind), chip.power**POWER_EXPONENT
     share = lambda dtype: attained.float8 if dtype == "float8" else attained.products
     return Rates(
         products={dtype: share(dtype) * slowed * peak for dtype, peak in peaks.items() if share(dtype)},
         attention=attained.attention * slowed * peaks["bfloat16"],
-        attention_backward=BACKWARD * attained.attention * slowed * peaks["bfloat16"],
-        memory=MEMORY * chip.bandwidth,
+        attention_backward=BACKWARD_SHARE * attained.attention * slowed * peaks["bfloat16"],
+        memory=MEMORY_SHARE * chip.bandwidth,
         within_host=attained.link * chip.nvlink,
         between_hosts=network.between_hosts,
-        to_host=TO_HOST * chip.to_host,
+        to_host=HOST_LINK_SHARE * chip.to_host,
         cores=chip.cores,
         depth=HALF_DEPTH,
         length=HALF_LENGTH,

@@ -23,12 +23,12 @@ from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme, model_shape, schedule_of
-from jaxmnt.plan.zero import ROOM as CLEAR_ROOM
+from jaxmnt.plan.zero import USABLE_SHARE
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.units import size
 
-ROOM = 1.06
+TOLERANCE = 1.06
 """Accept candidates whose estimated peak is at most this multiple of device memory; few estimates are off by more
 (`benchmarks/plan_estimates.py`), and the compiler decides."""
 
@@ -41,8 +41,8 @@ class Guess:
     scheme: Scheme
     estimate: Estimate
     memory: Memory
-    kept_of_row: float
-    kept_at_most: float
+    row_residuals: float
+    row_residuals_without_remat: float
 
     @property
     def seconds(self) -> float:
@@ -79,7 +79,7 @@ class Search:
     def __init__(self, config: Config, chip: Chip, network: Network, rates: Rates, precisions: Sequence[str] = ()):
         assert config.model.vocab_size is not None
         if config.mesh.rules:
-            raise ConfigError("mesh.rules: the search is for meshes by the usual rules; leave it out")
+            raise ConfigError("mesh.rules: the search supports only the default rules; leave it out")
         self.config, self.chip, self.network, self.rates = config, chip, network, rates
         self.vocab = config.model.vocab_size
         self.definition = define(build_family(config.model, self.vocab))
@@ -88,16 +88,16 @@ class Search:
         self.precisions = precisions
         self._peaks: dict[Candidate, int] = {}
         """Compiled peaks in bytes."""
-        self._kept: dict[str | None, ResidualBytes] = {}
+        self._residuals: dict[str | None, ResidualBytes] = {}
         for precision in precisions or (None,):
             if (dtype := self.dtype(precision)) not in rates.products:
                 key = "--precisions" if precisions else "train.precision"
-                raise ConfigError(f"{key}: {chip.kind} has no products in {dtype}; choose another")
+                raise ConfigError(f"{key}: {chip.kind} does not support {dtype}; choose another")
             setting = precision_setting(precision)
-            self._kept[precision] = ResidualBytes(
+            self._residuals[precision] = ResidualBytes(
                 config.changed(setting), self.vocab, lambda count: self.devices(count)[:count]
             )
-        self._state = next(iter(self._kept.values())).state()
+        self._state = next(iter(self._residuals.values())).state()
 
     def devices(self, gpus: int) -> Sequence[jax.Device]:
         """Returns the devices to compile for."""
@@ -110,13 +110,13 @@ class Search:
 
     def guesses(self, gpus: int, *, pruned: bool = True) -> list[Guess]:
         """Returns all candidates with their estimates, fastest first."""
-        ways = candidates(self.config, gpus, self.network, precisions=tuple(self._kept), pruned=pruned)
-        guesses = filter(None, map(self.guess, ways))
+        all_candidates = candidates(self.config, gpus, self.network, precisions=tuple(self._residuals), pruned=pruned)
+        guesses = filter(None, map(self.guess, all_candidates))
         return sorted(guesses, key=lambda guess: (guess.seconds, str(guess.candidate)))
 
     def may_fit(self, guess: Guess) -> bool:
         """Returns True if it may fit, given the error of estimates."""
-        return guess.memory.peak <= ROOM * self.limit
+        return guess.memory.peak <= TOLERANCE * self.limit
 
     def peak(self, guess: Guess) -> float:
         """Returns the compiled peak in bytes, or the estimated one if it was not compiled."""
@@ -126,36 +126,41 @@ class Search:
         """Returns True if it fits by its compiled peak or, if it was not compiled, by its estimated one."""
         return self.peak(guess) <= self.limit
 
-    def guess(self, one: Candidate) -> Guess | None:
+    def guess(self, candidate: Candidate) -> Guess | None:
         """Estimates a candidate. Returns None for sizes that cannot be built, and for float8 if no product would use
         it."""
-        row, at_most = (self._kept[one.precision].of_row(remat, one.model) for remat in (one.remat, "none"))
-        if row is None or at_most is None:
+        residuals = self._residuals[candidate.precision]
+        row = residuals.of_row(candidate.remat, candidate.model)
+        row_without_remat = residuals.of_row("none", candidate.model)
+        if row is None or row_without_remat is None:
             return None
         scheme = Scheme(
-            length=self.config.data.sequence_length, rows=one.rows, microbatches=one.microbatches, zero=one.zero,
-            chunks=one.chunks, **_schedule(one.pipeline, one.microbatches, one.chunks) | one.mesh,
-            remat=one.remat, dtype=self.dtype(one.precision), float8_least=self.config.train.float8_least,
-            overlap=_overlap(one), kept=row * one.rows / one.pipeline,
+            length=self.config.data.sequence_length, rows=candidate.rows, microbatches=candidate.microbatches,
+            zero=candidate.zero, chunks=candidate.chunks,
+            **_schedule(candidate.pipeline, candidate.microbatches, candidate.chunks) | candidate.mesh,
+            remat=candidate.remat, dtype=self.dtype(candidate.precision),
+            float8_least=self.config.train.float8_least, overlap=_overlap(candidate),
+            residual_bytes=row * candidate.rows / candidate.pipeline,
         )  # fmt: skip
         if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
             return None
         memory = estimate_memory(
-            self.shape, scheme, row, at_most, self._state, loss_chunk=self.config.train.loss_chunk_mib * 2**20
-        )
-        found = estimate(self.shape, scheme, self.rates, self.network.domain)
-        return Guess(one, scheme, found, memory, row, at_most)
+            self.shape, scheme, row, row_without_remat, self._state,
+            loss_chunk=self.config.train.loss_chunk_mib * 2**20,
+        )  # fmt: skip
+        step = estimate(self.shape, scheme, self.rates, self.network.domain)
+        return Guess(candidate, scheme, step, memory, row, row_without_remat)
 
-    def compiled(self, guess: Guess) -> Plan:
+    def compile_plan(self, guess: Guess) -> Plan:
         """Compiles a candidate. Raises `ConfigError` if it cannot be built."""
-        one = guess.candidate
-        devices, domain = list(self.devices(one.gpus)), self.network.domain
+        candidate = guess.candidate
+        devices, domain = list(self.devices(candidate.gpus)), self.network.domain
         host = lambda device: device.id // domain
-        spec = build_spec(one.applied_to(self.config), self.vocab, devices, lambda device: str(host(device)))
+        spec = build_spec(candidate.applied_to(self.config), self.vocab, devices, lambda device: str(host(device)))
         report = make_report(spec, host, self.chip, self.rates)
         memory = report["memory"]
-        self._peaks[one] = memory["peak"]
-        return Plan(one, guess, _prediction(report), memory["peak"], memory["limit"], report)
+        self._peaks[candidate] = memory["peak"]
+        return Plan(candidate, guess, _prediction(report), memory["peak"], memory["limit"], report)
 
     def distinct(self, guesses: Sequence[Guess]) -> list[Guess]:
         """Returns the guesses that may fit, without those that another one equals."""
@@ -165,48 +170,53 @@ class Search:
         self,
         guesses: Sequence[Guess],
         count: int,
-        told: Callable[[str], None] = lambda text: None,
-        begun: Callable[[str], None] = lambda text: None,
+        on_compiled: Callable[[str], None] = lambda text: None,
+        on_start: Callable[[str], None] = lambda text: None,
     ) -> list[Plan]:
         """Compiles the best of `guesses`, which are sorted by time, and returns the plans that fit, fastest first. It
         compiles `count` of them, and more until one fits. It calls `on_start` before each compilation and `on_compiled`
         with its result."""
         compiled = list[Plan]()
-        for guess in self._in_turn(self.distinct(guesses), count, compiled):
+        for guess in self._guesses_to_compile(self.distinct(guesses), count, compiled):
             began = time.perf_counter()
-            begun(describe(guess.candidate))
+            on_start(describe(guess.candidate))
             try:
-                plan = self.compiled(guess)
+                plan = self.compile_plan(guess)
             except ConfigError as error:  # what only the whole config shows
-                told(f"{describe(guess.candidate)}: {error}")
+                on_compiled(f"{describe(guess.candidate)}: {error}")
                 continue
             took = f"{time.perf_counter() - began:.0f} s to compile"
-            room = size(plan.peak) + ("" if plan.fits else ", which does not fit")
-            told(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {room}, {took}")
+            needs = size(plan.peak) + ("" if plan.fits else ", which does not fit")
+            on_compiled(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {needs}, {took}")
             compiled.append(plan)
         fitting = [plan for plan in compiled if plan.fits]
         return sorted(fitting, key=lambda plan: (plan.seconds, str(plan.candidate)))
 
-    def _in_turn(self, guesses: Sequence[Guess], count: int, compiled: Sequence[Plan]) -> Iterator[Guess]:
+    def _guesses_to_compile(self, guesses: Sequence[Guess], count: int, compiled: Sequence[Plan]) -> Iterator[Guess]:
         """Yields the guesses to compile: the `count` fastest. While none of the plans in `compiled` fits, it goes on
         with at most 2 `count` of the fastest with clear room, then with as many that need least memory."""
         fits = lambda: any(plan.fits for plan in compiled)
         yield from guesses[:count]
-        left, tried = guesses[count:], set[Candidate]()
-        for guess in left:
+
+        # If none fits, correct the estimates by the largest error so far, and try those that still fit clearly.
+        remaining = guesses[count:]
+        tried = set[Candidate]()
+        for guess in remaining:
             if fits() or len(tried) == 2 * count:
                 break
-            if guess.memory.peak * _exceeded(compiled) <= CLEAR_ROOM * self.limit:
+            if guess.memory.peak * _largest_underestimate(compiled) <= USABLE_SHARE * self.limit:
                 tried.add(guess.candidate)
                 yield guess
-        untried = [guess for guess in left if guess.candidate not in tried]
+
+        # As a last resort, try those that need least memory.
+        untried = [guess for guess in remaining if guess.candidate not in tried]
         for guess in sorted(untried, key=lambda guess: guess.memory.peak)[: 2 * count]:
             if fits():
                 return
             yield guess
 
 
-def _exceeded(compiled: Sequence[Plan]) -> float:
+def _largest_underestimate(compiled: Sequence[Plan]) -> float:
     """Returns the largest ratio of compiled to estimated peak, at least 1."""
     return max([1.0, *(plan.peak / plan.guess.memory.peak for plan in compiled)])
 
@@ -218,17 +228,19 @@ def _prediction(report: dict[str, Any]) -> Prediction:
 
 def _distinct(guesses: Sequence[Guess]) -> list[Guess]:
     """Returns the first of all guesses with equal estimates."""
-    found: dict[tuple[float, int], Guess] = {}
+    first_by_estimate: dict[tuple[float, int], Guess] = {}
     for guess in guesses:
-        found.setdefault((round(guess.seconds, 6), round(guess.memory.peak)), guess)
-    return list(found.values())
+        first_by_estimate.setdefault((round(guess.seconds, 6), round(guess.memory.peak)), guess)
+    return list(first_by_estimate.values())
 
 
-def _overlap(one: Candidate) -> Overlap:
+def _overlap(candidate: Candidate) -> Overlap:
     """Approximates what `model.overlap` auto chooses: the ring needs large enough pieces."""
-    if one.model == 1:
+    if candidate.model == 1:
         return "off"
-    return "rows" if one.rows > 1 else "ring" if one.pipeline == 1 else "off"
+    if candidate.rows > 1:
+        return "rows"
+    return "ring" if candidate.pipeline == 1 else "off"
 
 
 @functools.cache
@@ -246,11 +258,11 @@ def _schedule(stages: int, microbatches: int, chunks: int) -> dict[str, Any]:
     return schedule_of(schedule)
 
 
-def describe(one: Candidate) -> str:
+def describe(candidate: Candidate) -> str:
     """Describes a candidate in one line."""
-    mesh = " × ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
-    rows = f"{one.rows} row{'s' * (one.rows > 1)}"
-    stages = f", {one.chunks} chunks a stage" if one.chunks > 1 else ""
-    zero = f", ZeRO {one.zero}" if one.fsdp > 1 else ""
-    precision = "" if one.precision is None else f", {one.precision}"
-    return f"{mesh}, {rows}{stages}, remat {one.remat}{zero}{precision}"
+    mesh = " × ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
+    rows = f"{candidate.rows} row{'s' * (candidate.rows > 1)}"
+    stages = f", {candidate.chunks} chunks a stage" if candidate.chunks > 1 else ""
+    zero = f", ZeRO {candidate.zero}" if candidate.fsdp > 1 else ""
+    precision = "" if candidate.precision is None else f", {candidate.precision}"
+    return f"{mesh}, {rows}{stages}, remat {candidate.remat}{zero}{precision}"

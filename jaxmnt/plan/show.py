@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxmnt.config.mesh import AXES
-from jaxmnt.plan.budget import Report, counted
+from jaxmnt.plan.budget import Report, microbatches_text
 from jaxmnt.plan.zero import ZeroChoice
 from jaxmnt.telemetry.progress import Rows, table
 from jaxmnt.training.spec import StepSpec
@@ -16,41 +16,43 @@ from jaxmnt.units import count, seconds_text, size
 _HOSTS_SHOWN = 8
 
 
-def show(spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int], zero: ZeroChoice | None = None) -> str:
+def plan_text(
+    spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int], zero: ZeroChoice | None = None
+) -> str:
     """Returns the whole plan."""
     blocks = [
-        picture(spec, hosts),
+        host_map(spec, hosts),
         [*([] if zero is None else zero.lines()), *(f"note    {note}" for note in report["notes"])],
         _schedule(spec, report),
         parameter_table(report["parameters"]),
         _memory(report),
         _collectives(report),
         _timeline(report, spec.dtype.name),
-        *map(_round, report["rounds"]),
-        _besides(report),
+        *map(_round_lines, report["rounds"]),
+        _other_work(report),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def picture(spec: StepSpec, hosts: Callable[[jax.Device], int]) -> list[str]:
+def host_map(spec: StepSpec, hosts: Callable[[jax.Device], int]) -> list[str]:
     """Shows which part of the mesh each host has."""
     mesh = spec.placement.mesh
     used = [index for index, axis in enumerate(AXES) if mesh.devices.shape[index] > 1]
     shape = " × ".join(f"{AXES[index]} {mesh.devices.shape[index]}" for index in used) or "one device"
-    places: dict[int, list[tuple[int, ...]]] = {}
-    for place, device in np.ndenumerate(mesh.devices):
-        places.setdefault(hosts(device), []).append(place)
+    coordinates: dict[int, list[tuple[int, ...]]] = {}
+    for coordinate, device in np.ndenumerate(mesh.devices):
+        coordinates.setdefault(hosts(device), []).append(coordinate)
     kind = mesh.devices.flat[0].device_kind
-    lines = [f"mesh    {shape}: {mesh.size} {kind} on {len(places)} host{'s' * (len(places) > 1)}"]
-    width = max(len(str(host)) for host in places)
-    for number, (host, inside) in enumerate(sorted(places.items())):
-        if number == _HOSTS_SHOWN - 1 and len(places) > _HOSTS_SHOWN:
-            lines.append(f"        … {len(places) - number} more")
+    lines = [f"mesh    {shape}: {mesh.size} {kind} on {len(coordinates)} host{'s' * (len(coordinates) > 1)}"]
+    width = max(len(str(host)) for host in coordinates)
+    for number, (host, inside) in enumerate(sorted(coordinates.items())):
+        if number == _HOSTS_SHOWN - 1 and len(coordinates) > _HOSTS_SHOWN:
+            lines.append(f"        … {len(coordinates) - number} more")
             break
         ranges = []
         for index in used:
-            values = sorted({place[index] for place in inside})
-            text = str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
+            positions = sorted({coordinate[index] for coordinate in inside})
+            text = str(positions[0]) if len(positions) == 1 else f"{positions[0]}-{positions[-1]}"
             ranges.append(f"{AXES[index]} {text}")
         lines.append(f"        host {str(host).rjust(width)}  [{' '.join('■' * len(inside))}]  {', '.join(ranges)}")
     return lines
@@ -60,11 +62,11 @@ def _schedule(spec: StepSpec, report: Report) -> list[str]:
     facts = report["schedule"]
     if facts is None:
         return []
-    held = max(facts["in_flight"])
+    most_in_flight = max(facts["in_flight"])
     lines = [
-        f"stages  {facts['name']}: {counted(facts['microbatches'])} through {facts['stages']} stages"
+        f"stages  {facts['name']}: {microbatches_text(facts['microbatches'])} through {facts['stages']} stages"
         + (f" of {facts['chunks']} chunks" if facts["chunks"] > 1 else "")
-        + f" in {facts['ticks']} ticks, idle {facts['idle_percent']} % of the time, at most {held} held at a time"
+        + f" in {facts['ticks']} ticks, idle {facts['idle_percent']} % of the time, at most {most_in_flight} in flight"
     ]
     if facts["ticks"] <= 30:
         lines += ["        " + line for line in spec.schedule.draw().splitlines()]
@@ -136,27 +138,27 @@ def _collectives(report: Report) -> list[str]:
 
 
 def _timeline(report: Report, dtype: str) -> list[str]:
-    found, step = report["timeline"], report["prediction"]
-    if found is None:
+    timeline, step = report["timeline"], report["prediction"]
+    if timeline is None:
         return []
-    rates = found["rates"]
+    rates = timeline["rates"]
     parts = {
         "work": step["work_seconds"],
-        "communication that is exposed": step["exposed_seconds"],
+        "exposed communication": step["exposed_seconds"],
         "idle stages": step["bubble_seconds"],
-        "work slowed beside communication": step["contention_seconds"],
+        "slowdown by communication": step["contention_seconds"],
         "the host": step["host_seconds"],
     }
-    told = ", ".join(f"{seconds_text(value)} {name}" for name, value in parts.items() if value)
+    breakdown = ", ".join(f"{seconds_text(value)} {name}" for name, value in parts.items() if value)
     waits = []
-    if found["communication_seconds"]:
+    if timeline["communication_seconds"]:
         waits.append(
-            f"        {seconds_text(found['communication_seconds'])} of communication in all; for "
-            f"{found['exposed_percent']:g} % of the step the device waits for it"
+            f"        {seconds_text(timeline['communication_seconds'])} of communication in all; for "
+            f"{timeline['exposed_percent']:g} % of the step the device waits for it"
         )
     return [
         f"step    about {seconds_text(step['step_seconds'])}, between {seconds_text(step['from'])} and "
-        f"{seconds_text(step['to'])}: {told}",
+        f"{seconds_text(step['to'])}: {breakdown}",
         *waits,
         f"        {'as measured' if rates['measured'] else 'by data sheets'}: {_rates(rates, dtype)}",
     ]
@@ -173,7 +175,7 @@ def _rates(rates: dict[str, Any], dtype: str) -> str:
     return ", ".join(parts) + (f", links in GB/s: {', '.join(sent)}" if sent else "")
 
 
-def _besides(report: Report) -> list[str]:
+def _other_work(report: Report) -> list[str]:
     """Returns the table of work besides matrix products and attention."""
     if not report["besides"]:
         return []
@@ -189,30 +191,32 @@ def _besides(report: Report) -> list[str]:
 _BAR = 40
 
 
-def _round(one: dict[str, Any]) -> list[str]:
+def _round_lines(iteration: dict[str, Any]) -> list[str]:
     """Draws when each collective of a round runs: dark where the device waits."""
-    if not one["seconds"]:
+    duration = iteration["seconds"]
+    if not duration:
         return []
     rows: Rows = []
-    shown = [entry for entry in one["collectives"] if entry["ends"] - entry["begins"] >= one["seconds"] / 100]
+    column = lambda second: max(0, min(_BAR, round(_BAR * second / duration)))
+    shown = [entry for entry in iteration["collectives"] if entry["ends"] - entry["begins"] >= duration / 100]
     for entry in shown:
-        place = lambda at: max(0, min(_BAR, round(_BAR * at / one["seconds"])))
-        begin, end, waited = (place(entry[name]) for name in ("begins", "ends", "waited_for"))
+        begin, end, waited = (column(entry[name]) for name in ("begins", "ends", "waited_for"))
+        # Each collective is at least one character wide.
         begin = min(begin, _BAR - 1)
         end = max(end, begin + 1)
         hidden = max(begin, min(waited, end))
         bar = " " * begin + "░" * (hidden - begin) + "█" * (end - hidden)
         exposed = _exposed(entry)
-        told = f"{seconds_text(exposed)} exposed" if exposed > 1e-6 else "hidden"
+        waits = f"{seconds_text(exposed)} exposed" if exposed > 1e-6 else "hidden"
         rows.append((
             f"        {entry['kind']}", entry["axis"], entry["dtype"], size(entry["bytes_sent"]),
-            f"▕{bar.ljust(_BAR)[:_BAR]}▏", seconds_text(entry["ends"] - entry["begins"]), told,
+            f"▕{bar.ljust(_BAR)[:_BAR]}▏", seconds_text(entry["ends"] - entry["begins"]), waits,
         ))  # fmt: skip
-    lines = [f"{one['of']}: {one['times']:g} × {seconds_text(one['seconds'])}"]
+    lines = [f"{iteration['of']}: {iteration['times']:g} × {seconds_text(duration)}"]
     lines += table(rows, right={3, 5}) if rows else []
-    if small := [entry for entry in one["collectives"] if entry not in shown]:
-        takes, exposed = sum(entry["ends"] - entry["begins"] for entry in small), sum(map(_exposed, small))
-        lines.append(f"        {len(small)} of less than 1 %: {seconds_text(takes)}, {seconds_text(exposed)} exposed")
+    if short := [entry for entry in iteration["collectives"] if entry not in shown]:
+        takes, exposed = sum(entry["ends"] - entry["begins"] for entry in short), sum(map(_exposed, short))
+        lines.append(f"        {len(short)} of less than 1 %: {seconds_text(takes)}, {seconds_text(exposed)} exposed")
     return lines
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import jax
 
 
-def keep_back_warnings_of_xla(debug: bool) -> None:
+def silence_xla_warnings(debug: bool) -> None:
     """Suppresses XLA's warnings while it compiles for absent devices, unless `debug` is set."""
     if not debug:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors; JAX's own default is 1, warnings
@@ -29,7 +29,7 @@ def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.
     Raises `ConfigError` if a part of the compiler is missing.
     """
     if not has_cuda_plugin():
-        raise _incomplete("JAX's CUDA plugin")
+        raise _missing_part_error("JAX's CUDA plugin")
     # JAX hands this folder to XLA. An older toolkit of the machine would abort the process for a GPU it does not know.
     os.environ["CUDA_ROOT"] = str(_cuda_folder())
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would refuse to load without a driver
@@ -53,10 +53,10 @@ def _cuda_folder() -> Path:
         for package in ("cuda_nvcc", "cu13"):
             if (Path(parent) / package / "bin" / "ptxas").is_file():
                 return Path(parent) / package
-    raise _incomplete("NVIDIA's assembler ptxas")
+    raise _missing_part_error("NVIDIA's assembler ptxas")
 
 
-def _incomplete(part: str) -> ConfigError:
+def _missing_part_error(part: str) -> ConfigError:
     return ConfigError(f"--target: compiling for a GPU needs {part}, though no GPU; {how_to_install('plan')}")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jaxmnt.plan.costs import Costs
-from jaxmnt.plan.hlo import HOST_COPY, Collective, Instruction, Program, collective
+from jaxmnt.plan.hlo import HOST_COPY, Collective, Instruction, Program, collective_of
 from jaxmnt.plan.rates import Rates
 
 
@@ -19,7 +19,7 @@ from jaxmnt.plan.rates import Rates
 class CollectiveTime:
     """A collective of the program, over all of its executions in a step, in seconds."""
 
-    one: Collective
+    collective: Collective
     times: float = 0.0
     seconds: float = 0.0
     """Total duration."""
@@ -75,19 +75,21 @@ Share = Callable[[str], float | None]
 """Returns how often a condition is true, given the source name of an operation under it; None if unknown."""
 
 
-def play(
+def replay_program(
     program: Program,
     devices: int,
     rates: Rates | None = None,
     host_of: Callable[[int], int] = lambda device: 0,
-    share: Share = lambda where: None,
+    share: Share = lambda op_name: None,
 ) -> Timeline:
     """Replays a step of the program on each of `devices` devices. Without `rates` nothing takes time, and only traffic
     is counted."""
-    player = _Player(program, devices, rates, host_of, share)
-    end = player.computation(program.entry, _Clocks(), 1.0, False)
-    other_work = sorted(player.other_work.values(), key=lambda work: -work.seconds)
-    return Timeline(end.work, end.flops, list(player.found.values()), list(player.rounds.values()), other_work)
+    replayer = _Replayer(program, devices, rates, host_of, share)
+    end = replayer.replay_computation(program.entry, _Clocks(), 1.0, False)
+    other_work = sorted(replayer.other_work.values(), key=lambda work: -work.seconds)
+    return Timeline(
+        end.work, end.flops, list(replayer.collectives.values()), list(replayer.rounds.values()), other_work
+    )
 
 
 @dataclass(frozen=True)
@@ -104,123 +106,145 @@ Started = dict[str, tuple[CollectiveTime, _Clocks, float]]
 """Running collectives by name: the collective, the clocks at its start, and its end in seconds."""
 
 
-class _Player:
+class _Replayer:
+    """Walks through a program and collects its collectives, rounds and other work."""
+
     def __init__(
         self, program: Program, devices: int, rates: Rates | None, host_of: Callable[[int], int], share: Share
     ):
-        self._program, self._devices, self._rates = program, devices, rates
-        self._host_of, self._share = host_of, share
+        self._program = program
+        self._devices = devices
+        self._rates = rates
+        self._host_of = host_of
+        self._share = share
         self._costs = None if rates is None else Costs(program, rates)
-        self.found: dict[tuple[str, str], CollectiveTime] = {}
+        self.collectives: dict[tuple[str, str], CollectiveTime] = {}
         self.rounds: dict[str, Round] = {}
         self.other_work: dict[tuple[str, str], Work] = {}
 
-    def computation(self, name: str, now: _Clocks, times: float, conditional: bool) -> _Clocks:
+    def replay_computation(self, name: str, now: _Clocks, times: float, conditional: bool) -> _Clocks:
         """Replays a computation that runs `times` times per step, and returns the clocks after it."""
-        began, started, sent = now, Started(), []
+        began, started = now, Started()
+        sent: list[CollectiveTime] = []
         for instruction in self._program.computations[name]:
             if instruction.opcode == "while":
-                now = self._loop(instruction, now, times, conditional)
+                now = self._replay_loop(instruction, now, times, conditional)
             elif instruction.opcode == "conditional":
-                now = self._condition(instruction, now, times, conditional)
+                now = self._replay_condition(instruction, now, times, conditional)
             elif instruction.opcode in ("call", "async-start") and instruction.callee in self._program.computations:
-                now = self.computation(instruction.callee, now, times, conditional)
-            elif (one := collective(instruction, self._devices)) is not None:
-                assert not math.isnan(times), f"{name} sends in a loop whose length is not known"
-                played = self.found.setdefault((name, instruction.name), CollectiveTime(one))
+                now = self.replay_computation(instruction.callee, now, times, conditional)
+            elif (collective := collective_of(instruction, self._devices)) is not None:
+                assert not math.isnan(times), f"{name} sends in a loop of unknown length"
+                played = self.collectives.setdefault((name, instruction.name), CollectiveTime(collective))
                 sent.append(played)
                 now = self._send(played, instruction.name, now, times, started, began)
             elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
-                now = _wait(*started[instruction.operands[0]], now, times, began)
+                now = _wait_for(*started[instruction.operands[0]], now, times, began)
             elif self._costs is not None:
-                seconds, flops = self._costs.of(name, instruction)
+                seconds, flops = self._costs.cost(name, instruction)
                 if seconds and not flops and not math.isnan(times):
                     work = self.other_work.setdefault((name, instruction.name), Work(instruction))
                     work.times, work.seconds = work.times + times, work.seconds + times * seconds
                 now = replace(now, work=now.work + seconds, flops=now.flops + flops)
         if sent:
-            self._note(name, sent, now.work - began.work, times)
+            self._record_round(name, sent, now.work - began.work, times)
         return now
 
     def _send(
         self, played: CollectiveTime, name: str, now: _Clocks, times: float, started: Started, began: _Clocks
     ) -> _Clocks:
-        one, seconds = played.one, self._seconds(played.one)
+        """Starts a collective on its link, which may be busy. A synchronous one also blocks the device."""
+        collective, seconds = played.collective, self._seconds(played.collective)
         played.times += times
         played.seconds += times * seconds
-        link = 2 if one.kind == HOST_COPY else any(len(set(map(self._host_of, group))) > 1 for group in one.groups)
+        link = self._link(collective)
         begin = max(now.work, now.links[link])
         end = begin + seconds
-        links = tuple(end if place == link else at for place, at in enumerate(now.links))
+        links = tuple(end if index == link else busy_until for index, busy_until in enumerate(now.links))
         played.span = (begin - began.work, end - began.work, now.work - began.work)
-        if one.asynchronous:
+        if collective.asynchronous:
             started[name] = (played, now, end)
             return replace(now, links=links)
         played.exposed += times * (end - now.work)
         return replace(now, work=end, links=links)
 
-    def _seconds(self, one: Collective) -> float:
+    def _link(self, collective: Collective) -> int:
+        """Returns the index in `_Clocks.links` of the link that a collective occupies."""
+        if collective.kind == HOST_COPY:
+            return 2
+        crosses_hosts = any(len(set(map(self._host_of, group))) > 1 for group in collective.groups)
+        return 1 if crosses_hosts else 0
+
+    def _seconds(self, collective: Collective) -> float:
+        """Returns the duration of one execution."""
         if self._rates is None:
             return 0.0
-        if one.kind == HOST_COPY:
-            return self._rates.copy(one.payload)
-        return self._rates.collective(one.kind, one.payload, one.groups, self._host_of)
+        if collective.kind == HOST_COPY:
+            return self._rates.copy(collective.payload)
+        return self._rates.collective(collective.kind, collective.payload, collective.groups, self._host_of)
 
-    def _loop(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
+    def _replay_loop(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
         """Replays the first iteration, which may wait for earlier work, and a second that stands for all others. A loop
         of unknown length is replayed once."""
-        body, rounds = instruction.loop
-        unknown = math.isnan(rounds)
-        after = self.computation(body, now, math.nan if unknown else times, conditional)
-        if unknown or rounds <= 1:
-            return after
-        more = rounds - 1
-        again = self.computation(body, after, times * more, conditional)
-        on = lambda first, second: first + more * (second - first)
-        work = on(after.work, again.work)
-        # What a round starts it waits for: its links are over as long before its end as in the second.
+        body, iterations = instruction.loop
+        is_unknown = math.isnan(iterations)
+        after_first = self.replay_computation(body, now, math.nan if is_unknown else times, conditional)
+        if is_unknown or iterations <= 1:
+            return after_first
+        remaining = iterations - 1
+        after_second = self.replay_computation(body, after_first, times * remaining, conditional)
+        extrapolated = lambda first, second: first + remaining * (second - first)
+        work = extrapolated(after_first.work, after_second.work)
+        # Each iteration waits for the collectives it starts, so a used link becomes free as long before the loop's end
+        # as before the end of the second iteration.
         links = tuple(
-            first if second == first else work - (again.work - second)
-            for first, second in zip(after.links, again.links, strict=True)
+            first if second == first else work - (after_second.work - second)
+            for first, second in zip(after_first.links, after_second.links, strict=True)
         )
-        return _Clocks(work, links, on(after.flops, again.flops))
+        return _Clocks(work, links, extrapolated(after_first.flops, after_second.flops))
 
-    def _condition(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
+    def _replay_condition(self, instruction: Instruction, now: _Clocks, times: float, conditional: bool) -> _Clocks:
         """Returns the weighted mean over the branches. For the outermost condition the weights come from `share`; an
         inner one always takes its longest branch."""
         branches = instruction.branches
         shares = [None if conditional else self._share_of(branch) for branch in branches]
-        if all(one is None for one in shares):
+        if all(share is None for share in shares):
             longest = max(branches, key=lambda branch: len(self._program.computations[branch]))
             shares = [1.0 if branch == longest else 0.0 for branch in branches]
-        rest = 1 - sum(one for one in shares if one is not None)
-        rest /= max(1, sum(one is None for one in shares))
+        # Branches of unknown share divide what is left equally.
+        unknown_share = 1 - sum(share for share in shares if share is not None)
+        unknown_share /= max(1, sum(share is None for share in shares))
         ends = []
-        for branch, one in zip(branches, shares, strict=True):
-            part = rest if one is None else one
-            ends.append((part, self.computation(branch, now, times * part, True) if part else now))
-        mean = lambda of: sum(part * of(end) for part, end in ends)
+        for branch, known_share in zip(branches, shares, strict=True):
+            share = unknown_share if known_share is None else known_share
+            ends.append((share, self.replay_computation(branch, now, times * share, True) if share else now))
+        mean = lambda clock: sum(share * clock(end) for share, end in ends)
         links = tuple(mean(lambda end, link=link: end.links[link]) for link in range(len(now.links)))
         return _Clocks(mean(lambda end: end.work), links, mean(lambda end: end.flops))
 
     def _share_of(self, name: str) -> float | None:
         """Returns how often a branch is taken, according to `share` of a scope in it."""
         for instruction in self._program.computations[name]:
-            if (part := self._share(instruction.where)) is not None:
-                return part
+            if (share := self._share(instruction.op_name)) is not None:
+                return share
             if instruction.opcode == "call" and instruction.callee is not None:
                 return self._share_of(instruction.callee)
         return None
 
-    def _note(self, name: str, sent: list[CollectiveTime], seconds: float, times: float) -> None:
+    def _record_round(self, name: str, sent: list[CollectiveTime], seconds: float, times: float) -> None:
         """Records a pass through a computation. The last pass determines its reported times."""
-        found = self.rounds.setdefault(name, Round(name))
-        found.times, found.seconds, found.collectives = found.times + times, seconds, sent
-        where = (instruction.where for instruction in self._program.computations[name])
-        found.scopes = tuple(sorted({scope for one in where for scope in one.split("/")}))
+        recorded = self.rounds.setdefault(name, Round(name))
+        recorded.times += times
+        recorded.seconds = seconds
+        recorded.collectives = sent
+        op_names = (instruction.op_name for instruction in self._program.computations[name])
+        recorded.scopes = tuple(sorted({scope for op_name in op_names for scope in op_name.split("/")}))
 
 
-def _wait(played: CollectiveTime, started: _Clocks, end: float, now: _Clocks, times: float, began: _Clocks) -> _Clocks:
+def _wait_for(
+    played: CollectiveTime, started: _Clocks, end: float, now: _Clocks, times: float, began: _Clocks
+) -> _Clocks:
+    """Blocks the device until a started collective ends, and records the work that hid it."""
     exposed = max(0.0, end - now.work)
     played.exposed += times * exposed
     played.flops += times * (now.flops - started.flops)

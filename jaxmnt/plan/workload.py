@@ -20,7 +20,7 @@ class ModelShape:
     hidden: int
     vocab: int
     tied: bool = False
-    others: int = 0
+    other_parameters: int = 0
     """Parameters that multiply nothing, such as scales and learned positions."""
 
     @property
@@ -39,7 +39,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.layer_parameters + self.end_parameters + self.others
+        return self.layer_parameters + self.end_parameters + self.other_parameters
 
 
 def model_shape(definition: Definition) -> ModelShape:
@@ -82,11 +82,11 @@ class Scheme:
     overlap: Overlap = "off"
     prefetch: bool = True
     """True if a layer's weights are gathered while another layer computes, where possible."""
-    kept: float = 0.0
+    residual_bytes: float = 0.0
     """Bytes per device that a microbatch saves in forward for backward."""
 
     @property
-    def item(self) -> int:
+    def itemsize(self) -> int:
         """Bytes per number that is not in float8."""
         return 4 if self.dtype == "float32" else 2
 
@@ -94,7 +94,7 @@ class Scheme:
 def scheme_of(spec: StepSpec) -> Scheme:
     """Returns the layout of a step on its mesh, with the residuals of a microbatch."""
     config, sizes, schedule = spec.config, spec.placement.sizes, spec.schedule
-    facts = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE_AXES}
+    fields = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE_AXES}
     return Scheme(
         length=config.data.sequence_length,
         rows=spec.microbatch_rows,
@@ -105,8 +105,8 @@ def scheme_of(spec: StepSpec) -> Scheme:
         dtype=spec.dtype.name if spec.float8 is None else "float8",
         float8_least=config.train.float8_least,
         overlap=spec.placement.overlap,
-        kept=kept_bytes(spec) * schedule.chunks / facts["slots"],
-        **facts,
+        residual_bytes=kept_bytes(spec) * schedule.chunks / fields["slots"],
+        **fields,
     )
 
 

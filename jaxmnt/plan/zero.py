@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jaxmnt.config.mesh import GATHERING_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
-from jaxmnt.plan.budget import least
+from jaxmnt.plan.budget import minimum_traffic
 from jaxmnt.plan.chips import Chip, chip_of
 from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.memory import estimate_memory, state_bytes
@@ -33,13 +33,13 @@ from jaxmnt.units import seconds_text, size
 
 STAGES = (3, 2, 1)
 """ZeRO stages, the ones that need less memory first."""
-GAIN = 1.03
+LEAST_SPEEDUP = 1.03
 """A stage that needs more memory must be faster by this factor; estimates of one mesh usually differ by more."""
-ROOM = 0.95
+USABLE_SHARE = 0.95
 """Share of a device's memory that an estimate may use: few compiled programs need 3 % more than estimated
 (`benchmarks/plan_estimates.py`)."""
 _LEAST_MEMORY = "so memory decides, of which 3 needs least"
-COSTLY = 1.1
+COSTLY_SLOWDOWN = 1.1
 """A configured stage is reported if it takes this many times as long as the best."""
 
 
@@ -64,11 +64,11 @@ class ZeroChoice:
     stages: tuple[Stage, ...]
     limit: float | None
     """Usable bytes of a device, if known."""
-    because: str = ""
+    reason: str = ""
     """Why there was no choice."""
 
     def fits(self, stage: Stage) -> bool:
-        return stage.peak is not None and self.limit is not None and stage.peak <= ROOM * self.limit
+        return stage.peak is not None and self.limit is not None and stage.peak <= USABLE_SHARE * self.limit
 
     @property
     def best(self) -> Stage | None:
@@ -76,28 +76,33 @@ class ZeroChoice:
         fitting = [(stage.seconds, stage) for stage in self.stages if stage.seconds is not None and self.fits(stage)]
         return min(fitting)[1] if fitting else None
 
-    def lines(self, *, kept: bool = False) -> list[str]:
+    def lines(self, *, resumed: bool = False) -> list[str]:
         """Returns the lines that a start and a plan print: any automatic choice, or a setting that is costly. `resumed`
         means that an earlier start of the run made the choice."""
-        if kept:
-            return [f"zero    {self.zero}, as this run began (mesh.zero: auto)", *self._cost()]
+        if resumed:
+            return [f"zero    {self.zero}, as this run began (mesh.zero: auto)", *self._cost_note()]
         if self.is_auto:
-            why = f"; {self.because}" if self.because else ""
-            told = ", ".join(self._described(stage) for stage in self.stages)
-            return [f"zero    {self.zero}, chosen by mesh.zero: auto ({told}{why})"]
-        return self._cost()
+            why = f"; {self.reason}" if self.reason else ""
+            stages = ", ".join(self._describe(stage) for stage in self.stages)
+            return [f"zero    {self.zero}, chosen by mesh.zero: auto ({stages}{why})"]
+        return self._cost_note()
 
-    def _cost(self) -> list[str]:
+    def _cost_note(self) -> list[str]:
         (setting,), best = [stage for stage in self.stages if stage.zero == self.zero], self.best
-        if best is None or best.seconds is None or setting.seconds is None or setting.seconds <= COSTLY * best.seconds:
+        if (
+            best is None
+            or best.seconds is None
+            or setting.seconds is None
+            or setting.seconds <= COSTLY_SLOWDOWN * best.seconds
+        ):
             return []
         cost = setting.seconds / best.seconds - 1
         return [
-            f"note    mesh.zero: {self.zero} costs {cost:.0%} of a step's time: about {self._described(setting)}, "
-            f"{self._described(best)}; set mesh.zero={best.zero}"
+            f"note    mesh.zero: {self.zero} costs {cost:.0%} of a step's time: about {self._describe(setting)}, "
+            f"{self._describe(best)}; set mesh.zero={best.zero}"
         ]
 
-    def _described(self, stage: Stage) -> str:
+    def _describe(self, stage: Stage) -> str:
         sends = f"sends {size(stage.sent)}"
         if stage.seconds is None or stage.peak is None or self.limit is None:
             return f"{stage.zero} {sends}"
@@ -105,7 +110,7 @@ class ZeroChoice:
         if stage.peak > self.limit:
             room += ", too much"
         elif not self.fits(stage):
-            room += f", too much with the {size((1 - ROOM) * self.limit)} that are kept free"
+            room += f", too much with the {size((1 - USABLE_SHARE) * self.limit)} that are kept free"
         return f"{stage.zero} takes {seconds_text(stage.seconds)}, {sends} and {room}"
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +121,7 @@ class ZeroChoice:
 def resolve_zero(spec: StepSpec) -> tuple[Config, ZeroChoice | None]:
     """Returns the spec's config with a number for `mesh.zero`, and how it was chosen: None if nothing is sharded, so
     that all stages are equal."""
-    choice = choose_zero(spec, chip_of(_kind(spec)))
+    choice = choose_zero(spec, chip_of(_device_kind(spec)))
     zero = spec.zero if choice is None else choice.zero
     return spec.config.changed({"mesh.zero": zero}), choice
 
@@ -130,24 +135,24 @@ def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
     mesh = spec.config.mesh
     is_auto = mesh.zero == "auto"
     if chip is None or not {*over} <= {*GATHERING_AXES}:
-        unknown = f"no data sheet of {_kind(spec)} devices is known"
-        because = ("mesh.rules for embed are not estimated" if chip else unknown) + f", {_LEAST_MEMORY}"
-        counted = tuple(Stage(zero, _sent(spec, zero), None, None) for zero in STAGES)
-        return ZeroChoice(spec.zero, is_auto, counted, None, because)
-    stages, limit = _estimated(spec, chip), OUR_MEMORY_FRACTION * chip.memory
+        unknown = f"no data sheet of {_device_kind(spec)} devices is known"
+        reason = ("mesh.rules for embed are not estimated" if chip else unknown) + f", {_LEAST_MEMORY}"
+        without_estimates = tuple(Stage(zero, _bytes_sent(spec, zero), None, None) for zero in STAGES)
+        return ZeroChoice(spec.zero, is_auto, without_estimates, None, reason)
+    stages, limit = _estimate_stages(spec, chip), OUR_MEMORY_FRACTION * chip.memory
     choice = ZeroChoice(spec.zero, is_auto, stages, limit, "mesh.prefetch needs 3" if mesh.prefetch else "")
     if not is_auto or mesh.prefetch:
         return choice
-    because = "" if choice.best else f"by estimate none fits, {_LEAST_MEMORY}"
-    return replace(choice, zero=_fastest(choice), because=because)
+    reason = "" if choice.best else f"by estimate none fits, {_LEAST_MEMORY}"
+    return replace(choice, zero=_choose_fastest(choice), reason=reason)
 
 
-def _kind(spec: StepSpec) -> str:
+def _device_kind(spec: StepSpec) -> str:
     """Returns JAX's name of the devices."""
     return spec.placement.mesh.devices.flat[0].device_kind
 
 
-def _fastest(choice: ZeroChoice) -> int:
+def _choose_fastest(choice: ZeroChoice) -> int:
     """Returns the stage that needs least memory among those that fit and are about as fast as the fastest; 3 if none
     fits."""
     best = choice.best
@@ -156,30 +161,31 @@ def _fastest(choice: ZeroChoice) -> int:
     return next(
         stage.zero
         for stage in choice.stages
-        if choice.fits(stage) and stage.seconds is not None and stage.seconds <= GAIN * best.seconds
+        if choice.fits(stage) and stage.seconds is not None and stage.seconds <= LEAST_SPEEDUP * best.seconds
     )
 
 
-def _estimated(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
+def _estimate_stages(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
     model = model_shape(spec.definition)
     scheme = replace(scheme_of(spec), prefetch=spec.config.mesh.prefetch is not False)
     depth = -(-model.depth // (scheme.pipeline * scheme.chunks))
-    of_row = lambda kept: kept * model.depth / (depth * scheme.slots * scheme.rows)
-    kept_of_row, kept_at_most = of_row(kept_bytes(spec)), of_row(_kept_without_remat(spec))
+    per_row = lambda residuals: residuals * model.depth / (depth * scheme.slots * scheme.rows)
+    row_residuals = per_row(kept_bytes(spec))
+    row_residuals_without_remat = per_row(_residuals_without_remat(spec))
     state, rates = state_bytes(spec), rates_of(chip)
-    found = []
+    stages = []
     for zero in STAGES:
         staged = replace(scheme, zero=zero)
         memory = estimate_memory(
-            model, staged, kept_of_row, max(kept_of_row, kept_at_most), state,
+            model, staged, row_residuals, max(row_residuals, row_residuals_without_remat), state,
             loss_chunk=spec.config.train.loss_chunk_mib * 2**20,
         )  # fmt: skip
         seconds = estimate(model, staged, rates, chip.domain).seconds
-        found.append(Stage(zero, _sent(spec, zero), seconds, memory.peak))
-    return tuple(found)
+        stages.append(Stage(zero, _bytes_sent(spec, zero), seconds, memory.peak))
+    return tuple(stages)
 
 
-def _kept_without_remat(spec: StepSpec) -> int:
+def _residuals_without_remat(spec: StepSpec) -> int:
     """Returns the bytes that forward would save for backward if backward recomputed nothing."""
     if spec.config.train.remat == "none":
         return kept_bytes(spec)
@@ -187,8 +193,8 @@ def _kept_without_remat(spec: StepSpec) -> int:
     return kept_bytes(replace(spec, config=without))
 
 
-def _sent(spec: StepSpec, zero: int) -> float:
+def _bytes_sent(spec: StepSpec, zero: int) -> float:
     """Returns the bytes of weights and gradients that a device gathers and scatters in a step, by the formula above."""
     staged = replace(spec, config=spec.config.changed({"mesh.zero": zero, "mesh.prefetch": None}))
     over = "×".join(spec.placement.mesh_axes("embed"))
-    return sum(bytes_ for (_, axes), bytes_ in least(staged).items() if axes == over)
+    return sum(bytes_ for (_, axes), bytes_ in minimum_traffic(staged).items() if axes == over)

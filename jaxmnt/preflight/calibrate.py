@@ -38,9 +38,9 @@ from jaxmnt.plan.rates import (
     STEP_WITHIN_HOST,
     WITHIN_HOST,
     Rates,
-    rounds_of,
+    ring_passes,
 )
-from jaxmnt.plan.timeline import play
+from jaxmnt.plan.timeline import replay_program
 from jaxmnt.preflight.links import COLLECTIVES, of_each_device, on_each_device, times_of
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import LEAST_FLOAT8
@@ -303,7 +303,7 @@ _FREE = Rates(
 
 def _played(program: Any, rates: Rates) -> float:
     """What a plan counts of a program."""
-    return play(Program(program.as_text()), 1, rates).seconds
+    return replay_program(Program(program.as_text()), 1, rates).seconds
 
 
 def _attention(bench: _Bench) -> Attention:
@@ -412,7 +412,7 @@ def _send(bench: _Bench, scale: Scale, kind: str, grid: np.ndarray, payload: int
     seconds, work = _beside_work(bench, scale, partial(act, axis="group", n=size), array, mesh)
     if kind == "collective-permute":
         return _Sent(1, payload, seconds, _UNSURE * work)
-    steps = rounds_of(kind) * (size - 1)
+    steps = ring_passes(kind) * (size - 1)
     return _Sent(steps, payload * steps / size, seconds, _UNSURE * work)
 
 

@@ -38,7 +38,7 @@ def compile_steps(run: RunWithData) -> Program:
 
     def resolve(spec: StepSpec) -> Config:
         config, zero = resolve_zero(spec)
-        zero_lines.extend([] if zero is None else zero.lines(kept=run.zero_is_open and not zero.is_auto))
+        zero_lines.extend([] if zero is None else zero.lines(resumed=run.zero_is_open and not zero.is_auto))
         return config
 
     with run.watchdog.during("compiling", limit):
